@@ -1,0 +1,221 @@
+"""The checkpoint on disk.
+
+    RUN/checkpoints/
+        latest                       the name of the newest complete checkpoint
+        step-00000100/
+            index.h5                 every parameter and moment whole, as HDF5 virtual datasets; all that describes it
+            part-00000.h5 ...        the pieces that each rank owns
+
+`h5py.File("index.h5")["model/blocks.3.attention.q.weight"][:]` is the weight as the unsplit model has it, whatever
+layout wrote it; `optimizer/exp_avg/...` and `optimizer/exp_avg_sq/...` are the moments, all of them fp32 and exact.
+A folder has its final name only if it is complete and synced.
+"""
+
+import os
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpctrain.errors import CheckpointError
+
+FORMAT = "hpctrain-checkpoint"
+VERSION = 1
+INDEX = "index.h5"
+LATEST = "latest"
+PARTIAL = ".partial"
+KINDS = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A rectangle of a parameter, as one dataset of a part: `rows` x `columns` of the unsplit parameter."""
+
+    name: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    dataset: str
+    """Within the part, below the kind; flat, row after row."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One writer's file."""
+
+    file: str
+    num_bytes: int
+    crc32: int
+    runs: tuple[Run, ...]
+
+
+def step_folder(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def sync(path: Path) -> None:
+    """Make sure that a file's content, or a folder's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def crc32_of(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def write_part(path: Path, arrays: dict[str, dict[str, np.ndarray]], runs: list[Run]) -> Part:
+    """Write one part, `arrays[kind][dataset]`, and sync it.
+
+    Raises OSError, also where HDF5 notices only on closing.
+    """
+    try:
+        with h5py.File(path, "w", libver="latest") as file:
+            for kind, datasets in arrays.items():
+                for name, values in datasets.items():
+                    file.create_dataset(f"{kind}/{name}", data=values)
+            file.flush()
+    except RuntimeError as error:  # HDF5 reports a failed close so
+        raise OSError(0, str(error)) from error
+    sync(path)
+    return Part(path.name, path.stat().st_size, crc32_of(path), tuple(runs))
+
+
+def write_index(path: Path, shapes: dict[str, tuple[int, ...]], parts: list[Part], about: dict[str, str | int]) -> None:
+    """Write the index: virtual datasets over the parts, the list of parts, and `about` as attributes."""
+    with h5py.File(path, "w", libver="latest") as file:
+        file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
+        file.attrs.update(about)
+        table = file.create_dataset("parts", data=np.array([[p.num_bytes, p.crc32] for p in parts], dtype=np.int64))
+        table.attrs["columns"] = ["bytes", "crc32"]
+        runs: dict[str, list[tuple[Part, Run]]] = {name: [] for name in shapes}
+        for part in parts:
+            for run in part.runs:
+                runs[run.name].append((part, run))
+        for name, shape in shapes.items():
+            for kind in KINDS:
+                layout = h5py.VirtualLayout(shape, dtype=np.float32)
+                for part, run in runs[name]:
+                    size = (run.rows[1] - run.rows[0]) * (run.columns[1] - run.columns[0])
+                    source = h5py.VirtualSource(part.file, f"{kind}/{run.dataset}", shape=(size,), dtype=np.float32)
+                    layout[rectangle(shape, run.rows, run.columns)] = source
+                file.create_virtual_dataset(f"{kind}/{name}", layout, fillvalue=np.nan)
+        file.flush()
+    sync(path)
+
+
+def rectangle(shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> tuple[slice, ...]:
+    """Return the selection of rows x columns in a parameter of one or two dims."""
+    return (slice(*rows),) if len(shape) == 1 else (slice(*rows), slice(*columns))
+
+
+def publish(partial: Path, final: Path, keep: int) -> None:
+    """Give a complete checkpoint its final name, move `latest` to it, and delete all but the newest `keep`."""
+    sync(partial)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    folder = final.parent
+    sync(folder)
+    pointer = folder / (LATEST + PARTIAL)
+    pointer.write_text(final.name + "\n")
+    sync(pointer)
+    pointer.replace(folder / LATEST)
+    sync(folder)
+    complete = sorted(p for p in folder.glob("step-*") if not p.name.endswith(PARTIAL))
+    for old in complete[:-keep]:
+        shutil.rmtree(old)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run folder, or None. Raises CheckpointError if it is missing."""
+    pointer = folder / "checkpoints" / LATEST
+    if not pointer.is_file():
+        return None
+    path = pointer.parent / pointer.read_text().strip()
+    if not (path / INDEX).is_file():
+        raise CheckpointError(f"{pointer} names {path.name}, which is not there or has no {INDEX}")
+    return path
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path names: itself, or the newest one of a run folder. Raises CheckpointError."""
+    if (path / INDEX).is_file():
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such run folder or checkpoint")
+    found = latest_checkpoint(path)
+    if found is None:
+        raise CheckpointError(f"{path}: has no checkpoint yet; a run writes one at its end or every checkpoint.every")
+    return found
+
+
+class Index:
+    """An open index: slices of whole parameters, and what is known about the checkpoint. Close it, or use `with`."""
+
+    def __init__(self, checkpoint: Path):
+        self.path = checkpoint
+        try:
+            self._file = h5py.File(checkpoint / INDEX, "r", locking=False)
+        except OSError as error:
+            raise CheckpointError(f"{checkpoint / INDEX}: cannot be read: {error}") from None
+        self.about = dict(self._file.attrs)
+        if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
+            self.close()
+            raise CheckpointError(
+                f"{checkpoint / INDEX}: format {self.about.get('format')!r} version {self.about.get('version')};"
+                f" this hpctrain reads {FORMAT!r} version {VERSION}"
+            )
+
+    def __enter__(self) -> "Index":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def names(self) -> list[str]:
+        return list(self._file["model"])
+
+    def has(self, name: str) -> bool:
+        return name in self._file["model"]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file[f"model/{name}"].shape
+
+    def read(self, kind: str, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
+        """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat."""
+        dataset = self._file[f"{kind}/{name}"]
+        return dataset[rectangle(dataset.shape, rows, columns)].reshape(-1)
+
+    def whole(self, kind: str, name: str) -> np.ndarray:
+        """Return a whole parameter or moment, fp32, in its shape."""
+        return self._file[f"{kind}/{name}"][:]
+
+    def verify(self, some: slice = slice(None)) -> None:
+        """Check size and CRC of the parts `some` selects. Raises CheckpointError that names the damaged file."""
+        for number, (num_bytes, crc32) in list(enumerate(self._file["parts"][:].tolist()))[some]:
+            part = self.path / part_name(number)
+            if not part.is_file():
+                raise CheckpointError(f"{part}: is missing; use an older checkpoint")
+            size = part.stat().st_size
+            if size != num_bytes:
+                raise CheckpointError(f"{part}: has {size} bytes instead of {num_bytes}; use an older checkpoint")
+            if (found := crc32_of(part)) != crc32:
+                raise CheckpointError(
+                    f"{part}: is damaged (CRC32 {found:08x} instead of {crc32:08x}); use an older checkpoint"
+                )
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:05d}.h5"

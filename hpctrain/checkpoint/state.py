@@ -1,0 +1,148 @@
+"""Saving and loading the state of a run: weights, moments and position, exactly, from any layout into any other."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.format import (
+    KINDS,
+    PARTIAL,
+    Index,
+    Part,
+    Run,
+    part_name,
+    publish,
+    step_folder,
+    write_index,
+    write_part,
+)
+from hpctrain.comm.world import World
+from hpctrain.errors import CheckpointError, describe_os_error
+from hpctrain.intervals import Interval
+from hpctrain.job import Job
+from hpctrain.model.initialise import whole_rows
+from hpctrain.model.shard import Shard
+from hpctrain.model.store import Piece
+from hpctrain.parameters import all_parameters
+from hpctrain.plan import Plan, dump_plan
+
+# What must be the same for a resumed run to go on with the same numbers; model is compared key by key.
+SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")
+
+
+def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, plan: Plan, tokenizer: str) -> Path:
+    """Write the checkpoint after `step` steps under `folder`/checkpoints; return its path. All ranks must call.
+
+    Every rank writes what it owns. Raises CheckpointError on all ranks if one cannot write; what was there before
+    stays, and the unfinished folder is removed.
+    """
+    final = folder / "checkpoints" / step_folder(step)
+    partial = final.with_name(final.name + PARTIAL)
+    part = None
+    try:
+        with world.all_or_none():
+            if world.rank == 0:
+                _attempt(partial, lambda: _make_empty(partial))
+        with world.all_or_none():
+            part = _attempt(partial, lambda: _write_own(partial / part_name(world.rank), shards))
+        parts = world.gather_objects(part)
+        with world.all_or_none():
+            if world.rank == 0:
+                about = {
+                    "step": step,
+                    "job": job.model_dump_json(),
+                    "plan": dump_plan(plan),
+                    "tokenizer": tokenizer,
+                }
+                shapes = {name: p.shape for name, p in all_parameters(job.model).items()}
+                _attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, about))
+                _attempt(partial, lambda: publish(partial, final, job.checkpoint.keep))
+    except CheckpointError:
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _attempt(where: Path, work):
+    try:
+        return work()
+    except (OSError, RuntimeError) as error:
+        why = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(
+            f"{where}: cannot be written: {why}; earlier checkpoints are untouched, make room or choose another --run"
+        ) from None
+
+
+def _write_own(path: Path, shards: list[Shard]) -> Part:
+    arrays: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in KINDS}
+    runs = []
+    for shard in shards:
+        for piece in shard.group.pieces(shard.owned):
+            if not piece.counts:
+                continue
+            for rows, columns, taken in whole_rows(piece.parameter, piece.box, piece.elements):
+                name = piece.parameter.name
+                dataset = f"{name}/{rows.start}-{columns.start}"
+                at = taken.shift(piece.at.start - piece.elements.start)
+                for kind, tensor in _tensors(shard).items():
+                    arrays[kind][dataset] = shard.of(tensor, at).numpy()
+                runs.append(Run(name, tuple(rows), (columns.start, columns.stop), dataset))
+    return write_part(path, arrays, runs)
+
+
+def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
+    return dict(zip(KINDS, (shard.master, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]), strict=True))
+
+
+def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
+    """Fill weights and moments from a checkpoint of any layout; return its step. All ranks must call.
+
+    The parts are verified first, each by one rank. Raises CheckpointError on all ranks.
+    """
+    with world.all_or_none(), Index(checkpoint) as index:
+        index.verify(slice(world.rank, None, world.size))
+        for shard in shards:
+            for piece in shard.group.pieces(Interval(0, shard.group.size)):
+                shard.group.weights[slice(*piece.at)] = read_piece(index, "model", piece)
+            for kind, tensor in _tensors(shard).items():
+                for piece in shard.group.pieces(shard.updated):
+                    shard.of(tensor, piece.at).copy_(read_piece(index, kind, piece))
+        step = int(index.about["step"])
+    return step
+
+
+def read_piece(index: Index, kind: str, piece: Piece) -> torch.Tensor:
+    """Return the elements of a piece, fp32, from the whole parameter; padding is zero."""
+    values = torch.zeros(piece.at.size)
+    for rows, columns, taken in whole_rows(piece.parameter, piece.box, piece.elements):
+        found = index.read(kind, piece.parameter.name, rows, (columns.start, columns.stop))
+        values[slice(*taken.shift(-piece.elements.start))] = torch.from_numpy(found)
+    return values
+
+
+def check_same_run(checkpoint: Path, job: Job) -> Job:
+    """Refuse a checkpoint that this job cannot go on from; return the job that wrote it.
+
+    Raises CheckpointError that names the first key that differs, with both values.
+    """
+    with Index(checkpoint) as index:
+        theirs = json.loads(index.about["job"])
+    ours = json.loads(job.model_dump_json())
+    for key in [f"model.{k}" for k in ours["model"] if k != "preset"] + list(SAME_TO_RESUME):
+        section, name = key.split(".")
+        if theirs[section].get(name) != ours[section][name]:
+            what = "is of another model" if section == "model" else "cannot be continued by this job"
+            raise CheckpointError(
+                f"{checkpoint}: {what}: {key} is {theirs[section].get(name)} there and {ours[section][name]} in the"
+                " job; set it alike, or start a new run with another --run"
+            )
+    return Job.model_validate(theirs)

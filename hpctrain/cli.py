@@ -1,0 +1,72 @@
+"""The `hpctrain` command: finds the module of a subcommand, runs it, and prints what went wrong once."""
+
+import importlib
+import sys
+
+import click
+
+from hpctrain import __version__
+from hpctrain.errors import HpctrainError
+
+COMMANDS = {
+    "prepare": "turn text or source files into a token file",
+    "train": "train a job; start it with mpirun or srun",
+    "generate": "write text with a trained model",
+    "inspect": "tell what is in a run, a checkpoint, a plan, a job or a token file",
+    "compare": "compare the losses (and weights) of two runs",
+    "bench": "measure the speed of a job's training step",
+}
+
+
+class Commands(click.Group):
+    """Imports a command's module only when it is run, since ten thousand ranks read it from one file system."""
+
+    def list_commands(self, context):
+        return list(COMMANDS)
+
+    def get_command(self, context, name):
+        if name not in COMMANDS:
+            return None
+        return importlib.import_module(f"hpctrain.jobs.{name}").command
+
+    def format_commands(self, context, formatter):
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="hpctrain")
+def root():
+    """Train one large language model on all the accelerators a site owns, as if they were one machine.
+
+    \b
+    hpctrain prepare --stdlib --out tokens/stdlib.h5     make a token file
+    mpirun -n 4 hpctrain train tiny                      train the ready-made job `tiny` on 4 ranks
+    hpctrain generate runs/tiny-... --prompt "def "      write text with the result
+    """
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.errors)."""
+    from hpctrain.comm.launcher import promised_rank
+
+    speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
+    if not speaks and {"-h", "--help", "--version"} & set(sys.argv):
+        sys.exit(0)
+    try:
+        root(standalone_mode=False)
+    except click.exceptions.Exit as exit_request:
+        sys.exit(exit_request.exit_code)
+    except click.ClickException as error:
+        if speaks:
+            error.show()
+        sys.exit(error.exit_code)
+    except HpctrainError as error:
+        if speaks:
+            print(f"hpctrain: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output had enough
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,59 @@
+"""The device that a rank computes on."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.errors import TopologyError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# bf16 halves memory; it is taken where its products are at least this much faster than fp32's.
+WORTHWHILE_SPEEDUP = 1.2
+
+
+@dataclass(frozen=True)
+class CpuAccelerator:
+    """A CPU rank: one thread, host memory."""
+
+    family: str = "cpu"
+    device: torch.device = torch.device("cpu")
+
+    def bind(self) -> None:
+        """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins."""
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+    def memory_bytes(self, local_size: int) -> int:
+        """Return this rank's share of the host's memory."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
+
+    def products_per_second(self, dtype: torch.dtype, size: int = 192, seconds: float = 0.02) -> float:
+        """Return FLOP/s of square products, over `seconds` after a warm-up."""
+        a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+        a @ b
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            a @ b
+            count += 1
+        return count * 2 * size**3 / (time.perf_counter() - start)
+
+    def best_dtype(self) -> tuple[str, str]:
+        """Measure which dtype computes best; return its name and the reason."""
+        fp32, bf16 = (self.products_per_second(DTYPES[name]) for name in ("fp32", "bf16"))
+        chosen = "bf16" if bf16 > WORTHWHILE_SPEEDUP * fp32 else "fp32"
+        return chosen, f"products measured at {fp32 / 1e9:.1f} GFLOP/s in fp32, {bf16 / 1e9:.1f} in bf16"
+
+
+def make_accelerator(family: str) -> CpuAccelerator:
+    """Return the accelerator of a family.
+
+    | family | device | streams | dtypes |
+    |--------|--------|---------|--------|
+    | cpu    | host   | no      | fp32, bf16 (measured; slow without AMX) |
+
+    Raises TopologyError for a family that this version cannot drive.
+    """
+    if family != "cpu":
+        raise TopologyError(f"family '{family}': only 'cpu' ranks can be driven by this version")
+    return CpuAccelerator()

@@ -1,0 +1,161 @@
+"""The World: all ranks that were started together, where they run, and how they end together.
+
+mpi4py is started here, explicitly, and not at import. Everything that has to do with the launcher is here too.
+"""
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from hpctrain.comm.communicator import Channel, Communicator, make_channel, make_communicator
+from hpctrain.comm.launcher import promised_size
+from hpctrain.errors import HpctrainError, LaunchError
+
+UNCAUGHT_EXIT_CODE = 1
+# How long a rank that failed waits for the others to say that they failed too, before it takes all down.
+AGREEMENT_SECONDS = 2.0
+STAGGER_SECONDS, LONGEST_STAGGER_SECONDS = 0.1, 2.0
+
+
+class World:
+    """All ranks of this start. Made once by `World.start`, passed on, closed by `close`."""
+
+    def __init__(self, mpi, hosts: Sequence[str], timeout_seconds: float):
+        self._mpi = mpi
+        self._comm = mpi.COMM_WORLD
+        self._failures = self._comm.Dup()
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+        self.hosts = tuple(hosts)
+        self.timeout_seconds = timeout_seconds
+        self._made: list[Communicator | Channel] = []
+
+    @classmethod
+    def start(cls, timeout_seconds: float = 1800.0) -> "World":
+        """Start MPI and check that the launcher's promise was kept. All ranks must call.
+
+        Raises LaunchError where `srun` or `mpirun` of another MPI started N jobs of one rank instead of one of N.
+        """
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        promised, variable = promised_size()
+        if MPI.COMM_WORLD.size == 1 and promised > 1:
+            raise LaunchError(
+                f"{variable} promises {promised} ranks, but MPI started this one alone: the launcher and the MPI"
+                f" library ({MPI.Get_library_version().split(chr(10))[0][:60]}) do not belong together."
+                " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
+            )
+        host = os.environ.get("HPCTRAIN_HOST", socket.gethostname())
+        return cls(MPI, MPI.COMM_WORLD.allgather(host), timeout_seconds)
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its host."""
+        return self.hosts[: self.rank].count(self.host)
+
+    @property
+    def local_size(self) -> int:
+        return self.hosts.count(self.host)
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls."""
+        made = make_communicator(self._mpi, self._comm, ranks, self.hosts, self.timeout_seconds)
+        self._made.append(made)
+        return made
+
+    def channel(self, peer: int, num_bytes: int, depth: int) -> Channel:
+        """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
+        made = make_channel(self._mpi, self._comm, peer, num_bytes, depth, self.hosts, self.timeout_seconds)
+        self._made.append(made)
+        return made
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on every rank if any rank has an error. All ranks must call.
+
+        For steps that can fail on some ranks only, such as writing files; the error of the lowest rank is raised.
+        """
+        found = self._comm.allgather(None if error is None else (type(error), str(error)))
+        for rank, failure in enumerate(found):
+            if failure is not None:
+                kind, message = failure
+                if error is not None and rank == self.rank:
+                    raise error
+                raise kind(message)
+
+    @contextmanager
+    def all_or_none(self):
+        """Run a block that may fail on some ranks only with an HpctrainError, and then fail on all of them alike."""
+        error = None
+        try:
+            yield
+        except HpctrainError as caught:
+            error = caught
+        self.agree(error)
+
+    def broadcast_object(self, value):
+        """Return rank 0's value on every rank. For small plain objects. All ranks must call."""
+        return self._comm.bcast(value)
+
+    def gather_objects(self, value) -> list | None:
+        """Return every rank's value, in their order, on rank 0 (None on others). All ranks must call."""
+        return self._comm.gather(value)
+
+    def close(self) -> None:
+        """Free what was made, and end MPI. All ranks must call."""
+        for made in reversed(self._made):
+            made.close()
+        self._made.clear()
+        self._failures.Free()
+        self._mpi.Finalize()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End all ranks because of an error on this one; the message is said once. Any rank may call.
+
+        Where every rank failed alike (a mistake in a file), they find out within `AGREEMENT_SECONDS`, rank 0 speaks
+        and all exit in order. Where others still run, this rank speaks and aborts them.
+        """
+        code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
+        for made in self._made:  # nobody may wait in them any longer
+            made.abandon()
+        if self._everybody_failed():
+            if self.rank == 0:
+                print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
+            self._mpi.Finalize()
+            os._exit(code)
+        time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS))  # the first to speak ends the others
+        print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
+        self._comm.Abort(code)
+        os._exit(code)
+
+    def _everybody_failed(self) -> bool:
+        request = self._failures.Ibarrier()
+        deadline = time.monotonic() + (AGREEMENT_SECONDS if self.size > 1 else 0.0)
+        while not request.Test():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def _banner(self, error: BaseException, everywhere: bool) -> str:
+        trace = ""
+        if not isinstance(error, HpctrainError):
+            trace = "".join(traceback.format_exception(error))
+        message = f"hpctrain: {type(error).__name__}: {error}"
+        if not everywhere:
+            message += f"\n  on rank {self.rank} of {self.size}, host {self.host}; all ranks are stopped"
+        return trace + message

@@ -1,0 +1,167 @@
+"""Text to token ids and back: bytes as they are, or byte-level BPE (trained here, or any `tokenizer.json`).
+
+A tokenizer travels inside the token file as JSON, so that whoever has the tokens can read them. The `tokenizers`
+library is imported where it is used: ranks that only train never load it.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.errors import DataError, describe_os_error
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_BPE = 257  # 256 bytes and END_OF_TEXT
+# How well-known tokenizers call the end of a document: GPT-2, Llama 3, Llama 2 and T5, Gemma, Qwen, BERT.
+SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(ABC):
+    """Turns text into token ids in `range(vocab_size)` and back.
+
+    The text of a special token is text like any other: `<|endoftext|>` written in a document does not end it.
+    Characters that UTF-8 cannot hold (lone surrogates) become `?`.
+    """
+
+    vocab_size: int
+    separator: int | None
+    """The id between two documents; None: this tokenizer has none."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, int64 [tokens]."""
+        return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of several texts, int64 [tokens] each; on several cores where the library can."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, separators included; what is not UTF-8 (a character cut in two) becomes U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
+        ids = np.fromiter(ids, np.int64)
+        outside = (ids < 0) | (ids >= self.vocab_size)
+        if outside.any():
+            raise DataError(
+                f"token {ids[outside][0]} is not in the tokenizer's vocabulary of {self.vocab_size};"
+                " decode with the tokenizer that encoded"
+            )
+        return self._decode(ids)
+
+    @abstractmethod
+    def _decode(self, ids: np.ndarray) -> str: ...
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """Return all of it as text, for `from_json`."""
+
+    @staticmethod
+    def from_json(text: str, origin: str = "tokenizer") -> "Tokenizer":
+        """Read what `to_json` wrote, or the text of a Hugging Face `tokenizer.json`.
+
+        `origin` is what an error calls it. Raises DataError if it is neither.
+        """
+        try:
+            tree = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{origin}: not a tokenizer: not valid JSON: {error}") from None
+        if isinstance(tree, dict) and tree.get("type") == "byte":
+            return ByteTokenizer()
+        if isinstance(tree, dict) and "model" in tree:
+            return LibraryTokenizer(text, origin)
+        raise DataError(
+            f"{origin}: JSON, but not a tokenizer: it has no 'model'; give a Hugging Face tokenizer.json"
+            " (not tokenizer_config.json, vocab.json or config.json)"
+        )
+
+    @staticmethod
+    def load(path: Path) -> "Tokenizer":
+        """Read a `tokenizer.json`. Raises DataError if there is none, or it is not one."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise DataError(
+                f"{path}: no such tokenizer; give 'byte', 'bpe', the path of a Hugging Face tokenizer.json,"
+                " or that of a token file whose tokenizer to use again"
+            ) from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {describe_os_error(error)}; give a tokenizer.json") from None
+        except UnicodeDecodeError:
+            raise DataError(f"{path}: not a tokenizer: not text; give a Hugging Face tokenizer.json") from None
+        return Tokenizer.from_json(text, str(path))
+
+
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of UTF-8; byte 0, which no text file holds, separates documents."""
+
+    vocab_size = 256
+    separator = 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int64) for text in texts]
+
+    def _decode(self, ids: np.ndarray) -> str:
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"type": "byte"})
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library, from the text of its `tokenizer.json`."""
+
+    def __init__(self, text: str, origin: str = "tokenizer"):
+        from tokenizers import Tokenizer as Library
+
+        try:
+            self._library = Library.from_str(text)
+        except Exception as error:  # the library raises bare Exception for whatever it does not understand
+            raise DataError(f"{origin}: not a tokenizer that the tokenizers library can read: {error}") from None
+        self._library.no_truncation()  # files made for inference may cut or fill texts, which would lose tokens
+        self._library.no_padding()
+        self._library.encode_special_tokens = True
+        ids = self._library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values(), default=-1) + 1  # not their number: ids may have holes
+        self.separator = next((ids[name] for name in SEPARATORS if name in ids), None)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        clean = [text.encode(errors="replace").decode() for text in texts]
+        encodings = self._library.encode_batch_fast(clean, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def _decode(self, ids: np.ndarray) -> str:
+        return self._library.decode(ids.tolist(), skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        return self._library.to_str()
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train byte-level BPE as in GPT-2; the same texts give the same tokenizer on any number of cores.
+
+    The vocabulary is smaller than asked for if the texts have no more pairs to merge. Raises DataError if
+    `vocab_size` leaves no room for the bytes and the separator.
+    """
+    if vocab_size < SMALLEST_BPE:
+        raise DataError(
+            f"a BPE vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {SMALLEST_BPE};"
+            f" set --vocab-size to at least {SMALLEST_BPE}, or use --tokenizer byte"
+        )
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return LibraryTokenizer(library.to_str())

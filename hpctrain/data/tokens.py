@@ -1,0 +1,379 @@
+"""Token files: one long row of token ids in HDF5, with what is needed to trust and understand it.
+
+Datasets: `tokens` (contiguous, so that it can be memory-mapped; uint8, uint16 or uint32 by vocabulary size),
+`documents` (int64, where each starts), `counts` (int64 per token id), `checksums` (CRC-32 of every MiB of `tokens`).
+Attributes: `format`, `version`, `vocab_size`, `tokenizer` (JSON) and its `tokenizer_checksum`. Everything but
+`tokens` is small and guarded by HDF5's own checksums.
+
+nanoGPT's `.bin` files (little-endian uint16, nothing else) are read too. They do not say how large their vocabulary
+is; it is taken to be the largest token + 1, rounded up to a multiple of 64 as nanoGPT does (50304 for GPT-2), which
+takes a pass over the file when first asked for.
+"""
+
+import os
+import re
+import tempfile
+import zlib
+from array import array
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, NoReturn, Self
+
+import h5py
+import numpy as np
+
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.errors import DataError, describe_os_error
+from hpctrain.intervals import Interval
+
+FORMAT = "hpctrain tokens"
+VERSION = 1
+BLOCK_BYTES = 1 << 20
+HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+HDF5_VERSIONS = ("v110", "v110")  # the first file format whose metadata is checksummed
+BIN_VOCABULARY_MULTIPLE = 64
+# What h5py raises for metadata that is missing, of another type, or damaged.
+H5PY_ERRORS = (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError, IndexError, OverflowError)
+
+
+class TokenSource:
+    """The tokens of one file, read-only; from `open_tokens`. Close it, or use it in a `with`.
+
+    Many ranks may open the same file. The file must not be truncated while it is open: it is mapped into memory.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tokens: np.ndarray | h5py.Dataset,
+        documents: np.ndarray,
+        vocab_size: int | None = None,
+        tokenizer_json: str | None = None,
+        counts: np.ndarray | None = None,
+        checksums: np.ndarray | None = None,
+        file: h5py.File | None = None,
+    ):
+        self.path = path
+        self.num_tokens = len(tokens)
+        self.documents = documents
+        """int64, ascending: where each document starts; [0] where the file does not say."""
+        self.declares_vocabulary = vocab_size is not None
+        self.tokenizer_json = tokenizer_json
+        self._tokens = tokens
+        self._checksums = checksums
+        self._file = file
+        self._block_tokens = BLOCK_BYTES // tokens.dtype.itemsize
+        self.num_blocks = -(-self.num_tokens // self._block_tokens)
+        self._verified = np.full(self.num_blocks, checksums is None)
+        if vocab_size is not None:
+            self.vocab_size = vocab_size
+        if counts is not None:
+            self.counts = counts
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of token ids; every token is smaller."""
+        return -(-(self.largest_token + 1) // BIN_VOCABULARY_MULTIPLE) * BIN_VOCABULARY_MULTIPLE
+
+    @cached_property
+    def largest_token(self) -> int:
+        """The largest token that occurs."""
+        if self.declares_vocabulary:
+            return int(np.flatnonzero(self.counts)[-1])
+        return max(int(self._block(i).max()) for i in range(self.num_blocks))
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """How often each token id occurs, int64 [vocab_size]; takes a pass over a `.bin` file."""
+        return sum(np.bincount(self._block(i), minlength=self.vocab_size) for i in range(self.num_blocks))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """What made the tokens; None: the file does not say."""
+        return Tokenizer.from_json(self.tokenizer_json, str(self.path)) if self.tokenizer_json else None
+
+    def unigram_entropy(self) -> float:
+        """Entropy of the token frequencies, in nats: the loss of the best model that ignores all context."""
+        shares = self.counts[self.counts > 0] / self.num_tokens
+        return float(-(shares * np.log(shares)).sum()) + 0.0  # not -0.0, for a single token id
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return tokens `start` to `start + count`, int64 [count]; the first touch of each MiB verifies it.
+
+        Raises DataError for a damaged block, and for tokens that the file does not have.
+        """
+        if not 0 <= start <= start + count <= self.num_tokens:
+            raise DataError(
+                f"{self.path}: asked for tokens {start} to {start + count}, and it has {self.num_tokens};"
+                " is it still the file that this run began with?"
+            )
+        for i in range(start // self._block_tokens, -(-(start + count) // self._block_tokens)):
+            if not self._verified[i]:
+                self._verify_block(i)
+        return self._fetch(start, start + count).astype(np.int64)
+
+    def verify(self, block_interval: Interval | None = None) -> int:
+        """Check blocks, all by default, whether or not they were read before; return how many.
+
+        A `.bin` file has nothing to check against: 0. Raises DataError for the first damaged block.
+        """
+        blocks = Interval(0, self.num_blocks).intersect(block_interval or Interval(0, self.num_blocks))
+        if self._checksums is None:
+            return 0
+        for i in range(*blocks):
+            self._verify_block(i)
+        return blocks.size
+
+    def close(self) -> None:
+        """Let go of the file; reading afterwards raises ValueError."""
+        self._tokens = None
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _fetch(self, start: int, stop: int) -> np.ndarray:
+        if self._tokens is None:
+            raise ValueError(f"{self.path} was closed")
+        try:
+            return self._tokens[start:stop]
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: tokens {start} to {stop} cannot be read: {describe_os_error(error)};"
+                " copy the file again, or prepare it again"
+            ) from None
+
+    def _block(self, i: int) -> np.ndarray:
+        return self._fetch(i * self._block_tokens, min((i + 1) * self._block_tokens, self.num_tokens))
+
+    def _verify_block(self, i: int) -> None:
+        block = self._block(i)
+        found, expected = zlib.crc32(block), int(self._checksums[i])
+        if found != expected:
+            raise DataError(
+                f"{self.path}: block {i} of {self.num_blocks} (tokens from {i * self._block_tokens}) is damaged:"
+                f" its CRC-32 is {found:#010x} and should be {expected:#010x};"
+                " copy the file again, or prepare it again"
+            )
+        if block.max() >= self.vocab_size:
+            at = int(np.argmax(block >= self.vocab_size))
+            raise DataError(
+                f"{self.path}: token {i * self._block_tokens + at} is {block[at]}, and the vocabulary ends at"
+                f" {self.vocab_size - 1}; prepare the file again"
+            )
+        self._verified[i] = True
+
+
+def open_tokens(path: Path | str) -> TokenSource:
+    """Open a token file of `hpctrain prepare`, or a nanoGPT `.bin`.
+
+    Raises DataError if it is missing, cut short, damaged, or something else, saying which and what to do.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(len(HDF5_SIGNATURE))
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such token file; make it with: hpctrain prepare PATH… --out {path}") from None
+    except IsADirectoryError:
+        raise DataError(
+            f"{path}: is a folder; make a token file of the texts in it:"
+            f" hpctrain prepare {path} --out {path.with_name(path.name + '.h5')}"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {describe_os_error(error)}; check its path and permissions") from None
+    if head == HDF5_SIGNATURE:
+        return _open_hdf5(path, size)
+    if path.suffix == ".bin":
+        return _open_bin(path, size)
+    if HDF5_SIGNATURE.startswith(head):  # an empty file, too
+        raise DataError(f"{path}: is cut short: it has {size} bytes; copy it again, or prepare it again")
+    raise DataError(
+        f"{path}: is not a token file: its {size} bytes start with {head!r}, not as HDF5 does (nor is it a .bin);"
+        f" if it is text, make a token file of it: hpctrain prepare {path} --out {path.with_suffix('.h5')}"
+    )
+
+
+def _open_bin(path: Path, size: int) -> TokenSource:
+    if size == 0 or size % 2:
+        raise DataError(
+            f"{path}: has {size} bytes, and a .bin holds tokens of 2 bytes each, at least one; copy it again"
+        )
+    return TokenSource(path, np.memmap(path, "<u2", mode="r").view(np.ndarray), np.zeros(1, np.int64))
+
+
+def _open_hdf5(path: Path, size: int) -> TokenSource:
+    try:
+        file = h5py.File(path, "r", locking=False)  # locks fail on some parallel file systems; readers need none
+    except H5PY_ERRORS as error:
+        _refuse_hdf5(path, size, error)
+    try:
+        source = _read_hdf5(path, file)
+    except H5PY_ERRORS as error:
+        file.close()
+        _refuse_hdf5(path, size, error)
+    except DataError:
+        file.close()
+        raise
+    if source._file is None:
+        file.close()
+    return source
+
+
+def _refuse_hdf5(path: Path, size: int, error: Exception) -> NoReturn:
+    cut = re.search(r"stored_eof = (\d+)", str(error))
+    what = f"is cut short: it has {size} of {cut[1]} bytes" if cut else f"is damaged ({size} bytes): {error}"
+    raise DataError(f"{path}: {what}; copy it again, or prepare it again") from None
+
+
+def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
+    if file.attrs.get("format") != FORMAT:
+        holds = ", ".join(sorted(file)[:5]) or "nothing"
+        raise DataError(
+            f"{path}: is HDF5, but not a token file: no attribute format = '{FORMAT}' (it holds {holds});"
+            " make a token file with: hpctrain prepare PATH… --out OTHER.h5"
+        )
+    version = int(file.attrs["version"])
+    if version != VERSION:
+        raise DataError(
+            f"{path}: is a token file of version {version}, and this hpctrain reads version {VERSION};"
+            " prepare it again with this one"
+        )
+    tokens, vocab_size, tokenizer = file["tokens"], int(file.attrs["vocab_size"]), file.attrs.get("tokenizer")
+    documents, counts, checksums = (file[name][:] for name in ("documents", "counts", "checksums"))
+    consistent = (
+        tokens.ndim == 1
+        and tokens.dtype == _dtype(vocab_size)
+        and len(tokens) > 0
+        and len(checksums) == -(-tokens.nbytes // BLOCK_BYTES)
+        and len(counts) == vocab_size
+        and counts.sum() == len(tokens)
+        and documents[0] == 0
+        and documents[-1] < len(tokens)
+        and (np.diff(documents) > 0).all()
+        and (tokenizer is None or zlib.crc32(tokenizer.encode()) == file.attrs["tokenizer_checksum"])
+    )
+    if not consistent:
+        raise ValueError("its parts contradict each other")
+    offset = tokens.id.get_offset()
+    if offset is None:  # somebody has chunked or compressed it, say with h5repack
+        return TokenSource(path, tokens, documents, vocab_size, tokenizer, counts, checksums, file)
+    mapped = np.memmap(path, tokens.dtype, mode="r", offset=offset, shape=tokens.shape).view(np.ndarray)
+    return TokenSource(path, mapped, documents, vocab_size, tokenizer, counts, checksums)
+
+
+def _dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest little-endian dtype that holds every token."""
+    return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+class TokenWriter:
+    """Writes a token file as the tokens come; use it in a `with`.
+
+    Nothing appears under `path` until the file is whole and on the disk; if anything fails, what was there before
+    stays. The tokens go to a nameless temporary file beside it first, since a contiguous dataset needs to know its
+    size: the disk must hold them twice for a moment. Raises DataError if the file cannot be written.
+    """
+
+    def __init__(self, path: Path | str, vocab_size: int, tokenizer: Tokenizer | None = None):
+        self.path = Path(path)
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.num_tokens = 0
+        self._dtype = _dtype(vocab_size)
+        self._documents = array("q")
+        self._counts = np.zeros(vocab_size, np.int64)
+        self._spool: BinaryIO | None = None
+
+    @property
+    def partial(self) -> Path:
+        """What the file is called while it is not whole."""
+        return self.path.with_name(self.path.name + ".partial")
+
+    def __enter__(self) -> Self:
+        try:
+            if self.path.is_dir():
+                raise IsADirectoryError(None, "is a folder")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._spool = tempfile.TemporaryFile(dir=self.path.parent)
+        except OSError as error:
+            self._refuse(error)
+        return self
+
+    def begin_document(self) -> None:
+        """Say that the next token starts a document."""
+        if not self._documents or self._documents[-1] != self.num_tokens:
+            self._documents.append(self.num_tokens)
+
+    def append(self, ids: np.ndarray) -> None:
+        """Add token ids, integers [tokens]. Raises DataError for one that is not in the vocabulary."""
+        if len(ids) == 0:
+            return
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise DataError(
+                f"{self.path}: token {ids.min() if ids.min() < 0 else ids.max()} is not in the vocabulary of"
+                f" {self.vocab_size}; is it another tokenizer's?"
+            )
+        if not self._documents:
+            self.begin_document()
+        self._counts += np.bincount(ids, minlength=self.vocab_size)
+        try:
+            self._spool.write(ids.astype(self._dtype).tobytes())
+        except OSError as error:
+            self._refuse(error)
+        self.num_tokens += len(ids)
+
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        with self._spool:
+            if kind is not None:
+                return
+            if self.num_tokens == 0:
+                raise DataError(f"{self.path}: there are no tokens to write; give texts that are not empty")
+            try:
+                self._assemble()
+                _sync(self.partial)
+                os.replace(self.partial, self.path)
+                _sync(self.path.parent)
+            except (OSError, RuntimeError) as error:  # RuntimeError: HDF5 fails to close a file that it cannot write
+                self._refuse(error)
+            finally:
+                self.partial.unlink(missing_ok=True)
+
+    def _assemble(self) -> None:
+        """Write the whole HDF5 file under its partial name, from the spooled tokens."""
+        self._spool.seek(0)
+        checksums = array("I")
+        if self._documents[-1] == self.num_tokens:
+            self._documents.pop()  # begun, and left empty
+        with h5py.File(self.partial, "w", libver=HDF5_VERSIONS, locking=False) as file:
+            file.attrs.update({"format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size})
+            if self.tokenizer is not None:
+                text = self.tokenizer.to_json()
+                file.attrs.update({"tokenizer": text, "tokenizer_checksum": zlib.crc32(text.encode())})
+            tokens = file.create_dataset("tokens", (self.num_tokens,), self._dtype, fill_time="never")
+            at = 0
+            while data := self._spool.read(BLOCK_BYTES):
+                block = np.frombuffer(data, self._dtype)
+                tokens[at : at + len(block)] = block
+                checksums.append(zlib.crc32(data))
+                at += len(block)
+            for name, values in ("documents", self._documents), ("counts", self._counts), ("checksums", checksums):
+                file.create_dataset(name, data=np.asarray(values), fletcher32=True)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        raise DataError(f"{self.path}: cannot be written: {reason}; free some space there, or choose another place")
+
+
+def _sync(path: Path) -> None:
+    """Have the operating system put a file, or a folder's entries, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

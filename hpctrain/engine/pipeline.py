@@ -1,0 +1,137 @@
+"""Runs a tile's schedule: the one place where instructions become work."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from hpctrain.engine.layout import Layout
+from hpctrain.engine.optimizer import Optimizer
+from hpctrain.errors import TrainingError
+from hpctrain.intervals import Interval
+from hpctrain.model.stage import Saved
+from hpctrain.schedule import Instruction, Op, forward_only, one_f_one_b
+from hpctrain.transfers import Transfer, held
+
+
+class Batch(Protocol):
+    """The sequences of one step, by their place in the global batch."""
+
+    def rows(self, rows: Interval) -> np.ndarray:
+        """Return int64 [rows.size, positions + 1]: each row's tokens, and the one that follows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks of a plan agree on after a step."""
+
+    loss: float
+    """Summed over tokens."""
+    norm: float
+    """Global norm of the gradient before clipping; 0 without an update."""
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+class Pipeline:
+    """Executes the instructions of one tile on one rank."""
+
+    def __init__(self, layout: Layout, optimizer: Optimizer, hidden_size: int, positions: int, device: torch.device):
+        self._layout, self._optimizer = layout, optimizer
+        self._device = device
+        self._positions = positions
+        self._rows, self._features = held(layout.tile, layout.rank, hidden_size)
+
+    def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
+        """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
+
+        Raises TrainingError, on all ranks alike, if loss or gradient is not finite; the weights are untouched then.
+        """
+        schedule = one_f_one_b(self._layout.plan, self._layout.tile)
+        return self._run(schedule, batch, step, loss_tokens, training=True, stop=stop)
+
+    def evaluate(self, batch: Batch) -> Totals:
+        """Run the forward passes of one batch. All ranks of the plan must call."""
+        return self._run(forward_only(self._layout.plan, self._layout.tile), batch, 0, 1, training=False, stop=False)
+
+    def _run(self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training, stop) -> Totals:
+        stage, transfers = self._layout.stage, self._layout.transfers
+        waiting: dict[int, torch.Tensor] = {}  # by microbatch: an activation, later a gradient, on its way in or out
+        saved: dict[int, Saved] = {}
+        loss = 0.0
+        totals = None
+        for instruction in schedule:
+            m = instruction.microbatch
+            match instruction.op:
+                case Op.RECEIVE_ACTIVATION:
+                    waiting[m] = self._receive(transfers.receive_activation)
+                case Op.FORWARD:
+                    ids, targets = self._tokens(batch, m)
+                    value, kept = stage.forward(waiting.pop(m, ids), targets, training)
+                    if stage.is_last:
+                        loss += float(value)
+                    else:
+                        waiting[m] = value
+                    if training:
+                        saved[m] = kept
+                case Op.SEND_ACTIVATION:
+                    self._send(transfers.send_activation, waiting.pop(m))
+                case Op.RECEIVE_GRADIENT:
+                    waiting[m] = self._receive(transfers.receive_gradient)
+                case Op.BACKWARD:
+                    gradient = waiting.pop(m) if m in waiting else torch.tensor(1.0 / loss_tokens, dtype=torch.float64)
+                    gradient = stage.backward(saved.pop(m), gradient)
+                    if gradient is not None:
+                        waiting[m] = gradient
+                case Op.SEND_GRADIENT:
+                    self._send(transfers.send_gradient, waiting.pop(m))
+                case Op.REDUCE_GRADIENTS:
+                    self._optimizer.reduce()
+                case Op.UPDATE:
+                    totals = self._agree(loss, self._optimizer.squared_norm(), stop)
+                    if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
+                        raise TrainingError(
+                            f"step {step}: the loss is {totals.loss / loss_tokens} and the norm of the gradient"
+                            f" {totals.norm}; lower train.learning_rate or clip (train.clip_norm)"
+                        )
+                    self._optimizer.update(step, totals.norm)
+        return totals or self._agree(loss, 0.0, stop)
+
+    def _agree(self, loss: float, squared_norm: float, stop: bool) -> Totals:
+        """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it."""
+        x, y, _ = self._layout.coordinate
+        own = torch.tensor([loss if x == y == 0 else 0.0, squared_norm, float(stop)], dtype=torch.float64)
+        total = self._layout.everyone.all_reduce(own).tolist()
+        return Totals(total[0], math.sqrt(total[1]), total[2] > 0)
+
+    def _tokens(self, batch: Batch, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return (ids, targets), each [rows, positions] or None where this stage does not need it."""
+        stage = self._layout.stage
+        if not (stage.is_first or stage.is_last):
+            return None, None
+        rows = self._rows.shift(microbatch * self._layout.plan.rows)
+        tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
+        return tokens[:, :-1] if stage.is_first else None, tokens[:, 1:] if stage.is_last else None
+
+    def _inside(self, piece: Transfer) -> tuple[slice, slice, slice]:
+        rows, features = piece.rows.shift(-self._rows.start), piece.features.shift(-self._features.start)
+        return slice(*rows), slice(None), slice(*features)
+
+    def _send(self, pieces: list[Transfer], value: torch.Tensor) -> None:
+        for piece in pieces:
+            self._layout.channels[piece.receiver].send(value[self._inside(piece)].contiguous())
+
+    def _receive(self, pieces: list[Transfer]) -> torch.Tensor:
+        shape = (self._rows.size, self._positions, self._features.size)
+        value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
+        for piece in pieces:
+            target = value[self._inside(piece)]
+            buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            self._layout.channels[piece.sender].receive(buffer)
+            if buffer is not target:
+                target.copy_(buffer)
+        return value

@@ -1,0 +1,155 @@
+"""The step loop: from a job and its ranks to a trained model in a run folder."""
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.checkpoint.state import load, save
+from hpctrain.comm.accelerator import DTYPES, CpuAccelerator
+from hpctrain.comm.world import World
+from hpctrain.data.order import Sequences
+from hpctrain.engine.layout import Layout, make_layout
+from hpctrain.engine.optimizer import Optimizer, learning_rate
+from hpctrain.engine.pipeline import Pipeline
+from hpctrain.intervals import Interval
+from hpctrain.job import Job
+from hpctrain.model.transformer import IGNORED
+from hpctrain.plan import Plan
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """The sequences of a training step."""
+
+    sequences: Sequences
+    step: int
+    global_batch: int
+
+    def rows(self, rows: Interval) -> np.ndarray:
+        return self.sequences.batch(self.step, self.global_batch, rows)
+
+
+@dataclass(frozen=True)
+class ValidationBatch:
+    """Sequences `first`, `first` + 1, ... of the validation set; rows beyond `count` are there but do not count."""
+
+    sequences: Sequences
+    first: int
+    count: int
+
+    def rows(self, rows: Interval) -> np.ndarray:
+        real = rows.shift(self.first).intersect(Interval(0, self.count))
+        tokens = np.full((rows.size, self.sequences.sequence_length + 1), IGNORED, dtype=np.int64)
+        if real.size:
+            tokens[: real.size] = self.sequences.batch(0, self.count, real)
+        return tokens
+
+
+class StopRequest:
+    """Remembers a signal that asks to stop; the loop looks at it between steps, and all ranks agree."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self):
+        self.received: str | None = None
+
+    @contextmanager
+    def listening(self):
+        before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number, _frame) -> None:
+        self.received = signal.Signals(number).name
+
+
+class Trainer:
+    """One rank's part in training. All methods must be called by all ranks of the plan."""
+
+    def __init__(self, world: World, accelerator: CpuAccelerator, job: Job, plan: Plan):
+        """`job` is resolved: its vocabulary size and dtype are values."""
+        self.world, self.job, self.plan = world, job, plan
+        self.layout: Layout = make_layout(world, job, plan, DTYPES[job.train.dtype], accelerator.device)
+        self.optimizer = Optimizer(self.layout, job.train)
+        length = job.data.sequence_length
+        self.pipeline = Pipeline(self.layout, self.optimizer, job.model.hidden_size, length, accelerator.device)
+        self.tokens_per_step = job.train.global_batch * length
+        self.steps_done = 0
+
+    def initialise(self) -> None:
+        """Start from initial weights."""
+        self.layout.stage.initialise(self.job.train.seed)
+        self.optimizer.load_masters()
+
+    def resume(self, checkpoint: Path) -> None:
+        """Start from a checkpoint of any layout."""
+        self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
+        self.optimizer.set_steps_done(self.steps_done)
+
+    def step(self, sequences: Sequences, stop: bool = False) -> tuple[dict, bool]:
+        """Train one step; return its metrics, and whether some rank was asked to stop."""
+        start = time.perf_counter()
+        step = self.steps_done
+        batch = TrainingBatch(sequences, step, self.job.train.global_batch)
+        totals = self.pipeline.train(batch, step, self.tokens_per_step, stop)
+        self.steps_done += 1
+        seconds = time.perf_counter() - start
+        metrics = {
+            "step": step,
+            "loss": totals.loss / self.tokens_per_step,
+            "grad_norm": totals.norm,
+            "learning_rate": learning_rate(self.job.train, step),
+            "step_seconds": seconds,
+            "tokens_per_second": self.tokens_per_step / seconds,
+        }
+        return metrics, totals.stop
+
+    def validate(self, sequences: Sequences) -> float:
+        """Return the mean loss over the first `train.validation_sequences` of a set, the same for every layout."""
+        count = min(self.job.train.validation_sequences, sequences.num_sequences)
+        at_once = self.plan.microbatches * self.plan.rows
+        total = sum(
+            self.pipeline.evaluate(ValidationBatch(sequences, first, count)).loss
+            for first in range(0, count, at_once)
+        )
+        return total / (count * sequences.sequence_length)
+
+    def save(self, folder: Path, tokenizer: str) -> Path:
+        return save(self.world, folder, self.steps_done, self.optimizer.shards, self.job, self.plan, tokenizer)
+
+    def fit(
+        self,
+        training: Sequences,
+        validation: Sequences | None,
+        until: int,
+        save: Callable[[], None],
+        report: Callable[[dict], None],
+    ) -> str | None:
+        """Train up to step `until`, validating and saving on the job's intervals; return the signal that stopped it.
+
+        `report` gets the metrics of each step (with `validation_loss` where there was one), on every rank; `save` is
+        called when a checkpoint is due, at the end and before a stop too.
+        """
+        every, validate_every = self.job.checkpoint.every, self.job.train.validate_every
+        with StopRequest().listening() as request:
+            while self.steps_done < until:
+                metrics, stop = self.step(training, stop=request.received is not None)
+                done = self.steps_done
+                last = done == until or stop
+                due = validate_every and done % validate_every == 0
+                if validation is not None and (due or done == self.job.train.steps):
+                    metrics["validation_loss"] = self.validate(validation)
+                report(metrics)
+                if last or (every and done % every == 0):
+                    save()
+                if stop:
+                    return request.received or "a signal on another rank"
+        return None

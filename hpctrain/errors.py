@@ -1,0 +1,79 @@
+"""The errors that people see.
+
+Every mistake that a person can make in a file or on a command line, and every failure that a machine can hand
+us, is raised as one of these, with the numbers that explain it and what to set. They are printed without a
+traceback; anything else that escapes is a defect of hpctrain and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class HpctrainError(Exception):
+    """Base of all errors for people.
+
+    `exit_code` is the exit status of the process, distinct for each kind so that batch scripts can tell a job that
+    will never run (do not requeue) from one that a machine interrupted.
+    """
+
+    exit_code = 10
+
+
+class JobError(HpctrainError):
+    """The job file or the command line asks for something that cannot be."""
+
+    exit_code = 11
+
+
+class LaunchError(HpctrainError):
+    """The processes were not started the way the launcher or the plan promised."""
+
+    exit_code = 12
+
+
+class TopologyError(HpctrainError):
+    """Nodes, devices or links are not what the cluster file or the binding says."""
+
+    exit_code = 13
+
+
+class CommError(HpctrainError):
+    """A transfer or a collective failed or did not finish in time."""
+
+    exit_code = 14
+
+
+class PlanError(HpctrainError):
+    """A plan has gaps or overlaps, or does not fit the model, the ranks or the memory."""
+
+    exit_code = 15
+
+
+class CheckpointError(HpctrainError):
+    """A checkpoint cannot be written or read, or belongs to another model."""
+
+    exit_code = 16
+
+
+class DataError(HpctrainError):
+    """A token file is missing, damaged, or too small for what is asked of it."""
+
+    exit_code = 17
+
+
+class TrainingError(HpctrainError):
+    """Training itself went wrong, such as a loss that is not a number."""
+
+    exit_code = 18
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the closest known word, or the list of known words if none is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known are: {', '.join(known)}"
+
+
+def describe_os_error(error: OSError) -> str:
+    """Say in a few words why the operating system refused, such as `No space left on device`."""
+    return error.strerror or str(error)

@@ -1,0 +1,321 @@
+"""The job: what to train, on which data, how long. One TOML file, read into one frozen object.
+
+A job file has the sections `[model] [data] [train] [plan] [checkpoint] [observe]`; it may start from another file
+(`extends = "base.toml"`, relative to itself) and from a model preset; the command line has the last word
+(`--set train.steps=10`). Whatever is wrong with it is told as one `JobError` with the file, the key, the value and
+what to set.
+"""
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from hpctrain.errors import JobError, did_you_mean
+from hpctrain.presets import PRESETS
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
+READY_MADE = Path(__file__).parent / "jobs"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Model(Section):
+    """The shape of a decoder-only transformer; names and sizes of its parameters follow from it alone."""
+
+    preset: str | None = None
+    """Where the shape started from; informational once the job is loaded."""
+    architecture: Literal["gpt2", "llama"]
+    """`gpt2`: LayerNorm, learned positions, GELU, biases. `llama`: RMSNorm, RoPE, SwiGLU, no biases."""
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count | None = None
+    """Key/value heads (grouped-query attention); None: as many as heads."""
+    ffn_size: Count | None = None
+    """Inner width of the feed-forward part; None: 4 * hidden_size."""
+    vocab_size: Annotated[Count | None, AUTO] = None
+    """Number of token ids; auto: that of the token file's tokenizer."""
+    max_positions: Count = 1024
+    """Longest sequence; the length of the table of learned positions for gpt2."""
+    tie_head: bool = False
+    """Whether the head shares the embedding's weight."""
+    rope_base: Annotated[float, Field(gt=1)] = 10000.0
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads};"
+                f" set hidden_size to a multiple of {self.num_heads}"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads};"
+                f" set num_kv_heads to a divisor of {self.num_heads}"
+            )
+        if self.architecture == "llama" and self.head_size % 2:
+            raise ValueError(f"RoPE needs an even head size, and hidden_size / num_heads is {self.head_size}")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_size or 4 * self.hidden_size
+
+    @property
+    def num_items(self) -> int:
+        """Items of a plan: the embedding, the blocks, the head."""
+        return self.num_layers + 2
+
+
+class Data(Section):
+    """Where tokens come from."""
+
+    tokens: Path
+    """A token file made by `hpctrain prepare`, or a nanoGPT `.bin`. Relative to the current directory."""
+    validation: Path | None = None
+    """Tokens for validation; None: the last `validation_fraction` of `tokens`."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    sequence_length: Count = 256
+
+
+class Train(Section):
+    """The optimisation, in terms that do not depend on how many ranks there are."""
+
+    steps: Count = 100
+    global_batch: Count = 16
+    """Sequences in a step, over all ranks."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    min_learning_rate: NonNegative | None = None
+    """Where the cosine ends; None: a tenth of learning_rate."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: NonNegative = 0.1
+    """On weights of two dims; biases and norms are not decayed."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    clip_norm: NonNegative = 1.0
+    """Largest global norm of the gradient; 0 turns clipping off."""
+    seed: int = 1
+    dtype: Annotated[Literal["fp32", "bf16"] | None, AUTO] = None
+    """auto: what the devices do best. Of weights in use and activations; master weights, moments and gradient sums are always fp32."""
+    validate_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between validations; 0: at the end only."""
+    validation_sequences: Count = 64
+
+
+class TensorSizes(Section):
+    x: Count = 1
+    y: Count = 1
+    z: Count = 1
+
+
+class PlanRequest(Section):
+    """An even plan in short form; a general one is a file of its own."""
+
+    file: Path | None = None
+    """A plan file (tiles); nothing else may be given beside it."""
+    tensor: TensorSizes = TensorSizes()
+    pipeline: Count = 1
+    data: Count = 1
+    microbatch: Annotated[Count | None, AUTO] = None
+    """Sequences of one data replica that go through the pipeline at once; auto: chosen, with its reason."""
+    recompute: Literal["none", "full"] = "none"
+    zero: Literal[0, 1] = 1
+    """0: every data replica updates every weight; 1: each updates its share and gathers the rest."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor.x * self.tensor.y * self.tensor.z * self.pipeline * self.data
+
+    @model_validator(mode="after")
+    def _file_alone(self) -> Self:
+        if self.file and (others := self.model_fields_set - {"file"}):
+            raise ValueError(f"plan.file stands alone; remove {', '.join(sorted(others))}")
+        return self
+
+
+class Checkpoint(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0: at the end only."""
+    keep: Count = 2
+    """How many to keep; the oldest are deleted once a newer one is complete."""
+
+
+class Observe(Section):
+    log_every: Count = 1
+    """Steps between lines of metrics.jsonl."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """How long a rank waits for another one before it gives up and says for what it waited."""
+
+
+class Job(Section):
+    """One training job. Immutable; what was `auto` is replaced by `model_copy` once it is known."""
+
+    name: str
+    model: Model
+    data: Data
+    train: Train = Train()
+    plan: Annotated[PlanRequest | None, AUTO] = None
+    """auto: chosen for the ranks that there are, with its reason."""
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not name or "/" in name:
+            raise ValueError("must be a file name, as the run folder is named after it")
+        return name
+
+    @model_validator(mode="after")
+    def _sequence_fits(self) -> Self:
+        if self.data.sequence_length > self.model.max_positions:
+            raise ValueError(
+                f"data.sequence_length {self.data.sequence_length} is more than model.max_positions"
+                f" {self.model.max_positions}; lower the one or raise the other"
+            )
+        return self
+
+
+def load_job(reference: str, overrides: Iterable[str] = ()) -> Job:
+    """Read a job file, or a ready-made job by its name, with `section.key=value` overrides applied last.
+
+    Raises JobError for anything that is wrong with it, naming file and key.
+    """
+    path = find_job(reference)
+    tree, origins = _read(path, ())
+    tree.setdefault("name", path.stem)
+    for override in overrides:
+        _apply_override(tree, origins, override)
+    _apply_preset(tree, origins, path)
+    try:
+        return Job.model_validate(tree)
+    except ValidationError as error:
+        raise JobError(_explain(error, origins, path)) from None
+
+
+def find_job(reference: str) -> Path:
+    """Return the path of a job file, or of the ready-made job of that name."""
+    path = Path(reference)
+    if path.is_file():
+        return path
+    ready_made = READY_MADE / f"{reference}.toml"
+    if ready_made.is_file():
+        return ready_made
+    names = [p.stem for p in READY_MADE.glob("*.toml")]
+    raise JobError(f"{reference}: no such job file, nor a ready-made job of that name{did_you_mean(reference, names)}")
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
+    """Read a TOML file over what it extends; also return which file each dotted key came from."""
+    if path.resolve() in seen:
+        raise JobError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise JobError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: not valid TOML: {error}") from None
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree, {key: str(path) for key in _dotted(tree)}
+    if not isinstance(base, str):
+        raise JobError(f"{path}: extends = {base!r}: must be the path of a job file, in quotes")
+    parent, origins = _read(path.parent / base, (*seen, path.resolve()))
+    return _merge(parent, tree), origins | {key: str(path) for key in _dotted(tree)}
+
+
+def _dotted(tree: dict, prefix: str = "") -> Iterable[str]:
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def _merge(under: dict, over: dict) -> dict:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply_override(tree: dict, origins: dict[str, str], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise JobError(f"--set {override}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # an unquoted word is a string, as a shell user expects
+    *sections, last = key.strip().split(".")
+    at = tree
+    for section in sections:
+        if not isinstance(at.get(section), dict):
+            at[section] = {}  # also turns plan = "auto" into a section
+        at = at[section]
+    at[last] = value
+    origins[key.strip()] = "--set"
+
+
+def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
+    model = tree.get("model")
+    if not isinstance(model, dict) or "preset" not in model:
+        return
+    name = model["preset"]
+    if name not in PRESETS:
+        where = origins.get("model.preset", str(path))
+        raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), PRESETS)}")
+    tree["model"] = PRESETS[name] | model
+
+
+_SECTIONS = {
+    "": Job,
+    "model": Model,
+    "data": Data,
+    "train": Train,
+    "plan": PlanRequest,
+    "plan.tensor": TensorSizes,
+    "checkpoint": Checkpoint,
+    "observe": Observe,
+}
+
+
+def _explain(error: ValidationError, origins: dict[str, str], path: Path) -> str:
+    """Turn pydantic's first finding (and the number of others) into one message for a person."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    loc = [str(part) for part in first["loc"]]
+    key = ".".join(loc)
+    where = origins.get(key) or origins.get(".".join(loc[:-1])) or str(path)
+    match first["type"]:
+        case "extra_forbidden":
+            section = _SECTIONS[".".join(loc[:-1])]
+            text = f"{key}: unknown key{did_you_mean(loc[-1], section.model_fields)}"
+        case "missing":
+            text = f"{key}: missing; set it"
+        case "value_error":
+            text = f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
+        case "model_type":
+            text = f"{key} = {first['input']!r}: must be a section of keys" + (", or 'auto'" if key == "plan" else "")
+        case _:
+            text = f"{key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{where}: {text}{more}"

@@ -1,0 +1,51 @@
+"""`hpctrain bench`: measure, and print figures that can be compared within one run."""
+
+import json
+import statistics
+
+import click
+
+from hpctrain.job import load_job
+from hpctrain.jobs.common import override_option, prepare_run, started_world
+
+
+@click.group("bench")
+def command():
+    """Measure the speed of something. Machines are shared and noisy: compare figures of one run only."""
+
+
+@command.command("train")
+@click.argument("job")
+@override_option
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps that are timed.")
+@click.option("--warmup", default=1, show_default=True, type=click.IntRange(0), help="Steps before them.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def train(job, overrides, steps, warmup, as_json):
+    """Time training steps of JOB on all ranks that were started; writes no run folder.
+
+    \b
+    mpirun -n 4 hpctrain bench train tiny --set plan.data=4 --json
+    """
+    parsed = load_job(job, overrides)
+    with started_world(parsed.observe.timeout_seconds) as world:
+        prepared = prepare_run(world, parsed)
+
+        from hpctrain.comm.accelerator import make_accelerator
+        from hpctrain.engine.trainer import Trainer
+
+        accelerator = make_accelerator(prepared.plan.tile_of(world.rank).family)
+        accelerator.bind()
+        trainer = Trainer(world, accelerator, prepared.job, prepared.plan)
+        trainer.initialise()
+        timed = [trainer.step(prepared.training)[0] for _ in range(warmup + steps)][warmup:]
+        seconds = [metrics["step_seconds"] for metrics in timed]
+        told = {
+            "plan": prepared.plan.describe(),
+            "ranks": world.size,
+            "dtype": prepared.job.train.dtype,
+            "tokens_per_second": trainer.tokens_per_step / statistics.median(seconds),
+            "step_seconds": seconds,
+            "loss": timed[-1]["loss"],
+        }
+        if world.rank == 0:
+            print(json.dumps(told) if as_json else "\n".join(f"{k:18} {v}" for k, v in told.items()), flush=True)

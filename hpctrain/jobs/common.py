@@ -1,0 +1,101 @@
+"""What the commands that start ranks have in common: from a job file to a resolved job, a plan and data."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.errors import JobError
+from hpctrain.job import Job
+from hpctrain.plan import Plan
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+    from hpctrain.data.order import Sequences
+    from hpctrain.data.tokens import TokenSource
+
+override_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one key of the job file, such as train.steps=10 or plan.tensor.y=2. May be repeated.",
+)
+
+
+@contextmanager
+def started_world(timeout_seconds: float) -> Iterator["World"]:
+    """Start MPI, and end it in order; an error that leaves the block ends all ranks, and is told once."""
+    from hpctrain.comm.world import World
+
+    world = World.start(timeout_seconds)
+    try:
+        yield world
+    except (Exception, KeyboardInterrupt) as error:
+        world.fail(error)
+    world.close()
+
+
+@dataclass
+class Prepared:
+    """All that is known before anything heavy is imported."""
+
+    job: Job
+    plan: Plan
+    reasons: dict[str, str]
+    source: "TokenSource"
+    training: "Sequences"
+    validation: "Sequences | None"
+
+
+def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Prepared:
+    """Open the data, replace what is `auto` by values, make the plan. All ranks must call.
+
+    With `resume_from` (a checkpoint) values that can change a bit of the result are taken from it.
+    """
+    from hpctrain.data.order import open_datasets
+    from hpctrain.planner.even import resolve_plan
+
+    reasons = {}
+    source, training, validation = open_datasets(job.data, job.train.seed)
+    if job.model.vocab_size is None:
+        job = _with(job, "model", vocab_size=source.vocab_size)
+        reasons["model.vocab_size"] = f"{source.vocab_size}: that of {job.data.tokens}"
+    elif job.model.vocab_size < source.vocab_size:
+        raise JobError(
+            f"model.vocab_size {job.model.vocab_size} is less than the {source.vocab_size} token ids of"
+            f' {job.data.tokens}; set it to {source.vocab_size} or more, or "auto"'
+        )
+    if resume_from is not None:
+        from hpctrain.checkpoint.state import check_same_run
+
+        theirs = check_same_run(resume_from, job)
+        if job.train.dtype is None:
+            job = _with(job, "train", dtype=theirs.train.dtype)
+            reasons["train.dtype"] = f"{theirs.train.dtype}: that of {resume_from}"
+    resolved = resolve_plan(job, world.size, _memory_bytes(world))
+    reasons |= resolved.reasons
+    padded = {-(-job.model.vocab_size // tile.tensor.y) * tile.tensor.y for tile in resolved.plan.tiles}
+    if padded != {job.model.vocab_size}:
+        reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {max(padded)}, a multiple of tensor y"
+    if job.train.dtype is None:  # the first thing that needs torch
+        from hpctrain.comm.accelerator import make_accelerator
+
+        dtype, why = world.broadcast_object(make_accelerator("cpu").best_dtype() if world.rank == 0 else None)
+        job = _with(job, "train", dtype=dtype)
+        reasons["train.dtype"] = f"{dtype}: {why}"
+    return Prepared(job, resolved.plan, reasons, source, training, validation)
+
+
+def _memory_bytes(world: "World") -> int:
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
+
+
+def _with(job: Job, section: str, **values) -> Job:
+    """Return the job with some values of a section replaced."""
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=values)})

@@ -1,0 +1,88 @@
+"""`hpctrain compare`: say how far two runs are apart."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from hpctrain.errors import JobError
+
+DIFFERENT_EXIT_CODE = 1
+
+
+@click.command("compare")
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+@click.option("--tolerance", default=1e-5, show_default=True, help="Largest relative difference of the losses.")
+@click.option("--exact", is_flag=True, help="Losses, gradient norms, weights and moments must agree bit for bit.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(run_a, run_b, tolerance, exact, as_json):
+    """Compare the losses of two runs step by step; exit code 1 if they differ by more than the tolerance.
+
+    Both must have logged the same steps. With --exact the latest checkpoints are compared too, every parameter and
+    moment whole, whatever layouts wrote them.
+    """
+    losses = [_losses(path) for path in (run_a, run_b)]
+    if losses[0].keys() != losses[1].keys():
+        only = sorted(losses[0].keys() ^ losses[1].keys())
+        raise JobError(
+            f"{run_a} logged {len(losses[0])} steps and {run_b} {len(losses[1])}; step {only[0][0]} ({only[0][1]}) is in"
+            " one of them only"
+        )
+    differences = {key: _relative(losses[0][key], losses[1][key]) for key in losses[0] if exact or key[1] != "grad_norm"}
+    worst = max(differences, key=differences.get)
+    told = {
+        "steps": len({step for step, _ in differences}),
+        "largest_difference": differences[worst],
+        "at_step": worst[0],
+        "of": worst[1],
+        "values": [loss[worst] for loss in losses],
+        "tolerance": 0.0 if exact else tolerance,
+    }
+    same = differences[worst] <= told["tolerance"]
+    if exact:
+        told["different_parameters"] = _different_parameters(run_a, run_b)
+        same = same and not told["different_parameters"]
+    told["same"] = same
+    if as_json:
+        print(json.dumps(told))
+    else:
+        a, b = told["values"]
+        print(f"{told['steps']} steps; largest relative difference {differences[worst]:.3g}")
+        print(f"  {worst[1]} at step {worst[0]}: {a!r} and {b!r}")
+        if exact:
+            print(f"  {len(told['different_parameters'])} parameters or moments differ", *told["different_parameters"][:5])
+        print("same" if same else f"different: beyond {told['tolerance']:g}")
+    sys.exit(0 if same else DIFFERENT_EXIT_CODE)
+
+
+def _losses(path: Path) -> dict[tuple[int, str], float]:
+    """Return loss, validation loss and gradient norm by (step, name)."""
+    from hpctrain.observe.run import read_metrics
+
+    names = ("loss", "validation_loss", "grad_norm")
+    found = {(m["step"], name): m[name] for m in read_metrics(path) for name in names if name in m}
+    if not found:
+        raise JobError(f"{path}: no metrics.jsonl with losses in it; name a run folder")
+    return found
+
+
+def _relative(a: float, b: float) -> float:
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
+
+
+def _different_parameters(run_a: Path, run_b: Path) -> list[str]:
+    """Return what is not the same, bit for bit, in the latest checkpoints of two runs."""
+    from hpctrain.checkpoint.format import KINDS, Index, find_checkpoint
+
+    with Index(find_checkpoint(run_a)) as a, Index(find_checkpoint(run_b)) as b:
+        names = sorted(set(a.names()) | set(b.names()))
+        missing = [name for name in names if not (a.has(name) and b.has(name))]
+        return missing + [
+            f"{kind}/{name}"
+            for name in names
+            if name not in missing
+            for kind in KINDS
+            if a.whole(kind, name).tobytes() != b.whole(kind, name).tobytes()
+        ]

@@ -1,0 +1,30 @@
+"""`hpctrain generate`: write text with a trained model."""
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("generate")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--prompt", default="", help="Text to go on from.")
+@click.option("--tokens", "num_tokens", default=200, show_default=True, type=click.IntRange(1))
+@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0: the likeliest token.")
+@click.option("--top-k", default=50, show_default=True, type=click.IntRange(1), help="Sample among so many tokens.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(path, prompt, num_tokens, temperature, top_k, seed, as_json):
+    """Write text with the model in PATH, a run folder (its latest checkpoint) or a checkpoint.
+
+    Runs on one rank, whatever layout trained the model.
+    """
+    from hpctrain.checkpoint.format import find_checkpoint
+    from hpctrain.engine.generate import Generator
+
+    checkpoint = find_checkpoint(path)
+    text = Generator(checkpoint).text(prompt, num_tokens, temperature, top_k, seed)
+    if as_json:
+        print(json.dumps({"checkpoint": str(checkpoint), "prompt": prompt, "text": text}))
+    else:
+        print(prompt + text)

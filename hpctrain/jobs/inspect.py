@@ -1,0 +1,117 @@
+"""`hpctrain inspect`: tell what a file or folder of ours is and what is in it."""
+
+import json
+import math
+from pathlib import Path
+
+import click
+
+from hpctrain.errors import CheckpointError, JobError
+
+
+@click.command("inspect")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Read everything and check it against its checksums.")
+@click.option("--parameters", is_flag=True, help="List every parameter of a checkpoint with its shape and norm.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(path, verify, parameters, as_json):
+    """Tell what is in PATH: a run folder, a checkpoint, a plan or job file (.toml), or a token file."""
+    if not path.exists():
+        raise JobError(f"{path}: no such file or folder")
+    if (path / "index.h5").is_file():
+        told = _checkpoint(path, verify, parameters)
+    elif path.is_dir():
+        told = _run(path, verify, parameters)
+    elif path.suffix == ".toml":
+        told = _plan_or_job(path)
+    else:
+        told = _tokens(path, verify)
+    if as_json:
+        print(json.dumps(told))
+        return
+    width = max(map(len, told))
+    for key, value in told.items():
+        lines = str(value).splitlines() or [""]
+        print(f"{key:{width}}  {lines[0]}", *(f"{'':{width}}  {line}" for line in lines[1:]), sep="\n")
+
+
+def _run(path: Path, verify: bool, parameters: bool) -> dict:
+    from hpctrain.checkpoint.format import latest_checkpoint
+    from hpctrain.observe.run import read_metrics
+
+    metrics = read_metrics(path)
+    if not metrics and not (path / "resolved.toml").is_file():
+        raise JobError(f"{path}: neither a run folder nor a checkpoint (no resolved.toml, no index.h5)")
+    told = {"run": str(path), "logged_steps": len(metrics)}
+    if metrics:
+        told |= {"last_step": metrics[-1]["step"], "loss": metrics[-1]["loss"]}
+        if validated := [m for m in metrics if "validation_loss" in m]:
+            told["validation_loss"] = validated[-1]["validation_loss"]
+    checkpoint = latest_checkpoint(path)
+    return told | (_checkpoint(checkpoint, verify, parameters) if checkpoint else {"checkpoint": None})
+
+
+def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
+    from hpctrain.checkpoint.format import Index
+
+    with Index(path) as index:
+        job = json.loads(index.about["job"])
+        names = index.names()
+        model = {key: value for key, value in job["model"].items() if value is not None}
+        told = {
+            "checkpoint": str(path),
+            "step": int(index.about["step"]),
+            "model": ", ".join(f"{k} {v}" for k, v in model.items()),
+            "parameters": sum(math.prod(index.shape(name)) for name in names),
+            "plan": index.about["plan"],
+        }
+        if verify:
+            index.verify()
+            told["verified"] = "all parts match their checksums"
+        if parameters:
+            import numpy as np
+
+            for name in names:
+                values = index.whole("model", name)
+                if np.isnan(values).any():
+                    raise CheckpointError(f"{path}: {name} has elements that are not a number")
+                told[name] = f"{list(values.shape)}  norm {np.linalg.norm(values.astype(np.float64)):.6g}"
+    return told
+
+
+def _plan_or_job(path: Path) -> dict:
+    import tomllib
+
+    from hpctrain.job import load_job
+    from hpctrain.parameters import count_parameters
+    from hpctrain.plan import load_plan
+
+    try:
+        is_plan = "tile" in tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: not valid TOML: {error}") from None
+    if is_plan:
+        plan = load_plan(path)
+        return {"plan": plan.describe(), "ranks": len(plan.ranks), "tiles": len(plan.tiles)}
+    job = load_job(str(path))
+    told = {"job": job.name, **{k: str(v) for k, v in job.model_dump(mode="json").items() if k != "name"}}
+    if job.model.vocab_size:
+        told["parameters"] = f"{count_parameters(job.model):,}"
+    return told
+
+
+def _tokens(path: Path, verify: bool) -> dict:
+    from hpctrain.data.tokens import open_tokens
+
+    source = open_tokens(path)
+    told = {
+        "tokens": source.num_tokens,
+        "documents": len(source.documents),
+        "vocab_size": source.vocab_size,
+        "tokenizer": type(source.tokenizer).__name__ if source.tokenizer else None,
+        "unigram_entropy": source.unigram_entropy(),
+    }
+    if verify:
+        source.verify()
+        told["verified"] = "all blocks match their checksums"
+    return told

@@ -1,0 +1,75 @@
+"""hpctrain prepare: make a token file from text."""
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("prepare", short_help="Make a token file from text.")
+@click.argument("paths", metavar="PATH…", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--out", metavar="FILE.h5", required=True, type=click.Path(path_type=Path), help="Token file to write.")
+@click.option(
+    "--tokenizer",
+    metavar="byte|bpe|FILE",
+    default="byte",
+    show_default=True,
+    help="byte: a token is a byte. bpe: byte-level BPE, trained on the text itself. FILE: a Hugging Face"
+    " tokenizer.json, or a token file whose tokenizer to use again (as for data.validation).",
+)
+@click.option("--vocab-size", type=int, help="Number of tokens that bpe trains, at least 257.  [default: 1024]")
+@click.option("--glob", "globs", metavar="PATTERN", multiple=True, help="Which files of folders; may be repeated.")
+@click.option("--stdlib", is_flag=True, help="Add the sources of Python's own standard library: about 30 MB.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as one line of JSON.")
+def command(
+    paths: tuple[Path, ...],
+    out: Path,
+    tokenizer: str,
+    vocab_size: int | None,
+    globs: tuple[str, ...],
+    stdlib: bool,
+    as_json: bool,
+) -> None:
+    """Make a token file, which training reads, from text files and folders of them.
+
+    Every file is one document. Files that are not UTF-8 text are skipped and counted, hidden ones ignored. Documents
+    are shuffled by a hash of their relative path, so the same folder gives the same token file on any machine, and
+    its end, which training keeps for validation, is a fair sample. The file appears only when it is complete.
+
+    \b
+    Examples:
+      hpctrain prepare --stdlib --out tokens/stdlib.h5 --tokenizer bpe
+      hpctrain prepare books/ notes.txt --glob '*.txt' --glob '*.md' --out tokens/books.h5
+      hpctrain prepare more/ --tokenizer tokens/books.h5 --out tokens/validation.h5
+
+    The summary ends with the unigram entropy: the loss, in nats, of a model that knows only how frequent each token
+    is. A training loss above it has learnt nothing from context yet.
+    """
+    from hpctrain.data.prepare import prepare
+
+    stderr = click.get_text_stream("stderr")
+    with click.progressbar(length=1, file=stderr, label="encoding", hidden=not stderr.isatty()) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        summary = prepare(
+            paths, out, tokenizer=tokenizer, vocab_size=vocab_size, globs=globs, stdlib=stdlib, on_progress=show
+        )
+    if as_json:
+        fields = vars(summary) | {"path": str(summary.path), "bytes_per_token": round(summary.bytes_per_token, 4)}
+        click.echo(json.dumps(fields))
+        return
+    skipped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.skipped.items()))
+    wanted = f"  (of {summary.wanted_vocab_size:,} asked for: the text has no more pairs to merge)"
+    short = summary.vocab_size < summary.wanted_vocab_size
+    click.echo(
+        f"{summary.path}\n"
+        f"  documents        {summary.documents:,}{f'  (skipped: {skipped})' if skipped else ''}\n"
+        f"  tokens           {summary.tokens:,}\n"
+        f"  vocabulary       {summary.vocab_size:,}{wanted if short else ''}\n"
+        f"  bytes per token  {summary.bytes_per_token:.2f}\n"
+        f"  unigram entropy  {summary.unigram_entropy_nats:.4f} nats\n"
+        f"  file size        {summary.file_bytes / 1e6:,.1f} MB"
+    )

@@ -1,0 +1,101 @@
+"""`hpctrain train`: train a job on all ranks that were started."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from hpctrain.errors import TrainingError
+from hpctrain.job import load_job
+from hpctrain.jobs.common import override_option, prepare_run, started_world
+
+INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
+
+
+@click.command("train")
+@click.argument("job")
+@override_option
+@click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME-DATE-TIME.")
+@click.option("--stop-after", type=click.IntRange(1), metavar="STEP", help="Stop (with a checkpoint) after this step.")
+@click.option("--sample", default=200, show_default=True, help="Tokens of sample text at the end; 0: none.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON last, and nothing else on stdout.")
+def command(job, overrides, run_path, stop_after, sample, as_json):
+    """Train JOB, a job file or the name of a ready-made job, on all ranks that were started.
+
+    \b
+    mpirun -n 4 hpctrain train tiny
+    mpirun -n 4 hpctrain train tiny --set plan.tensor.y=2 --set plan.pipeline=2
+    srun hpctrain train my.toml --run /scratch/me/run1
+
+    A run folder that has a checkpoint is continued from the latest one: starting the same command again after an
+    interruption gives the same numbers as if there had been none. SIGTERM, SIGINT and SIGUSR1 end the run in order,
+    with a checkpoint and exit code 75.
+    """
+    parsed = load_job(job, overrides)
+    with started_world(parsed.observe.timeout_seconds) as world:
+        summary, signal_name = _train(world, parsed, run_path, stop_after, sample, as_json)
+        if world.rank == 0 and as_json:
+            print(json.dumps(summary), flush=True)
+    if signal_name:
+        sys.exit(INTERRUPTED_EXIT_CODE)
+
+
+def _train(world, job, run_path, stop_after, sample, as_json):
+    from hpctrain.checkpoint.format import latest_checkpoint
+    from hpctrain.observe.run import RunFolder, default_run_folder
+
+    path = world.broadcast_object(run_path or default_run_folder(job.name))
+    checkpoint = latest_checkpoint(path)
+    prepared = prepare_run(world, job, checkpoint)
+    job = prepared.job
+    folder = None
+    with world.all_or_none():
+        if world.rank == 0:
+            folder = RunFolder(path)
+
+    from hpctrain.comm.accelerator import make_accelerator  # heavy imports from here on, when nothing is wrong
+    from hpctrain.engine.trainer import Trainer
+    from hpctrain.observe.console import Console
+
+    accelerator = make_accelerator(prepared.plan.tile_of(world.rank).family)
+    accelerator.bind()
+    trainer = Trainer(world, accelerator, job, prepared.plan)
+    if checkpoint:
+        trainer.resume(checkpoint)
+    else:
+        trainer.initialise()
+    until = min(job.train.steps, stop_after or job.train.steps)
+    console = Console(speaks=world.rank == 0, on_stderr=as_json)
+    with world.all_or_none():
+        if folder:
+            folder.describe(job, prepared.plan, prepared.reasons)
+            folder.rewind_metrics(trainer.steps_done)
+            console.start(job, prepared.plan, prepared.reasons, prepared.source, trainer.steps_done, checkpoint)
+    if trainer.steps_done >= until:
+        console.say(f"{path}: nothing to do, {trainer.steps_done} steps are done")
+    last: dict = {}
+    saved = [checkpoint]
+    tokenizer = prepared.source.tokenizer.to_json() if prepared.source.tokenizer else ""
+
+    def report(metrics: dict) -> None:
+        last.update(metrics)
+        failure = None
+        if folder and (metrics["step"] % job.observe.log_every == 0 or "validation_loss" in metrics):
+            try:
+                folder.log(metrics)
+            except TrainingError as error:
+                failure = error
+        world.agree(failure)
+        console.step(metrics, until)
+
+    def save() -> None:
+        saved[0] = trainer.save(path, tokenizer)
+
+    signal_name = trainer.fit(prepared.training, prepared.validation, until, save, report)
+    summary = console.finish(last, path, saved[0], prepared.source, signal_name)
+    if sample and world.rank == 0 and saved[0] and tokenizer and not signal_name:
+        from hpctrain.engine.generate import Generator
+
+        console.say(f"sample:\n{Generator(saved[0]).text('', sample, seed=job.train.seed)}")
+    return summary, signal_name

@@ -1,0 +1,31 @@
+"""What the model knows of communication: one communicator for each axis of its tensor grid."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hpctrain.intervals import Interval
+
+
+class Axis(Protocol):
+    """Collectives over the ranks that differ in one coordinate only; every one of them must call."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
+
+    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None): ...
+
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The three axes of a tensor grid: x cuts input features, y output features, z rows and weight storage."""
+
+    x: Axis
+    y: Axis
+    z: Axis

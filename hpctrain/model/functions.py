@@ -1,0 +1,274 @@
+"""The differentiable operations of a transformer on a tensor grid, each with its backward pass written out.
+
+Shape suffixes: N tokens (rows x positions, flattened), I input features, O output features, V vocabulary, all of
+them this rank's part. Gradients of weights are added straight into `Weight.grad` (fp32), never returned, so that
+accumulation over microbatches costs no pass of its own.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hpctrain.model.axes import Axis
+from hpctrain.model.store import Weight
+
+
+def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+    """Add dy^T x to a weight's gradient."""
+    if x_NI.dtype == grad_OI.dtype:
+        grad_OI.addmm_(dy_NO.t(), x_NI)
+    else:
+        grad_OI += dy_NO.t() @ x_NI
+
+
+class _Linear(Function):
+    """y = x W^T + b where W is cut by `into` over its input and by `out` over its output (Agarwal's 3D product).
+
+    Forward all-reduces over `into`, the gradient of x is all-reduced over `out`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weights: list[Weight], biases: list[Weight], into: Axis, out: Axis):
+        ctx.weights, ctx.biases, ctx.out = weights, biases, out
+        x_NI = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(x_NI)
+        parts = [x_NI @ w.data.t() for w in weights]
+        y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        into.all_reduce(y_NO)
+        at = 0
+        for bias in biases:
+            y_NO[:, at : at + bias.data.numel()] += bias.data
+            at += bias.data.numel()
+        return y_NO.view(*x.shape[:-1], y_NO.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x_NI,) = ctx.saved_tensors
+        dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
+        parts = dy_NO.split([w.data.shape[0] for w in ctx.weights], dim=1)
+        dx_NI = parts[0] @ ctx.weights[0].data
+        for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
+            dx_NI.addmm_(part, weight.data)
+        ctx.out.all_reduce(dx_NI)
+        for weight, part in zip(ctx.weights, parts, strict=True):
+            add_product(weight.grad, part, x_NI)
+        if ctx.biases:
+            db_O = dy_NO.sum(0, dtype=torch.float32)
+            for bias, part in zip(ctx.biases, db_O.split([b.data.numel() for b in ctx.biases]), strict=True):
+                bias.grad += part
+        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None
+
+
+def linear(x: torch.Tensor, weights: list[Weight], biases: list[Weight], into: Axis, out: Axis) -> torch.Tensor:
+    """Apply one or several weights to the same input; outputs lie side by side in the last dim.
+
+    x: [..., I]; result: [..., O], O the sum over `weights`. Ranks of `into` (forward) and `out` (backward) must call.
+    """
+    return _Linear.apply(x, weights, biases, into, out)
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight: Weight, x_axis: Axis, features: int, epsilon: float):
+        x32 = x.float()
+        squares = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
+        rstd = x_axis.all_reduce(squares).div_(features).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, rstd)
+        ctx.weight, ctx.x_axis, ctx.features = weight, x_axis, features
+        return (x32 * rstd).mul_(weight.data).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, rstd = ctx.saved_tensors
+        normed = x.float() * rstd
+        dy32 = dy.float()
+        product = dy32 * normed
+        ctx.weight.grad += product.flatten(0, -2).sum(0)
+        # sum over features of dy * w * normed
+        along = ctx.x_axis.all_reduce(product @ ctx.weight.data.float().unsqueeze(1)).div_(ctx.features)
+        dx = (dy32 * ctx.weight.data).sub_(normed.mul_(along)).mul_(rstd)
+        return dx.to(x.dtype), None, None, None, None
+
+
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight: Weight, bias: Weight, x_axis: Axis, features: int, epsilon: float):
+        x32 = x.float()
+        mean = x_axis.all_reduce(x32.sum(-1, keepdim=True)).div_(features)
+        centred = x32 - mean
+        squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_()
+        rstd = x_axis.all_reduce(squares).div_(features).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.weight, ctx.bias, ctx.x_axis, ctx.features = weight, bias, x_axis, features
+        return centred.mul_(rstd).mul_(weight.data).add_(bias.data).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, mean, rstd = ctx.saved_tensors
+        normed = (x.float() - mean).mul_(rstd)
+        dy32 = dy.float()
+        ctx.bias.grad += dy32.flatten(0, -2).sum(0)
+        ctx.weight.grad += (dy32 * normed).flatten(0, -2).sum(0)
+        scaled = dy32 * ctx.weight.data
+        sums = torch.cat([scaled.sum(-1, keepdim=True), (scaled * normed).sum(-1, keepdim=True)], dim=-1)
+        sums = ctx.x_axis.all_reduce(sums).div_(ctx.features)
+        dx = scaled.sub_(sums[..., :1]).sub_(normed.mul_(sums[..., 1:])).mul_(rstd)
+        return dx.to(x.dtype), None, None, None, None, None
+
+
+def norm(x: torch.Tensor, weights: list[Weight], x_axis: Axis, features: int, epsilon: float) -> torch.Tensor:
+    """Normalise over features that are cut by x: RMSNorm for one weight, LayerNorm for weight and bias.
+
+    x: [..., features / x]. All ranks of `x_axis` must call.
+    """
+    function = _RmsNorm if len(weights) == 1 else _LayerNorm
+    return function.apply(x, *weights, x_axis, features, epsilon)
+
+
+class _Embed(Function):
+    @staticmethod
+    def forward(ctx, anchor, ids, table: Weight, first_id: int, y: Axis):
+        local = ids - first_id
+        absent = (local < 0) | (local >= table.data.shape[0])
+        local = local.masked_fill(absent, 0)
+        ctx.save_for_backward(local, absent)
+        ctx.table = table
+        out = F.embedding(local, table.data)
+        if y.size > 1:
+            y.all_reduce(out.masked_fill_(absent.unsqueeze(-1), 0))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        local, absent = ctx.saved_tensors
+        dy = dy.float().masked_fill(absent.unsqueeze(-1), 0)
+        ctx.table.grad.index_add_(0, local.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+        return None, None, None, None, None
+
+
+def embed(anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int, y: Axis) -> torch.Tensor:
+    """Look up ids in a table cut by y over ids and by x over features.
+
+    ids: int64 [rows, positions]; result: [rows, positions, hidden / x], the same on all y. `anchor` is any tensor that
+    requires a gradient: it makes autograd call the backward pass. All ranks of `y` must call.
+    """
+    return _Embed.apply(anchor, ids, table, first_id, y)
+
+
+class _AddPositions(Function):
+    @staticmethod
+    def forward(ctx, x, table: Weight):
+        ctx.table = table
+        return x + table.data[: x.shape[1]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        ctx.table.grad[: dy.shape[1]] += dy.sum(0, dtype=torch.float32)
+        return dy, None
+
+
+def add_positions(x: torch.Tensor, table: Weight) -> torch.Tensor:
+    """Add learned positions, [positions, hidden / x], to x: [rows, positions, hidden / x]."""
+    return _AddPositions.apply(x, table)
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        cos, sin = ctx.saved_tensors
+        return _rotate(dy, cos, -sin), None, None
+
+
+def _rotate(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = out.chunk(2, dim=-1)
+    torch.sub(a * cos, b * sin, out=first)
+    torch.add(b * cos, a * sin, out=second)
+    return out
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions (RoFormer, Su et al. 2021; halves as pairs) to x: [rows, positions, heads, head size].
+
+    cos, sin: [positions, 1, head size / 2].
+    """
+    return _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+
+
+class _SwiGlu(Function):
+    @staticmethod
+    def forward(ctx, both):
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, dim=-1)
+        grad = torch.empty_like(both)
+        d_gate, d_up = grad.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        torch.mul(dy, silu, out=d_up)
+        # d silu(g) / dg = sigmoid + silu * (1 - sigmoid)
+        slope = sigmoid.addcmul_(silu, 1 - sigmoid)
+        torch.mul(slope.mul_(up), dy, out=d_gate)
+        return grad
+
+
+def swiglu(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where both: [..., 2 * features] is gate beside up."""
+    return _SwiGlu.apply(both)
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx, logits, targets, first_id: int, num_ids: int, y: Axis):
+        logits_NV = logits.reshape(-1, logits.shape[-1]).float()
+        if num_ids < logits_NV.shape[1]:  # padded vocabulary
+            logits_NV = logits_NV.clone() if logits_NV.data_ptr() == logits.data_ptr() else logits_NV
+            logits_NV[:, num_ids:] = -torch.inf
+        top_N = y.all_reduce(logits_NV.amax(dim=1), "max").unsqueeze(1)
+        exp_NV = (logits_NV - top_N).exp_()
+        local_N = targets.reshape(-1) - first_id
+        absent_N = (local_N < 0) | (local_N >= num_ids) | (targets.reshape(-1) < 0)
+        local_N = local_N.masked_fill(absent_N, 0).unsqueeze(1)
+        own_N = (logits_NV.gather(1, local_N) - top_N).squeeze(1).masked_fill_(absent_N, 0)
+        sums = y.all_reduce(torch.stack([exp_NV.sum(1), own_N]))
+        ignored_N = targets.reshape(-1) < 0
+        loss = (sums[0].log() - sums[1]).masked_fill_(ignored_N, 0).sum(dtype=torch.float64)
+        ctx.save_for_backward(exp_NV.div_(sums[0].unsqueeze(1)), local_N, absent_N, ignored_N)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss):
+        softmax_NV, local_N, absent_N, ignored_N = ctx.saved_tensors
+        grad = softmax_NV.scatter_add_(1, local_N, (absent_N.to(softmax_NV.dtype) - 1).unsqueeze(1))
+        grad *= torch.where(ignored_N, 0.0, d_loss).to(grad.dtype).unsqueeze(1)
+        return grad.view(ctx.shape).to(ctx.dtype), None, None, None, None
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, first_id: int, num_ids: int, y: Axis) -> torch.Tensor:
+    """Return the sum over tokens of -log p(target), fp64 scalar, for logits cut by y over the vocabulary.
+
+    logits: [rows, positions, V]; this rank's columns are ids first_id, first_id + 1, ...; columns from `num_ids` on
+    are padding. targets: int64 [rows, positions], negative ones are left out. All ranks of `y` must call.
+    """
+    return _CrossEntropy.apply(logits, targets, first_id, num_ids, y)

@@ -1,0 +1,48 @@
+"""Who updates what: the state of the optimizer, cut among the ranks that hold the same pieces.
+
+The flat array of each group is cut evenly among its holders; each is the owner of its cut in norms and checkpoints.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.model.axes import Axis
+from hpctrain.model.store import Group
+
+
+@dataclass
+class Shard:
+    """The part of one group's flat array that this rank updates: its own cut, or all of it for zero = 0."""
+
+    group: Group
+    holders: Axis
+    zero: int
+    cuts: tuple[Interval, ...]
+    updated: Interval
+    master: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    grads: torch.Tensor
+    """fp32, of the `updated` elements, summed over the holders after `reduce`."""
+
+    @property
+    def owned(self) -> Interval:
+        """The elements that this rank answers for in norms and checkpoints."""
+        return self.cuts[self.holders.rank]
+
+    def of(self, tensor: torch.Tensor, at: Interval) -> torch.Tensor:
+        """Return the given elements of the group's flat array in a tensor that holds the `updated` ones."""
+        return tensor[slice(*at.shift(-self.updated.start))]
+
+
+def make_shard(group: Group, holders: Axis, zero: int) -> Shard:
+    """Make this rank's shard of a group, with zero moments and the weights in use as master weights."""
+    cuts = cut_evenly(group.size, holders.size)
+    updated = cuts[holders.rank] if zero else Interval(0, group.size)
+    in_use = group.weights[slice(*updated)]
+    master = in_use if in_use.dtype == torch.float32 else in_use.float()
+    whole = holders.size == 1 or not zero
+    grads = group.grads if whole else torch.zeros_like(master)
+    moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+    return Shard(group, holders, zero, cuts, updated, master, moments, grads)

@@ -1,0 +1,166 @@
+"""Where weights and gradients of a tile live: a few flat arrays, and views into them.
+
+The units (see `hpctrain.parameters`) whose pieces are exchanged among the same ranks form a *group*: one flat array
+of weights and one of fp32 gradients, so that gradients are reduced in one large message. With z > 1 a rank stores
+a z-th of each unit, gathers the whole while an item computes, and scatters the gradient back.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.model.axes import Axes
+from hpctrain.parameters import Box, Parameter, UnitLayout
+
+
+class Weight:
+    """A weight in use: `data` in the compute dtype, and `grad` in fp32, to which a backward pass adds.
+
+    Both are views that are there only while the unit is gathered.
+    """
+
+    __slots__ = ("data", "grad", "name")
+
+    def __init__(self, name: str):
+        self.name = name
+        self.data: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of one parameter's box in a group's flat array."""
+
+    parameter: Parameter
+    box: Box
+    elements: Interval
+    """Within the flattened box."""
+    at: Interval
+    """Within the group's flat array."""
+    counts: bool
+    """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
+
+
+class UnitStore:
+    """One unit on one rank: its z-shard of weights and gradients, and its views while gathered."""
+
+    def __init__(self, layout: UnitLayout, axes: Axes, weights: torch.Tensor, grads: torch.Tensor):
+        self.layout = layout
+        self._z = axes.z
+        self._cuts = cut_evenly(layout.size, axes.z.size)
+        self._shard, self._grad_shard = weights, grads
+        self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
+        self._users = 0
+
+    def weights(self, names: Iterable[str]) -> list[Weight]:
+        """Return handles for the named parameters, as few as can be: neighbours with equal trailing dims are one.
+
+        Names that are not in this unit are left out.
+        """
+        wanted = set(names)
+        runs: list[tuple[list[str], Interval, tuple[int, ...]]] = []
+        for parameter, box, at in self.layout.placed():
+            if parameter.name not in wanted:
+                continue
+            shape = tuple(interval.size for interval in box)
+            if runs and runs[-1][1].stop == at.start and runs[-1][2][1:] == shape[1:]:
+                held, where, above = runs[-1]
+                runs[-1] = ([*held, parameter.name], Interval(where.start, at.stop), (above[0] + shape[0], *shape[1:]))
+            else:
+                runs.append(([parameter.name], at, shape))
+        found = [(Weight("+".join(held)), where, shape) for held, where, shape in runs]
+        self._views += found
+        if self._z.size == 1:
+            self._set_views(found, self._shard, self._grad_shard)
+        return [weight for weight, _, _ in found]
+
+    @staticmethod
+    def _set_views(views, data: torch.Tensor | None, grad: torch.Tensor | None) -> None:
+        for weight, at, shape in views:
+            weight.data = None if data is None else data[slice(*at)].view(shape)
+            weight.grad = None if grad is None else grad[slice(*at)].view(shape)
+
+    def gather(self) -> None:
+        """Make the whole unit available; pair with `release`. All ranks of z must call."""
+        self._users += 1
+        if self._z.size == 1 or self._users > 1:
+            return
+        whole = self._shard.new_empty(self.layout.size)
+        whole[slice(*self._cuts[self._z.rank])] = self._shard
+        self._z.all_gather(whole, self._cuts)
+        self._set_views(self._views, whole, None)
+
+    def begin_backward(self) -> None:
+        """Make room for the gradient of the whole unit."""
+        if self._z.size > 1:
+            self._whole_grad = self._grad_shard.new_zeros(self.layout.size)
+            for weight, at, shape in self._views:
+                weight.grad = self._whole_grad[slice(*at)].view(shape)
+
+    def end_backward(self) -> None:
+        """Sum the gradient over z and keep this rank's part. All ranks of z must call."""
+        if self._z.size > 1:
+            part = torch.empty_like(self._grad_shard)
+            self._z.reduce_scatter(self._whole_grad, part, self._cuts)
+            self._grad_shard += part
+            del self._whole_grad
+
+    def release(self) -> None:
+        self._users -= 1
+        if self._z.size > 1 and self._users == 0:
+            self._set_views(self._views, None, None)
+
+
+class Group:
+    """Flat arrays of the units that the same ranks hold: `weights` in the compute dtype, `grads` in fp32."""
+
+    def __init__(self, layouts: list[UnitLayout], axes: Axes, dtype: torch.dtype, device: torch.device):
+        shards = [cut_evenly(layout.size, axes.z.size)[axes.z.rank] for layout in layouts]
+        total = sum(shard.size for shard in shards)
+        self.weights = torch.zeros(total, dtype=dtype, device=device)
+        self.grads = torch.zeros(total, dtype=torch.float32, device=device)
+        self.units: list[UnitStore] = []
+        self._coordinate = (axes.x.rank, axes.y.rank)
+        self._placed: list[tuple[UnitLayout, Interval, int]] = []
+        at = 0
+        for layout, shard in zip(layouts, shards, strict=True):
+            where = slice(at, at + shard.size)
+            self.units.append(UnitStore(layout, axes, self.weights[where], self.grads[where]))
+            self._placed.append((layout, shard, at))
+            at += shard.size
+
+    @property
+    def size(self) -> int:
+        return self.weights.numel()
+
+    def pieces(self, within: Interval) -> Iterator[Piece]:
+        """Yield what lies in an interval of the flat arrays, parameter by parameter, in order."""
+        for layout, shard, at in self._placed:
+            for parameter, box, placed in layout.placed():
+                stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
+                if stored.size:
+                    elements = stored.shift(shard.start - at - placed.start)
+                    yield Piece(parameter, box, elements, stored, parameter.counts_at(*self._coordinate))
+
+
+class Store:
+    """All weights of one tile on one rank, by groups of holders."""
+
+    def __init__(self, groups: list[tuple[tuple[int, ...], list[UnitLayout]]], axes: Axes, dtype, device):
+        """`groups` pairs the holders (ranks) of a group with the layouts of its units, in the plan-wide order."""
+        self.holders = [ranks for ranks, _ in groups]
+        self.groups = [Group(layouts, axes, dtype, device) for _, layouts in groups]
+
+    def units_of(self, item: int) -> list[UnitStore]:
+        return [u for group in self.groups for u in group.units if item in u.layout.unit.items]
+
+    def weights(self, item: int, names: Iterable[str]) -> list[Weight]:
+        """Return handles for the named parameters of an item, neighbours as one. Empty if it has none of them."""
+        names = list(names)
+        return [weight for unit in self.units_of(item) for weight in unit.weights(names)]
+
+    def zero_grads(self) -> None:
+        for group in self.groups:
+            group.grads.zero_()

@@ -1,0 +1,136 @@
+"""The items of a transformer on a tensor grid: embedding, blocks, head.
+
+Shapes, all of them this rank's part: hidden states [rows / z, positions, hidden / x], the same on all y; queries, keys,
+values and the inner width of the feed-forward part are cut by y and the same on all x. Blocks take the residual stream
+cut by x to heads cut by y and back, so that nothing is redistributed in between.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.job import Model
+from hpctrain.model.axes import Axes
+from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
+from hpctrain.model.store import Store
+from hpctrain.parameters import item_parameters
+
+IGNORED = -1  # a target that does not count
+
+
+class Item:
+    """One item of a plan, with the handles of its weights; its units are gathered and released by the stage."""
+
+    def __init__(self, model: Model, item: int, axes: Axes, store: Store):
+        self.model, self.axes = model, axes
+        self.units = store.units_of(item)
+        self._item, self._store = item, store
+        self._names = [p.name for p in item_parameters(model, item)]
+
+    def weights(self, *suffixes: str) -> list:
+        """Return handles for the parameters whose names end so; those that lie side by side are one product."""
+        names = [n for n in self._names if any(n == s or n.endswith(f".{s}") for s in suffixes)]
+        return self._store.weights(self._item, names)
+
+    def norm(self, x: torch.Tensor, weights: list) -> torch.Tensor:
+        return norm(x, weights, self.axes.x, self.model.hidden_size, self.model.norm_epsilon)
+
+    def norm_weights(self, name: str) -> list:
+        return [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
+
+    def vocabulary(self) -> tuple[int, int]:
+        """Return the first token id of this rank's part and the number of ids in it that are not padding."""
+        padded = -(-self.model.vocab_size // self.axes.y.size) * self.axes.y.size
+        part = cut_evenly(padded, self.axes.y.size)[self.axes.y.rank]
+        return part.start, part.intersect(Interval(0, self.model.vocab_size)).size
+
+
+class Embedding(Item):
+    """Token ids to hidden states."""
+
+    def __init__(self, model, item, axes, store):
+        super().__init__(model, item, axes, store)
+        (self.table,) = self.weights("embedding.weight")
+        self.positions = self.weights("positions.weight")
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], self.axes.y)
+        return add_positions(hidden, *self.positions) if self.positions else hidden
+
+
+class Block(Item):
+    """Attention and feed-forward part, each after a norm and added to the residual stream."""
+
+    def __init__(self, model, item, axes, store):
+        super().__init__(model, item, axes, store)
+        self.attention_norm, self.ffn_norm = self.norm_weights("attention_norm"), self.norm_weights("ffn_norm")
+        qkv = ("attention.q", "attention.k", "attention.v")
+        self.qkv = [self.weights(*(f"{n}.{kind}" for n in qkv)) for kind in ("weight", "bias")]
+        self.out = [self.weights(f"attention.o.{kind}") for kind in ("weight", "bias")]
+        self.up = [self.weights(f"ffn.gate.{kind}", f"ffn.up.{kind}") for kind in ("weight", "bias")]
+        self.down = [self.weights(f"ffn.down.{kind}") for kind in ("weight", "bias")]
+        self.num_heads = model.num_heads // axes.y.size
+        self.num_kv_heads = max(1, model.kv_heads // axes.y.size)
+        self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attention(self.norm(hidden, self.attention_norm))
+        return hidden + self.feed_forward(self.norm(hidden, self.ffn_norm))
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        rows, positions, _ = x.shape
+        size = self.model.head_size
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        qkv = linear(x, *self.qkv, into=self.axes.x, out=self.axes.y).view(rows, positions, sum(heads), size)
+        if self.model.architecture == "llama":
+            queries_keys, values = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
+            queries, keys = rotate(queries_keys, *self.rotary_tables(x)).split(heads[:2], dim=2)
+        else:
+            queries, keys, values = qkv.split(heads, dim=2)
+        mixed = F.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+        mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
+        return linear(mixed, *self.out, into=self.axes.y, out=self.axes.x)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = linear(x, *self.up, into=self.axes.x, out=self.axes.y)
+        inner = swiglu(inner) if self.model.architecture == "llama" else F.gelu(inner, approximate="tanh")
+        return linear(inner, *self.down, into=self.axes.y, out=self.axes.x)
+
+    def rotary_tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""
+        positions = x.shape[1]
+        if self.rotary is None or self.rotary[0].shape[0] != positions:
+            half = self.model.head_size // 2
+            frequencies = self.model.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
+            angles = torch.arange(positions, dtype=torch.float64)[:, None, None] * frequencies
+            self.rotary = (angles.cos().float().to(x.device), angles.sin().float().to(x.device))
+        return self.rotary
+
+
+class Head(Item):
+    """Hidden states to logits, and to the summed loss."""
+
+    def __init__(self, model, item, axes, store):
+        super().__init__(model, item, axes, store)
+        self.final_norm = self.norm_weights("norm")
+        self.table = self.weights("embedding.weight" if model.tie_head else "head.weight")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
+        normed = self.norm(hidden, self.final_norm)
+        return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.logits(hidden), targets, *self.vocabulary(), self.axes.y)
+
+
+def make_item(model: Model, item: int, axes: Axes, store: Store) -> Item:
+    kind = Embedding if item == 0 else Head if item == model.num_items - 1 else Block
+    return kind(model, item, axes, store)

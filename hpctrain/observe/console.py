@@ -1,0 +1,89 @@
+"""What a run shows a person: its choices, a progress bar, and where everything is at the end."""
+
+import sys
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hpctrain.job import Job
+from hpctrain.parameters import count_parameters
+from hpctrain.plan import Plan
+
+PLAIN_LINES = 20  # without a terminal: that many lines of progress in a run
+
+
+class Console:
+    """Prints on one rank; on all others every method does nothing."""
+
+    def __init__(self, speaks: bool, on_stderr: bool = False):
+        self._speaks = speaks
+        self._rich = RichConsole(file=sys.stderr if on_stderr else sys.stdout, highlight=False, markup=False)
+        self._progress: Progress | None = None
+        self._smooth_speed = 0.0
+
+    def say(self, text: str) -> None:
+        if self._speaks:
+            self._rich.print(text, soft_wrap=True)
+
+    def start(self, job: Job, plan: Plan, reasons: dict[str, str], source, steps_done: int, checkpoint) -> None:
+        """Say what is trained, by which choices, and from where."""
+        model = job.model
+        self.say(
+            f"{job.name}: {model.architecture} {model.num_layers} layers x {model.hidden_size} hidden,"
+            f" {count_parameters(model) / 1e6:.1f} M parameters, on {source.num_tokens / 1e6:.1f} M tokens"
+        )
+        self.say(f"plan: {plan.describe()}; {len(plan.ranks)} ranks, {job.train.dtype}")
+        for key, reason in reasons.items():
+            self.say(f"  chosen {key}: {reason}")
+        if checkpoint:
+            self.say(f"continuing after step {steps_done}, from {checkpoint}")
+
+    def step(self, metrics: dict, until: int) -> None:
+        """Show one step's metrics."""
+        if not self._speaks:
+            return
+        done = metrics["step"] + 1
+        speed = metrics["tokens_per_second"]
+        self._smooth_speed = speed if not self._smooth_speed else 0.9 * self._smooth_speed + 0.1 * speed
+        text = f"loss {metrics['loss']:.4f}  {self._smooth_speed:,.0f} tokens/s"
+        if "validation_loss" in metrics:
+            text += f"  validation loss {metrics['validation_loss']:.4f}"
+        if self._rich.is_terminal:
+            self._bar(done, until, text)
+            if "validation_loss" in metrics:
+                self.say(f"step {done}: {text}")
+        elif "validation_loss" in metrics or done == until or done % max(1, until // PLAIN_LINES) == 0:
+            self.say(f"step {done}/{until}  {text}")
+
+    def _bar(self, done: int, until: int, text: str) -> None:
+        if self._progress is None:
+            columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self._progress = Progress(*columns, console=self._rich)
+            self._progress.start()
+            self._progress.add_task(text, total=until)
+        self._progress.update(self._progress.task_ids[0], completed=done, description=text)
+
+    def finish(self, last: dict, path, checkpoint, source, signal_name: str | None) -> dict:
+        """Say how it ended and where things are; return the same as a plain dictionary."""
+        if self._progress:
+            self._progress.stop()
+        entropy = source.unigram_entropy()
+        summary = {
+            "run": str(path),
+            "checkpoint": str(checkpoint) if checkpoint else None,
+            "stopped_by": signal_name,
+            "unigram_entropy": entropy,
+            **last,
+        }
+        if signal_name:
+            self.say(f"stopped by {signal_name}; start the same command with --run {path} to go on")
+        if last:
+            self.say(f"loss {last['loss']:.4f} after {last['step'] + 1} steps, {self._smooth_speed:,.0f} tokens/s")
+        if "validation_loss" in last:
+            share = last["validation_loss"] / entropy - 1
+            self.say(
+                f"validation loss {last['validation_loss']:.4f} nats, {share:+.0%} against the corpus's unigram"
+                f" entropy of {entropy:.4f}"
+            )
+        self.say(f"run folder {path}\ncheckpoint {checkpoint}")
+        return summary

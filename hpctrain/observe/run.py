@@ -1,0 +1,106 @@
+"""The run folder: everything that a run leaves behind, written by rank 0.
+
+    resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
+    plan.toml        the plan
+    metrics.jsonl    one line a logged step; losses have all their digits
+    checkpoints/     see hpctrain.checkpoint
+"""
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+
+from hpctrain.errors import JobError, TrainingError, describe_os_error
+from hpctrain.job import Job
+from hpctrain.plan import Plan, dump_plan
+
+METRICS = "metrics.jsonl"
+RESOLVED = "resolved.toml"
+PLAN = "plan.toml"
+
+
+def default_run_folder(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _toml(value) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)  # strings, numbers, booleans and lists of them are written alike in JSON and TOML
+
+
+def dump_job(job: Job, reasons: dict[str, str], plan_file: Path) -> str:
+    """Write a job as TOML that `load_job` reads back, with its plan as a file and reasons as comments."""
+    tree = job.model_dump(mode="json", exclude_none=True, exclude={"plan"})
+    lines = ["# What this run does, with every choice made. Reasons:"]
+    lines += [f"# {key}: {reason}" for key, reason in reasons.items()] or ["# nothing was left to choose"]
+    lines += ["", f"name = {_toml(tree.pop('name'))}"]
+    for section, values in {**tree, "plan": {"file": str(plan_file)}}.items():
+        lines += ["", f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+class RunFolder:
+    """The folder of one run; made and written by one rank."""
+
+    def __init__(self, path: Path):
+        """Make the folder. Raises JobError where it cannot be made or written."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / ".writable"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise JobError(
+                f"{path}: the run folder cannot be written: {describe_os_error(error)}; choose another with --run"
+            ) from None
+
+    def describe(self, job: Job, plan: Plan, reasons: dict[str, str]) -> None:
+        """Save the resolved job and the plan. Raises TrainingError where the disk refuses."""
+        with _writing(self.path):
+            (self.path / PLAN).write_text(dump_plan(plan))
+            (self.path / RESOLVED).write_text(dump_job(job, reasons, self.path / PLAN))
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drop the lines of steps from `step` on, which a resumed run computes again."""
+        with _writing(self.path):
+            kept = [line for line in read_metrics(self.path) if line["step"] < step]
+            partial = self.path / (METRICS + ".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.replace(self.path / METRICS)
+
+    def log(self, line: dict) -> None:
+        """Append one line to the metrics."""
+        with _writing(self.path), (self.path / METRICS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class _writing:  # noqa: N801 - reads as a word where it is used
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        if isinstance(error, OSError):
+            raise TrainingError(
+                f"{error.filename or self._path}: cannot be written: {describe_os_error(error)};"
+                " make room and start the same command again, it goes on from the latest checkpoint"
+            ) from None
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Read a run folder's metrics; a last line that a crash cut short is left out."""
+    file = path / METRICS
+    if not file.is_file():
+        return []
+    lines = []
+    for text in file.read_text().split(os.linesep):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines

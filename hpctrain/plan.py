@@ -1,0 +1,272 @@
+"""The plan: a tiling of the work of a microbatch, items x rows, among tensor grids of ranks.
+
+Plain frozen data with a TOML form (see `dump_plan`), written by a person, by `even_plan`, or by the planner, and
+read by everything else. Item 0 is the embedding, items 1 ... L the blocks, item L+1 the head; rows are the
+sequences of a microbatch.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hpctrain.errors import LaunchError, PlanError, did_you_mean
+from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
+
+
+@dataclass(frozen=True)
+class TensorGrid:
+    """Sizes of a tensor grid: x cuts input features, y output features, z rows and the storage of weights."""
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.x * self.y * self.z
+
+    def __str__(self) -> str:
+        return f"{self.x}x{self.y}x{self.z}"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Consecutive items x consecutive rows, computed by one tensor grid of ranks.
+
+    `ranks` are in the order z (slowest), x, y (fastest): y exchanges the most and sits closest.
+    """
+
+    items: Interval
+    rows: Interval
+    ranks: tuple[int, ...]
+    tensor: TensorGrid = TensorGrid()
+    family: str = "cpu"
+    recompute: str = "none"
+    zero: int = 1
+
+    def coordinate(self, rank: int) -> tuple[int, int, int]:
+        """Return the (x, y, z) of a rank of this tile."""
+        index = self.ranks.index(rank)
+        zx, y = divmod(index, self.tensor.y)
+        z, x = divmod(zx, self.tensor.x)
+        return x, y, z
+
+    def rank_at(self, x: int, y: int, z: int) -> int:
+        return self.ranks[(z * self.tensor.x + x) * self.tensor.y + y]
+
+    def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` in their coordinate on `axis` only, in its order."""
+        x, y, z = self.coordinate(rank)
+        match axis:
+            case "x":
+                return tuple(self.rank_at(i, y, z) for i in range(self.tensor.x))
+            case "y":
+                return tuple(self.rank_at(x, i, z) for i in range(self.tensor.y))
+            case "z":
+                return tuple(self.rank_at(x, y, i) for i in range(self.tensor.z))
+        raise ValueError(axis)
+
+    def rows_at(self, z: int) -> Interval:
+        """Return the rows of the microbatch that coordinate z computes."""
+        return cut_evenly(self.rows.size, self.tensor.z)[z].shift(self.rows.start)
+
+    def holds(self, item: int) -> bool:
+        return self.items.start <= item < self.items.stop
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes what, and by which schedule."""
+
+    tiles: tuple[Tile, ...]
+    microbatches: int
+    rows: int
+    """Sequences in a microbatch, over all tiles of a stage."""
+    schedule: str = "1f1b"
+    unused: tuple[int, ...] = ()
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for tile in self.tiles for rank in tile.ranks))
+
+    @property
+    def num_items(self) -> int:
+        return max(tile.items.stop for tile in self.tiles)
+
+    @cached_property
+    def _tile_of(self) -> dict[int, Tile]:
+        return {rank: tile for tile in self.tiles for rank in tile.ranks}
+
+    def tile_of(self, rank: int) -> Tile:
+        return self._tile_of[rank]
+
+    def downstream(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return the tiles that take this tile's output: the next items, some of the same rows."""
+        return tuple(t for t in self.tiles if t.items.start == tile.items.stop and t.rows.intersect(tile.rows).size)
+
+    def upstream(self, tile: Tile) -> tuple[Tile, ...]:
+        return tuple(t for t in self.tiles if t.items.stop == tile.items.start and t.rows.intersect(tile.rows).size)
+
+    def depth_to_loss(self, tile: Tile) -> int:
+        """Return the number of tiles on the longest path from this one to the loss, not counting itself."""
+        return max((1 + self.depth_to_loss(t) for t in self.downstream(tile)), default=0)
+
+    def describe(self) -> str:
+        """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (xyz), 4 microbatches of 8 rows`."""
+        stages = len({tile.items for tile in self.tiles})
+        grids = sorted({str(tile.tensor) for tile in self.tiles})
+        tiles = f"{stages} stages x {len(self.tiles) // stages} replicas"
+        return f"{tiles} of {'/'.join(grids)} (x,y,z), {self.microbatches} microbatches of {self.rows} rows"
+
+
+def check_tiling(plan: Plan, num_items: int) -> None:
+    """Refuse gaps, overlaps, and grids that do not match their ranks; the message has the numbers.
+
+    Raises PlanError.
+    """
+    if not plan.tiles:
+        raise PlanError("the plan has no tiles")
+    seen: dict[int, int] = {}
+    for number, tile in enumerate(plan.tiles):
+        where = f"tile {number} (items {list(tile.items)}, rows {list(tile.rows)})"
+        if tile.tensor.size != len(tile.ranks):
+            raise PlanError(f"{where}: a grid of {tile.tensor} needs {tile.tensor.size} ranks, {len(tile.ranks)} given")
+        if tile.rows.size < tile.tensor.z:
+            raise PlanError(f"{where}: z = {tile.tensor.z} splits {tile.rows.size} rows; give it rows or lower z")
+        for rank in tile.ranks:
+            if rank in seen:
+                raise PlanError(f"{where}: rank {rank} is already in tile {seen[rank]}")
+            seen[rank] = number
+        if tile.items.size == 0 or tile.items.start < 0 or tile.items.stop > num_items:
+            raise PlanError(f"{where}: items must lie in [0, {num_items}): the embedding, the blocks, the head")
+        if tile.rows.start < 0 or tile.rows.stop > plan.rows:
+            raise PlanError(f"{where}: rows must lie in [0, {plan.rows})")
+        if tile.items.stop < num_items and not plan.downstream(tile):
+            raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
+    for item in range(num_items):
+        rows = [tile.rows for tile in plan.tiles if tile.holds(item)]
+        if not tiles_exactly(rows, Interval(0, plan.rows)):
+            raise PlanError(
+                f"item {item} is computed for rows {sorted(map(list, rows))}, which is not [0, {plan.rows}) once each"
+            )
+    if missing := sorted(set(range(max(seen) + 1)) - set(seen) - set(plan.unused)):
+        raise PlanError(f"rank {missing[0]} is in no tile; list it under unused = {missing}")
+
+
+def even_plan(num_items: int, grid: TensorGrid, pipeline: int, data: int, microbatches: int, rows: int, **tile) -> Plan:
+    """Return the even plan: `pipeline` stages x `data` replicas of `grid`; `tile` gives the rest of each tile.
+
+    Blocks are cut evenly by count, with embedding and head at the ends; ranks run fastest in the tensor grid, then
+    over replicas, then over stages, so that what exchanges most sits closest.
+
+    Raises PlanError if there are fewer blocks than stages, or rows that do not divide.
+    """
+    if pipeline > num_items - 2:
+        raise PlanError(f"pipeline = {pipeline} stages need as many blocks, the model has {num_items - 2}")
+    if rows % data:
+        raise PlanError(f"{rows} rows of a microbatch do not divide among data = {data} replicas")
+    cuts = [cut.shift(1) for cut in cut_evenly(num_items - 2, pipeline)]
+    cuts[0] = Interval(0, cuts[0].stop)
+    cuts[-1] = Interval(cuts[-1].start, num_items)
+    tiles = []
+    for items in cuts:
+        for replica in cut_evenly(rows, data):
+            first = len(tiles) * grid.size
+            tiles.append(Tile(items, replica, tuple(range(first, first + grid.size)), grid, **tile))
+    return Plan(tuple(tiles), microbatches, rows)
+
+
+def check_ranks(plan: Plan, num_ranks: int) -> None:
+    """Refuse a number of ranks other than the plan's. Raises LaunchError that says which number fits."""
+    wanted = len(plan.ranks) + len(plan.unused)
+    if num_ranks != wanted:
+        raise LaunchError(
+            f"the plan is for {wanted} ranks ({plan.describe()}), but {num_ranks} were started;"
+            f" start it with mpirun -n {wanted}, or set plan = \"auto\""
+        )
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _GridTable(_Table):
+    x: Annotated[int, Field(ge=1)] = 1
+    y: Annotated[int, Field(ge=1)] = 1
+    z: Annotated[int, Field(ge=1)] = 1
+
+
+class _TileTable(_Table):
+    items: tuple[int, int]
+    rows: tuple[int, int]
+    ranks: tuple[Annotated[int, Field(ge=0)], ...]
+    tensor: _GridTable = _GridTable()
+    family: str = "cpu"
+    recompute: Literal["none", "full"] = "none"
+    zero: Literal[0, 1] = 1
+
+
+class _PlanTable(_Table):
+    schedule: Literal["1f1b"] = "1f1b"
+    microbatches: Annotated[int, Field(ge=1)]
+    rows: Annotated[int, Field(ge=1)]
+    unused: tuple[int, ...] = ()
+    tile: list[_TileTable]
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file. Raises PlanError that names file and key; the tiling itself is checked by `check_tiling`."""
+    try:
+        table = _PlanTable.model_validate(tomllib.loads(path.read_text()))
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: not valid TOML: {error}") from None
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        key = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            known = _TileTable.model_fields if problem["loc"][0] == "tile" else _PlanTable.model_fields
+            raise PlanError(f"{path}: {key}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}") from None
+        raise PlanError(f"{path}: {key} = {problem['input']!r}: {problem['msg'].lower()}") from None
+    tiles = tuple(
+        Tile(
+            Interval(*t.items),
+            Interval(*t.rows),
+            t.ranks,
+            TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z),
+            t.family,
+            t.recompute,
+            t.zero,
+        )
+        for t in table.tile
+    )
+    return Plan(tiles, table.microbatches, table.rows, table.schedule, table.unused)
+
+
+def dump_plan(plan: Plan) -> str:
+    """Write a plan as TOML that `load_plan` reads back to an equal plan."""
+    lines = [f'schedule = "{plan.schedule}"', f"microbatches = {plan.microbatches}", f"rows = {plan.rows}"]
+    if plan.unused:
+        lines.append(f"unused = {list(plan.unused)}")
+    for tile in plan.tiles:
+        grid = tile.tensor
+        lines += [
+            "",
+            "[[tile]]",
+            f"items = {list(tile.items)}",
+            f"rows = {list(tile.rows)}",
+            f'family = "{tile.family}"',
+            f"ranks = {list(tile.ranks)}",
+            f"tensor = {{x = {grid.x}, y = {grid.y}, z = {grid.z}}}",
+            f'recompute = "{tile.recompute}"',
+            f"zero = {tile.zero}",
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,131 @@
+"""Schedules as data: what a tile's ranks do in one step, as typed instructions from pure functions.
+
+The engine executes them, a person can print them, and `check_no_deadlock` proves before anything starts that they
+end. A send is posted and does not wait; a receive waits. The proof assumes the hardest rules that MPI allows: no
+message is buffered, and messages between two tiles arrive in the order in which they were posted.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from hpctrain.errors import PlanError
+from hpctrain.plan import Plan, Tile
+
+
+class Op(Enum):
+    """Kinds of instructions. Each but the last two is about one microbatch."""
+
+    RECEIVE_ACTIVATION = "receive activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send activation"
+    RECEIVE_GRADIENT = "receive gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send gradient"
+    REDUCE_GRADIENTS = "reduce gradients"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    op: Op
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        return self.op.value if self.microbatch < 0 else f"{self.op.value} {self.microbatch}"
+
+
+def forward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
+    """Return the instructions of one microbatch's forward pass on a tile."""
+    steps = [Instruction(Op.FORWARD, m)]
+    if plan.upstream(tile):
+        steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m))
+    if plan.downstream(tile):
+        steps.append(Instruction(Op.SEND_ACTIVATION, m))
+    return steps
+
+
+def backward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
+    steps = [Instruction(Op.BACKWARD, m)]
+    if plan.downstream(tile):
+        steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m))
+    if plan.upstream(tile):
+        steps.append(Instruction(Op.SEND_GRADIENT, m))
+    return steps
+
+
+def one_f_one_b(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
+    """Return a step by 1F1B (PipeDream-flush, Narayanan et al. 2021): warm up, alternate, drain.
+
+    The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
+    even pipeline and also right for tiles that are on paths of unlike length.
+    """
+    warmup = min(plan.depth_to_loss(tile), plan.microbatches)
+    steps: list[Instruction] = []
+    for m in range(warmup):
+        steps += forward_part(plan, tile, m)
+    for m in range(warmup, plan.microbatches):
+        steps += forward_part(plan, tile, m)
+        steps += backward_part(plan, tile, m - warmup)
+    for m in range(plan.microbatches - warmup, plan.microbatches):
+        steps += backward_part(plan, tile, m)
+    return (*steps, Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE))
+
+
+def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
+    """Return the forward passes alone, for validation."""
+    return tuple(step for m in range(plan.microbatches) for step in forward_part(plan, tile, m))
+
+
+def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]) -> None:
+    """Run all tiles' instructions against each other without ranks; raise PlanError where they would wait for ever.
+
+    A posted send ends when its receive is posted; a tile may not finish a step with a send that nobody took, a
+    message must be the one that the receiver expects, and a reduction needs all tiles that share a parameter: here,
+    all tiles, which is harder than need be.
+    """
+    at = dict.fromkeys(schedules, 0)
+    wires: dict[tuple[Tile, Tile, Op], deque[int]] = {}
+    pairs = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
+
+    def ready(tile: Tile, step: Instruction) -> bool:
+        match step.op:
+            case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
+                forward = step.op is Op.SEND_ACTIVATION
+                for peer in plan.downstream(tile) if forward else plan.upstream(tile):
+                    wires.setdefault((tile, peer, step.op), deque()).append(step.microbatch)
+            case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
+                forward = step.op is Op.RECEIVE_ACTIVATION
+                peers = plan.upstream(tile) if forward else plan.downstream(tile)
+                queues = [wires.get((peer, tile, pairs[step.op])) for peer in peers]
+                if not all(queues):
+                    return False
+                for queue in queues:
+                    if (got := queue.popleft()) != step.microbatch:
+                        raise PlanError(f"{_name(tile)} expects microbatch {step.microbatch} and is sent {got}")
+            case Op.REDUCE_GRADIENTS:
+                return all(at[t] >= at_reduce[t] for t in schedules)
+        return True
+
+    at_reduce = {
+        tile: next((i for i, s in enumerate(steps) if s.op is Op.REDUCE_GRADIENTS), len(steps))
+        for tile, steps in schedules.items()
+    }
+    unfinished = [tile for tile, steps in schedules.items() if steps]
+    while unfinished:
+        moved = False
+        for tile in unfinished:
+            while at[tile] < len(schedules[tile]) and ready(tile, schedules[tile][at[tile]]):
+                at[tile] += 1
+                moved = True
+        unfinished = [tile for tile in unfinished if at[tile] < len(schedules[tile])]
+        if unfinished and not moved:
+            waits = "; ".join(f"{_name(t)} waits at '{schedules[t][at[t]]}'" for t in unfinished[:4])
+            raise PlanError(f"the schedule deadlocks: {waits}")
+    for (sender, receiver, op), queue in wires.items():
+        if queue:
+            raise PlanError(f"{_name(sender)}: '{op.value} {queue[0]}' to {_name(receiver)} is never received")
+
+
+def _name(tile: Tile) -> str:
+    return f"tile items {list(tile.items)} rows {list(tile.rows)}"

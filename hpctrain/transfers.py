@@ -1,0 +1,57 @@
+"""Which piece of an activation goes from which rank to which, by intersecting intervals.
+
+The activation between two tiles is a rectangle rows x features (for all positions of a sequence). A rank at
+(x, y, z) of a tile holds the z-th part of the tile's rows and the x-th part of the features, and so do the other y.
+Unlike grids, rows and numbers of ranks on the two sides need nothing special: a piece is where two parts meet.
+"""
+
+from dataclasses import dataclass
+
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.plan import Plan, Tile
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message: rows (of the microbatch) x features (of the hidden size) from a rank to another one."""
+
+    sender: int
+    receiver: int
+    rows: Interval
+    features: Interval
+
+
+def held(tile: Tile, rank: int, hidden_size: int) -> tuple[Interval, Interval]:
+    """Return the rows and the features of an activation that a rank of the tile holds."""
+    x, _, z = tile.coordinate(rank)
+    return tile.rows_at(z), cut_evenly(hidden_size, tile.tensor.x)[x]
+
+
+def _between(source: Tile, target: Tile, receiver: int, hidden_size: int) -> list[Transfer]:
+    """Return what `receiver` needs from the ranks of `source`, each piece from the counterpart nearest in y."""
+    rows, features = held(target, receiver, hidden_size)
+    y = target.coordinate(receiver)[1] * source.tensor.y // target.tensor.y
+    found = []
+    for z in range(source.tensor.z):
+        for x in range(source.tensor.x):
+            sender = source.rank_at(x, y, z)
+            their_rows, their_features = held(source, sender, hidden_size)
+            shared_rows, shared_features = rows.intersect(their_rows), features.intersect(their_features)
+            if shared_rows.size and shared_features.size:
+                found.append(Transfer(sender, receiver, shared_rows, shared_features))
+    return found
+
+
+def receives(plan: Plan, rank: int, hidden_size: int, forward: bool) -> list[Transfer]:
+    """Return what a rank receives for a microbatch: activations (forward) or their gradients, in order of senders."""
+    tile = plan.tile_of(rank)
+    sources = plan.upstream(tile) if forward else plan.downstream(tile)
+    return sorted((t for s in sources for t in _between(s, tile, rank, hidden_size)), key=lambda t: t.sender)
+
+
+def sends(plan: Plan, rank: int, hidden_size: int, forward: bool) -> list[Transfer]:
+    """Return what a rank sends for a microbatch: activations (forward) or their gradients, in order of receivers."""
+    tile = plan.tile_of(rank)
+    targets = plan.downstream(tile) if forward else plan.upstream(tile)
+    found = (t for target in targets for r in target.ranks for t in _between(tile, target, r, hidden_size))
+    return sorted((t for t in found if t.sender == rank), key=lambda t: t.receiver)
