@@ -2,12 +2,12 @@
 
     python benchmarks/stock.py ddp --steps 3 --warmup 1
 
-starts the ranks of the layout on this machine (gloo, one thread a rank, fp32), trains on random tokens, and prints one
-JSON line last. Everything here is public PyTorch, written as its own users write it: eager, fused AdamW, gradients
-synchronised once a step. Nothing of hpctrain is imported. Every layout starts from the same weights and takes the same
-tokens, so that their losses agree. Any failing rank makes the exit code non-zero.
+starts the ranks of the layout on this machine (gloo, fp32, one thread a rank), trains on random tokens, and prints one
+JSON line last. Public PyTorch alone, written as its own users write it: eager, fused AdamW, gradients synchronised once
+a step; where PyTorch offers several ways, the one that was fastest on gloo. All layouts start from the same weights and
+take the same tokens, so their losses agree. If a rank fails, its traceback is shown and the exit code is not 0.
 
-Shape suffixes: B sequences of a microbatch, S positions, H heads on this rank, D head size, E hidden size.
+Shapes: B sequences of a microbatch, S positions, E hidden size, H heads on this rank, D head size.
 """
 
 import argparse
@@ -16,9 +16,10 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -28,48 +29,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 HIDDEN, LAYERS, HEADS, INNER, VOCABULARY, SEQUENCE = 256, 8, 8, 1024, 512, 256
 GLOBAL_BATCH, MICROBATCH = 16, 2
-SEED = 1
-SP = os.environ.get("SP", "0") == "1"
-LP = os.environ.get("LP", "0") == "1"
-DP = os.environ.get("DP", "fsdp")
-
-
-def rope_table() -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the rotary angles (Su et al., 2104.09864), each (S, D), halves repeated."""
-    size = HIDDEN // HEADS
-    frequencies = 10000.0 ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(SEQUENCE), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
+HEAD_SIZE, SEED = HIDDEN // HEADS, 1
 
 
 def rotate(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2104.09864)."""
     first, second = x_BHSD.chunk(2, dim=-1)
     return x_BHSD * cos_SD + torch.cat((-second, first), dim=-1) * sin_SD
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the number of heads follows from the projections, which may be split over ranks."""
+    """Causal self-attention; how many heads follows from the projections, which may be split over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
 
     def forward(self, x_BSE: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        q, k, v = (
-            p(x_BSE).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v)
-        )
+        q, k, v = (p(x_BSE).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2) for p in (self.q, self.k, self.v))
         q, k = rotate(q, cos_SD, sin_SD), rotate(k, cos_SD, sin_SD)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
@@ -98,7 +81,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model, or, with a part set to None or blocks removed, a pipeline stage of it."""
+    """The whole model; with `embedding`, or `norm` and `head`, set to None, the stage of a pipeline without them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,47 +89,47 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        cos, sin = rope_table()
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        frequencies = 10000.0 ** (-torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
+        angles_SD = torch.outer(torch.arange(SEQUENCE), frequencies).repeat(1, 2)
+        self.register_buffer("cos_SD", angles_SD.cos(), persistent=False)
+        self.register_buffer("sin_SD", angles_SD.sin(), persistent=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Token ids (B, S), or (B, S, E) from the stage before, to logits (B, S, V), or (B, S, E) for the next."""
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+            x = block(x, self.cos_SD, self.sin_SD)
         return x if self.head is None else self.head(self.norm(x))
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What one rank trains."""
+    """What one rank trains, and which share of the batch its data replica takes."""
 
-    parameters: Iterable[nn.Parameter]
     run: Callable[[Tensor, Tensor], Tensor]
-    """Forward and backward of (inputs, labels), both (rows, S); leaves gradients, returns the mean loss."""
+    """Forward and backward of inputs and labels, both (rows, S). Leaves the gradients, summed over data replicas where
+    there are several; returns a loss whose mean over all ranks is the loss of the global batch."""
     index: int = 0
-    """Which of the data replicas this rank belongs to."""
     count: int = 1
-    """Number of data replicas."""
 
 
-def accumulate(model: nn.Module, no_sync: Callable[[bool], object] = lambda last: nullcontext()):
-    """Return a `run` that accumulates gradients over microbatches; `no_sync(last)` surrounds each of them."""
+def accumulate(model: nn.Module, around: Callable[[bool], AbstractContextManager] = nullcontext) -> Callable:
+    """Return a `Replica.run` that accumulates gradients; `around(last)` is the context of each microbatch."""
 
     def run(inputs: Tensor, labels: Tensor) -> Tensor:
-        pieces = list(zip(inputs.split(MICROBATCH), labels.split(MICROBATCH), strict=True))
+        microbatches = list(zip(inputs.split(MICROBATCH), labels.split(MICROBATCH), strict=True))
         total = torch.zeros(())
-        for number, (x, y) in enumerate(pieces, start=1):
-            with no_sync(number == len(pieces)):
-                loss = loss_of(model(x), y) / len(pieces)
+        for number, (x, y) in enumerate(microbatches, start=1):
+            with around(number == len(microbatches)):
+                loss = mean_loss(model(x), y) / len(microbatches)
                 loss.backward()
             total += loss.detach()
         return total
@@ -154,130 +137,99 @@ def accumulate(model: nn.Module, no_sync: Callable[[bool], object] = lambda last
     return run
 
 
-def data_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> DistributedDataParallel:
-    group = mesh.get_group() if mesh else None
-    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False)
-
-
-def sharded(model: Llama, mesh: DeviceMesh) -> Callable[[bool], object]:
-    """Apply FSDP2 to blocks and root in place; return the `no_sync` that reduces gradients once a step."""
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-    def no_sync(last: bool):
-        model.set_requires_gradient_sync(last)
-        if os.environ.get("RAB"):
-            model.set_reshard_after_backward(last)
-            model.set_is_last_backward(last)
-        return nullcontext()
-
-    return no_sync
+def data_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+    """Wrap in DDP; the buffers are constants and need no broadcast in each forward."""
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    if SP:
-        parallelize_module(model, mesh, {
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        })
-        plan = {
-            "attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel(),
-            "attention": PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)),
-            "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-            "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-            "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-    else:
-        parallelize_module(model, mesh, {
-            "embedding": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Replicate()),
-        } if not os.environ.get("REP") else {})
-        plan = {
-            "attention": PrepareModuleInput(input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)),
-            "attention.out": RowwiseParallel(),
-            "ffn": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
-            "ffn.down": RowwiseParallel(),
-        }
-    plan |= {f"attention.{n}": ColwiseParallel() for n in "qkv"} | {f"ffn.{n}": ColwiseParallel() for n in ("gate", "up")}
+    """Split every block Megatron's way (1909.08053), in place.
+
+    Norms, embedding and head stay whole on each rank: with 512 token ids the head is a sixtieth of the work, and
+    gathering its logits took longer, as did SequenceParallel norms on gloo.
+    PrepareModuleInput makes the input a DTensor once, so that its gradient is reduced once and not for each projection.
+    """
+    whole = (Replicate(), None, None)
+    plan = {
+        "attention": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+        "ffn": PrepareModuleInput(input_layouts=whole[:1], desired_input_layouts=whole[:1]),
+        **{name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "ffn.gate", "ffn.up")},
+        **{name: RowwiseParallel() for name in ("attention.out", "ffn.down")},
+    }
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
-
-
-def one(model: Llama) -> Replica:
-    return Replica(model.parameters(), accumulate(model))
 
 
 def ddp(model: Llama) -> Replica:
     wrapped = data_parallel(model)
     run = accumulate(wrapped, lambda last: nullcontext() if last else wrapped.no_sync())
-    return Replica(model.parameters(), run, dist.get_rank(), dist.get_world_size())
+    return Replica(run, dist.get_rank(), dist.get_world_size())
 
 
 def fsdp(model: Llama) -> Replica:
-    no_sync = sharded(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    return Replica(model.parameters(), accumulate(model, no_sync), dist.get_rank(), dist.get_world_size())
+    """FSDP2 (ZeRO-3); gradients are reduced once a step, weights stay gathered between backward and next forward."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+
+    def around(last: bool) -> AbstractContextManager:
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        return nullcontext()
+
+    return Replica(accumulate(model, around), dist.get_rank(), dist.get_world_size())
 
 
 def tensor(model: Llama) -> Replica:
     tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    return Replica(model.parameters(), accumulate(model))
+    return Replica(accumulate(model))
 
 
 def tensor_data(model: Llama) -> Replica:
+    """Tensor 2 x data 2, gradients averaged in one flat all-reduce: on gloo a fifth faster than FSDP2 over `data`.
+
+    DDP takes DTensor parameters only through a private hook, and was no faster.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     tensor_parallel(model, mesh["tensor"])
-    if DP == "fsdp":
-        run = accumulate(model, sharded(model, mesh["data"]))
-        parameters = model.parameters()
-    elif DP == "ddp":
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-        _pre_dp_module_transform(model)
-        wrapped = data_parallel(model, mesh["data"])
-        run = accumulate(wrapped, lambda last: nullcontext() if last else wrapped.no_sync())
-        parameters = model.parameters()
-    else:
-        inner = accumulate(model)
-        group = mesh["data"].get_group()
-        parameters = list(model.parameters())
-        def run(i, l):
-            loss = inner(i, l)
-            grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-            flat = torch._utils._flatten_dense_tensors(grads)
-            dist.all_reduce(flat, group=group)
-            flat /= 2
-            for g, f in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
-                g.copy_(f)
-            return loss
-    return Replica(parameters, run, mesh["data"].get_local_rank(), 2)
+    data = mesh["data"].get_group()
+    backward = accumulate(model)
+
+    def run(inputs: Tensor, labels: Tensor) -> Tensor:
+        loss = backward(inputs, labels)
+        gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(data.size())
+        dist.all_reduce(flat, group=data)
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+        return loss
+
+    return Replica(run, data.rank(), data.size())
 
 
 def pipeline_data(model: Llama) -> Replica:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline") if not os.environ.get("PD") else ("pipeline", "data"))
-    stage = mesh["pipeline"].get_local_rank()
-    model.blocks = model.blocks[: LAYERS // 2] if stage == 0 else model.blocks[LAYERS // 2 :]
-    if stage == 0:
-        model.norm = model.head = None
+    """1F1B over two halves of the model, each in DDP; PipelineStage lets DDP reduce after the last microbatch only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    data, pipeline = mesh["data"].get_group(), mesh["pipeline"].get_group()
+    first = pipeline.rank() == 0
+    if first:
+        model.blocks, model.norm, model.head = model.blocks[: LAYERS // 2], None, None
     else:
-        model.embedding = None
-    wrapped = data_parallel(model, mesh["data"])
-    part = PipelineStage(wrapped, stage, 2, torch.device("cpu"), group=mesh["pipeline"].get_group())
-    schedule = Schedule1F1B(part, GLOBAL_BATCH // 2 // MICROBATCH, loss_fn=loss_of)
+        model.blocks, model.embedding = model.blocks[LAYERS // 2 :], None
+    stage = PipelineStage(data_parallel(model, data), pipeline.rank(), 2, torch.device("cpu"), group=pipeline)
+    schedule = Schedule1F1B(stage, GLOBAL_BATCH // data.size() // MICROBATCH, loss_fn=mean_loss)
 
     def run(inputs: Tensor, labels: Tensor) -> Tensor:
-        if stage == 0:
-            schedule.step(inputs)
-            return torch.zeros(())
-        losses: list[Tensor] = []
-        schedule.step(target=labels, losses=losses, return_outputs=False)
-        return 2 * torch.stack(losses).mean().detach()  # the average over ranks counts the first stage as 0
+        losses = [torch.zeros(())] if first else []
+        schedule.step(*([inputs] if first else []), target=labels, losses=losses, return_outputs=False)
+        return 2 * torch.stack(losses).detach().mean()  # twice: the first stage counts as 0 in the mean over ranks
 
-    return Replica(model.parameters(), run, mesh["data"].get_local_rank(), 2)
+    return Replica(run, data.rank(), data.size())
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[Llama], Replica]]] = {
-    "one": (1, one),
+    "one": (1, lambda model: Replica(accumulate(model))),
     "ddp": (4, ddp),
     "fsdp": (4, fsdp),
     "tensor4": (4, tensor),
@@ -286,16 +238,22 @@ LAYOUTS: dict[str, tuple[int, Callable[[Llama], Replica]]] = {
 }
 
 
-def train(rank: int, layout: str, steps: int, warmup: int, results) -> None:
-    """Train on one rank; rank 0 puts (seconds of the measured steps, loss of the last one) into `results`."""
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Fused AdamW; DTensors and plain tensors in groups of their own, as the fused update takes no mixture."""
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (True, False)]
+    groups = [{"params": parameters} for parameters in kinds if parameters]
+    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def train(rank: int, layout: str, steps: int, warmup: int, results: SimpleQueue) -> None:
+    """Train on one rank; rank 0 puts (seconds of each measured step, loss of the last) into `results`."""
     torch.set_num_threads(1)
-    ranks, build = LAYOUTS[layout]
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    num_ranks, build = LAYOUTS[layout]
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     torch.manual_seed(SEED)
-    replica = build(Llama())
-    parameters = list(replica.parameters)
-    groups = [[p for p in parameters if isinstance(p, DTensor)and p.device_mesh.ndim==2], [p for p in parameters if isinstance(p, DTensor) and p.device_mesh.ndim==1], [p for p in parameters if not isinstance(p, DTensor)]]
-    optimizer = torch.optim.AdamW([{"params": g} for g in groups if g], lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=not os.environ.get("NOFUSE"))
+    model = Llama()
+    replica = build(model)
+    optimizer = adamw(model)
     generator = torch.Generator().manual_seed(SEED)
     seconds = []
     for _ in range(warmup + steps):
@@ -306,29 +264,33 @@ def train(rank: int, layout: str, steps: int, warmup: int, results) -> None:
         loss = replica.run(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss)
+        dist.all_reduce(loss)  # last, so that the step is over on every rank
         seconds.append(time.perf_counter() - started)
     if rank == 0:
-        results.put((seconds[warmup:], loss.item() / ranks))
-    dist.destroy_process_group()
+        results.put((seconds[warmup:], loss.item() / num_ranks))
+    dist.barrier()
+    os._exit(0)  # not a return: freeing DDP joins gloo's thread, which may wait for the GIL (seen to hang)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("layout", choices=LAYOUTS)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps (default 3)")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them (default 1)")
     options = parser.parse_args()
-    ranks, _ = LAYOUTS[options.layout]
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps} measures nothing; set it to 1 or more")
+    num_ranks = LAYOUTS[options.layout][0]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(train, (options.layout, options.steps, options.warmup, results), nprocs=ranks)
+    mp.spawn(train, (options.layout, options.steps, options.warmup, results), nprocs=num_ranks)
     seconds, loss = results.get()
-    print(json.dumps({"layout": options.layout, "ranks": ranks,
-        "tokens_per_second": GLOBAL_BATCH * SEQUENCE / statistics.median(seconds), "step_seconds": seconds, "loss": loss}))
+    speed = round(GLOBAL_BATCH * SEQUENCE / statistics.median(seconds), 1)
+    report = {"layout": options.layout, "ranks": num_ranks, "tokens_per_second": speed}
+    print(json.dumps(report | {"step_seconds": [round(value, 4) for value in seconds], "loss": loss}))
 
 
 if __name__ == "__main__":

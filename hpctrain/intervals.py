@@ -1,5 +1,6 @@
 """Half-open integer intervals: the one piece of arithmetic that plans, shards and checkpoints share."""
 
+import itertools
 from typing import NamedTuple
 
 
@@ -25,7 +26,7 @@ class Interval(NamedTuple):
 def cut_evenly(size: int, parts: int) -> tuple[Interval, ...]:
     """Cut `range(size)` into `parts` consecutive intervals whose sizes differ by one at most."""
     bounds = [size * i // parts for i in range(parts + 1)]
-    return tuple(Interval(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False))
+    return tuple(Interval(start, stop) for start, stop in itertools.pairwise(bounds))
 
 
 def tiles_exactly(intervals: list[Interval], whole: Interval) -> bool:

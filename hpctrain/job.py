@@ -114,7 +114,10 @@ class Train(Section):
     """Largest global norm of the gradient; 0 turns clipping off."""
     seed: int = 1
     dtype: Annotated[Literal["fp32", "bf16"] | None, AUTO] = None
-    """auto: what the devices do best. Of weights in use and activations; master weights, moments and gradient sums are always fp32."""
+    """Of weights in use and activations; auto: what the devices compute best, by measurement.
+
+    Master weights, moments and sums of gradients are always fp32.
+    """
     validate_every: Annotated[int, Field(ge=0)] = 0
     """Steps between validations; 0: at the end only."""
     validation_sequences: Count = 64

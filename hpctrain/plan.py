@@ -186,7 +186,7 @@ def check_ranks(plan: Plan, num_ranks: int) -> None:
     if num_ranks != wanted:
         raise LaunchError(
             f"the plan is for {wanted} ranks ({plan.describe()}), but {num_ranks} were started;"
-            f" start it with mpirun -n {wanted}, or set plan = \"auto\""
+            f' start it with mpirun -n {wanted}, or set plan = "auto"'
         )
 
 

@@ -116,8 +116,7 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
             for kind, tensor in _tensors(shard).items():
                 for piece in shard.group.pieces(shard.updated):
                     shard.of(tensor, piece.at).copy_(read_piece(index, kind, piece))
-        step = int(index.about["step"])
-    return step
+        return int(index.about["step"])
 
 
 def read_piece(index: Index, kind: str, piece: Piece) -> torch.Tensor:

@@ -41,6 +41,12 @@ def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> N
         combine(out, part, out=out)
 
 
+def _chunk(cut: Interval, scale: int, start: int, size: int) -> Interval:
+    """Return the `size` units from `start` on of a cut whose elements are `scale` units; less at its end."""
+    first, last = cut.start * scale, cut.stop * scale
+    return Interval(min(first + start, last), min(first + start + size, last))
+
+
 class SharedWindow:
     """Memory of every rank of a group, seen by all of them: a header of counters, then bytes."""
 
@@ -128,7 +134,7 @@ class SharedCollectives:
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor) -> None:
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
-            pieces = [Interval(min(c.start + start, c.stop), min(c.start + start + step, c.stop)) for c in cuts]
+            pieces = [_chunk(cut, 1, start, step) for cut in cuts]
             slots = [slot.view(flat.dtype) for slot in self._slots()]
             for i, piece in enumerate(pieces):
                 if i != self.rank:
@@ -146,10 +152,7 @@ class SharedCollectives:
         scale = flat.element_size()
         for start in range(0, max(cut.size for cut in cuts) * scale, SLOT_BYTES):
             slots = self._slots()
-            pieces = [
-                Interval(min(c.start * scale + start, c.stop * scale), min(c.start * scale + start + SLOT_BYTES, c.stop * scale))
-                for c in cuts
-            ]
+            pieces = [_chunk(cut, scale, start, SLOT_BYTES) for cut in cuts]
             own = pieces[self.rank]
             slots[self.rank][: own.size].copy_(data[slice(*own)])
             self._announce("all_gather")

@@ -25,8 +25,8 @@ STAGGER_SECONDS, LONGEST_STAGGER_SECONDS = 0.1, 2.0
 class World:
     """All ranks of this start. Made once by `World.start`, passed on, closed by `close`."""
 
-    def __init__(self, mpi, hosts: Sequence[str], timeout_seconds: float):
-        self._mpi = mpi
+    def __init__(self, mpi, owns_mpi: bool, hosts: Sequence[str], timeout_seconds: float):
+        self._mpi, self._owns_mpi = mpi, owns_mpi
         self._comm = mpi.COMM_WORLD
         self._failures = self._comm.Dup()
         self.rank: int = self._comm.rank
@@ -47,7 +47,8 @@ class World:
         mpi4py.rc.finalize = False
         from mpi4py import MPI
 
-        if not MPI.Is_initialized():
+        ours = not MPI.Is_initialized()
+        if ours:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         promised, variable = promised_size()
         if MPI.COMM_WORLD.size == 1 and promised > 1:
@@ -57,7 +58,7 @@ class World:
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
         host = os.environ.get("HPCTRAIN_HOST", socket.gethostname())
-        return cls(MPI, MPI.COMM_WORLD.allgather(host), timeout_seconds)
+        return cls(MPI, ours, MPI.COMM_WORLD.allgather(host), timeout_seconds)
 
     @property
     def host(self) -> str:
@@ -116,12 +117,13 @@ class World:
         return self._comm.gather(value)
 
     def close(self) -> None:
-        """Free what was made, and end MPI. All ranks must call."""
+        """Free what was made, and end MPI if it was started here. All ranks must call."""
         for made in reversed(self._made):
             made.close()
         self._made.clear()
         self._failures.Free()
-        self._mpi.Finalize()
+        if self._owns_mpi:
+            self._mpi.Finalize()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks because of an error on this one; the message is said once. Any rank may call.

@@ -9,7 +9,7 @@ from hpctrain.errors import DataError
 from hpctrain.intervals import Interval
 from hpctrain.job import Data
 
-ROUNDS = 8  # of the Feistel network; 4 are a pseudo-random permutation in theory, tiny domains want more
+ROUNDS = 16  # of the Feistel network; measured: with 8 some of the 120 orders of 5 sequences are rarer than others
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -20,6 +20,8 @@ def permute(positions: np.ndarray, size: int, seed: int, epochs: np.ndarray | in
     on the next power of two, applied until the result is in range ("cycle walking", Black and Rogaway 2002).
     """
     positions, epochs = np.broadcast_arrays(positions, epochs)
+    if ((positions < 0) | (positions >= size)).any():
+        raise ValueError(f"positions {positions.min()} to {positions.max()} of a permutation of {size}")
     bits = max(1, (size - 1).bit_length())
     keys = _round_keys(seed, epochs.ravel())
     out = _feistel(positions.ravel().astype(np.uint64), keys, bits)

@@ -2,7 +2,7 @@
 
 Datasets: `tokens` (contiguous, so that it can be memory-mapped; uint8, uint16 or uint32 by vocabulary size),
 `documents` (int64, where each starts), `counts` (int64 per token id), `checksums` (CRC-32 of every MiB of `tokens`).
-Attributes: `format`, `version`, `vocab_size`, `tokenizer` (JSON) and its `tokenizer_checksum`. Everything but
+Attributes: `format`, `version`, `vocab_size` and `tokenizer` (JSON), strings as bytes of fixed length. Everything but
 `tokens` is small and guarded by HDF5's own checksums.
 
 nanoGPT's `.bin` files (little-endian uint16, nothing else) are read too. They do not say how large their vocabulary
@@ -227,12 +227,16 @@ def _open_hdf5(path: Path, size: int) -> TokenSource:
 
 def _refuse_hdf5(path: Path, size: int, error: Exception) -> NoReturn:
     cut = re.search(r"stored_eof = (\d+)", str(error))
-    what = f"is cut short: it has {size} of {cut[1]} bytes" if cut else f"is damaged ({size} bytes): {error}"
+    what = (
+        f"is cut short: it has {size} of {cut[1]} bytes"
+        if cut
+        else f"is damaged ({size} bytes): {error.args[0] if error.args else error}"
+    )
     raise DataError(f"{path}: {what}; copy it again, or prepare it again") from None
 
 
 def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
-    if file.attrs.get("format") != FORMAT:
+    if not isinstance(name := file.attrs.get("format"), bytes) or name.decode() != FORMAT:
         holds = ", ".join(sorted(file)[:5]) or "nothing"
         raise DataError(
             f"{path}: is HDF5, but not a token file: no attribute format = '{FORMAT}' (it holds {holds});"
@@ -245,6 +249,7 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
             " prepare it again with this one"
         )
     tokens, vocab_size, tokenizer = file["tokens"], int(file.attrs["vocab_size"]), file.attrs.get("tokenizer")
+    tokenizer = None if tokenizer is None else tokenizer.decode()
     documents, counts, checksums = (file[name][:] for name in ("documents", "counts", "checksums"))
     consistent = (
         tokens.ndim == 1
@@ -256,7 +261,6 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
         and documents[0] == 0
         and documents[-1] < len(tokens)
         and (np.diff(documents) > 0).all()
-        and (tokenizer is None or zlib.crc32(tokenizer.encode()) == file.attrs["tokenizer_checksum"])
     )
     if not consistent:
         raise ValueError("its parts contradict each other")
@@ -351,10 +355,11 @@ class TokenWriter:
         if self._documents[-1] == self.num_tokens:
             self._documents.pop()  # begun, and left empty
         with h5py.File(self.partial, "w", libver=HDF5_VERSIONS, locking=False) as file:
-            file.attrs.update({"format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size})
+            # Bytes, not str: HDF5 keeps strings of variable length where it has no checksums, and may loop for ever on
+            # a flipped bit there.
+            file.attrs.update({"format": np.bytes_(FORMAT), "version": VERSION, "vocab_size": self.vocab_size})
             if self.tokenizer is not None:
-                text = self.tokenizer.to_json()
-                file.attrs.update({"tokenizer": text, "tokenizer_checksum": zlib.crc32(text.encode())})
+                file.attrs["tokenizer"] = np.bytes_(self.tokenizer.to_json().encode())
             tokens = file.create_dataset("tokens", (self.num_tokens,), self._dtype, fill_time="never")
             at = 0
             while data := self._spool.read(BLOCK_BYTES):

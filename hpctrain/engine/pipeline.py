@@ -58,7 +58,9 @@ class Pipeline:
         """Run the forward passes of one batch. All ranks of the plan must call."""
         return self._run(forward_only(self._layout.plan, self._layout.tile), batch, 0, 1, training=False, stop=False)
 
-    def _run(self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training, stop) -> Totals:
+    def _run(
+        self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training: bool, stop: bool
+    ) -> Totals:
         stage, transfers = self._layout.stage, self._layout.transfers
         waiting: dict[int, torch.Tensor] = {}  # by microbatch: an activation, later a gradient, on its way in or out
         saved: dict[int, Saved] = {}
@@ -130,7 +132,7 @@ class Pipeline:
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         for piece in pieces:
             target = value[self._inside(piece)]
-            buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            buffer = target if target.is_contiguous() else torch.empty(target.shape, dtype=value.dtype)
             self._layout.channels[piece.sender].receive(buffer)
             if buffer is not target:
                 target.copy_(buffer)

@@ -117,8 +117,7 @@ class Trainer:
         count = min(self.job.train.validation_sequences, sequences.num_sequences)
         at_once = self.plan.microbatches * self.plan.rows
         total = sum(
-            self.pipeline.evaluate(ValidationBatch(sequences, first, count)).loss
-            for first in range(0, count, at_once)
+            self.pipeline.evaluate(ValidationBatch(sequences, first, count)).loss for first in range(0, count, at_once)
         )
         return total / (count * sequences.sequence_length)
 

@@ -1,9 +1,9 @@
 """The run folder: everything that a run leaves behind, written by rank 0.
 
-    resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
-    plan.toml        the plan
-    metrics.jsonl    one line a logged step; losses have all their digits
-    checkpoints/     see hpctrain.checkpoint
+resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
+plan.toml        the plan
+metrics.jsonl    one line a logged step; losses have all their digits
+checkpoints/     see hpctrain.checkpoint
 """
 
 import json

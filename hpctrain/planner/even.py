@@ -163,7 +163,7 @@ def _factorisations(num_ranks: int) -> Iterator[PlanRequest]:
 def _estimate(job: Job, request: PlanRequest, plan: Plan) -> tuple[float, float]:
     """Return the relative time of a step (in FLOP of one rank) and the bytes of state that a rank keeps.
 
-    Bytes sent by a rank: all-reduces of activations over x and y (AxoNN's model), weights and gradients over z and data.
+    Bytes sent by a rank: activations all-reduced over x and y (AxoNN's model), weights and gradients over z and data.
     """
     model, t = job.model, request.tensor
     parameters = count_parameters(model)

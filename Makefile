@@ -1,0 +1,58 @@
+# make train    a virtual environment, a corpus and a model trained on 4 ranks
+# make test     the whole suite, on one rank and on several
+# make bench    the benchmarks behind docs/benchmarks.md (not part of the tests)
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MPIRUN := $(BIN)/mpirun
+CORPUS := tokens/stdlib.h5
+RANKS ?= 4
+LAYOUT ?= --set plan.tensor.y=2 --set plan.pipeline=2
+export OMP_NUM_THREADS := 1
+PYTEST_RANKS = $(BIN)/python -m pytest --with-mpi -x
+
+.PHONY: help install train test test-unit test-ranks test-all-layouts lint bench clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+install: $(VENV)/.installed
+
+# Reinstalled only when what is installed changes.
+$(VENV)/.installed: constraints.txt pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpi,test]'
+	touch $@
+
+$(CORPUS): | install
+	$(BIN)/hpctrain prepare --stdlib --tokenizer bpe --vocab-size 1024 --out $@
+
+train: install $(CORPUS)
+	$(MPIRUN) -n $(RANKS) $(BIN)/hpctrain train tiny $(LAYOUT)
+
+test: install lint test-unit test-ranks
+
+lint: install
+	$(BIN)/ruff check hpctrain tests benchmarks
+	$(BIN)/ruff format --check hpctrain tests benchmarks
+
+test-unit: install
+	$(BIN)/python -m pytest tests/unit
+
+test-ranks: install
+	$(MPIRUN) -n 2 $(PYTEST_RANKS) tests/ranks
+	$(MPIRUN) -n 4 $(PYTEST_RANKS) tests/ranks
+	$(MPIRUN) -n 8 $(PYTEST_RANKS) tests/ranks
+
+# Every factorisation of 2, 4 and 8 ranks instead of the suite's selection.
+test-all-layouts: install
+	for n in 2 4 8; do $(MPIRUN) -n $$n $(PYTEST_RANKS) tests/ranks/test_parity.py --all-layouts || exit 1; done
+
+bench: install
+	$(BIN)/python benchmarks/peers.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info tokens runs

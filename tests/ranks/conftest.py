@@ -1,0 +1,71 @@
+"""Tests on N ranks: `mpirun -n N python -m pytest --with-mpi tests/ranks`.
+
+A test runs on all ranks at once. Its verdict is collective: where it fails on one rank it fails on all, and each says
+which ranks failed and why. A rank that waits for one that has failed gives up after TIMEOUT_SECONDS.
+"""
+
+import os
+
+import pytest
+
+from hpctrain.comm.world import World
+
+TIMEOUT_SECONDS = 60.0
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all-layouts", action="store_true", help="every factorisation of the ranks, not a selection")
+
+
+@pytest.fixture(scope="session")
+def world():
+    world = World.start(TIMEOUT_SECONDS)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def shared_tmp_path(world, tmp_path_factory):
+    """A folder that all ranks see."""
+    return world.broadcast_object(tmp_path_factory.mktemp("shared") if world.rank == 0 else None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    from mpi4py import MPI
+
+    config.addinivalue_line("markers", "ranks(*sizes): run only on these numbers of ranks")
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if MPI.COMM_WORLD.rank and reporter:  # verdicts are collective: one report is enough
+        reporter._tw._file = open(os.devnull, "w")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is for another number of ranks; the suite runs these files on each number in turn."""
+    from mpi4py import MPI
+
+    def fits(item) -> bool:
+        marker = item.get_closest_marker("ranks")
+        return marker is None or MPI.COMM_WORLD.size in marker.args
+
+    config.hook.pytest_deselected(items=[item for item in items if not fits(item)])
+    items[:] = [item for item in items if fits(item)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    from mpi4py import MPI
+
+    failure = None
+    try:
+        result = yield
+    except Exception as error:
+        failure = error
+        result = True
+    failures = MPI.COMM_WORLD.allgather(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if any(failures):
+        told = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+        pytest.fail(f"failed on other ranks:\n{told}", pytrace=False)
+    return result

@@ -1,0 +1,79 @@
+"""Small training runs for tests: two model shapes, learnable tokens, and one rank as the reference."""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.comm.accelerator import CpuAccelerator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.data.order import open_datasets
+from hpctrain.engine.trainer import Trainer
+from hpctrain.job import Job
+from hpctrain.planner.even import resolve_plan
+
+VOCAB = 61  # prime: padded for every y
+MODELS = {
+    "gpt2": {"architecture": "gpt2", "tie_head": True},
+    "llama": {"architecture": "llama", "num_kv_heads": 2, "ffn_size": 64},
+}
+
+
+def write_tokens(path: Path) -> Path:
+    """Write tokens of which each mostly follows from the one before, so that a loss can fall."""
+    rng = np.random.default_rng(0)
+    tokens = np.zeros(20_000, dtype="<u2")
+    for i in range(1, len(tokens)):
+        tokens[i] = (3 * tokens[i - 1] + 1 + (rng.random() < 0.2)) % VOCAB
+    tokens.tofile(path)
+    return path
+
+
+def make_job(tokens: Path, model: str, plan: dict | None = None, **train) -> Job:
+    shape = {"num_layers": 8, "hidden_size": 32, "num_heads": 8, "vocab_size": VOCAB, "max_positions": 16}
+    settings = {"steps": 20, "global_batch": 16, "learning_rate": 3e-3, "warmup_steps": 2, "dtype": "fp32"}
+    return Job.model_validate(
+        {
+            "name": "small",
+            "model": shape | MODELS[model],
+            "data": {"tokens": tokens, "sequence_length": 16, "validation_fraction": 0.1},
+            "train": settings | {"validation_sequences": 21} | train,
+            "plan": plan or "auto",
+        }
+    )
+
+
+class Alone:
+    """A world of one rank, for references."""
+
+    rank, size, local_size = 0, 1, 1
+
+    def group(self, ranks):
+        return Communicator(ranks, None, "a single rank")
+
+    def all_or_none(self):
+        return contextlib.nullcontext()
+
+    def agree(self, error):
+        if error:
+            raise error
+
+    def gather_objects(self, value):
+        return [value]
+
+
+def make_trainer(world, job: Job) -> Trainer:
+    return Trainer(world, CpuAccelerator(), job, resolve_plan(job, world.size).plan)
+
+
+def losses(world, job: Job, steps: int = 20) -> list[float]:
+    """Return the losses of `steps` steps from the start, then the validation loss."""
+    _, training, validation = open_datasets(job.data, job.train.seed)
+    trainer = make_trainer(world, job)
+    trainer.initialise()
+    found = [trainer.step(training)[0] for _ in range(steps)]
+    return [m["loss"] for m in found] + [found[-1]["grad_norm"], trainer.validate(validation)]
+
+
+def largest_relative_difference(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))

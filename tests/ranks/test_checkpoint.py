@@ -1,0 +1,144 @@
+"""Saving and resuming: exact on the same layout, and into any other; whole parameters in the index."""
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.format import Index, latest_checkpoint
+from hpctrain.data.order import open_datasets
+from hpctrain.errors import CheckpointError
+from tests.ranks.small_runs import make_job, make_trainer, write_tokens
+
+STEPS = 6
+
+
+@pytest.fixture(scope="session")
+def tokens(world, shared_tmp_path):
+    path = shared_tmp_path / "checkpoint-tokens.bin"
+    if world.rank == 0:
+        write_tokens(path)
+    world.agree(None)
+    return path
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    return world.broadcast_object(tmp_path)
+
+
+def run(world, job, folder, interrupt_after=None, resume=False):
+    """Train to STEPS (or stop early), save, and return losses and gradient norms of the steps that ran."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    trainer = make_trainer(world, job)
+    if resume:
+        trainer.resume(latest_checkpoint(folder))
+    else:
+        trainer.initialise()
+    found = []
+    while trainer.steps_done < (interrupt_after or STEPS):
+        metrics, _ = trainer.step(training)
+        found.append((metrics["loss"], metrics["grad_norm"]))
+    trainer.save(folder, "")
+    return found
+
+
+def whole(folder) -> dict[str, np.ndarray]:
+    with Index(latest_checkpoint(folder)) as index:
+        index.verify()
+        kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+        return {f"{kind}/{name}": index.whole(kind, name) for kind in kinds for name in index.names()}
+
+
+def layouts(size: int) -> list[dict]:
+    """One with everything that makes pieces: z-shards, shared heads, pipeline, data."""
+    return {
+        2: [{"tensor": {"z": 2}}, {"pipeline": 2}, {"data": 2}],
+        4: [{"tensor": {"y": 4}}, {"tensor": {"x": 2, "z": 2}}, {"tensor": {"y": 2}, "pipeline": 2}],
+        8: [{"tensor": {"y": 4, "z": 2}}, {"tensor": {"x": 2}, "pipeline": 2, "data": 2}],
+    }[size]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("number", range(3))
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, model, number):
+    choices = layouts(world.size)
+    job = make_job(tokens, model, choices[number % len(choices)], steps=STEPS)
+    uninterrupted = run(world, job, folder / "a")
+    for step in (1, STEPS - 1):
+        first = run(world, job, folder / f"b{step}", interrupt_after=step)
+        rest = run(world, job, folder / f"b{step}", resume=True)
+        assert first + rest == uninterrupted
+        if world.rank == 0:
+            a, b = whole(folder / "a"), whole(folder / f"b{step}")
+            assert [name for name in a if a[name].tobytes() != b[name].tobytes()] == []
+        world.agree(None)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_another_layout_goes_on_where_the_first_stopped(world, tokens, folder, model):
+    first, second = layouts(world.size)[:2]
+    uninterrupted = run(world, make_job(tokens, model, second, steps=STEPS), folder / "a")
+    run(world, make_job(tokens, model, first, steps=STEPS), folder / "b", interrupt_after=3)
+    rest = run(world, make_job(tokens, model, second, steps=STEPS), folder / "b", resume=True)
+    for (loss, _), (expected, _) in zip(rest, uninterrupted[3:], strict=True):
+        assert abs(loss - expected) < 1e-5 * expected
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_the_index_shows_every_parameter_whole(world, tokens, folder, model):
+    job = make_job(tokens, model, layouts(world.size)[0], steps=STEPS)
+    trainer = make_trainer(world, job)
+    trainer.initialise()
+    trainer.save(folder, "")
+    if world.rank == 0:
+        from hpctrain.intervals import Interval
+        from hpctrain.model.initialise import initial_values
+        from hpctrain.parameters import all_parameters
+
+        with h5py.File(latest_checkpoint(folder) / "index.h5") as file:
+            for name, parameter in all_parameters(job.model).items():
+                elements = Interval(0, int(np.prod(parameter.shape)))
+                expected = initial_values(parameter, elements, job.model, job.train.seed).numpy()
+                found = file["model"][name][:]
+                assert found.shape == parameter.shape
+                assert np.array_equal(found.reshape(-1), expected), name
+    world.agree(None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_damage_is_found_before_anything_is_loaded(world, tokens, folder):
+    job = make_job(tokens, "gpt2", {"data": 2}, steps=STEPS)
+    run(world, job, folder, interrupt_after=1)
+    part = latest_checkpoint(folder) / "part-00001.h5"
+    if world.rank == 0:
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+    world.agree(None)
+    with pytest.raises(CheckpointError, match=r"part-00001.h5: is damaged \(CRC32 .* instead of"):
+        run(world, job, folder, resume=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_a_failed_write_keeps_what_was_there(world, tokens, folder, monkeypatch):
+    import hpctrain.checkpoint.state as state
+
+    job = make_job(tokens, "gpt2", {"data": 2}, steps=STEPS)
+    run(world, job, folder, interrupt_after=1)
+    before = latest_checkpoint(folder)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    if world.rank == 1:
+        monkeypatch.setattr(state, "write_part", full)
+    with pytest.raises(CheckpointError, match="No space left on device; earlier checkpoints are untouched"):
+        run(world, job, folder, resume=True)
+    world.agree(None)
+    assert latest_checkpoint(folder) == before
+    assert [p.name for p in (folder / "checkpoints").iterdir() if p.name.startswith("step")] == [before.name]

@@ -1,0 +1,164 @@
+"""Collectives and channels against a float64 reference, over random groups, sizes, dtypes and routes."""
+
+import itertools
+import os
+from contextlib import contextmanager
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.communicator import ROUTE_VARIABLE
+from hpctrain.comm.shared import SLOT_BYTES
+from hpctrain.intervals import Interval
+from tests.ranks.given_on_ranks import given_on_ranks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+INTEGERS = {"int64": torch.int64, "int32": torch.int32}
+# One rounding of the result; the sum itself is done in fp32 or better.
+ROUNDING = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11, "fp64": 1e-14}
+SIZES = st.one_of(st.integers(1, 40), st.sampled_from([2048, 2049, SLOT_BYTES // 4 - 1, SLOT_BYTES // 4 * 2 + 5]))
+
+
+@contextmanager
+def route(name: str):
+    before = os.environ.pop(ROUTE_VARIABLE, None)
+    if name == "messages":
+        os.environ[ROUTE_VARIABLE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(ROUTE_VARIABLE, None)
+        if before:
+            os.environ[ROUTE_VARIABLE] = before
+
+
+@st.composite
+def cases(draw):
+    """A route, a group with at least two ranks, a size, a dtype, an operation, uneven counts, a seed."""
+    from mpi4py import MPI
+
+    everyone = list(range(MPI.COMM_WORLD.size))
+    ranks = sorted(draw(st.sets(st.sampled_from(everyone), min_size=2)))
+    counts = draw(st.lists(st.integers(0, 3000), min_size=len(ranks), max_size=len(ranks)))
+    return {
+        "route": draw(st.sampled_from(["shared", "messages"])),
+        "ranks": ranks,
+        "size": draw(SIZES),
+        "dtype": draw(st.sampled_from(sorted(DTYPES | INTEGERS))),
+        "op": draw(st.sampled_from(["sum", "max", "min"])),
+        "counts": counts,
+        "root": draw(st.integers(0, len(ranks) - 1)),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+def contribution(case, position: int, size: int) -> torch.Tensor:
+    """What the rank at a position of the group brings; every rank can compute everybody's."""
+    values = np.random.default_rng([case["seed"], position]).normal(size=size) * 100
+    return torch.from_numpy(values).to((DTYPES | INTEGERS)[case["dtype"]])
+
+
+def reduced(case, size: int) -> torch.Tensor:
+    """The float64 reference."""
+    parts = torch.stack([contribution(case, i, size).double() for i in range(len(case["ranks"]))])
+    return {"sum": parts.sum(0), "max": parts.amax(0), "min": parts.amin(0)}[case["op"]]
+
+
+def assert_close(case, found: torch.Tensor, expected: torch.Tensor, op: str):
+    rounding = ROUNDING.get(case["dtype"], 0) if op == "sum" else 0
+    magnitude = 100 * 4 * len(case["ranks"])  # of the terms: cancellation loses what they had
+    scale = expected.abs() * rounding + magnitude * min(rounding, ROUNDING["fp32"])
+    assert ((found.double() - expected).abs() <= scale).all()
+
+
+@pytest.mark.timeout(120)
+@given_on_ranks(cases())
+def test_collectives_agree_with_a_reference(world, case):
+    if world.rank not in case["ranks"]:
+        return
+    with route(case["route"]):
+        comm = world.group(case["ranks"])
+    try:
+        me, size = comm.rank, case["size"]
+        tensor = contribution(case, me, size)
+        comm.all_reduce(tensor, case["op"])
+        assert_close(case, tensor, reduced(case, size), case["op"])
+        everywhere = tensor.clone()
+        comm.broadcast(everywhere)
+        assert torch.equal(everywhere, tensor), "the result is the same bits on every rank"
+
+        bounds = np.cumsum([0, *case["counts"]]).tolist()
+        cuts = [Interval(a, b) for a, b in itertools.pairwise(bounds)]
+        total, own = bounds[-1], slice(*cuts[me])
+        out = torch.empty(cuts[me].size, dtype=tensor.dtype)
+        comm.reduce_scatter(contribution(case, me, total), out, cuts)
+        assert_close(case, out, reduced(case | {"op": "sum"}, total)[own], "sum")
+
+        gathered = torch.zeros(total, dtype=tensor.dtype)
+        gathered[own] = contribution(case, me, total)[own]
+        comm.all_gather(gathered, cuts)
+        expected = torch.cat([contribution(case, i, total)[slice(*cut)] for i, cut in enumerate(cuts)])
+        assert torch.equal(gathered, expected)
+
+        sent = contribution(case, me, size)
+        comm.broadcast(sent, case["root"])
+        assert torch.equal(sent, contribution(case, case["root"], size))
+        comm.barrier()
+    finally:
+        comm.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["shared", "messages"])
+def test_half_precision_is_summed_in_fp32(world, name):
+    with route(name):
+        comm = world.group(range(world.size))
+    for size in (8, 20_000):  # both algorithms
+        tensor = torch.full((size,), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16)
+        comm.all_reduce(tensor)
+        exact = 256.0 + (comm.size - 1)  # bf16 additions one by one would lose every 1.0
+        assert tensor[0] == torch.tensor(exact).bfloat16()
+        assert (tensor == tensor[0]).all()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["shared", "messages"])
+def test_channels_keep_order_in_both_directions(world, name):
+    peer = world.rank ^ 1
+    with route(name):
+        channel = world.channel(peer, num_bytes=4 * 1000, depth=3)
+    for size in (1, 1000, 17):  # up to `depth` messages may be under way in each direction
+        channel.send(torch.full((size,), world.rank * 1000.0 + size))
+    for size in (1, 1000, 17):
+        received = torch.empty(size)
+        channel.receive(received)
+        assert (received == peer * 1000.0 + size).all()
+    channel.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_waiting_rank_does_not_burn_its_core(world):
+    import time
+
+    comm = world.group(range(world.size))
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(1.0)
+    start = time.process_time()
+    comm.barrier()
+    assert time.process_time() - start < 0.2, "a second of waiting costs less than 0.2 s of CPU"
+
+
+@pytest.mark.timeout(60)
+def test_a_missing_rank_is_named_after_the_timeout(world):
+    from hpctrain.errors import CommError
+
+    world_timeout, world.timeout_seconds = world.timeout_seconds, 0.5
+    comm = world.group(range(world.size))
+    world.timeout_seconds = world_timeout
+    if comm.rank != comm.size - 1:
+        with pytest.raises(CommError, match=rf"waited \d+ s for rank {comm.size - 1} of {comm.size} in all_reduce"):
+            comm.all_reduce(torch.ones(3))
+    comm.abandon()

@@ -1,0 +1,94 @@
+"""Same job, same numbers: any layout gives the losses of one rank."""
+
+import functools
+
+import pytest
+
+from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job, write_tokens
+
+TOLERANCE = 1e-5
+AXES = ("x", "y", "z", "pipeline", "data")
+
+
+def factorisations(size: int, axes=AXES):
+    if len(axes) == 1:
+        yield (size,)
+        return
+    for first in range(1, size + 1):
+        if size % first == 0:
+            yield from ((first, *rest) for rest in factorisations(size // first, axes[1:]))
+
+
+# Where all are too many: each axis alone, each pair that interacts, and shared key/value heads (y = 4 over 2 heads).
+SELECTION = {
+    2: list(factorisations(2)),
+    4: [(1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 2, 2, 1, 1), (2, 1, 1, 2, 1), (1, 2, 1, 1, 2), (1, 1, 2, 1, 2)]
+    + [(1, 1, 1, 2, 2), (1, 1, 1, 4, 1), (1, 1, 4, 1, 1)],
+    8: [(2, 2, 2, 1, 1), (1, 2, 1, 2, 2), (1, 4, 1, 1, 2), (2, 1, 2, 2, 1), (1, 1, 1, 8, 1)],
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        from mpi4py import MPI
+
+        size = MPI.COMM_WORLD.size
+        chosen = factorisations(size) if metafunc.config.getoption("--all-layouts") else SELECTION.get(size, [])
+        metafunc.parametrize("layout", list(chosen), ids=lambda sizes: "x".join(map(str, sizes)))
+
+
+@pytest.fixture(scope="session")
+def tokens(world, shared_tmp_path):
+    path = shared_tmp_path / "tokens.bin"
+    if world.rank == 0:
+        write_tokens(path)
+    world.agree(None)
+    return path
+
+
+@functools.cache
+def reference(world, tokens, model: str) -> list[float]:
+    """The losses of one rank, computed once, by rank 0."""
+    return world.broadcast_object(losses(Alone(), make_job(tokens, model)) if world.rank == 0 else None)
+
+
+def plan_of(layout) -> dict:
+    x, y, z, pipeline, data = layout
+    return {"tensor": {"x": x, "y": y, "z": z}, "pipeline": pipeline, "data": data}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_losses_are_those_of_one_rank(world, tokens, model, layout):
+    expected = reference(world, tokens, model)
+    found = losses(world, make_job(tokens, model, plan_of(layout)))
+    difference = largest_relative_difference(found, expected)
+    if world.rank == 0:
+        print(f"{model} {dict(zip(AXES, layout, strict=True))}: {difference:.2e}")
+    assert expected[19] < 0.9 * expected[0], "the reference learns"
+    assert difference < TOLERANCE
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("option", [{"recompute": "full"}, {"zero": 0}, {"microbatch": 2}])
+def test_options_do_not_change_losses(world, tokens, option):
+    job = make_job(tokens, "gpt2", {"tensor": {"y": 2}, "pipeline": 1, "data": 2, **option})
+    assert largest_relative_difference(losses(world, job), reference(world, tokens, "gpt2")) < TOLERANCE
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_the_same_plan_twice_is_bit_equal(world, tokens, model):
+    job = make_job(tokens, model, {"tensor": {"y": 2}, "pipeline": 2})
+    assert losses(world, job, 5) == losses(world, job, 5)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+def test_bf16_follows_fp32_and_is_bit_equal(world, tokens):
+    job = make_job(tokens, "llama", {"tensor": {"x": 2}, "data": 2}, dtype="bf16")
+    found = losses(world, job)
+    assert largest_relative_difference(found[:20], reference(world, tokens, "llama")[:20]) < 0.02
+    assert found == losses(world, job)

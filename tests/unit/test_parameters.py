@@ -1,0 +1,155 @@
+"""How parameters are cut: every element is somewhere, counted once, whatever the grid and the plan."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.engine.layout import group_units
+from hpctrain.errors import PlanError
+from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
+from hpctrain.job import Job, Model, load_job
+from hpctrain.model.axes import Axes
+from hpctrain.model.initialise import fill_initial, initial_values, whole_rows
+from hpctrain.model.store import Store
+from hpctrain.parameters import Parameter, all_parameters, check_grid, count_parameters, holders, units
+from hpctrain.plan import TensorGrid, even_plan
+from hpctrain.presets import PRESETS
+
+MODELS = [
+    Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13, tie_head=True),
+    Model(architecture="llama", num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=24, vocab_size=13),
+]
+PLANS = st.tuples(
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)
+)
+
+
+class Position(Communicator):
+    """A communicator that only knows where it is."""
+
+    def __init__(self, rank, size):
+        super().__init__(range(size), None, "for tests")
+        self.rank = rank
+
+
+def store_of(model: Model, plan, rank: int) -> Store:
+    job = Job.model_construct(model=model)
+    tile = plan.tile_of(rank)
+    sizes = (tile.tensor.x, tile.tensor.y, tile.tensor.z)
+    axes = Axes(*(Position(i, n) for i, n in zip(tile.coordinate(rank), sizes, strict=True)))
+    return Store(group_units(job, plan, rank), axes, torch.float32, torch.device("cpu"))
+
+
+@given(st.sampled_from(MODELS), PLANS)
+def test_owners_cover_every_element_once(model, sizes):
+    x, y, z, pipeline, data = sizes
+    plan = even_plan(model.num_items, TensorGrid(x, y, z), pipeline, data, 1, 12)
+    seen = {name: np.zeros(p.shape, int).reshape(p.shape[0], -1) for name, p in all_parameters(model).items()}
+    for rank in plan.ranks:
+        store = store_of(model, plan, rank)
+        for group, ranks in zip(store.groups, store.holders, strict=True):
+            owned = cut_evenly(group.size, len(ranks))[ranks.index(rank)]
+            for piece in group.pieces(owned):
+                if piece.counts:
+                    for rows, columns, _ in whole_rows(piece.parameter, piece.box, piece.elements):
+                        seen[piece.parameter.name][slice(*rows), columns] += 1
+    assert all((count == 1).all() for count in seen.values())
+
+
+@given(st.sampled_from(MODELS), PLANS)
+def test_holders_agree_about_each_other_and_their_order(model, sizes):
+    x, y, z, pipeline, data = sizes
+    plan = even_plan(model.num_items, TensorGrid(x, y, z), pipeline, data, 1, 12)
+    of_rank = {rank: store_of(model, plan, rank) for rank in plan.ranks}
+    for rank, store in of_rank.items():
+        for group, ranks in zip(store.groups, store.holders, strict=True):
+            assert rank in ranks
+            for other in ranks:
+                theirs = of_rank[other]
+                assert theirs.groups[theirs.holders.index(ranks)].size == group.size
+        # the plan-wide order: any two ranks meet in their common groups in the same order
+        for other, theirs in of_rank.items():
+            common = [h for h in store.holders if other in h]
+            assert common == [h for h in theirs.holders if rank in h]
+
+
+def test_shared_heads_and_tied_embeddings_have_more_holders():
+    gpt2, llama = MODELS
+    plan = even_plan(llama.num_items, TensorGrid(y=4), 2, 1, 1, 1)
+    shared = [u for u in units(llama, plan.tiles[0].tensor) if u.shared_over_y]
+    assert {p.name.split(".")[-2] for u in shared for p in u.parameters} == {"k", "v"}
+    assert holders(shared[0], llama, plan, 1) == (0, 1)
+    tied = next(u for u in units(gpt2, plan.tiles[0].tensor) if len(u.items) == 2)
+    assert holders(tied, gpt2, plan, 1) == (1, 5)
+
+
+@given(
+    rows=st.integers(1, 9),
+    width=st.integers(1, 9),
+    row_cut=st.tuples(st.integers(1, 3), st.integers(0, 2)),
+    column_cut=st.tuples(st.integers(1, 3), st.integers(0, 2)),
+    data=st.data(),
+)
+def test_whole_rows_cut_any_interval_of_a_box_into_rectangles(rows, width, row_cut, column_cut, data):
+    box = tuple(
+        cut_evenly(size, parts)[min(index, parts - 1)]
+        for size, (parts, index) in zip((rows, width), (row_cut, column_cut), strict=True)
+    )
+    size = math.prod(i.size for i in box)
+    if size == 0:
+        return
+    start = data.draw(st.integers(0, size - 1))
+    elements = Interval(start, data.draw(st.integers(start + 1, size)))
+    parameter = Parameter("p", (rows, width), ("y", "x"), "normal")
+    whole = np.arange(rows * width).reshape(rows, width)
+    expected = whole[slice(*box[0]), slice(*box[1])].reshape(-1)[slice(*elements)]
+    runs = list(whole_rows(parameter, box, elements))
+    assert tiles_exactly([taken for *_, taken in runs], elements)
+    assert np.array_equal(np.concatenate([whole[slice(*r), c].reshape(-1) for r, c, _ in runs]), expected)
+    out = torch.empty(elements.size)
+    fill_initial(parameter, box, elements, MODELS[0], 7, out)
+    values = initial_values(parameter, Interval(0, rows * width), MODELS[0], 7).numpy()
+    assert np.array_equal(
+        out.numpy(), values.reshape(rows, width)[slice(*box[0]), slice(*box[1])].reshape(-1)[start : elements.stop]
+    )
+
+
+def test_initial_values_have_the_standard_deviation_that_is_asked_for():
+    model = MODELS[0]
+    parameter = all_parameters(model)["blocks.0.attention.q.weight"]
+    values = initial_values(Parameter("big", (400, 400), ("y", "x"), "normal"), Interval(0, 160_000), model, 1)
+    assert abs(values.std() / model.init_std - 1) < 0.01
+    assert abs(values.mean()) < model.init_std / 100
+    elements = Interval(0, 256)
+    assert not torch.equal(initial_values(parameter, elements, model, 1), initial_values(parameter, elements, model, 2))
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [("gpt2-124m", 0.124), ("gpt2-1.5b", 1.56), ("llama-1b", 1.10), ("llama-8b", 8.03), ("llama-70b", 70.6)]
+    + [("gpt-5b", 5.05), ("gpt-10b", 10.3), ("gpt-20b", 20.1), ("gpt-40b", 39.3), ("gpt-80b", 76.7)],
+)
+def test_presets_have_the_published_number_of_parameters(preset, billions):
+    assert count_parameters(Model(**PRESETS[preset])) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (TensorGrid(x=3), "hidden_size 16 is not divisible by tensor x = 3; set x to one of 1, 2, 4, 8, 16"),
+        (TensorGrid(y=3), "num_heads 4 is not divisible by tensor y = 3"),
+        (TensorGrid(y=8), "num_heads 4 is not divisible by tensor y = 8"),
+    ],
+)
+def test_grids_that_do_not_divide_are_refused(grid, message):
+    with pytest.raises(PlanError, match=message):
+        check_grid(MODELS[1], grid)
+
+
+def test_the_ready_made_job_loads():
+    assert load_job("tiny").model.num_layers == 4

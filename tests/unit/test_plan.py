@@ -1,0 +1,122 @@
+"""Plans are tilings: what fits is accepted and round-trips, what does not is refused with the numbers."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import LaunchError, PlanError
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, TensorGrid, Tile, check_ranks, check_tiling, dump_plan, even_plan, load_plan
+
+
+def uneven_plan() -> Plan:
+    """Two stages with different data degrees and grids: 3 + 5 rows feed 8 rows."""
+    return Plan(
+        (
+            Tile(Interval(0, 3), Interval(0, 3), (0,)),
+            Tile(Interval(0, 3), Interval(3, 8), (1, 2), TensorGrid(y=2)),
+            Tile(Interval(3, 6), Interval(0, 8), (3, 4), TensorGrid(z=2)),
+        ),
+        microbatches=4,
+        rows=8,
+    )
+
+
+@given(
+    blocks=st.integers(1, 12),
+    pipeline=st.integers(1, 6),
+    data=st.integers(1, 4),
+    grid=st.tuples(*[st.integers(1, 3)] * 3),
+    rows=st.integers(1, 4),
+)
+def test_even_plans_are_tilings(blocks, pipeline, data, grid, rows):
+    grid = TensorGrid(*grid)
+    rows = rows * grid.z * data
+    if pipeline > blocks:
+        with pytest.raises(PlanError, match="need as many blocks"):
+            even_plan(blocks + 2, grid, pipeline, data, 2, rows)
+        return
+    plan = even_plan(blocks + 2, grid, pipeline, data, 2, rows)
+    check_tiling(plan, blocks + 2)
+    assert plan.ranks == tuple(range(grid.size * pipeline * data))
+    sizes = [t.items.size - (t.items.start == 0) - (t.items.stop == blocks + 2) for t in plan.tiles]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.tuples(*[st.integers(1, 4)] * 3))
+def test_coordinates_and_ranks_are_inverse(sizes):
+    grid = TensorGrid(*sizes)
+    tile = Tile(Interval(0, 3), Interval(0, 8), tuple(range(7, 7 + grid.size)), grid)
+    for rank in tile.ranks:
+        x, y, z = tile.coordinate(rank)
+        assert tile.rank_at(x, y, z) == rank
+        assert [len(tile.axis_ranks(axis, rank)) for axis in "xyz"] == list(sizes)
+        assert all(tile.axis_ranks(axis, rank)[i] == rank for axis, i in zip("xyz", (x, y, z), strict=True))
+
+
+@pytest.mark.parametrize("plan", [uneven_plan(), even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, zero=0)])
+def test_files_round_trip(plan, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(dump_plan(plan))
+    assert load_plan(path) == plan
+
+
+def test_depth_to_loss_is_the_longest_path():
+    plan = even_plan(10, TensorGrid(), 4, 2, 4, 2)
+    assert [plan.depth_to_loss(t) for t in plan.tiles] == [3, 3, 2, 2, 1, 1, 0, 0]
+
+
+def broken(**changes) -> Plan:
+    plan = uneven_plan()
+    number = changes.pop("tile")
+    tiles = list(plan.tiles)
+    tiles[number] = replace(tiles[number], **changes)
+    return replace(plan, tiles=tuple(tiles))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (broken(tile=0, rows=Interval(0, 2)), r"item 0 is computed for rows \[\[0, 2\], \[3, 8\]\].* not \[0, 8\)"),
+        (broken(tile=0, rows=Interval(0, 4)), r"item 0 is computed for rows \[\[0, 4\], \[3, 8\]\]"),
+        (broken(tile=2, items=Interval(4, 6)), r"tile 0 .*: no tile starts at item 3 for its rows"),
+        (broken(tile=1, ranks=(1, 0)), r"tile 1 .*: rank 0 is already in tile 0"),
+        (broken(tile=1, ranks=(1,)), r"tile 1 .*: a grid of 1x2x1 needs 2 ranks, 1 given"),
+        (broken(tile=2, ranks=(3, 5)), r"rank 4 is in no tile; list it under unused = \[4\]"),
+        (broken(tile=2, items=Interval(3, 7)), r"tile 2 .*: items must lie in \[0, 6\)"),
+        (broken(tile=2, rows=Interval(0, 9)), r"tile 2 .*: rows must lie in \[0, 8\)"),
+    ],
+)
+def test_what_is_no_tiling_is_refused(plan, message):
+    check_tiling(uneven_plan(), 6)
+    with pytest.raises(PlanError, match=message):
+        check_tiling(plan, 6)
+
+
+def test_wrong_number_of_ranks_says_which_fits():
+    check_ranks(uneven_plan(), 5)
+    with pytest.raises(LaunchError, match=r"for 5 ranks .* but 4 were started; start it with mpirun -n 5"):
+        check_ranks(uneven_plan(), 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows = ", "not valid TOML"),
+        ("microbatches = 1\nrows = 1\ntile = []\nrow = 2", "row: unknown key; did you mean 'rows'?"),
+        ("microbatches = 0\nrows = 1\ntile = []", "microbatches = 0: input should be greater than or equal to 1"),
+        (
+            "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [0, 1]\nranks = [0]\nzeroo = 1",
+            "tile.0.zeroo: unknown key; did you mean 'zero'?",
+        ),
+    ],
+)
+def test_bad_files_name_the_key(text, message, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        load_plan(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
