@@ -69,6 +69,7 @@ class MessageCollectives:
 
     def close(self) -> None:
         if not self._abandoned:
+            self._abandoned = True
             self._comm.Free()
 
 
@@ -103,6 +104,7 @@ class MessageChannel:
     def close(self) -> None:
         if self._abandoned:
             return
+        self._abandoned = True
         for request, _ in self._under_way:
             wait_until(request.Test, lambda: "the receiver to take the last messages", self._timeout_seconds)
         self._comm.Free()

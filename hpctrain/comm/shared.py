@@ -24,6 +24,8 @@ SMALL_BYTES = 8 * 1024
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous host tensor as its bytes, without copying."""
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -74,7 +76,9 @@ class SharedWindow:
         self.fence()
 
     def close(self) -> None:
+        """Free it; a second call, and one after `abandoned`, does nothing."""
         if not self.abandoned:
+            self.abandoned = True
             self.counters, self.bytes = [], []
             self._window.Unlock_all()
             self._window.Free()

@@ -1,6 +1,7 @@
 """hpctrain prepare: make a token file from text."""
 
 import json
+import sys
 from pathlib import Path
 
 import click
@@ -47,8 +48,7 @@ def command(
     """
     from hpctrain.data.prepare import prepare
 
-    stderr = click.get_text_stream("stderr")
-    with click.progressbar(length=1, file=stderr, label="encoding", hidden=not stderr.isatty()) as bar:
+    with click.progressbar(length=1, file=sys.stderr, label="encoding", hidden=not sys.stderr.isatty()) as bar:
 
         def show(done: int, total: int) -> None:
             bar.length = total

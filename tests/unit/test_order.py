@@ -187,7 +187,7 @@ def test_rows_outside_the_batch_are_a_mistake_of_the_caller(source, rows):
         ((0, 990), 0.1, 900),  # or a tenth as large
         ((0, 500), 0.0, 1000),
         ((0, 500), 0.0001, 1000),
-        ((0, 500), 0.9999, 0),
+        ((0,), 0.9999, 0),
     ],
 )
 def test_validation_starts_with_a_document(tmp_path, starts, fraction, cut):
