@@ -72,34 +72,50 @@ def crc32_of(path: Path) -> int:
     return value
 
 
-def write_part(path: Path, arrays: dict[str, dict[str, np.ndarray]], runs: list[Run]) -> Part:
-    """Write one part, `arrays[kind][dataset]`, and sync it.
+def _in_memory(path: Path) -> h5py.File:
+    """Open an HDF5 file that stays in memory until `_to_disk`.
 
-    Raises OSError, also where HDF5 notices only on closing.
+    HDF5 that runs out of disk fails again, and loudly, whenever it lets go of something; a plain write fails once.
     """
-    try:
-        with h5py.File(path, "w", libver="latest") as file:
-            for kind, datasets in arrays.items():
-                for name, values in datasets.items():
-                    file.create_dataset(f"{kind}/{name}", data=values)
-            file.flush()
-    except RuntimeError as error:  # HDF5 reports a failed close so
-        raise OSError(0, str(error)) from error
-    sync(path)
-    return Part(path.name, path.stat().st_size, crc32_of(path), tuple(runs))
+    return h5py.File(path, "w", driver="core", backing_store=False, libver="latest")
+
+
+def _to_disk(file: h5py.File, path: Path) -> tuple[int, int]:
+    """Write an in-memory file and sync it; return its bytes and CRC32. Raises OSError."""
+    file.flush()
+    image = file.id.get_file_image()
+    with path.open("wb", buffering=0) as out:
+        view = memoryview(image)
+        while view:
+            view = view[out.write(view) :]
+        os.fsync(out.fileno())
+    return len(image), zlib.crc32(image)
+
+
+def write_part(path: Path, arrays: dict[str, dict[str, np.ndarray]], runs: list[Run]) -> Part:
+    """Write one part, `arrays[kind][dataset]`, and sync it. Raises OSError."""
+    with _in_memory(path) as file:
+        for kind, datasets in arrays.items():
+            for name, values in datasets.items():
+                file.create_dataset(f"{kind}/{name}", data=values)
+        num_bytes, crc32 = _to_disk(file, path)
+    return Part(path.name, num_bytes, crc32, tuple(runs))
 
 
 def write_index(path: Path, shapes: dict[str, tuple[int, ...]], parts: list[Part], about: dict[str, str | int]) -> None:
-    """Write the index: virtual datasets over the parts, the list of parts, and `about` as attributes."""
-    with h5py.File(path, "w", libver="latest") as file:
+    """Write the index: virtual datasets over the parts, the list of parts, and `about` as attributes.
+
+    Raises OSError.
+    """
+    runs: dict[str, list[tuple[Part, Run]]] = {name: [] for name in shapes}
+    for part in parts:
+        for run in part.runs:
+            runs[run.name].append((part, run))
+    with _in_memory(path) as file:
         file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
         file.attrs.update(about)
         table = file.create_dataset("parts", data=np.array([[p.num_bytes, p.crc32] for p in parts], dtype=np.int64))
         table.attrs["columns"] = ["bytes", "crc32"]
-        runs: dict[str, list[tuple[Part, Run]]] = {name: [] for name in shapes}
-        for part in parts:
-            for run in part.runs:
-                runs[run.name].append((part, run))
         for name, shape in shapes.items():
             for kind in KINDS:
                 layout = h5py.VirtualLayout(shape, dtype=np.float32)
@@ -108,8 +124,7 @@ def write_index(path: Path, shapes: dict[str, tuple[int, ...]], parts: list[Part
                     source = h5py.VirtualSource(part.file, f"{kind}/{run.dataset}", shape=(size,), dtype=np.float32)
                     layout[rectangle(shape, run.rows, run.columns)] = source
                 file.create_virtual_dataset(f"{kind}/{name}", layout, fillvalue=np.nan)
-        file.flush()
-    sync(path)
+        _to_disk(file, path)
 
 
 def rectangle(shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> tuple[slice, ...]:

@@ -75,10 +75,9 @@ def _make_empty(folder: Path) -> None:
 def _attempt(where: Path, work):
     try:
         return work()
-    except (OSError, RuntimeError) as error:
-        why = describe_os_error(error) if isinstance(error, OSError) else str(error)
+    except OSError as error:
         raise CheckpointError(
-            f"{where}: cannot be written: {why}; earlier checkpoints are untouched, make room or choose another --run"
+            f"{where}: cannot be written: {describe_os_error(error)}; earlier checkpoints are untouched, make room or choose another --run"
         ) from None
 
 

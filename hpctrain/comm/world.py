@@ -10,11 +10,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from hpctrain.comm.communicator import Channel, Communicator, make_channel, make_communicator
 from hpctrain.comm.launcher import promised_size
 from hpctrain.errors import HpctrainError, LaunchError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Channel, Communicator
 
 UNCAUGHT_EXIT_CODE = 1
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
@@ -73,14 +75,18 @@ class World:
     def local_size(self) -> int:
         return self.hosts.count(self.host)
 
-    def group(self, ranks: Sequence[int]) -> Communicator:
+    def group(self, ranks: Sequence[int]) -> "Communicator":
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls."""
+        from hpctrain.comm.communicator import make_communicator  # torch: not before a mistake would have been found
+
         made = make_communicator(self._mpi, self._comm, ranks, self.hosts, self.timeout_seconds)
         self._made.append(made)
         return made
 
-    def channel(self, peer: int, num_bytes: int, depth: int) -> Channel:
+    def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
+        from hpctrain.comm.communicator import make_channel
+
         made = make_channel(self._mpi, self._comm, peer, num_bytes, depth, self.hosts, self.timeout_seconds)
         self._made.append(made)
         return made

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.errors import JobError
+from hpctrain.intervals import cut_evenly
 from hpctrain.job import Job
 from hpctrain.plan import Plan
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.data.order import Sequences
     from hpctrain.data.tokens import TokenSource
+
+BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
 
 override_option = click.option(
     "--set",
@@ -61,6 +64,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
 
     reasons = {}
     source, training, validation = open_datasets(job.data, job.train.seed)
+    with world.all_or_none():  # small files whole, by all ranks together; the rest when it is first read
+        known = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
+        source.verify(cut_evenly(known, world.size)[world.rank])
     if job.model.vocab_size is None:
         job = _with(job, "model", vocab_size=source.vocab_size)
         reasons["model.vocab_size"] = f"{source.vocab_size}: that of {job.data.tokens}"
