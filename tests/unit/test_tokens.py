@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import math
 import os
 import resource
@@ -149,6 +151,14 @@ def test_many_may_have_it_open_and_closing_lets_go(three_blocks):
         sources[0].read(0, 1)
 
 
+def test_a_locked_file_is_read_all_the_same(three_blocks):
+    """Readers take no locks, since parallel file systems may have none, so they do not mind those of others."""
+    with open(three_blocks) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with open_tokens(three_blocks) as source:
+            assert source.verify() == 3
+
+
 def test_a_file_rewritten_in_chunks_is_read_too(three_blocks, tmp_path):
     path = tmp_path / "chunked.h5"
     with h5py.File(three_blocks) as old, h5py.File(path, "w") as new:
@@ -156,8 +166,10 @@ def test_a_file_rewritten_in_chunks_is_read_too(three_blocks, tmp_path):
         for name in old:
             new.create_dataset(name, data=old[name], chunks=(10_000,) if name == "tokens" else None, compression=1)
     assert everything(path) == everything(three_blocks)
+    descriptors = len(os.listdir("/proc/self/fd"))
     source = open_tokens(path)
     source.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     with pytest.raises(ValueError, match="was closed"):
         source.read(0, 1)
 
@@ -198,6 +210,7 @@ def test_verify_looks_again_at_what_was_good(three_blocks, tmp_path):
         with open(path, "r+b") as file:
             file.seek(3 * BLOCK_BYTES // 2)
             file.write(b"damage")
+        source.read(BLOCK_BYTES // 2, BLOCK_BYTES // 2)  # reading looks at the first touch only
         with pytest.raises(DataError, match="block 1 of 3"):
             source.verify()
 
@@ -231,6 +244,17 @@ def test_a_file_cut_short_anywhere_is_refused_with_its_sizes(small, tmp_path, da
         open_tokens(path)
     assert "copy it again, or prepare it again" in str(caught.value)
     assert size < 100 or f"{size} of {len(small)} bytes" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["documents", "counts", "checksums"])
+def test_a_flipped_bit_in_what_describes_the_tokens_is_found_at_once(small, tmp_path, part):
+    path = tmp_path / "t.h5"
+    path.write_bytes(small)
+    with h5py.File(path) as file:
+        at = small.index(file[part][:].tobytes()) + (8 if part == "documents" else 0)
+    path.write_bytes(small[:at] + bytes([small[at] ^ 1]) + small[at + 1 :])
+    with pytest.raises(DataError, match=r"t\.h5: is damaged \(\d+ bytes\): .*copy it again, or prepare it again"):
+        open_tokens(path)
 
 
 def test_a_token_outside_the_vocabulary_is_found(tmp_path):
@@ -382,16 +406,32 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, when):
 
 def test_nothing_appears_under_the_name_before_it_is_whole(tmp_path, monkeypatch):
     seen = []
-    replace = os.replace
+    replace, fsync = os.replace, os.fsync
 
     def look_first(source, target):
         seen.append((sorted(os.listdir(tmp_path)), everything(source)[0]))
         replace(source, target)
 
+    def note(descriptor):
+        seen.append(f"synced {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
     monkeypatch.setattr(os, "replace", look_first)
+    monkeypatch.setattr(os, "fsync", note)
     write(tmp_path / "t.h5", np.arange(9))
-    assert seen == [(["t.h5.partial"], np.arange(9).tobytes())]
+    whole = (["t.h5.partial"], np.arange(9).tobytes())
+    assert seen == ["synced t.h5.partial", whole, f"synced {tmp_path.name}"]
     assert os.listdir(tmp_path) == ["t.h5"]
+
+
+def test_a_failure_to_rename_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    def fail(source, target):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(DataError, match=r"t\.h5: cannot be written: Disk quota exceeded; free some space there, or"):
+        write(tmp_path / "t.h5", np.arange(9))
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_writer_makes_folders_but_not_over_files(tmp_path):

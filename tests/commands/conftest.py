@@ -1,0 +1,65 @@
+"""Tests of whole commands, started as a person would: `mpirun -n N hpctrain ...`."""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+JOB = """
+[model]
+architecture = "llama"
+num_layers = 2
+hidden_size = 32
+num_heads = 4
+[data]
+tokens = "tokens.h5"
+sequence_length = 32
+[train]
+steps = 6
+global_batch = 8
+learning_rate = 1e-2
+dtype = "fp32"
+validate_every = 3
+validation_sequences = 8
+"""
+
+
+@dataclass(frozen=True)
+class Finished:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+@pytest.fixture(scope="session")
+def hpctrain():
+    """Run `hpctrain ARGS` on a number of ranks (0: without mpirun) in a folder."""
+
+    def run(*args: str, ranks: int = 0, cwd: Path, timeout_seconds: float = 90) -> Finished:
+        command = [str(BIN / "hpctrain"), *map(str, args)]
+        if ranks:
+            command = [str(BIN / "mpirun"), "-n", str(ranks), *command]
+        start = time.monotonic()
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_seconds)
+        return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, hpctrain) -> Path:
+    """A folder with a corpus, its token file and a job; commands run in it."""
+    path = tmp_path_factory.mktemp("work")
+    text = path / "text"
+    text.mkdir()
+    for i in range(40):
+        lines = [f"def function_{i}_{j}(value):\n    return value + {j}\n" for j in range(40)]
+        (text / f"module_{i}.py").write_text("\n".join(lines))
+    (path / "job.toml").write_text(JOB)
+    assert hpctrain("prepare", "text", "--out", "tokens.h5", cwd=path).code == 0
+    return path

@@ -1,0 +1,158 @@
+"""Whatever is wrong is said once, in one message with what to set, soon, and with an exit code that is not 0."""
+
+import os
+import subprocess
+
+import numpy as np
+import pytest
+
+RANKS = 2
+
+
+def check(done, code: int, *parts: str, seconds: float | None = None):
+    said = done.out + done.err
+    assert done.code == code, said
+    for part in parts:
+        assert part in said, said
+    assert said.count("hpctrain: ") == 1, f"said once:\n{said}"
+    assert "Traceback" not in said
+    assert seconds is None or done.seconds < seconds, f"took {done.seconds:.1f} s"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "parts"),
+    [
+        (["--set", "train.step=3"], 11, ["--set: train.step: unknown key; did you mean 'steps'?"]),
+        (["--set", "train.steps=0"], 11, ["train.steps = 0: input should be greater than or equal to 1"]),
+        (["--set", "model.num_heads=5"], 11, ["hidden_size 32 is not divisible by num_heads 5"]),
+        (["--set", "plan.data=3"], 12, ["is for 3 ranks, but 2 were started; start it with mpirun -n 3"]),
+        (
+            ["--set", "plan.tensor.y=2", "--set", "model.num_heads=1"],
+            15,
+            ["num_heads 1 is not divisible by tensor y = 2"],
+        ),
+        (["--set", "data.tokens=none.h5"], 17, ["none.h5: no such token file; make it with: hpctrain prepare"]),
+        (["--set", "model.vocab_size=100"], 11, ["model.vocab_size 100 is less than the 256 token ids"]),
+        (
+            ["--set", "train.global_batch=7", "--set", "plan.data=2"],
+            15,
+            ["global_batch 7 is not divisible by plan.data 2"],
+        ),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_mistakes_in_a_job(hpctrain, folder, args, code, parts):
+    check(hpctrain("train", "job.toml", "--run", "never", *args, ranks=RANKS, cwd=folder), code, *parts, seconds=15)
+    assert not (folder / "never").exists()
+
+
+@pytest.mark.timeout(60)
+def test_the_file_and_key_of_a_mistake_are_named(hpctrain, folder):
+    (folder / "base.toml").write_text((folder / "job.toml").read_text().replace("steps = 6", "stepz = 6"))
+    (folder / "over.toml").write_text('extends = "base.toml"\n[train]\nseed = 2\n')
+    check(hpctrain("train", "over.toml", ranks=RANKS, cwd=folder), 11, "base.toml: train.stepz: unknown key")
+    check(hpctrain("train", "jub.toml", ranks=RANKS, cwd=folder), 11, "jub.toml: no such job file")
+
+
+@pytest.mark.timeout(60)
+def test_a_sequence_longer_than_the_corpus(hpctrain, folder):
+    np.arange(500, dtype="<u2").tofile(folder / "short.bin")
+    args = ["--set", "data.tokens=short.bin", "--set", "data.sequence_length=1000"]
+    done = hpctrain("train", "job.toml", *args, ranks=RANKS, cwd=folder)
+    check(done, 17, "data.sequence_length = 1000 needs 1001 tokens", "set data.sequence_length to at most 474")
+
+
+@pytest.mark.timeout(60)
+def test_a_damaged_token_file(hpctrain, folder):
+    data = bytearray((folder / "tokens.h5").read_bytes())
+    (folder / "short.h5").write_bytes(data[: len(data) // 2])
+    check(hpctrain("train", "job.toml", "--set", "data.tokens=short.h5", ranks=RANKS, cwd=folder), 17, "is cut short")
+    at = bytes(data).index(b"return value")
+    data[at] ^= 1
+    (folder / "flipped.h5").write_bytes(data)
+    done = hpctrain("train", "job.toml", "--set", "data.tokens=flipped.h5", ranks=RANKS, cwd=folder)
+    check(done, 17, "flipped.h5: block 0", "is damaged", "prepare it again", seconds=15)
+
+
+@pytest.mark.timeout(90)
+def test_a_checkpoint_of_another_model(hpctrain, folder):
+    args = ["train", "job.toml", "--run", "runs/other", "--sample", "0", "--set", "train.steps=1"]
+    assert hpctrain(*args, ranks=RANKS, cwd=folder).code == 0
+    done = hpctrain(*args, "--set", "model.num_layers=3", ranks=RANKS, cwd=folder)
+    check(done, 16, "is of another model: model.num_layers is 2 there and 3 in the job")
+    done = hpctrain(*args, "--set", "train.seed=9", ranks=RANKS, cwd=folder)
+    check(done, 16, "cannot be continued by this job: train.seed is 1 there and 9 in the job")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A tmpfs of 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+@pytest.mark.timeout(90)
+def test_a_full_disk_keeps_the_earlier_checkpoint(hpctrain, folder, small_disk):
+    run = small_disk / "run"
+    args = [
+        "train",
+        "job.toml",
+        "--run",
+        run,
+        "--sample",
+        "0",
+        "--set",
+        "checkpoint.every=1",
+        "--set",
+        "checkpoint.keep=9",
+    ]
+    done = hpctrain(*args, ranks=RANKS, cwd=folder)
+    check(done, 16, ".partial: cannot be written: No space left on device; earlier checkpoints are untouched")
+    told = hpctrain("inspect", run, "--verify", cwd=folder)
+    assert told.code == 0, told.err
+    assert "all parts match their checksums" in told.out
+    assert not list(run.glob("checkpoints/*.partial"))
+
+
+@pytest.mark.timeout(60)
+def test_a_read_only_mount(hpctrain, folder, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    done = hpctrain("train", "job.toml", "--run", small_disk / "run", ranks=RANKS, cwd=folder)
+    check(done, 11, "the run folder cannot be written: Read-only file system; choose another with --run")
+
+
+@pytest.mark.timeout(60)
+def test_one_failing_rank_stops_all_and_is_named(folder):
+    """A defect on one rank: a banner with its traceback, and nobody waits for ever."""
+    import sys
+
+    from tests.commands.conftest import BIN
+
+    script = (
+        "from hpctrain.jobs.common import started_world\n"
+        "with started_world(60.0) as world:\n"
+        "    comm = world.group(range(world.size))\n"
+        "    if world.rank == 1:\n"
+        "        raise ValueError('a defect')\n"
+        "    comm.barrier()\n"
+    )
+    done = subprocess.run(
+        [BIN / "mpirun", "-n", "3", sys.executable, "-c", script], capture_output=True, text=True, timeout=45
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert said.count("ValueError: a defect\n") == 2, said  # the traceback's last line, and ours
+    assert "on rank 1 of 3, host " in said
+
+
+def test_usage_errors_are_said_once(hpctrain, folder):
+    done = hpctrain("train", "job.toml", "--bogus", ranks=RANKS, cwd=folder)
+    assert done.code == 2
+    assert done.err.count("No such option '--bogus'") == 1

@@ -1,0 +1,134 @@
+"""The commands from end to end: prepare, train, resume, compare, inspect, generate, bench."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from hpctrain.observe.run import read_metrics
+from tests.commands.conftest import BIN
+
+
+def last_line(done) -> dict:
+    assert done.code == 0, done.out + done.err
+    return json.loads(done.out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def whole_run(hpctrain, folder):
+    """An uninterrupted run on 4 ranks."""
+    args = ["train", "job.toml", "--run", "runs/whole", "--set", "plan.tensor.y=2", "--set", "plan.pipeline=2"]
+    done = hpctrain(*args, "--sample", "30", ranks=4, cwd=folder)
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.mark.timeout(120)
+def test_train_says_what_it_did_and_where_things_are(whole_run, folder):
+    for part in ("2 stages x 1 replicas of 1x2x1", "tokens/s", "validation loss", "unigram entropy", "sample:"):
+        assert part in whole_run.out
+    assert "run folder runs/whole\ncheckpoint runs/whole/checkpoints/step-00000006" in whole_run.out
+    metrics = read_metrics(folder / "runs/whole")
+    assert [m["step"] for m in metrics] == list(range(6))
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert ["validation_loss" in m for m in metrics] == [False, False, True] * 2
+
+
+@pytest.mark.timeout(120)
+def test_other_ranks_and_plans_give_the_same_losses(hpctrain, folder, whole_run):
+    args = ["train", "job.toml", "--run", "runs/one", "--sample", "0"]
+    assert last_line(hpctrain(*args, "--json", cwd=folder))["step"] == 5
+    told = last_line(hpctrain("compare", "runs/whole", "runs/one", "--json", cwd=folder))
+    assert told["same"]
+    assert 0 < told["largest_difference"] < 1e-5
+    done = hpctrain("compare", "runs/whole", "runs/one", "--exact", cwd=folder)
+    assert done.code == 1
+    assert "different: beyond 0" in done.out
+
+
+@pytest.mark.timeout(120)
+def test_a_resolved_job_runs_again_bit_for_bit(hpctrain, folder, whole_run):
+    done = hpctrain("train", "runs/whole/resolved.toml", "--run", "runs/again", "--sample", "0", ranks=4, cwd=folder)
+    assert done.code == 0, done.err
+    told = last_line(hpctrain("compare", "runs/whole", "runs/again", "--exact", "--json", cwd=folder))
+    assert told["same"]
+    assert told["largest_difference"] == 0
+    assert told["different_parameters"] == []
+
+
+@pytest.mark.timeout(120)
+def test_killed_and_started_again_is_bit_for_bit_the_same(hpctrain, folder, whole_run):
+    args = ["train", "job.toml", "--run", "runs/killed", "--set", "plan.tensor.y=2", "--set", "plan.pipeline=2"]
+    args += ["--sample", "0", "--set", "checkpoint.every=1"]
+    command = [BIN / "mpirun", "-n", "4", BIN / "hpctrain", *args]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    while not (folder / "runs/killed/checkpoints/latest").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(0.5)  # until the ranks are gone with their launcher
+    done = hpctrain(*args, ranks=4, cwd=folder)
+    assert "continuing after step" in done.out or "nothing to do" in done.out
+    assert last_line(hpctrain("compare", "runs/whole", "runs/killed", "--exact", "--json", cwd=folder))["same"]
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_ends_a_run_in_order(hpctrain, folder, whole_run):
+    command = [BIN / "hpctrain", "train", "job.toml", "--run", "runs/stopped", "--set", "train.steps=5000"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(read_metrics(folder / "runs/stopped")) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    assert "stopped by SIGTERM; start the same command with --run runs/stopped to go on" in out
+    told = last_line(hpctrain("inspect", "runs/stopped", "--json", cwd=folder))
+    assert told["step"] == len(read_metrics(folder / "runs/stopped"))
+
+
+@pytest.mark.timeout(120)
+def test_inspect_tells_what_things_are(hpctrain, folder, whole_run):
+    run = last_line(hpctrain("inspect", "runs/whole", "--verify", "--parameters", "--json", cwd=folder))
+    assert run["step"] == 6
+    assert run["verified"]
+    assert run["blocks.0.attention.q.weight"].startswith("[32, 32]  norm ")
+    tokens = last_line(hpctrain("inspect", "tokens.h5", "--verify", "--json", cwd=folder))
+    assert tokens["documents"] == 40
+    assert tokens["vocab_size"] == 256
+    assert "2 stages" in hpctrain("inspect", "runs/whole/plan.toml", cwd=folder).out
+    assert "steps" in hpctrain("inspect", "job.toml", cwd=folder).out
+    assert hpctrain("inspect", "nothing", cwd=folder).code == 11
+
+
+@pytest.mark.timeout(120)
+def test_generate_is_a_function_of_the_seed(hpctrain, folder, whole_run):
+    args = ["generate", "runs/whole", "--prompt", "def ", "--tokens", "20", "--json"]
+    texts = [last_line(hpctrain(*args, "--seed", seed, cwd=folder))["text"] for seed in "112"]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(texts)
+
+
+@pytest.mark.timeout(120)
+def test_bench_prints_one_line(hpctrain, folder):
+    done = hpctrain("bench", "train", "job.toml", "--set", "plan.data=2", "--steps", "2", "--json", ranks=2, cwd=folder)
+    told = last_line(done)
+    assert len(done.out.splitlines()) == 1
+    assert told["ranks"] == 2
+    assert len(told["step_seconds"]) == 2
+
+
+def test_help_is_there_for_every_command(hpctrain, folder):
+    from hpctrain.cli import COMMANDS
+
+    assert all(name in hpctrain("--help", cwd=folder).out for name in COMMANDS)
+    for name in COMMANDS:
+        done = hpctrain(name, "--help", cwd=folder)
+        assert done.code == 0
+        assert done.out.startswith("Usage: ")
