@@ -77,7 +77,8 @@ def _attempt(where: Path, work):
         return work()
     except OSError as error:
         raise CheckpointError(
-            f"{where}: cannot be written: {describe_os_error(error)}; earlier checkpoints are untouched, make room or choose another --run"
+            f"{where}: cannot be written: {describe_os_error(error)}; earlier checkpoints are untouched,"
+            " make room or choose another --run"
         ) from None
 
 

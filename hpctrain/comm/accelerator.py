@@ -18,7 +18,10 @@ class CpuAccelerator:
     """A CPU rank: one thread, host memory."""
 
     family: str = "cpu"
-    device: torch.device = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def bind(self) -> None:
         """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins."""

@@ -27,10 +27,12 @@ def command(run_a, run_b, tolerance, exact, as_json):
     if losses[0].keys() != losses[1].keys():
         only = sorted(losses[0].keys() ^ losses[1].keys())
         raise JobError(
-            f"{run_a} logged {len(losses[0])} steps and {run_b} {len(losses[1])}; step {only[0][0]} ({only[0][1]}) is in"
-            " one of them only"
+            f"{run_a} and {run_b} did not log the same: step {only[0][0]} ({only[0][1]}) is in one of them only"
+            f" ({len(only)} such entries)"
         )
-    differences = {key: _relative(losses[0][key], losses[1][key]) for key in losses[0] if exact or key[1] != "grad_norm"}
+    differences = {
+        key: _relative(losses[0][key], losses[1][key]) for key in losses[0] if exact or key[1] != "grad_norm"
+    }
     worst = max(differences, key=differences.get)
     told = {
         "steps": len({step for step, _ in differences}),
@@ -52,7 +54,9 @@ def command(run_a, run_b, tolerance, exact, as_json):
         print(f"{told['steps']} steps; largest relative difference {differences[worst]:.3g}")
         print(f"  {worst[1]} at step {worst[0]}: {a!r} and {b!r}")
         if exact:
-            print(f"  {len(told['different_parameters'])} parameters or moments differ", *told["different_parameters"][:5])
+            print(
+                f"  {len(told['different_parameters'])} parameters or moments differ", *told["different_parameters"][:5]
+            )
         print("same" if same else f"different: beyond {told['tolerance']:g}")
     sys.exit(0 if same else DIFFERENT_EXIT_CODE)
 

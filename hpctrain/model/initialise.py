@@ -5,6 +5,7 @@ the seed and the name. A rank draws just the rows that its part touches.
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -50,10 +51,9 @@ def whole_rows(parameter: Parameter, box: Box, elements: Interval) -> Iterator[t
     """
     width = box_size(box[1:])
     columns = box[1] if len(box) > 1 else Interval(0, 1)
-    bounds = {elements.start, elements.stop}
-    bounds |= {b for b in (-(-elements.start // width) * width, elements.stop // width * width) if b in range(*elements)}
-    cuts = sorted(bounds)
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    first_whole, last_whole = -(-elements.start // width) * width, elements.stop // width * width
+    inner = {bound for bound in (first_whole, last_whole) if elements.start < bound < elements.stop}
+    for start, stop in itertools.pairwise(sorted({*elements, *inner})):
         first, offset = divmod(start, width)
         if offset or stop - start < width:
             rows, inside = Interval(first, first + 1), Interval(offset, offset + stop - start)
