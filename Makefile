@@ -31,7 +31,9 @@ $(CORPUS): | install
 	$(BIN)/hpctrain prepare --stdlib --tokenizer bpe --vocab-size 1024 --out $@
 
 train: install $(CORPUS)
-	$(MPIRUN) -n $(RANKS) $(BIN)/hpctrain train tiny $(LAYOUT)
+	@# mpirun hides the terminal from the ranks
+	@if [ -t 1 ]; then bar="--progress"; export COLUMNS=$$(tput cols 2>/dev/null || echo 100); fi; \
+	set -x; $(MPIRUN) -n $(RANKS) $(BIN)/hpctrain train tiny $(LAYOUT) $$bar
 
 test: install lint test-unit test-ranks
 

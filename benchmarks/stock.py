@@ -13,7 +13,6 @@ Shapes: B sequences of a microbatch, S positions, E hidden size, H heads on this
 import argparse
 import json
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 HIDDEN, LAYERS, HEADS, INNER, VOCABULARY, SEQUENCE = 256, 8, 8, 1024, 512, 256
 GLOBAL_BATCH, MICROBATCH = 16, 2
-HEAD_SIZE, SEED = HIDDEN // HEADS, 1
+HEAD_SIZE, SEED, HOST = HIDDEN // HEADS, 1, "127.0.0.1"
 
 
 def rotate(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
@@ -245,11 +244,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def train(rank: int, layout: str, steps: int, warmup: int, results: SimpleQueue) -> None:
-    """Train on one rank; rank 0 puts (seconds of each measured step, loss of the last) into `results`."""
+def train(rank: int, layout: str, steps: int, warmup: int, port: int, results: SimpleQueue) -> None:
+    """Train on one rank, met at `port`; rank 0 puts (seconds of each measured step, last loss) into `results`."""
     torch.set_num_threads(1)
     num_ranks, build = LAYOUTS[layout]
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", store=dist.TCPStore(HOST, port), rank=rank, world_size=num_ranks)
     torch.manual_seed(SEED)
     model = Llama()
     replica = build(model)
@@ -281,12 +280,10 @@ def main() -> None:
     if options.steps < 1:
         parser.error(f"--steps {options.steps} measures nothing; set it to 1 or more")
     num_ranks = LAYOUTS[options.layout][0]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # port 0: a free one, held from now on
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(train, (options.layout, options.steps, options.warmup, results), nprocs=num_ranks)
+    mp.spawn(train, (options.layout, options.steps, options.warmup, store.port, results), nprocs=num_ranks)
     seconds, loss = results.get()
     speed = round(GLOBAL_BATCH * SEQUENCE / statistics.median(seconds), 1)
     report = {"layout": options.layout, "ranks": num_ranks, "tokens_per_second": speed}

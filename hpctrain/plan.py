@@ -104,23 +104,54 @@ class Plan:
     def tile_of(self, rank: int) -> Tile:
         return self._tile_of[rank]
 
+    @cached_property
+    def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
+        starting: dict[int, list[Tile]] = {}
+        for tile in self.tiles:
+            starting.setdefault(tile.items.start, []).append(tile)
+        return {
+            tile: tuple(t for t in starting.get(tile.items.stop, ()) if t.rows.intersect(tile.rows).size)
+            for tile in self.tiles
+        }
+
+    @cached_property
+    def _upstream(self) -> dict[Tile, tuple[Tile, ...]]:
+        found: dict[Tile, tuple[Tile, ...]] = dict.fromkeys(self.tiles, ())
+        for tile, following in self._downstream.items():
+            for other in following:
+                found[other] = (*found[other], tile)
+        return found
+
+    @cached_property
+    def _depth_to_loss(self) -> dict[Tile, int]:
+        depth: dict[Tile, int] = {}
+        for tile in sorted(self.tiles, key=lambda t: -t.items.start):
+            depth[tile] = max((1 + depth[t] for t in self._downstream[tile]), default=0)
+        return depth
+
     def downstream(self, tile: Tile) -> tuple[Tile, ...]:
         """Return the tiles that take this tile's output: the next items, some of the same rows."""
-        return tuple(t for t in self.tiles if t.items.start == tile.items.stop and t.rows.intersect(tile.rows).size)
+        return self._downstream[tile]
 
     def upstream(self, tile: Tile) -> tuple[Tile, ...]:
-        return tuple(t for t in self.tiles if t.items.stop == tile.items.start and t.rows.intersect(tile.rows).size)
+        """Return the tiles whose output this tile takes."""
+        return self._upstream[tile]
 
     def depth_to_loss(self, tile: Tile) -> int:
         """Return the number of tiles on the longest path from this one to the loss, not counting itself."""
-        return max((1 + self.depth_to_loss(t) for t in self.downstream(tile)), default=0)
+        return self._depth_to_loss[tile]
 
     def describe(self) -> str:
-        """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (xyz), 4 microbatches of 8 rows`."""
+        """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
         stages = len({tile.items for tile in self.tiles})
         grids = sorted({str(tile.tensor) for tile in self.tiles})
-        tiles = f"{stages} stages x {len(self.tiles) // stages} replicas"
-        return f"{tiles} of {'/'.join(grids)} (x,y,z), {self.microbatches} microbatches of {self.rows} rows"
+        tiles = f"{_count(stages, 'stage')} x {_count(len(self.tiles) // stages, 'replica')}"
+        microbatches = f"{_count(self.microbatches, 'microbatch')} of {_count(self.rows, 'row')}"
+        return f"{tiles} of {'/'.join(grids)} (x,y,z), {microbatches}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def check_tiling(plan: Plan, num_items: int) -> None:
@@ -147,6 +178,8 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: rows must lie in [0, {plan.rows})")
         if tile.items.stop < num_items and not plan.downstream(tile):
             raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
+        if tile.items.start > 0 and not plan.upstream(tile):
+            raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
     for item in range(num_items):
         rows = [tile.rows for tile in plan.tiles if tile.holds(item)]
         if not tiles_exactly(rows, Interval(0, plan.rows)):

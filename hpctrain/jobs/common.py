@@ -12,6 +12,7 @@ from hpctrain.errors import JobError
 from hpctrain.intervals import cut_evenly
 from hpctrain.job import Job
 from hpctrain.plan import Plan
+from hpctrain.schedule import check_no_deadlock, one_f_one_b
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -84,6 +85,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
             reasons["train.dtype"] = f"{theirs.train.dtype}: that of {resume_from}"
     resolved = resolve_plan(job, world.size, _memory_bytes(world))
     reasons |= resolved.reasons
+    with world.all_or_none():
+        if world.rank == 0:
+            check_no_deadlock(resolved.plan, {t: one_f_one_b(resolved.plan, t) for t in resolved.plan.tiles})
     padded = {-(-job.model.vocab_size // tile.tensor.y) * tile.tensor.y for tile in resolved.plan.tiles}
     if padded != {job.model.vocab_size}:
         reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {max(padded)}, a multiple of tensor y"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from hpctrain.errors import TrainingError
 from hpctrain.job import load_job
 from hpctrain.jobs.common import override_option, prepare_run, started_world
 
@@ -18,9 +17,10 @@ INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 @override_option
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME-DATE-TIME.")
 @click.option("--stop-after", type=click.IntRange(1), metavar="STEP", help="Stop (with a checkpoint) after this step.")
+@click.option("--progress/--no-progress", default=None, help="Progress bar. Default: if a terminal is seen.")
 @click.option("--sample", default=200, show_default=True, help="Tokens of sample text at the end; 0: none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON last, and nothing else on stdout.")
-def command(job, overrides, run_path, stop_after, sample, as_json):
+def command(job, overrides, run_path, stop_after, progress, sample, as_json):
     """Train JOB, a job file or the name of a ready-made job, on all ranks that were started.
 
     \b
@@ -34,14 +34,14 @@ def command(job, overrides, run_path, stop_after, sample, as_json):
     """
     parsed = load_job(job, overrides)
     with started_world(parsed.observe.timeout_seconds) as world:
-        summary, signal_name = _train(world, parsed, run_path, stop_after, sample, as_json)
+        summary, signal_name = _train(world, parsed, run_path, stop_after, progress, sample, as_json)
         if world.rank == 0 and as_json:
             print(json.dumps(summary), flush=True)
     if signal_name:
         sys.exit(INTERRUPTED_EXIT_CODE)
 
 
-def _train(world, job, run_path, stop_after, sample, as_json):
+def _train(world, job, run_path, stop_after, progress, sample, as_json):
     from hpctrain.checkpoint.format import latest_checkpoint
     from hpctrain.observe.run import RunFolder, default_run_folder
 
@@ -66,7 +66,7 @@ def _train(world, job, run_path, stop_after, sample, as_json):
     else:
         trainer.initialise()
     until = min(job.train.steps, stop_after or job.train.steps)
-    console = Console(speaks=world.rank == 0, on_stderr=as_json)
+    console = Console(speaks=world.rank == 0, on_stderr=as_json, bar=progress)
     with world.all_or_none():
         if folder:
             folder.describe(job, prepared.plan, prepared.reasons)
@@ -80,13 +80,8 @@ def _train(world, job, run_path, stop_after, sample, as_json):
 
     def report(metrics: dict) -> None:
         last.update(metrics)
-        failure = None
         if folder and (metrics["step"] % job.observe.log_every == 0 or "validation_loss" in metrics):
-            try:
-                folder.log(metrics)
-            except TrainingError as error:
-                failure = error
-        world.agree(failure)
+            folder.log(metrics)
         console.step(metrics, until)
 
     def save() -> None:

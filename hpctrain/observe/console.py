@@ -15,9 +15,11 @@ PLAIN_LINES = 20  # without a terminal: that many lines of progress in a run
 class Console:
     """Prints on one rank; on all others every method does nothing."""
 
-    def __init__(self, speaks: bool, on_stderr: bool = False):
+    def __init__(self, speaks: bool, on_stderr: bool = False, bar: bool | None = None):
+        """`bar`: whether to draw a progress bar; None: if this process has a terminal, which mpirun hides from it."""
         self._speaks = speaks
-        self._rich = RichConsole(file=sys.stderr if on_stderr else sys.stdout, highlight=False, markup=False)
+        file = sys.stderr if on_stderr else sys.stdout
+        self._rich = RichConsole(file=file, highlight=False, markup=False, force_terminal=bar)
         self._progress: Progress | None = None
         self._smooth_speed = 0.0
 
@@ -58,10 +60,10 @@ class Console:
     def _bar(self, done: int, until: int, text: str) -> None:
         if self._progress is None:
             columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self._progress = Progress(*columns, console=self._rich)
+            self._progress = Progress(*columns, console=self._rich, auto_refresh=False)
             self._progress.start()
             self._progress.add_task(text, total=until)
-        self._progress.update(self._progress.task_ids[0], completed=done, description=text)
+        self._progress.update(self._progress.task_ids[0], completed=done, description=text, refresh=True)
 
     def finish(self, last: dict, path, checkpoint, source, signal_name: str | None) -> dict:
         """Say how it ended and where things are; return the same as a plain dictionary."""
