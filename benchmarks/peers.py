@@ -49,7 +49,7 @@ LAYOUTS = {
 }
 
 
-class RunFailed(Exception):
+class RunError(Exception):
     """A benchmark command failed, ran out of time, or did not end with its JSON line."""
 
 
@@ -71,7 +71,7 @@ def hpctrain_command(layout: str, steps: int, tokens: Path) -> list[str]:
 
 
 def measure(command: list[str], timeout_seconds: float) -> dict:
-    """Run a command and return the JSON object on its last line of stdout. Raises RunFailed, with its stderr."""
+    """Run a command and return the JSON object on its last line of stdout. Raises RunError, with its stderr."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command,
@@ -99,7 +99,7 @@ def measure(command: list[str], timeout_seconds: float) -> dict:
         except (IndexError, KeyError, TypeError, ValueError):
             pass
         problem = 'the last line of stdout is not a JSON object with "tokens_per_second" and "loss"'
-    raise RunFailed(f"{problem}: {' '.join(command)}\n-- stdout\n{stdout[-2000:]}\n-- stderr\n{stderr[-8000:]}")
+    raise RunError(f"{problem}: {' '.join(command)}\n-- stdout\n{stdout[-2000:]}\n-- stderr\n{stderr[-8000:]}")
 
 
 def stop(process: subprocess.Popen) -> tuple[str, str]:
@@ -200,7 +200,7 @@ def main() -> int:
         write_tokens(tokens)
         try:
             summary = summarise(run_rounds(options, tokens))
-        except (RunFailed, OSError) as error:
+        except (RunError, OSError) as error:
             print(f"peers.py: {error}", file=sys.stderr)
             return 1
     if options.json:

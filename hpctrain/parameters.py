@@ -17,7 +17,7 @@ from functools import cached_property
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Model
-from hpctrain.plan import TensorGrid
+from hpctrain.plan import Plan, TensorGrid
 
 Box = tuple[Interval, ...]
 
@@ -211,7 +211,26 @@ def check_grid(model: Model, grid: TensorGrid) -> None:
         )
 
 
-def holders(unit: Unit, model: Model, plan, rank: int) -> tuple[int, ...]:
+def check_holders(model: Model, plan: Plan) -> None:
+    """Refuse tiles that hold the same parameters by unlike tensor grids or ZeRO stages, which is not executed yet.
+
+    Raises PlanError.
+    """
+    ends = {0, model.num_items - 1} if model.tie_head else set()
+    for item in range(model.num_items):
+        users = [t for t in plan.tiles if t.holds(item) or (item in ends and any(map(t.holds, ends)))]
+        for what in ("tensor", "zero"):
+            values = {str(getattr(t, what)): t for t in users}
+            if len(values) > 1:
+                (a, first), (b, second), *_ = values.items()
+                raise PlanError(
+                    f"item {item} is held by tiles of unlike {what}: {a} (ranks {list(first.ranks)}) and {b} (ranks"
+                    f" {list(second.ranks)}); give tiles that share items{' (or a tied embedding)' * bool(ends)} the"
+                    f" same {what}"
+                )
+
+
+def holders(unit: Unit, model: Model, plan: Plan, rank: int) -> tuple[int, ...]:
     """Return the ranks that keep the same piece of the unit as `rank` does, and sum its gradients, in order.
 
     They sit at the same (x, y, z) of every tile that uses the unit, and for shared key/value heads also at the

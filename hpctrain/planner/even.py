@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.job import Job, PlanRequest, TensorSizes
-from hpctrain.parameters import check_grid, count_parameters
+from hpctrain.parameters import check_grid, check_holders, count_parameters
 from hpctrain.plan import Plan, TensorGrid, check_ranks, check_tiling, even_plan, load_plan
 
 # Floating-point operations that a rank does in the time in which it sends one byte to a neighbour, on unknown
@@ -42,6 +42,7 @@ def resolve_plan(job: Job, num_ranks: int, memory_bytes_per_rank: int | None = N
         check_tiling(plan, job.model.num_items)
         for tile in plan.tiles:
             check_grid(job.model, tile.tensor)
+        check_holders(job.model, plan)
         if plan.microbatches * plan.rows != job.train.global_batch:
             raise PlanError(
                 f"{job.plan.file}: microbatches {plan.microbatches} x rows {plan.rows} ="

@@ -4,6 +4,8 @@ import functools
 
 import pytest
 
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job, write_tokens
 
 TOLERANCE = 1e-5
@@ -75,6 +77,37 @@ def test_losses_are_those_of_one_rank(world, tokens, model, layout):
 def test_options_do_not_change_losses(world, tokens, option):
     job = make_job(tokens, "gpt2", {"tensor": {"y": 2}, "pipeline": 1, "data": 2, **option})
     assert largest_relative_difference(losses(world, job), reference(world, tokens, "gpt2")) < TOLERANCE
+
+
+UNEVEN = {
+    # 3 + 5 rows feed 8 rows that z splits; blocks cut 3 : 5
+    "unlike data degrees": [((0, 4), (0, 3), (0,), (1, 1, 1)), ((0, 4), (3, 8), (1,), (1, 1, 1))]
+    + [((4, 10), (0, 8), (2, 3), (1, 1, 2))],
+    # y hands over to x: features meet by intersection
+    "unlike grids": [((0, 7), (0, 8), (0, 1), (1, 2, 1)), ((7, 10), (0, 8), (2, 3), (2, 1, 1))],
+    # two pipelines side by side, of different depth
+    "unlike depths": [((0, 5), (0, 3), (0,), (1, 1, 1)), ((5, 10), (0, 3), (1,), (1, 1, 1))]
+    + [((0, 10), (3, 8), (2,), (1, 1, 1))],
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_tilings_give_the_same_losses(world, tokens, shared_tmp_path, name):
+    tiles = [
+        Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid)) for items, rows, ranks, grid in UNEVEN[name]
+    ]
+    used = {rank for tile in tiles for rank in tile.ranks}
+    path = shared_tmp_path / f"{name}.toml"
+    if world.rank == 0:
+        plan = Plan(tuple(tiles), microbatches=2, rows=8, unused=tuple(sorted({0, 1, 2, 3} - used)))
+        path.write_text(dump_plan(plan))
+    world.agree(None)
+    expected = reference(world, tokens, "llama")
+    if world.rank in used:
+        found = losses(world, make_job(tokens, "llama", {"file": path}))
+        assert largest_relative_difference(found, expected) < TOLERANCE
 
 
 @pytest.mark.ranks(4)
