@@ -13,7 +13,7 @@ LAYOUT ?= --set plan.tensor.y=2 --set plan.pipeline=2
 export OMP_NUM_THREADS := 1
 PYTEST_RANKS = $(BIN)/python -m pytest --with-mpi -x
 
-.PHONY: help install train test test-unit test-ranks test-all-layouts lint bench clean
+.PHONY: help install train test test-unit test-commands test-ranks test-all-layouts lint bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -35,7 +35,7 @@ train: install $(CORPUS)
 	@if [ -t 1 ]; then bar="--progress"; export COLUMNS=$$(tput cols 2>/dev/null || echo 100); fi; \
 	set -x; $(MPIRUN) -n $(RANKS) $(BIN)/hpctrain train tiny $(LAYOUT) $$bar
 
-test: install lint test-unit test-ranks
+test: install lint test-unit test-commands test-ranks
 
 lint: install
 	$(BIN)/ruff check hpctrain tests benchmarks
@@ -43,6 +43,9 @@ lint: install
 
 test-unit: install
 	$(BIN)/python -m pytest tests/unit
+
+test-commands: install
+	$(BIN)/python -m pytest tests/commands
 
 test-ranks: install
 	$(MPIRUN) -n 2 $(PYTEST_RANKS) tests/ranks

@@ -16,14 +16,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from hpctrain.errors import JobError, did_you_mean
 from hpctrain.presets import PRESETS
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+WholeNumber = Annotated[int, Field(ge=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0)]
+Switch = Annotated[bool, Field(strict=True)]
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
 READY_MADE = Path(__file__).parent / "jobs"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Model(Section):
@@ -44,7 +46,7 @@ class Model(Section):
     """Number of token ids; auto: that of the token file's tokenizer."""
     max_positions: Count = 1024
     """Longest sequence; the length of the table of learned positions for gpt2."""
-    tie_head: bool = False
+    tie_head: Switch = False
     """Whether the head shares the embedding's weight."""
     rope_base: Annotated[float, Field(gt=1)] = 10000.0
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
@@ -104,7 +106,7 @@ class Train(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     min_learning_rate: NonNegative | None = None
     """Where the cosine ends; None: a tenth of learning_rate."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: WholeNumber = 0
     weight_decay: NonNegative = 0.1
     """On weights of two dims; biases and norms are not decayed."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -112,15 +114,24 @@ class Train(Section):
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     clip_norm: NonNegative = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
-    seed: int = 1
+    seed: Annotated[int, Field(strict=True)] = 1
     dtype: Annotated[Literal["fp32", "bf16"] | None, AUTO] = None
     """Of weights in use and activations; auto: what the devices compute best, by measurement.
 
     Master weights, moments and sums of gradients are always fp32.
     """
-    validate_every: Annotated[int, Field(ge=0)] = 0
+    validate_every: WholeNumber = 0
     """Steps between validations; 0: at the end only."""
     validation_sequences: Count = 64
+
+    @model_validator(mode="after")
+    def _rates_in_order(self) -> Self:
+        if (self.min_learning_rate or 0) > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate {self.min_learning_rate} is more than learning_rate {self.learning_rate};"
+                " lower the one or raise the other"
+            )
+        return self
 
 
 class TensorSizes(Section):
@@ -155,7 +166,7 @@ class PlanRequest(Section):
 
 
 class Checkpoint(Section):
-    every: Annotated[int, Field(ge=0)] = 0
+    every: WholeNumber = 0
     """Steps between checkpoints; 0: at the end only."""
     keep: Count = 2
     """How many to keep; the oldest are deleted once a newer one is complete."""
@@ -283,7 +294,7 @@ def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
     if not isinstance(model, dict) or "preset" not in model:
         return
     name = model["preset"]
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         where = origins.get("model.preset", str(path))
         raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), PRESETS)}")
     tree["model"] = PRESETS[name] | model

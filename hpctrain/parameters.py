@@ -73,6 +73,11 @@ class Parameter:
         return ("x" in self.split or x == 0) and ("y" in self.split or y == 0)
 
 
+def padded_vocabulary(model: Model, grid: TensorGrid) -> int:
+    """Return the rows of the token table on a grid: the vocabulary, rounded up to a multiple of y."""
+    return math.ceil(model.vocab_size / grid.y) * grid.y
+
+
 def box_size(box: Box) -> int:
     return math.prod(interval.size for interval in box)
 

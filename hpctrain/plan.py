@@ -186,7 +186,10 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(
                 f"item {item} is computed for rows {sorted(map(list, rows))}, which is not [0, {plan.rows}) once each"
             )
-    if missing := sorted(set(range(max(seen) + 1)) - set(seen) - set(plan.unused)):
+    if both := sorted(set(plan.unused) & set(seen)):
+        raise PlanError(f"rank {both[0]} is in tile {seen[both[0]]} and in unused; take it out of one")
+    everyone = set(seen) | set(plan.unused)
+    if missing := sorted(set(range(max(everyone) + 1)) - everyone):
         raise PlanError(f"rank {missing[0]} is in no tile; list it under unused = {missing}")
 
 
@@ -251,23 +254,35 @@ class _PlanTable(_Table):
     microbatches: Annotated[int, Field(ge=1)]
     rows: Annotated[int, Field(ge=1)]
     unused: tuple[int, ...] = ()
-    tile: list[_TileTable]
+    tile: Annotated[list[_TileTable], Field(min_length=1)]
 
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file. Raises PlanError that names file and key; the tiling itself is checked by `check_tiling`."""
     try:
-        table = _PlanTable.model_validate(tomllib.loads(path.read_text()))
+        text = path.read_text()
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: not valid TOML: {error}") from None
+    return parse_plan(text, str(path))
+
+
+def parse_plan(text: str, path: str) -> Plan:
+    """Read a plan from TOML; `path` is what errors call it. Raises PlanError."""
+    try:
+        table = _PlanTable.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
         raise PlanError(f"{path}: not valid TOML: {error}") from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         key = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            known = _TileTable.model_fields if problem["loc"][0] == "tile" else _PlanTable.model_fields
+            table = {1: _PlanTable, 3: _TileTable, 4: _GridTable}[len(problem["loc"])]
+            known = table.model_fields
             raise PlanError(f"{path}: {key}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}") from None
+        if problem["type"] == "missing":
+            raise PlanError(f"{path}: {key}: missing; set it") from None
         raise PlanError(f"{path}: {key} = {problem['input']!r}: {problem['msg'].lower()}") from None
     tiles = tuple(
         Tile(

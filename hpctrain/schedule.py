@@ -1,8 +1,8 @@
 """Schedules as data: what a tile's ranks do in one step, as typed instructions from pure functions.
 
 The engine executes them, a person can print them, and `check_no_deadlock` proves before anything starts that they
-end. A send is posted and does not wait; a receive waits. The proof assumes the hardest rules that MPI allows: no
-message is buffered, and messages between two tiles arrive in the order in which they were posted.
+end. Messages between two tiles arrive in the order in which they were sent. A receive waits for its message; a send
+waits only while `channel_depth` messages are on their way, each in a slot that both ends made for it.
 """
 
 from collections import deque
@@ -33,6 +33,12 @@ class Instruction:
 
     def __str__(self) -> str:
         return self.op.value if self.microbatch < 0 else f"{self.op.value} {self.microbatch}"
+
+
+def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
+    """Return how many messages a channel between two neighbours holds: in 1F1B a tile runs ahead of the next one by
+    its warm-up and the microbatch that it has in hand."""
+    return max(plan.depth_to_loss(tile), plan.depth_to_loss(other)) + 1
 
 
 def forward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
@@ -80,9 +86,8 @@ def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
 def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]) -> None:
     """Run all tiles' instructions against each other without ranks; raise PlanError where they would wait for ever.
 
-    A posted send ends when its receive is posted; a tile may not finish a step with a send that nobody took, a
-    message must be the one that the receiver expects, and a reduction needs all tiles that share a parameter: here,
-    all tiles, which is harder than need be.
+    No step may end with a message that nobody took, a message must be the one that its receiver expects, and a
+    reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be.
     """
     at = dict.fromkeys(schedules, 0)
     wires: dict[tuple[Tile, Tile, Op], deque[int]] = {}
@@ -91,9 +96,13 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
     def ready(tile: Tile, step: Instruction) -> bool:
         match step.op:
             case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
-                forward = step.op is Op.SEND_ACTIVATION
-                for peer in plan.downstream(tile) if forward else plan.upstream(tile):
-                    wires.setdefault((tile, peer, step.op), deque()).append(step.microbatch)
+                peers = plan.downstream(tile) if step.op is Op.SEND_ACTIVATION else plan.upstream(tile)
+                queues = [wires.setdefault((tile, peer, step.op), deque()) for peer in peers]
+                depths = [channel_depth(plan, tile, peer) for peer in peers]
+                if any(len(queue) >= depth for queue, depth in zip(queues, depths, strict=True)):
+                    return False
+                for queue in queues:
+                    queue.append(step.microbatch)
             case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
                 forward = step.op is Op.RECEIVE_ACTIVATION
                 peers = plan.upstream(tile) if forward else plan.downstream(tile)

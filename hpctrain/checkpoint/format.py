@@ -133,10 +133,10 @@ def rectangle(shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int,
 
 
 def publish(partial: Path, final: Path, keep: int) -> None:
-    """Give a complete checkpoint its final name, move `latest` to it, and delete all but the newest `keep`."""
+    """Give a complete checkpoint its final name, move `latest` to it, and keep `keep` in all."""
     sync(partial)
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     partial.rename(final)
     folder = final.parent
     sync(folder)
@@ -146,8 +146,17 @@ def publish(partial: Path, final: Path, keep: int) -> None:
     pointer.replace(folder / LATEST)
     sync(folder)
     complete = sorted(p for p in folder.glob("step-*") if not p.name.endswith(PARTIAL))
-    for old in complete[:-keep]:
-        shutil.rmtree(old)
+    older = [p for p in complete if p.name < final.name]
+    newer = [p for p in complete if p.name > final.name]  # left from a past that this run did not go on from
+    for unwanted in [*older[: len(older) - (keep - 1)], *newer, *folder.glob(f"step-*{PARTIAL}")]:
+        _remove(unwanted)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint that under its final name is always whole, even if this is interrupted."""
+    if not checkpoint.name.endswith(PARTIAL):
+        checkpoint = checkpoint.rename(checkpoint.with_name(checkpoint.name + ".old" + PARTIAL))
+    shutil.rmtree(checkpoint)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -180,9 +189,12 @@ class Index:
         self.path = checkpoint
         try:
             self._file = h5py.File(checkpoint / INDEX, "r", locking=False)
-        except OSError as error:
-            raise CheckpointError(f"{checkpoint / INDEX}: cannot be read: {error}") from None
-        self.about = dict(self._file.attrs)
+            self.about = dict(self._file.attrs)
+        except (OSError, RuntimeError) as error:  # HDF5 reports damage inside the file as RuntimeError
+            raise CheckpointError(
+                f"{checkpoint / INDEX}: cannot be read: {error}; use an older checkpoint: put its name in"
+                f" {checkpoint.parent / LATEST}"
+            ) from None
         if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
             self.close()
             raise CheckpointError(
@@ -219,17 +231,16 @@ class Index:
 
     def verify(self, some: slice = slice(None)) -> None:
         """Check size and CRC of the parts `some` selects. Raises CheckpointError that names the damaged file."""
+        older = f"use an older checkpoint: put its name in {self.path.parent / LATEST}"
         for number, (num_bytes, crc32) in list(enumerate(self._file["parts"][:].tolist()))[some]:
             part = self.path / part_name(number)
             if not part.is_file():
-                raise CheckpointError(f"{part}: is missing; use an older checkpoint")
+                raise CheckpointError(f"{part}: is missing; {older}")
             size = part.stat().st_size
             if size != num_bytes:
-                raise CheckpointError(f"{part}: has {size} bytes instead of {num_bytes}; use an older checkpoint")
+                raise CheckpointError(f"{part}: has {size} bytes instead of {num_bytes}; {older}")
             if (found := crc32_of(part)) != crc32:
-                raise CheckpointError(
-                    f"{part}: is damaged (CRC32 {found:08x} instead of {crc32:08x}); use an older checkpoint"
-                )
+                raise CheckpointError(f"{part}: is damaged (CRC32 {found:08x} instead of {crc32:08x}); {older}")
 
 
 def part_name(number: int) -> str:

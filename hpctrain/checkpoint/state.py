@@ -27,17 +27,17 @@ from hpctrain.model.initialise import whole_rows
 from hpctrain.model.shard import Shard
 from hpctrain.model.store import Piece
 from hpctrain.parameters import all_parameters
-from hpctrain.plan import Plan, dump_plan
+from hpctrain.plan import Plan, dump_plan, parse_plan
 
 # What must be the same for a resumed run to go on with the same numbers; model is compared key by key.
 SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")
 
 
-def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, plan: Plan, tokenizer: str) -> Path:
+def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, plan: Plan, about: dict) -> Path:
     """Write the checkpoint after `step` steps under `folder`/checkpoints; return its path. All ranks must call.
 
-    Every rank writes what it owns. Raises CheckpointError on all ranks if one cannot write; what was there before
-    stays, and the unfinished folder is removed.
+    Every rank writes what it owns; `about` (strings) is kept beside it. Raises CheckpointError on all ranks if one
+    cannot write; what was there before stays, and the unfinished folder is removed.
     """
     final = folder / "checkpoints" / step_folder(step)
     partial = final.with_name(final.name + PARTIAL)
@@ -51,14 +51,9 @@ def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, p
         parts = world.gather_objects(part)
         with world.all_or_none():
             if world.rank == 0:
-                about = {
-                    "step": step,
-                    "job": job.model_dump_json(),
-                    "plan": dump_plan(plan),
-                    "tokenizer": tokenizer,
-                }
+                described = {"step": step, "job": job.model_dump_json(), "plan": dump_plan(plan), **about}
                 shapes = {name: p.shape for name, p in all_parameters(job.model).items()}
-                _attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, about))
+                _attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, described))
                 _attempt(partial, lambda: publish(partial, final, job.checkpoint.keep))
     except CheckpointError:
         if world.rank == 0:
@@ -128,13 +123,14 @@ def read_piece(index: Index, kind: str, piece: Piece) -> torch.Tensor:
     return values
 
 
-def check_same_run(checkpoint: Path, job: Job) -> Job:
-    """Refuse a checkpoint that this job cannot go on from; return the job that wrote it.
+def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job, Plan]:
+    """Refuse a checkpoint that this job cannot go on from; return the job and the plan that wrote it.
 
     Raises CheckpointError that names the first key that differs, with both values.
     """
     with Index(checkpoint) as index:
-        theirs = json.loads(index.about["job"])
+        theirs, plan = json.loads(index.about["job"]), parse_plan(index.about["plan"], f"{checkpoint}: plan")
+        their_data = index.about["data"]
     ours = json.loads(job.model_dump_json())
     for key in [f"model.{k}" for k in ours["model"] if k != "preset"] + list(SAME_TO_RESUME):
         section, name = key.split(".")
@@ -144,4 +140,9 @@ def check_same_run(checkpoint: Path, job: Job) -> Job:
                 f"{checkpoint}: {what}: {key} is {theirs[section].get(name)} there and {ours[section][name]} in the"
                 " job; set it alike, or start a new run with another --run"
             )
-    return Job.model_validate(theirs)
+    if their_data != data_identity:
+        raise CheckpointError(
+            f"{checkpoint}: was trained on other data ({their_data}, where the job's are {data_identity}); set"
+            " data.tokens and data.validation_fraction as they were, or start a new run with another --run"
+        )
+    return Job.model_validate(theirs), plan

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.comm.world import World
 from hpctrain.errors import TopologyError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,10 +28,6 @@ class CpuAccelerator:
         """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
-    def memory_bytes(self, local_size: int) -> int:
-        """Return this rank's share of the host's memory."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
-
     def products_per_second(self, dtype: torch.dtype, size: int = 192, seconds: float = 0.02) -> float:
         """Return FLOP/s of square products, over `seconds` after a warm-up."""
         a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
@@ -41,11 +38,18 @@ class CpuAccelerator:
             count += 1
         return count * 2 * size**3 / (time.perf_counter() - start)
 
-    def best_dtype(self) -> tuple[str, str]:
-        """Measure which dtype computes best; return its name and the reason."""
-        fp32, bf16 = (self.products_per_second(DTYPES[name]) for name in ("fp32", "bf16"))
-        chosen = "bf16" if bf16 > WORTHWHILE_SPEEDUP * fp32 else "fp32"
-        return chosen, f"products measured at {fp32 / 1e9:.1f} GFLOP/s in fp32, {bf16 / 1e9:.1f} in bf16"
+
+def agree_on_dtype(world: World, accelerator: CpuAccelerator) -> tuple[str, str]:
+    """Measure which dtype computes best; return its name and the reason. All ranks must call.
+
+    bf16 only if it is worthwhile on every rank, since all must use the same.
+    """
+    accelerator.bind()
+    fp32, bf16 = (accelerator.products_per_second(DTYPES[name]) for name in ("fp32", "bf16"))
+    speedup = world.smallest(bf16 / fp32)
+    chosen = "bf16" if speedup > WORTHWHILE_SPEEDUP else "fp32"
+    measured = f"{fp32 / 1e9:.1f} GFLOP/s in fp32, {bf16 / 1e9:.1f} in bf16"
+    return chosen, f"{chosen}: products measured at {measured}; bf16 is {speedup:.2g}x as fast on the least suited rank"
 
 
 def make_accelerator(family: str) -> CpuAccelerator:

@@ -1,9 +1,14 @@
-"""What the launcher (mpirun, srun) promised, by the environment it left; needs no MPI."""
+"""What can be known before MPI is started: the launcher's promise, by the environment it left, and this host."""
 
 import os
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+def host_memory_bytes() -> int:
+    """Return the physical memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def promised_rank() -> int:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from hpctrain.errors import CommError
 
-# A partner that is just about to arrive is met within some 20 us of yielding; after that the core is worth more to
-# somebody else. Sleeping wakes 50 to 100 us late, growing with the time already waited to 2 % of it at most.
-YIELDS = 20
+# Yielding hands the core to whoever computes on it, and finds a partner that is about to arrive at once; a sleeper
+# wakes 50 to 100 us late, twice for each collective. So: yield for a moment, then sleep, longer the longer it takes.
+YIELD_SECONDS = 2e-3
 FIRST_SLEEP_SECONDS = 20e-6
 LONGEST_SLEEP_SECONDS = 500e-6
 
@@ -18,11 +18,11 @@ def wait_until(ready: Callable[[], bool], what: Callable[[], str], timeout_secon
 
     `what()` names the awaited thing and is only called for the message of the CommError after the timeout.
     """
-    for _ in range(YIELDS):
+    start = time.monotonic()
+    while time.monotonic() - start < YIELD_SECONDS:
         if ready():
             return
         os.sched_yield()
-    start = time.monotonic()
     pause = FIRST_SLEEP_SECONDS
     while not ready():
         time.sleep(pause)

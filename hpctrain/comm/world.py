@@ -122,6 +122,10 @@ class World:
         """Return every rank's value, in their order, on rank 0 (None on others). All ranks must call."""
         return self._comm.gather(value)
 
+    def smallest(self, value: float) -> float:
+        """Return the smallest of all ranks' values. All ranks must call."""
+        return min(self._comm.allgather(value))
+
     def close(self) -> None:
         """Free what was made, and end MPI if it was started here. All ranks must call."""
         for made in reversed(self._made):

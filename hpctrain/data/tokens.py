@@ -70,6 +70,12 @@ class TokenSource:
         if counts is not None:
             self.counts = counts
 
+    @property
+    def identity(self) -> str:
+        """Tells files of unlike tokens apart: their number, and a CRC of the checksums (of a sample for `.bin`)."""
+        sample = self._tokens[:: max(1, self.num_tokens // 65536)] if self._checksums is None else self._checksums
+        return f"{self.num_tokens} tokens {zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"
+
     @cached_property
     def vocab_size(self) -> int:
         """Number of token ids; every token is smaller."""
@@ -183,7 +189,7 @@ def open_tokens(path: Path | str) -> TokenSource:
     except IsADirectoryError:
         raise DataError(
             f"{path}: is a folder; make a token file of the texts in it:"
-            f" hpctrain prepare {path} --out {path.with_name(path.name + '.h5')}"
+            f" hpctrain prepare {path} --out {path.resolve().name}.h5"
         ) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {describe_os_error(error)}; check its path and permissions") from None

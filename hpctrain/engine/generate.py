@@ -54,12 +54,12 @@ class Generator:
 
         The whole context is computed anew for each token.
         """
-        ids = self.tokenizer.encode(prompt).tolist() or [0]
+        ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.separator or 0]
         length = self.job.data.sequence_length
         generator = torch.Generator().manual_seed(seed)
         written: list[int] = []
         for _ in range(num_tokens):
-            logits = self._logits((ids + written)[-length:])
+            logits = self._logits((ids + written)[-length:])[: self.tokenizer.vocab_size]
             if temperature == 0:
                 written.append(int(logits.argmax()))
                 continue

@@ -17,6 +17,7 @@ from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.parameters import UnitLayout, holders, units
 from hpctrain.plan import Plan, Tile
+from hpctrain.schedule import channel_depth
 from hpctrain.transfers import Transfer, receives, sends
 
 
@@ -96,8 +97,6 @@ def _make_channels(world: World, plan: Plan, rank: int, transfers: Transfers, ro
             peer = other_end[name.split("_")[0]](piece)
             num_bytes = piece.rows.size * piece.features.size * row_feature_bytes
             largest[peer] = max(largest.get(peer, 0), num_bytes)
-            # How far a tile may run ahead of the next one in 1F1B: its warm-up, and the one that it has in hand.
-            upstream = max((rank, peer), key=lambda r: plan.depth_to_loss(plan.tile_of(r)))
-            depth[peer] = plan.depth_to_loss(plan.tile_of(upstream)) + 1
+            depth[peer] = channel_depth(plan, plan.tile_of(rank), plan.tile_of(peer))
     pairs = sorted(largest, key=lambda peer: (min(rank, peer), max(rank, peer)))
     return {peer: world.channel(peer, largest[peer], depth[peer]) for peer in pairs}

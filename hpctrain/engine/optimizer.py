@@ -9,9 +9,10 @@ import math
 import torch
 
 from hpctrain.engine.layout import Layout
-from hpctrain.intervals import Interval
 from hpctrain.job import Train
-from hpctrain.model.shard import Shard, make_shard
+from hpctrain.model.shard import make_shard
+
+CHUNK = 1 << 15
 
 
 def learning_rate(train: Train, step: int) -> float:
@@ -23,6 +24,22 @@ def learning_rate(train: Train, step: int) -> float:
     return floor + 0.5 * (train.learning_rate - floor) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def adamw(weight, grad, exp_avg, exp_avg_sq, train: Train, step: int, weight_decay: float) -> None:
+    """Update weight and moments in place (AdamW, Loshchilov and Hutter 2019); all fp32, of one dim.
+
+    Goes through in chunks that stay in the cache over all operations. `step` 0 is the first.
+    """
+    rate = learning_rate(train, step)
+    step_size = rate / (1 - train.beta1 ** (step + 1))
+    root_correction = math.sqrt(1 - train.beta2 ** (step + 1))
+    for w, g, m, v in zip(*(t.split(CHUNK) for t in (weight, grad, exp_avg, exp_avg_sq)), strict=True):
+        m.lerp_(g, 1 - train.beta1)
+        v.mul_(train.beta2).addcmul_(g, g, value=1 - train.beta2)
+        if weight_decay:
+            w.mul_(1 - rate * weight_decay)
+        w.addcdiv_(m, v.sqrt().div_(root_correction).add_(train.epsilon), value=-step_size)
+
+
 class Optimizer:
     """Reduces gradients, clips them, and updates the weights of one rank's store."""
 
@@ -32,43 +49,11 @@ class Optimizer:
             make_shard(group, holders, layout.tile.zero)
             for group, holders in zip(layout.store.groups, layout.groups, strict=True)
         ]
-        self._adam = self._make_adam()
-
-    def _make_adam(self) -> torch.optim.AdamW:
-        """Make torch's fused AdamW over views of the shards, whose states are views of the flat moments."""
-        runs: dict[bool, list[tuple[Shard, Interval]]] = {True: [], False: []}
-        for shard in self.shards:
-            for piece in shard.group.pieces(shard.updated):
-                same = runs[piece.parameter.decay]
-                if same and same[-1][0] is shard and same[-1][1].stop == piece.at.start:
-                    same[-1] = (shard, Interval(same[-1][1].start, piece.at.stop))
-                else:
-                    same.append((shard, piece.at))
-        t = self._train
-        groups, states = [], []
-        for decay, members in runs.items():
-            parameters = []
-            for shard, at in members:
-                parameter = shard.of(shard.master, at)
-                parameter.grad = shard.of(shard.grads, at)
-                parameters.append(parameter)
-                states.append((parameter, {name: shard.of(m, at) for name, m in shard.moments.items()}))
-            if parameters:
-                groups.append({"params": parameters, "weight_decay": t.weight_decay if decay else 0.0})
-        adam = torch.optim.AdamW(groups, lr=t.learning_rate, betas=(t.beta1, t.beta2), eps=t.epsilon, fused=True)
-        for parameter, moments in states:
-            adam.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
-        return adam
 
     def load_masters(self) -> None:
         """Take the weights in use as master weights, after they were initialised."""
         for shard in self.shards:
             shard.master.copy_(shard.group.weights[slice(*shard.updated)])
-
-    def set_steps_done(self, steps: int) -> None:
-        """Say how many updates the moments have seen; for resuming."""
-        for state in self._adam.state.values():
-            state["step"].fill_(steps)
 
     def reduce(self) -> None:
         """Sum gradients over the holders of each piece. All ranks of the plan must call."""
@@ -93,9 +78,11 @@ class Optimizer:
         if clip and norm > clip:
             for shard in self.shards:
                 shard.grads.mul_(clip / norm)
-        for group in self._adam.param_groups:
-            group["lr"] = learning_rate(self._train, step)
-        self._adam.step()
+        for shard in self.shards:
+            for piece in shard.group.pieces(shard.updated):
+                weight_decay = self._train.weight_decay if piece.parameter.decay else 0.0
+                tensors = (shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"])
+                adamw(*(shard.of(tensor, piece.at) for tensor in tensors), self._train, step, weight_decay)
         self.publish()
         self._layout.store.zero_grads()
 

@@ -68,6 +68,8 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _note(self, number, _frame) -> None:
+        if self.received and number == signal.SIGINT:  # asked twice: at once
+            raise KeyboardInterrupt
         self.received = signal.Signals(number).name
 
 
@@ -92,7 +94,6 @@ class Trainer:
     def resume(self, checkpoint: Path) -> None:
         """Start from a checkpoint of any layout."""
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
-        self.optimizer.set_steps_done(self.steps_done)
 
     def step(self, sequences: Sequences, stop: bool = False) -> tuple[dict, bool]:
         """Train one step; return its metrics, and whether some rank was asked to stop."""
@@ -121,8 +122,9 @@ class Trainer:
         )
         return total / (count * sequences.sequence_length)
 
-    def save(self, folder: Path, tokenizer: str) -> Path:
-        return save(self.world, folder, self.steps_done, self.optimizer.shards, self.job, self.plan, tokenizer)
+    def save(self, folder: Path, about: dict[str, str]) -> Path:
+        """Write a checkpoint of the run folder; `about` is what is known of tokenizer and data."""
+        return save(self.world, folder, self.steps_done, self.optimizer.shards, self.job, self.plan, about)
 
     def fit(
         self,

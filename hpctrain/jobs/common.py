@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.comm.launcher import host_memory_bytes
 from hpctrain.errors import JobError
 from hpctrain.intervals import cut_evenly
 from hpctrain.job import Job
+from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan
-from hpctrain.schedule import check_no_deadlock, one_f_one_b
+from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -53,6 +55,8 @@ class Prepared:
     source: "TokenSource"
     training: "Sequences"
     validation: "Sequences | None"
+    data_identity: str
+    """Tells token files and their training parts apart; a run that is continued must have the same."""
 
 
 def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Prepared:
@@ -61,7 +65,7 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
     With `resume_from` (a checkpoint) values that can change a bit of the result are taken from it.
     """
     from hpctrain.data.order import open_datasets
-    from hpctrain.planner.even import resolve_plan
+    from hpctrain.planner.even import Resolved, resolve_plan
 
     reasons = {}
     source, training, validation = open_datasets(job.data, job.train.seed)
@@ -76,34 +80,36 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
             f"model.vocab_size {job.model.vocab_size} is less than the {source.vocab_size} token ids of"
             f' {job.data.tokens}; set it to {source.vocab_size} or more, or "auto"'
         )
+    data_identity = f"{source.identity} {tuple(training.interval)}"
+    saved_plan = None
     if resume_from is not None:
         from hpctrain.checkpoint.state import check_same_run
 
-        theirs = check_same_run(resume_from, job)
+        theirs, saved_plan = check_same_run(resume_from, job, data_identity)
         if job.train.dtype is None:
             job = _with(job, "train", dtype=theirs.train.dtype)
             reasons["train.dtype"] = f"{theirs.train.dtype}: that of {resume_from}"
-    resolved = resolve_plan(job, world.size, _memory_bytes(world))
-    reasons |= resolved.reasons
-    with world.all_or_none():
+    resolved = None
+    memory_bytes = world.smallest(host_memory_bytes() // world.local_size)
+    with world.all_or_none():  # one rank decides for all, whatever their hosts are like
         if world.rank == 0:
-            check_no_deadlock(resolved.plan, {t: one_f_one_b(resolved.plan, t) for t in resolved.plan.tiles})
-    padded = {-(-job.model.vocab_size // tile.tensor.y) * tile.tensor.y for tile in resolved.plan.tiles}
-    if padded != {job.model.vocab_size}:
-        reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {max(padded)}, a multiple of tensor y"
-    if job.train.dtype is None:  # the first thing that needs torch
-        from hpctrain.comm.accelerator import make_accelerator
+            if job.plan is None and saved_plan and len(saved_plan.ranks) == world.size:
+                resolved = Resolved(saved_plan, {"plan": f"{saved_plan.describe()}: that of {resume_from}"})
+            else:
+                resolved = resolve_plan(job, world.size, memory_bytes)
+            for schedule in (one_f_one_b, forward_only):
+                check_no_deadlock(resolved.plan, {t: schedule(resolved.plan, t) for t in resolved.plan.tiles})
+    resolved = world.broadcast_object(resolved)
+    reasons |= resolved.reasons
+    padded = max(padded_vocabulary(job.model, tile.tensor) for tile in resolved.plan.tiles)
+    if padded != job.model.vocab_size:
+        reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
+    if job.train.dtype is None:
+        from hpctrain.comm.accelerator import agree_on_dtype, make_accelerator  # the first thing that needs torch
 
-        dtype, why = world.broadcast_object(make_accelerator("cpu").best_dtype() if world.rank == 0 else None)
+        dtype, reasons["train.dtype"] = agree_on_dtype(world, make_accelerator("cpu"))
         job = _with(job, "train", dtype=dtype)
-        reasons["train.dtype"] = f"{dtype}: {why}"
-    return Prepared(job, resolved.plan, reasons, source, training, validation)
-
-
-def _memory_bytes(world: "World") -> int:
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
+    return Prepared(job, resolved.plan, reasons, source, training, validation, data_identity)
 
 
 def _with(job: Job, section: str, **values) -> Job:

@@ -1,6 +1,7 @@
 """`hpctrain compare`: say how far two runs are apart."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -73,6 +74,8 @@ def _losses(path: Path) -> dict[tuple[int, str], float]:
 
 
 def _relative(a: float, b: float) -> float:
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 

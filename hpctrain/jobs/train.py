@@ -10,6 +10,7 @@ from hpctrain.job import load_job
 from hpctrain.jobs.common import override_option, prepare_run, started_world
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
+LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
 
 
 @click.command("train")
@@ -41,12 +42,26 @@ def command(job, overrides, run_path, stop_after, progress, sample, as_json):
         sys.exit(INTERRUPTED_EXIT_CODE)
 
 
+def _show_sample(console, job, checkpoint, num_tokens):
+    from hpctrain.engine.generate import Generator
+    from hpctrain.parameters import count_parameters
+
+    if count_parameters(job.model) > LARGEST_SAMPLED_MODEL:
+        console.say(f'no sample of a model this large; try: hpctrain generate {checkpoint} --prompt "..."')
+    else:
+        console.say(f"sample:\n{Generator(checkpoint).text('', num_tokens, seed=job.train.seed)}")
+
+
 def _train(world, job, run_path, stop_after, progress, sample, as_json):
     from hpctrain.checkpoint.format import latest_checkpoint
     from hpctrain.observe.run import RunFolder, default_run_folder
 
     path = world.broadcast_object(run_path or default_run_folder(job.name))
-    checkpoint = latest_checkpoint(path)
+    checkpoint = None
+    with world.all_or_none():
+        if world.rank == 0:  # all go on from the same one, whatever their view of the file system
+            checkpoint = latest_checkpoint(path)
+    checkpoint = world.broadcast_object(checkpoint)
     prepared = prepare_run(world, job, checkpoint)
     job = prepared.job
     folder = None
@@ -76,21 +91,21 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
         console.say(f"{path}: nothing to do, {trainer.steps_done} steps are done")
     last: dict = {}
     saved = [checkpoint]
-    tokenizer = prepared.source.tokenizer.to_json() if prepared.source.tokenizer else ""
+    tokenizer = prepared.source.tokenizer_json or ""
+    about = {"tokenizer": tokenizer, "data": prepared.data_identity}
 
     def report(metrics: dict) -> None:
+        last.clear()
         last.update(metrics)
         if folder and (metrics["step"] % job.observe.log_every == 0 or "validation_loss" in metrics):
             folder.log(metrics)
         console.step(metrics, until)
 
     def save() -> None:
-        saved[0] = trainer.save(path, tokenizer)
+        saved[0] = trainer.save(path, about)
 
     signal_name = trainer.fit(prepared.training, prepared.validation, until, save, report)
     summary = console.finish(last, path, saved[0], prepared.source, signal_name)
     if sample and world.rank == 0 and saved[0] and tokenizer and not signal_name:
-        from hpctrain.engine.generate import Generator
-
-        console.say(f"sample:\n{Generator(saved[0]).text('', sample, seed=job.train.seed)}")
+        _show_sample(console, job, saved[0], sample)
     return summary, signal_name

@@ -67,6 +67,8 @@ class Console:
 
     def finish(self, last: dict, path, checkpoint, source, signal_name: str | None) -> dict:
         """Say how it ended and where things are; return the same as a plain dictionary."""
+        if not self._speaks:
+            return {}
         if self._progress:
             self._progress.stop()
         entropy = source.unigram_entropy()

@@ -18,8 +18,8 @@ NOMINAL_FLOPS_PER_BYTE = 25.0
 WANTED_MICROBATCHES_PER_STAGE = 4
 # One microbatch of one replica: enough for efficient products, small in memory.
 WANTED_TOKENS = 2048
-# fp32 weights and gradients, and two moments.
-STATE_BYTES_PER_PARAMETER = 16
+# Of one parameter in fp32: weight and gradient; both moments; the summed gradient of a shard.
+WEIGHT_BYTES, MOMENT_BYTES, GRADIENT_SHARD_BYTES = 8, 8, 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,16 @@ def resolve_plan(job: Job, num_ranks: int, memory_bytes_per_rank: int | None = N
         for tile in plan.tiles:
             check_grid(job.model, tile.tensor)
         check_holders(job.model, plan)
+        if plan.unused:
+            raise PlanError(
+                f"{job.plan.file}: unused = {list(plan.unused)}: this version runs no plan that leaves ranks unused;"
+                " give every rank a tile"
+            )
+        if foreign := [tile for tile in plan.tiles if tile.family != "cpu"]:
+            raise PlanError(
+                f"{job.plan.file}: family '{foreign[0].family}' of ranks {list(foreign[0].ranks)}: this version runs on"
+                " 'cpu' ranks only"
+            )
         if plan.microbatches * plan.rows != job.train.global_batch:
             raise PlanError(
                 f"{job.plan.file}: microbatches {plan.microbatches} x rows {plan.rows} ="
@@ -184,5 +194,7 @@ def _estimate(job: Job, request: PlanRequest, plan: Plan) -> tuple[float, float]
     between = 2 * 4 * tokens_here * model.hidden_size / t.x * (request.pipeline > 1)
     weights = 4 * local * (3 * ring(t.z) * plan.microbatches + 2 * ring(request.data) / t.z)
     sent = activations + between + weights
-    state = STATE_BYTES_PER_PARAMETER * local / t.z / (1 if request.zero == 0 else min(2, request.data))
+    share = request.data if request.zero and request.data > 1 else 1
+    gathered = GRADIENT_SHARD_BYTES if share > 1 else 0
+    state = local / t.z * (WEIGHT_BYTES + (MOMENT_BYTES + gathered) / share)
     return flops * (1 + bubble) + NOMINAL_FLOPS_PER_BYTE * sent, state

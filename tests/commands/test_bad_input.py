@@ -23,6 +23,10 @@ def check(done, code: int, *parts: str, seconds: float | None = None):
     ("args", "code", "parts"),
     [
         (["--set", "train.step=3"], 11, ["--set: train.step: unknown key; did you mean 'steps'?"]),
+        (["--set", "train.steps=true"], 11, ["train.steps = True: input should be a valid integer"]),
+        (["--set", "train.learning_rate=inf"], 11, ["train.learning_rate = inf: input should be a finite number"]),
+        (["--set", "model.preset=[1]"], 11, ["model.preset = [1]: no such preset"]),
+        (["--set", "data.tokens=."], 17, [".: is a folder; make a token file of the texts in it"]),
         (["--set", "train.steps=0"], 11, ["train.steps = 0: input should be greater than or equal to 1"]),
         (["--set", "model.num_heads=5"], 11, ["hidden_size 32 is not divisible by num_heads 5"]),
         (["--set", "plan.data=3"], 12, ["is for 3 ranks, but 2 were started; start it with mpirun -n 3"]),
@@ -80,6 +84,8 @@ def test_a_checkpoint_of_another_model(hpctrain, folder):
     assert hpctrain(*args, ranks=RANKS, cwd=folder).code == 0
     done = hpctrain(*args, "--set", "model.num_layers=3", ranks=RANKS, cwd=folder)
     check(done, 16, "is of another model: model.num_layers is 2 there and 3 in the job")
+    done = hpctrain(*args, "--set", "data.validation_fraction=0.5", ranks=RANKS, cwd=folder)
+    check(done, 16, "was trained on other data")
     done = hpctrain(*args, "--set", "train.seed=9", ranks=RANKS, cwd=folder)
     check(done, 16, "cannot be continued by this job: train.seed is 1 there and 9 in the job")
 

@@ -28,7 +28,7 @@ def whole_run(hpctrain, folder):
 
 @pytest.mark.timeout(120)
 def test_train_says_what_it_did_and_where_things_are(whole_run, folder):
-    for part in ("2 stages x 1 replicas of 1x2x1", "tokens/s", "validation loss", "unigram entropy", "sample:"):
+    for part in ("2 stages x 1 replica of 1x2x1", "tokens/s", "validation loss", "unigram entropy", "sample:"):
         assert part in whole_run.out
     assert "run folder runs/whole\ncheckpoint runs/whole/checkpoints/step-00000006" in whole_run.out
     metrics = read_metrics(folder / "runs/whole")
@@ -74,7 +74,7 @@ def test_killed_and_started_again_is_bit_for_bit_the_same(hpctrain, folder, whol
     process.wait()
     time.sleep(0.5)  # until the ranks are gone with their launcher
     done = hpctrain(*args, ranks=4, cwd=folder)
-    assert "continuing after step" in done.out or "nothing to do" in done.out
+    assert "continuing after step" in done.out, "it was killed before its end"
     assert last_line(hpctrain("compare", "runs/whole", "runs/killed", "--exact", "--json", cwd=folder))["same"]
 
 

@@ -61,6 +61,9 @@ class Alone:
     def gather_objects(self, value):
         return [value]
 
+    def broadcast_object(self, value):
+        return value
+
 
 def make_trainer(world, job: Job) -> Trainer:
     return Trainer(world, CpuAccelerator(), job, resolve_plan(job, world.size).plan)

@@ -38,7 +38,7 @@ def run(world, job, folder, interrupt_after=None, resume=False):
     while trainer.steps_done < (interrupt_after or STEPS):
         metrics, _ = trainer.step(training)
         found.append((metrics["loss"], metrics["grad_norm"]))
-    trainer.save(folder, "")
+    trainer.save(folder, {})
     return found
 
 
@@ -91,7 +91,7 @@ def test_the_index_shows_every_parameter_whole(world, tokens, folder, model):
     job = make_job(tokens, model, layouts(world.size)[0], steps=STEPS)
     trainer = make_trainer(world, job)
     trainer.initialise()
-    trainer.save(folder, "")
+    trainer.save(folder, {})
     if world.rank == 0:
         from hpctrain.intervals import Interval
         from hpctrain.model.initialise import initial_values
@@ -141,3 +141,37 @@ def test_a_failed_write_keeps_what_was_there(world, tokens, folder, monkeypatch)
     world.agree(None)
     assert latest_checkpoint(folder) == before
     assert [p.name for p in (folder / "checkpoints").iterdir() if p.name.startswith("step")] == [before.name]
+
+
+def step_names(folder) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir() if p.name.startswith("step"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_only_the_newest_are_kept_and_the_latest_is_among_them(world, tokens, folder):
+    job = make_job(tokens, "gpt2", {"data": 2}, steps=STEPS)
+    trainer = make_trainer(world, job)
+    trainer.initialise()
+    for step in (1, 2, 3):
+        trainer.steps_done = step
+        trainer.save(folder, {})
+    assert step_names(folder) == ["step-00000002", "step-00000003"]
+    # going on from an older one: what came after it is of another past, and an interrupted save is litter
+    if world.rank == 0:
+        (folder / "checkpoints/step-00000009.partial").mkdir()
+    world.agree(None)
+    trainer.steps_done = 2
+    trainer.save(folder, {})
+    assert step_names(folder) == ["step-00000002"]
+    assert latest_checkpoint(folder).name == "step-00000002"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("zero", "dtype"), [(1, "bf16"), (0, "bf16"), (0, "fp32")])
+def test_masters_resume_exactly(world, tokens, folder, zero, dtype):
+    job = make_job(tokens, "llama", {"data": 2, "zero": zero}, steps=STEPS, dtype=dtype)
+    uninterrupted = run(world, job, folder / "a")
+    first = run(world, job, folder / "b", interrupt_after=2)
+    assert first + run(world, job, folder / "b", resume=True) == uninterrupted

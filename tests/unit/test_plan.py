@@ -105,8 +105,19 @@ def test_wrong_number_of_ranks_says_which_fits():
     ("text", "message"),
     [
         ("rows = ", "not valid TOML"),
-        ("microbatches = 1\nrows = 1\ntile = []\nrow = 2", "row: unknown key; did you mean 'rows'?"),
-        ("microbatches = 0\nrows = 1\ntile = []", "microbatches = 0: input should be greater than or equal to 1"),
+        ("microbatches = 1\nrows = 1", "tile: missing; set it"),
+        (
+            "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [0, 1]\nranks = [0]\ntensor = {w = 1}",
+            "w: unknown key; known are: x, y, z",
+        ),
+        (
+            "microbatches = 1\nrows = 1\nrow = 2\n[[tile]]\nitems = [0, 3]\nrows = [0, 1]\nranks = [0]",
+            "row: unknown key; did you mean 'rows'?",
+        ),
+        (
+            "microbatches = 0\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [0, 1]\nranks = [0]",
+            "microbatches = 0: input should be greater than or equal to 1",
+        ),
         (
             "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [0, 1]\nranks = [0]\nzeroo = 1",
             "tile.0.zeroo: unknown key; did you mean 'zero'?",
