@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from hpctrain.errors import CommError
 
-# Yielding hands the core to whoever computes on it, and finds a partner that is about to arrive at once; a sleeper
-# wakes 50 to 100 us late, twice for each collective. So: yield for a moment, then sleep, longer the longer it takes.
-YIELD_SECONDS = 2e-3
+# Yielding hands the core to whoever computes on it, and finds a partner that arrives at once; a sleeper wakes 50 to 100
+# us late, twice for each collective. So: yield, and sleep only where the core is idle. Yields are counted, not timed: one
+# takes a microsecond on an idle core and as long as the others like on a busy one.
+YIELDS = 2000
 FIRST_SLEEP_SECONDS = 20e-6
 LONGEST_SLEEP_SECONDS = 500e-6
 
@@ -19,7 +20,7 @@ def wait_until(ready: Callable[[], bool], what: Callable[[], str], timeout_secon
     `what()` names the awaited thing and is only called for the message of the CommError after the timeout.
     """
     start = time.monotonic()
-    while time.monotonic() - start < YIELD_SECONDS:
+    for _ in range(YIELDS):
         if ready():
             return
         os.sched_yield()
