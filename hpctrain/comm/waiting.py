@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from hpctrain.errors import CommError
 
-# Yielding hands the core to whoever computes on it, and finds a partner that arrives at once; a sleeper wakes 50 to 100
-# us late, twice for each collective. So: yield, and sleep only where the core is idle. Yields are counted, not timed: one
-# takes a microsecond on an idle core and as long as the others like on a busy one.
+# Yielding hands the core to whoever computes on it, and finds a partner that arrives at once; a sleeper wakes 50 to
+# 100 us late, twice for each collective. So: yield, and sleep only where the core is idle. Yields are counted, not
+# timed: one takes a microsecond on an idle core, and as long as the others like on a busy one.
 YIELDS = 2000
 FIRST_SLEEP_SECONDS = 20e-6
 LONGEST_SLEEP_SECONDS = 500e-6

@@ -5,8 +5,7 @@ import statistics
 
 import click
 
-from hpctrain.job import load_job
-from hpctrain.jobs.common import override_option, prepare_run, started_world
+from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
 
 
 @click.group("bench")
@@ -26,9 +25,8 @@ def train(job, overrides, steps, warmup, as_json):
     \b
     mpirun -n 4 hpctrain bench train tiny --set plan.data=4 --json
     """
-    parsed = load_job(job, overrides)
-    with started_world(parsed.observe.timeout_seconds) as world:
-        prepared = prepare_run(world, parsed)
+    with started_world() as world:
+        prepared = prepare_run(world, load_job_on(world, job, overrides))
 
         from hpctrain.comm.accelerator import make_accelerator
         from hpctrain.engine.trainer import Trainer

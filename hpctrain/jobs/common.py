@@ -11,7 +11,7 @@ import click
 from hpctrain.comm.launcher import host_memory_bytes
 from hpctrain.errors import JobError
 from hpctrain.intervals import cut_evenly
-from hpctrain.job import Job
+from hpctrain.job import Job, load_job
 from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
@@ -33,11 +33,11 @@ override_option = click.option(
 
 
 @contextmanager
-def started_world(timeout_seconds: float) -> Iterator["World"]:
+def started_world() -> Iterator["World"]:
     """Start MPI, and end it in order; an error that leaves the block ends all ranks, and is told once."""
     from hpctrain.comm.world import World
 
-    world = World.start(timeout_seconds)
+    world = World.start()
     try:
         yield world
     except (Exception, KeyboardInterrupt) as error:
@@ -57,6 +57,13 @@ class Prepared:
     validation: "Sequences | None"
     data_identity: str
     """Tells token files and their training parts apart; a run that is continued must have the same."""
+
+
+def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> Job:
+    """Read a job on every rank; a file that only some of them can read is told by one of those that cannot."""
+    job = load_job(reference, overrides)
+    world.timeout_seconds = job.observe.timeout_seconds
+    return job
 
 
 def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Prepared:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.job import load_job
-from hpctrain.jobs.common import override_option, prepare_run, started_world
+from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
@@ -33,8 +32,8 @@ def command(job, overrides, run_path, stop_after, progress, sample, as_json):
     interruption gives the same numbers as if there had been none. SIGTERM, SIGINT and SIGUSR1 end the run in order,
     with a checkpoint and exit code 75.
     """
-    parsed = load_job(job, overrides)
-    with started_world(parsed.observe.timeout_seconds) as world:
+    with started_world() as world:
+        parsed = load_job_on(world, job, overrides)
         summary, signal_name = _train(world, parsed, run_path, stop_after, progress, sample, as_json)
         if world.rank == 0 and as_json:
             print(json.dumps(summary), flush=True)

@@ -143,7 +143,7 @@ def test_one_failing_rank_stops_all_and_is_named(folder):
 
     script = (
         "from hpctrain.jobs.common import started_world\n"
-        "with started_world(60.0) as world:\n"
+        "with started_world() as world:\n"
         "    comm = world.group(range(world.size))\n"
         "    if world.rank == 1:\n"
         "        raise ValueError('a defect')\n"

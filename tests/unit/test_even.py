@@ -1,0 +1,53 @@
+"""From what a job asks for to a plan: `auto` fits any number of ranks that can be, and errors have the numbers."""
+
+import pytest
+
+from hpctrain.errors import HpctrainError
+from hpctrain.job import load_job
+from hpctrain.plan import check_tiling
+from hpctrain.planner.even import resolve_plan
+
+
+def job(*overrides: str):
+    return load_job("tiny", ["model.vocab_size=1024", *overrides])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 16])
+def test_auto_uses_all_ranks_and_says_why(num_ranks):
+    resolved = resolve_plan(job(), num_ranks)
+    check_tiling(resolved.plan, job().model.num_items)
+    assert len(resolved.plan.ranks) == num_ranks
+    assert "least estimated work" in resolved.reasons["plan"]
+    assert resolved.plan.microbatches * resolved.plan.rows == job().train.global_batch
+
+
+def test_auto_cuts_states_that_would_not_fit_whole():
+    whole = resolve_plan(job(), 4, memory_bytes_per_rank=10**12).plan
+    cut = resolve_plan(job(), 4, memory_bytes_per_rank=14_000_000).plan
+    assert len(whole.tiles) == 4, "replicas, where each has room for everything"
+    assert cut != whole
+    with pytest.raises(HpctrainError, match="no even layout of 4 ranks fits in memory: .* start more ranks"):
+        resolve_plan(job(), 4, memory_bytes_per_rank=1_000_000)
+
+
+def test_a_pipeline_gets_enough_microbatches():
+    resolved = resolve_plan(job("plan.pipeline=4"), 4)
+    assert resolved.plan.microbatches >= 16
+    assert "leave a bubble of" in resolved.reasons["plan.microbatch"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "message"),
+    [
+        (["plan.data=3"], 3, "train.global_batch 32 is not divisible by plan.data 3; set it to a multiple of 3"),
+        (["plan.microbatch=5"], 1, "not divisible by plan.microbatch 5; set one of [1, 2, 4, 8, 16, 32]"),
+        (["plan.tensor.z=4", "plan.microbatch=2"], 4, "tensor z = 4 splits the 2 sequences of a microbatch"),
+        (["plan.pipeline=5"], 5, "pipeline = 5 stages need as many blocks, the model has 4"),
+        (["plan.tensor.x=2"], 4, "is for 2 ranks, but 4 were started; start it with mpirun -n 2"),
+        ([], 37, "no even layout of 37 ranks fits this job"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(overrides, ranks, message):
+    with pytest.raises(HpctrainError) as caught:
+        resolve_plan(job(*overrides), ranks)
+    assert message in str(caught.value)
