@@ -10,7 +10,9 @@ nothing is redistributed in between. What is left of a weight on coordinate (x, 
 and coordinate z stores a consecutive z-th of it.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,6 +82,29 @@ def padded_vocabulary(model: Model, grid: TensorGrid) -> int:
 
 def box_size(box: Box) -> int:
     return math.prod(interval.size for interval in box)
+
+
+def whole_rows(parameter: Parameter, box: Box, elements: Interval) -> Iterator[tuple[Interval, slice, Interval]]:
+    """Cut consecutive elements of a box into runs that one hyperslab of the whole parameter holds.
+
+    Yields (rows of the parameter, columns of the parameter, elements of the box): at most a part of a row, whole
+    rows, and a part of a row. One-dim parameters have one-element rows. Rows in the padding are left out.
+    """
+    width = box_size(box[1:])
+    columns = box[1] if len(box) > 1 else Interval(0, 1)
+    first_whole, last_whole = -(-elements.start // width) * width, elements.stop // width * width
+    inner = {bound for bound in (first_whole, last_whole) if elements.start < bound < elements.stop}
+    for start, stop in itertools.pairwise(sorted({*elements, *inner})):
+        first, offset = divmod(start, width)
+        if offset or stop - start < width:
+            rows, inside = Interval(first, first + 1), Interval(offset, offset + stop - start)
+        else:
+            rows, inside = Interval(first, stop // width), Interval(0, width)
+        rows = rows.shift(box[0].start)
+        real = rows.intersect(Interval(0, parameter.shape[0]))
+        if real.size:
+            taken = Interval(start, start + real.size * inside.size)
+            yield real, slice(columns.start + inside.start, columns.start + inside.stop), taken
 
 
 @dataclass(frozen=True)

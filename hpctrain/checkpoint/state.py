@@ -23,10 +23,9 @@ from hpctrain.comm.world import World
 from hpctrain.errors import CheckpointError, describe_os_error
 from hpctrain.intervals import Interval
 from hpctrain.job import Job
-from hpctrain.model.initialise import whole_rows
 from hpctrain.model.shard import Shard
 from hpctrain.model.store import Piece
-from hpctrain.parameters import all_parameters
+from hpctrain.parameters import all_parameters, whole_rows
 from hpctrain.plan import Plan, dump_plan, parse_plan
 
 # What must be the same for a resumed run to go on with the same numbers; model is compared key by key.

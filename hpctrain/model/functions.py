@@ -222,12 +222,8 @@ class _SwiGlu(Function):
         gate, up = both.chunk(2, dim=-1)
         grad = torch.empty_like(both)
         d_gate, d_up = grad.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        torch.mul(dy, silu, out=d_up)
-        # d silu(g) / dg = sigmoid + silu * (1 - sigmoid)
-        slope = sigmoid.addcmul_(silu, 1 - sigmoid)
-        torch.mul(slope.mul_(up), dy, out=d_gate)
+        torch.mul(dy, F.silu(gate), out=d_up)
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
         return grad
 
 

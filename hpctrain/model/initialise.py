@@ -5,16 +5,14 @@ the seed and the name. A rank draws just the rows that its part touches.
 """
 
 import hashlib
-import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
-from hpctrain.parameters import Box, Parameter, box_size
+from hpctrain.parameters import Box, Parameter, whole_rows
 
 NUMBERS_PER_COUNT = 4  # a step of Philox's counter yields four 64-bit numbers
 CHUNK = 1 << 22
@@ -41,29 +39,6 @@ def initial_values(parameter: Parameter, elements: Interval, model: Model, seed:
         std /= math.sqrt(2 * model.num_layers)
     normal = torch.special.ndtri(torch.from_numpy(_uniform(seed, parameter.name, elements)))
     return normal.mul_(std).float()
-
-
-def whole_rows(parameter: Parameter, box: Box, elements: Interval) -> Iterator[tuple[Interval, slice, Interval]]:
-    """Cut consecutive elements of a box into runs that one hyperslab of the whole parameter holds.
-
-    Yields (rows of the parameter, columns of the parameter, elements of the box): at most a part of a row, whole
-    rows, and a part of a row. One-dim parameters have one-element rows. Rows in the padding are left out.
-    """
-    width = box_size(box[1:])
-    columns = box[1] if len(box) > 1 else Interval(0, 1)
-    first_whole, last_whole = -(-elements.start // width) * width, elements.stop // width * width
-    inner = {bound for bound in (first_whole, last_whole) if elements.start < bound < elements.stop}
-    for start, stop in itertools.pairwise(sorted({*elements, *inner})):
-        first, offset = divmod(start, width)
-        if offset or stop - start < width:
-            rows, inside = Interval(first, first + 1), Interval(offset, offset + stop - start)
-        else:
-            rows, inside = Interval(first, stop // width), Interval(0, width)
-        rows = rows.shift(box[0].start)
-        real = rows.intersect(Interval(0, parameter.shape[0]))
-        if real.size:
-            taken = Interval(start, start + real.size * inside.size)
-            yield real, slice(columns.start + inside.start, columns.start + inside.stop), taken
 
 
 def fill_initial(

@@ -14,9 +14,9 @@ from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
 from hpctrain.job import Job, Model, load_job
 from hpctrain.model.axes import Axes
-from hpctrain.model.initialise import fill_initial, initial_values, whole_rows
+from hpctrain.model.initialise import fill_initial, initial_values
 from hpctrain.model.store import Store
-from hpctrain.parameters import Parameter, all_parameters, check_grid, count_parameters, holders, units
+from hpctrain.parameters import Parameter, all_parameters, check_grid, count_parameters, holders, units, whole_rows
 from hpctrain.plan import TensorGrid, even_plan
 from hpctrain.presets import PRESETS
 
