@@ -9,6 +9,7 @@ import os
 import pytest
 
 from hpctrain.comm.world import World
+from tests.ranks.small_runs import write_tokens
 
 TIMEOUT_SECONDS = 60.0
 
@@ -28,6 +29,16 @@ def world():
 def shared_tmp_path(world, tmp_path_factory):
     """A folder that all ranks see."""
     return world.broadcast_object(tmp_path_factory.mktemp("shared") if world.rank == 0 else None)
+
+
+@pytest.fixture(scope="session")
+def tokens(world, shared_tmp_path):
+    """A file of learnable tokens that all ranks see."""
+    path = shared_tmp_path / "tokens.bin"
+    if world.rank == 0:
+        write_tokens(path)
+    world.agree(None)
+    return path
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,18 +7,9 @@ import pytest
 from hpctrain.checkpoint.format import Index, latest_checkpoint
 from hpctrain.data.order import open_datasets
 from hpctrain.errors import CheckpointError
-from tests.ranks.small_runs import make_job, make_trainer, write_tokens
+from tests.ranks.small_runs import make_job, make_trainer
 
 STEPS = 6
-
-
-@pytest.fixture(scope="session")
-def tokens(world, shared_tmp_path):
-    path = shared_tmp_path / "checkpoint-tokens.bin"
-    if world.rank == 0:
-        write_tokens(path)
-    world.agree(None)
-    return path
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan
-from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job, write_tokens
+from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 
 TOLERANCE = 1e-5
 AXES = ("x", "y", "z", "pipeline", "data")
@@ -37,15 +37,6 @@ def pytest_generate_tests(metafunc):
         size = MPI.COMM_WORLD.size
         chosen = factorisations(size) if metafunc.config.getoption("--all-layouts") else SELECTION.get(size, [])
         metafunc.parametrize("layout", list(chosen), ids=lambda sizes: "x".join(map(str, sizes)))
-
-
-@pytest.fixture(scope="session")
-def tokens(world, shared_tmp_path):
-    path = shared_tmp_path / "tokens.bin"
-    if world.rank == 0:
-        write_tokens(path)
-    world.agree(None)
-    return path
 
 
 @functools.cache
