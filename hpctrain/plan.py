@@ -93,10 +93,6 @@ class Plan:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted(rank for tile in self.tiles for rank in tile.ranks))
 
-    @property
-    def num_items(self) -> int:
-        return max(tile.items.stop for tile in self.tiles)
-
     @cached_property
     def _tile_of(self) -> dict[int, Tile]:
         return {rank: tile for tile in self.tiles for rank in tile.ranks}

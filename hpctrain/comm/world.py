@@ -67,11 +67,6 @@ class World:
         return self.hosts[self.rank]
 
     @property
-    def local_rank(self) -> int:
-        """This rank's number among those of its host."""
-        return self.hosts[: self.rank].count(self.host)
-
-    @property
     def local_size(self) -> int:
         return self.hosts.count(self.host)
 

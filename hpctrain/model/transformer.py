@@ -13,7 +13,8 @@ from hpctrain.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
 from hpctrain.model.store import Store
-from hpctrain.parameters import item_parameters
+from hpctrain.parameters import item_parameters, padded_vocabulary
+from hpctrain.plan import TensorGrid
 
 IGNORED = -1  # a target that does not count
 
@@ -40,7 +41,7 @@ class Item:
 
     def vocabulary(self) -> tuple[int, int]:
         """Return the first token id of this rank's part and the number of ids in it that are not padding."""
-        padded = -(-self.model.vocab_size // self.axes.y.size) * self.axes.y.size
+        padded = padded_vocabulary(self.model, TensorGrid(y=self.axes.y.size))
         part = cut_evenly(padded, self.axes.y.size)[self.axes.y.rank]
         return part.start, part.intersect(Interval(0, self.model.vocab_size)).size
 

@@ -27,9 +27,8 @@ def default_run_folder(name: str) -> Path:
 def _toml(value) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
-    return json.dumps(
-        value, ensure_ascii=False
-    )  # strings, numbers, booleans and lists of them are written alike in JSON and TOML
+    # strings, numbers, booleans and lists of them are written alike in JSON and TOML
+    return json.dumps(value, ensure_ascii=False)
 
 
 def dump_job(job: Job, reasons: dict[str, str], plan_file: Path) -> str:
