@@ -21,13 +21,41 @@ ROUTE_VARIABLE = "HPCTRAIN_ROUTE"
 class Communicator:
     """Collectives over one group of ranks; a group of one does nothing, at no cost."""
 
-    def __init__(self, ranks: Sequence[int], route: SharedCollectives | MessageCollectives | None, reason: str):
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        route: SharedCollectives | MessageCollectives | None,
+        reason: str,
+        ranks_on_host: int = 1,
+    ):
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = route.rank if route else 0
         self.route = route.name if route else "none"
         self.reason = reason
         self._route = route
+        self._ranks_on_host = ranks_on_host
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return zeros [numel] in memory that this group's collectives work on with the fewest copies.
+
+        All ranks must call with the same `numel`. The tensor is gone when the communicator is closed.
+        """
+        if isinstance(self._route, SharedCollectives) and device.type == "cpu" and numel:
+            memory = self._route.allocate(numel * dtype.itemsize, self._ranks_on_host)
+            if memory is not None:
+                return memory.view(dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Return zeros [numel] that are one memory for all ranks; None where the group has no such memory.
+
+        Who writes must see to it that nobody reads, by `barrier`. All ranks must call.
+        """
+        if isinstance(self._route, SharedCollectives) and device.type == "cpu" and numel:
+            memory = self._route.allocate_common(numel * dtype.itemsize, self._ranks_on_host)
+            return None if memory is None else memory.view(dtype)
+        return None
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce in place over all ranks; `op` is sum, max or min. Half precision is summed in fp32."""
@@ -101,7 +129,7 @@ def make_communicator(mpi, parent, ranks: Sequence[int], hosts: Sequence[str], t
     route, reason = choose_route(ranks, hosts)
     comm = _sub_communicator(mpi, parent, ranks)
     kind = SharedCollectives if route == "shared" else MessageCollectives
-    return Communicator(ranks, kind(mpi, comm, timeout_seconds), reason)
+    return Communicator(ranks, kind(mpi, comm, timeout_seconds), reason, hosts.count(hosts[parent.rank]))
 
 
 def make_channel(mpi, parent, peer: int, num_bytes: int, depth: int, hosts, timeout_seconds: float) -> Channel:

@@ -5,6 +5,7 @@ says so by raising a counter, and reads the slots of the others. Reductions are 
 ranks and in fp32 for half precision, so that the result is the same on every rank and in every run.
 """
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,10 @@ from hpctrain.intervals import Interval, cut_evenly
 # announced the second. 512 KiB keeps the slots of a few ranks inside the shared cache.
 SLOT_BYTES = 512 * 1024
 HEADER_BYTES = 4096
+# Where POSIX shared memory lives on Linux. Beyond its size a write is a bus error, so nothing large is put there unless
+# it leaves this share of what is free to others.
+SHARED_MEMORY = "/dev/shm"
+SHARE_LEFT_FREE = 0.5
 # Below this, everybody reduces everything: one announcement instead of two.
 SMALL_BYTES = 8 * 1024
 
@@ -93,8 +98,46 @@ class SharedCollectives:
     def __init__(self, mpi, comm, timeout_seconds: float):
         self._window = SharedWindow(mpi, comm, 2 * SLOT_BYTES, timeout_seconds)
         self.rank, self.size = comm.rank, comm.size
+        self._mpi, self._comm, self._timeout_seconds = mpi, comm, timeout_seconds
+        self._regions: list[SharedWindow] = []
         self._announced = 0
         self._half = 0
+
+    def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
+        """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
+
+        Collectives on tensors inside them need no copies through slots. All ranks must call with the same size.
+        """
+        region = self._add_region(num_bytes, num_bytes * max(ranks_on_host, self.size))
+        return None if region is None else region.bytes[self.rank].zero_()
+
+    def allocate_common(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
+        """Return zeroed bytes that are the same memory on every rank, or None as `allocate`. All ranks must call."""
+        groups = max(ranks_on_host, self.size) // self.size
+        region = self._add_region(num_bytes if self.rank == 0 else 0, num_bytes * groups)
+        if region is None:
+            return None
+        if self.rank == 0:
+            region.bytes[0].zero_()
+        self.barrier()
+        return region.bytes[0]
+
+    def _add_region(self, num_bytes: int, bytes_on_host: int) -> SharedWindow | None:
+        enough = torch.tensor([_free_bytes(SHARED_MEMORY) * SHARE_LEFT_FREE >= bytes_on_host])
+        self.all_reduce(enough, "min")
+        if not enough:
+            return None
+        self._regions.append(SharedWindow(self._mpi, self._comm.Dup(), num_bytes, self._timeout_seconds))
+        return self._regions[-1]
+
+    def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return, by rank, the memory of each that corresponds to a tensor in allocated memory; None if it is not."""
+        for region in self._regions:
+            start = flat.data_ptr() - region.bytes[self.rank].data_ptr()
+            stop = start + flat.numel() * flat.element_size()
+            if start >= 0 and stop <= region.bytes[self.rank].numel():
+                return [memory[start:stop].view(flat.dtype) for memory in region.bytes]
+        return None
 
     def _announce(self, what: str) -> None:
         """Say that this rank has come so far, and wait until all have."""
@@ -114,6 +157,12 @@ class SharedCollectives:
         self._announce("barrier")
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> None:
+        if (seen := self._everywhere(flat)) is not None:
+            cuts = cut_evenly(flat.numel(), self.size)
+            own = flat[slice(*cuts[self.rank])]
+            own.copy_(self._reduce_seen(seen, torch.empty_like(own), cuts[self.rank], op))  # `own` is one of its parts
+            self._gather_seen(seen, cuts)
+            return
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
             self._all_reduce_chunk(flat[start : start + step], op)
@@ -135,7 +184,24 @@ class SharedCollectives:
             if other != self.rank:
                 chunk[slice(*cut)].copy_(slots[other][slice(*cut)])
 
+    def _reduce_seen(self, seen: list[torch.Tensor], out: torch.Tensor, cut: Interval, op: str) -> torch.Tensor:
+        self._announce("reduce_scatter")
+        if cut.size:
+            sum_in_order([tensor[slice(*cut)] for tensor in seen], out, op)
+        return out
+
+    def _gather_seen(self, seen: list[torch.Tensor], cuts: Sequence[Interval]) -> None:
+        self._announce("all_gather")
+        for other, cut in enumerate(cuts):
+            if other != self.rank:
+                seen[self.rank][slice(*cut)].copy_(seen[other][slice(*cut)])
+        self._announce("all_gather")  # nobody reads this rank's memory any longer
+
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor) -> None:
+        if (seen := self._everywhere(flat)) is not None:
+            self._reduce_seen(seen, out, cuts[self.rank], "sum")
+            self._announce("reduce_scatter")
+            return
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
             pieces = [_chunk(cut, 1, start, step) for cut in cuts]
@@ -152,6 +218,9 @@ class SharedCollectives:
                 sum_in_order(parts, out[start : start + own.size], "sum")
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> None:
+        if (seen := self._everywhere(flat)) is not None:
+            self._gather_seen(seen, cuts)
+            return
         data = as_bytes(flat)
         scale = flat.element_size()
         for start in range(0, max(cut.size for cut in cuts) * scale, SLOT_BYTES):
@@ -176,10 +245,17 @@ class SharedCollectives:
                 chunk.copy_(slot)
 
     def abandon(self) -> None:
-        self._window.abandoned = True
+        for window in (self._window, *self._regions):
+            window.abandoned = True
 
     def close(self) -> None:
-        self._window.close()
+        for window in (*self._regions, self._window):
+            window.close()
+
+
+def _free_bytes(path: str) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
 
 
 class SharedChannel:

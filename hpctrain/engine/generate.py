@@ -34,7 +34,7 @@ class Generator:
             axes = Axes(alone, alone, alone)
             grid = TensorGrid()
             layouts = [unit.layout(grid, 0, 0) for unit in units(model, grid)]
-            store = Store([((0,), layouts)], axes, torch.float32, torch.device("cpu"))
+            store = Store([(alone, layouts)], axes, torch.float32, torch.device("cpu"))
             self._stage = Stage(model, Tile(Interval(0, model.num_items), Interval(0, 1), (0,)), axes, store)
             for group in store.groups:
                 for piece in group.pieces(Interval(0, group.size)):

@@ -83,7 +83,8 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
         send_gradient=sends(plan, rank, hidden, forward=False),
     )
     channels = _make_channels(world, plan, rank, transfers, length * torch.empty((), dtype=dtype).element_size())
-    stage = Stage(job.model, tile, axes, Store(grouped, axes, dtype, device))
+    store = Store([(made, layouts) for made, (_, layouts) in zip(groups, grouped, strict=True)], axes, dtype, device)
+    stage = Stage(job.model, tile, axes, store)
     return Layout(plan, rank, tile, everyone, axes, groups, stage, transfers, channels, dtype)
 
 

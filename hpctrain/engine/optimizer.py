@@ -94,3 +94,4 @@ class Optimizer:
                 in_use.copy_(shard.master)
             if shard.zero:
                 shard.holders.all_gather(shard.group.weights, shard.cuts)
+        self._layout.store.publish()

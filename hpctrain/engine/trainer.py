@@ -90,10 +90,12 @@ class Trainer:
         """Start from initial weights."""
         self.layout.stage.initialise(self.job.train.seed)
         self.optimizer.load_masters()
+        self.layout.store.publish()
 
     def resume(self, checkpoint: Path) -> None:
         """Start from a checkpoint of any layout."""
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
+        self.layout.store.publish()
 
     def step(self, sequences: Sequences, stop: bool = False) -> tuple[dict, bool]:
         """Train one step; return its metrics, and whether some rank was asked to stop."""

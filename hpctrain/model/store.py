@@ -2,16 +2,18 @@
 
 The units (see `hpctrain.parameters`) whose pieces are exchanged among the same ranks form a *group*: one flat array
 of weights and one of fp32 gradients, so that gradients are reduced in one large message. With z > 1 a rank stores
-a z-th of each unit, gathers the whole while an item computes, and scatters the gradient back.
+a z-th of each unit and scatters gradients back after each item's backward pass. The whole unit is in memory that all
+of z see, filled after each update, where there is such memory; else it is gathered while an item computes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.model.axes import Axes
+from hpctrain.model.axes import Axes, Axis
 from hpctrain.parameters import Box, Parameter, UnitLayout
 
 
@@ -43,12 +45,44 @@ class Piece:
     """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
 
 
+class WholeGradients:
+    """Room for the whole gradients of the units of one item at a time, in memory that z exchanges at least cost."""
+
+    def __init__(self, layouts: Iterable[UnitLayout], z: Axis, device: torch.device):
+        sizes: Counter[int] = Counter()
+        for layout in layouts:
+            sizes.update(dict.fromkeys(layout.unit.items, layout.size))
+        self._room = z.allocate(max(sizes.values()) if z.size > 1 else 0, torch.float32, device)
+        self._at = self._users = 0
+
+    def take(self, numel: int) -> torch.Tensor:
+        """Return zeros; pair with `give_back`."""
+        self._users += 1
+        self._at += numel
+        return self._room[self._at - numel : self._at].zero_()
+
+    def give_back(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._at = 0
+
+
 class UnitStore:
     """One unit on one rank: its z-shard of weights and gradients, and its views while gathered."""
 
-    def __init__(self, layout: UnitLayout, axes: Axes, weights: torch.Tensor, grads: torch.Tensor):
+    def __init__(
+        self,
+        layout: UnitLayout,
+        axes: Axes,
+        weights: torch.Tensor,
+        grads: torch.Tensor,
+        whole: torch.Tensor | None,
+        whole_grads: WholeGradients,
+    ):
+        """`weights` and `grads` are this rank's shard; `whole` is the unit in memory that all of z see, if any."""
         self.layout = layout
         self._z = axes.z
+        self._whole, self._whole_grads = whole, whole_grads
         self._cuts = cut_evenly(layout.size, axes.z.size)
         self._shard, self._grad_shard = weights, grads
         self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
@@ -74,6 +108,8 @@ class UnitStore:
         self._views += found
         if self._z.size == 1:
             self._set_views(found, self._shard, self._grad_shard)
+        elif self._whole is not None:
+            self._set_views(found, self._whole, None)
         return [weight for weight, _, _ in found]
 
     @staticmethod
@@ -85,17 +121,22 @@ class UnitStore:
     def gather(self) -> None:
         """Make the whole unit available; pair with `release`. All ranks of z must call."""
         self._users += 1
-        if self._z.size == 1 or self._users > 1:
+        if self._z.size == 1 or self._whole is not None or self._users > 1:
             return
         whole = self._shard.new_empty(self.layout.size)
         whole[slice(*self._cuts[self._z.rank])] = self._shard
         self._z.all_gather(whole, self._cuts)
         self._set_views(self._views, whole, None)
 
+    def publish(self) -> None:
+        """Copy this rank's shard to where all of z see it; nobody may be reading."""
+        if self._whole is not None:
+            self._whole[slice(*self._cuts[self._z.rank])] = self._shard
+
     def begin_backward(self) -> None:
         """Make room for the gradient of the whole unit."""
         if self._z.size > 1:
-            self._whole_grad = self._grad_shard.new_zeros(self.layout.size)
+            self._whole_grad = self._whole_grads.take(self.layout.size)
             for weight, at, shape in self._views:
                 weight.grad = self._whole_grad[slice(*at)].view(shape)
 
@@ -105,31 +146,42 @@ class UnitStore:
             part = torch.empty_like(self._grad_shard)
             self._z.reduce_scatter(self._whole_grad, part, self._cuts)
             self._grad_shard += part
-            del self._whole_grad
+            self._whole_grads.give_back()
 
     def release(self) -> None:
         self._users -= 1
-        if self._z.size > 1 and self._users == 0:
+        if self._z.size > 1 and self._whole is None and self._users == 0:
             self._set_views(self._views, None, None)
 
 
 class Group:
     """Flat arrays of the units that the same ranks hold: `weights` in the compute dtype, `grads` in fp32."""
 
-    def __init__(self, layouts: list[UnitLayout], axes: Axes, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        layouts: list[UnitLayout],
+        holders: Axis,
+        axes: Axes,
+        whole_grads: WholeGradients,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         shards = [cut_evenly(layout.size, axes.z.size)[axes.z.rank] for layout in layouts]
         total = sum(shard.size for shard in shards)
-        self.weights = torch.zeros(total, dtype=dtype, device=device)
-        self.grads = torch.zeros(total, dtype=torch.float32, device=device)
+        self.weights = holders.allocate(total, dtype, device)
+        self.grads = holders.allocate(total, torch.float32, device)
+        whole = axes.z.allocate_common(sum(layout.size for layout in layouts), dtype, device)
         self.units: list[UnitStore] = []
         self._coordinate = (axes.x.rank, axes.y.rank)
         self._placed: list[tuple[UnitLayout, Interval, int]] = []
-        at = 0
+        at = at_whole = 0
         for layout, shard in zip(layouts, shards, strict=True):
             where = slice(at, at + shard.size)
-            self.units.append(UnitStore(layout, axes, self.weights[where], self.grads[where]))
+            unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
+            self.units.append(UnitStore(layout, axes, self.weights[where], self.grads[where], unit_whole, whole_grads))
             self._placed.append((layout, shard, at))
             at += shard.size
+            at_whole += layout.size
 
     @property
     def size(self) -> int:
@@ -148,10 +200,22 @@ class Group:
 class Store:
     """All weights of one tile on one rank, by groups of holders."""
 
-    def __init__(self, groups: list[tuple[tuple[int, ...], list[UnitLayout]]], axes: Axes, dtype, device):
-        """`groups` pairs the holders (ranks) of a group with the layouts of its units, in the plan-wide order."""
-        self.holders = [ranks for ranks, _ in groups]
-        self.groups = [Group(layouts, axes, dtype, device) for _, layouts in groups]
+    def __init__(self, groups: list[tuple[Axis, list[UnitLayout]]], axes: Axes, dtype, device):
+        """`groups` pairs the holders of a group with the layouts of its units, in the plan-wide order.
+
+        All holders, and all ranks of z, must call.
+        """
+        whole_grads = WholeGradients((layout for _, layouts in groups for layout in layouts), axes.z, device)
+        self._z = axes.z
+        self.groups = [Group(layouts, holders, axes, whole_grads, dtype, device) for holders, layouts in groups]
+
+    def publish(self) -> None:
+        """Bring changed weights into use on all of z, whose ranks must all call."""
+        self._z.barrier()  # the others may still be reading
+        for group in self.groups:
+            for unit in group.units:
+                unit.publish()
+        self._z.barrier()
 
     def units_of(self, item: int) -> list[UnitStore]:
         return [u for group in self.groups for u in group.units if item in u.layout.unit.items]

@@ -5,6 +5,10 @@ which ranks failed and why. A rank that waits for one that has failed gives up a
 """
 
 import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -26,9 +30,21 @@ def world():
 
 
 @pytest.fixture(scope="session")
-def shared_tmp_path(world, tmp_path_factory):
-    """A folder that all ranks see."""
-    return world.broadcast_object(tmp_path_factory.mktemp("shared") if world.rank == 0 else None)
+def shared_tmp_path(world):
+    """A folder that all ranks see. Not one of pytest: every rank is a pytest, and tidies up those of others."""
+    path = world.broadcast_object(Path(tempfile.mkdtemp(prefix="hpctrain-")) if world.rank == 0 else None)
+    yield path
+    world.agree(None)
+    if world.rank == 0:
+        shutil.rmtree(path)
+
+
+@pytest.fixture
+def folder(shared_tmp_path, request):
+    """A folder of one test's own that all ranks see."""
+    path = shared_tmp_path / re.sub(r"\W+", "-", request.node.nodeid)
+    path.mkdir(exist_ok=True)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,6 @@ from tests.ranks.small_runs import make_job, make_trainer
 STEPS = 6
 
 
-@pytest.fixture
-def folder(world, tmp_path):
-    return world.broadcast_object(tmp_path)
-
-
 def run(world, job, folder, interrupt_after=None, resume=False):
     """Train to STEPS (or stop early), save, and return losses and gradient norms of the steps that ran."""
     _, training, _ = open_datasets(job.data, job.train.seed)

@@ -50,6 +50,7 @@ def cases(draw):
         "op": draw(st.sampled_from(["sum", "max", "min"])),
         "counts": counts,
         "root": draw(st.integers(0, len(ranks) - 1)),
+        "allocated": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**31)),
     }
 
@@ -80,9 +81,16 @@ def test_collectives_agree_with_a_reference(world, case):
         return
     with route(case["route"]):
         comm = world.group(case["ranks"])
+
+    def tensor_of(values: torch.Tensor) -> torch.Tensor:
+        """Put values where the case wants them; in allocated memory not at its start."""
+        if not case["allocated"]:
+            return values
+        return comm.allocate(values.numel() + 3, values.dtype, values.device)[3:].copy_(values)
+
     try:
         me, size = comm.rank, case["size"]
-        tensor = contribution(case, me, size)
+        tensor = tensor_of(contribution(case, me, size))
         comm.all_reduce(tensor, case["op"])
         assert_close(case, tensor, reduced(case, size), case["op"])
         everywhere = tensor.clone()
@@ -93,10 +101,12 @@ def test_collectives_agree_with_a_reference(world, case):
         cuts = [Interval(a, b) for a, b in itertools.pairwise(bounds)]
         total, own = bounds[-1], slice(*cuts[me])
         out = torch.empty(cuts[me].size, dtype=tensor.dtype)
-        comm.reduce_scatter(contribution(case, me, total), out, cuts)
+        given = tensor_of(contribution(case, me, total))
+        comm.reduce_scatter(given, out, cuts)
+        given.zero_()  # whoever returns is done with it, and so are the others
         assert_close(case, out, reduced(case | {"op": "sum"}, total)[own], "sum")
 
-        gathered = torch.zeros(total, dtype=tensor.dtype)
+        gathered = tensor_of(torch.zeros(total, dtype=tensor.dtype))
         gathered[own] = contribution(case, me, total)[own]
         comm.all_gather(gathered, cuts)
         expected = torch.cat([contribution(case, i, total)[slice(*cut)] for i, cut in enumerate(cuts)])
@@ -105,9 +115,31 @@ def test_collectives_agree_with_a_reference(world, case):
         sent = contribution(case, me, size)
         comm.broadcast(sent, case["root"])
         assert torch.equal(sent, contribution(case, case["root"], size))
+
+        common = comm.allocate_common(comm.size, torch.int64, tensor.device)
+        assert (common is None) == (case["route"] == "messages")
+        if common is not None:
+            common[me] = me
+            comm.barrier()
+            assert common.tolist() == list(range(comm.size))
         comm.barrier()
     finally:
         comm.close()
+
+
+@pytest.mark.timeout(60)
+def test_large_arrays_stay_private_where_shared_memory_is_too_small(world, monkeypatch):
+    from hpctrain.comm import shared
+
+    comm = world.group(range(world.size))
+    if world.rank == world.size - 1:  # one host of several, say
+        monkeypatch.setattr(shared, "_free_bytes", lambda path: 1 << 20)
+    assert comm.allocate_common(1 << 20, torch.float32, torch.device("cpu")) is None
+    tensor = comm.allocate(1 << 20, torch.float32, torch.device("cpu"))
+    tensor += 1
+    comm.all_reduce(tensor)
+    assert (tensor == world.size).all()
+    comm.close()
 
 
 @pytest.mark.timeout(60)

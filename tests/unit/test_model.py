@@ -25,7 +25,7 @@ def make_stage(model: Model, recompute: str) -> Stage:
     alone = Communicator([0], None, "a single rank")
     axes = Axes(alone, alone, alone)
     layouts = [unit.layout(TensorGrid(), 0, 0) for unit in units(model, TensorGrid())]
-    store = Store([((0,), layouts)], axes, torch.float32, torch.device("cpu"))
+    store = Store([(alone, layouts)], axes, torch.float32, torch.device("cpu"))
     tile = Tile(Interval(0, model.num_items), Interval(0, 3), (0,), recompute=recompute)
     stage = Stage(model, tile, axes, store)
     stage.initialise(3)
