@@ -1,48 +1,171 @@
 """Communicators: collectives on torch tensors over a set of ranks, by the route that fits where the ranks are.
 
 Every collective must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape
-and any dtype that torch trains with. Results are the same bits on every rank and in every run.
+and any dtype that torch trains with. Half precision is summed in fp32 and rounded once. Results are the same bits on
+every rank and in every run. A `Communicator` blocks; a `Lane` offers the same and returns a `Work`.
 """
 
-import os
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 
-from hpctrain.comm.messages import MessageChannel, MessageCollectives
-from hpctrain.comm.shared import SharedChannel, SharedCollectives
+from hpctrain.comm.hierarchy import Collectives
+from hpctrain.comm.lanes import Progress, Work
+from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.shared import SharedCollectives
+from hpctrain.comm.steps import Steps, complete, until_all
+from hpctrain.comm.transport import Transport
+from hpctrain.comm.waiting import Patience
+from hpctrain.errors import CommError
 from hpctrain.intervals import Interval, cut_evenly
 
-Channel = SharedChannel | MessageChannel
-# Forces a route, for tests and for machines whose shared memory is too small: "messages".
-ROUTE_VARIABLE = "HPCTRAIN_ROUTE"
+OPERATIONS = ("sum", "max", "min")
 
 
-class Communicator:
-    """Collectives over one group of ranks; a group of one does nothing, at no cost."""
+class Backend:
+    """What a group communicates by: its collectives and its messages, and why these."""
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        route: SharedCollectives | MessageCollectives | None,
-        reason: str,
-        ranks_on_host: int = 1,
-    ):
+    def __init__(self, collectives: Collectives, transport: Transport, reason: str, ranks_on_host: int):
+        self.collectives, self.transport = collectives, transport
+        self.reason, self.ranks_on_host = reason, ranks_on_host
+
+    def abandon(self) -> None:
+        self.collectives.abandon()
+        self.transport.abandon()
+
+    def close(self) -> None:
+        self.collectives.close()
+        self.transport.close()
+
+
+Result = TypeVar("Result")
+
+
+class Operations(ABC, Generic[Result]):
+    """The operations of a group, on its ranks by position; what they return is up to who carries them out."""
+
+    def __init__(self, ranks: Sequence[int], backend: Backend | None):
+        """`backend` is None for a group of one."""
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
-        self.rank = route.rank if route else 0
-        self.route = route.name if route else "none"
-        self.reason = reason
-        self._route = route
-        self._ranks_on_host = ranks_on_host
+        self.rank = backend.collectives.rank if backend else 0
+        self.route = backend.collectives.name if backend else "alone"
+        self.reason = backend.reason if backend else "a single rank"
+        self._backend = backend
+
+    @abstractmethod
+    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps) -> Result: ...
+
+    @property
+    def _collectives(self) -> Collectives:
+        assert self._backend is not None
+        return self._backend.collectives
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_contiguous():
+            raise CommError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+        return tensor.view(-1)
+
+    def _cuts(self, flat: torch.Tensor, cuts: Sequence[Interval] | None) -> Sequence[Interval]:
+        if cuts is None:
+            return cut_evenly(flat.numel(), self.size)
+        if len(cuts) != self.size or cuts[-1].stop > flat.numel():
+            raise CommError(f"{len(cuts)} cuts up to {cuts[-1].stop} for {self.size} ranks and {flat.numel()} elements")
+        return cuts
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Result:
+        """Reduce in place over all ranks; `op` is sum, max or min."""
+        if op not in OPERATIONS:
+            raise CommError(f"no reduction '{op}'; there are {', '.join(OPERATIONS)}")
+        if self.size == 1 or not tensor.numel():
+            return self._execute("all_reduce", tensor, iter(()))
+        return self._execute("all_reduce", tensor, self._collectives.all_reduce(self._flat(tensor), op))
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None, op: str = "sum"
+    ) -> Result:
+        """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
+        flat, into = self._flat(tensor), self._flat(out)
+        cuts = self._cuts(flat, cuts)
+        if self.size == 1:
+            return self._execute("reduce_scatter", tensor, _copying([into], [flat[slice(*cuts[0])]]))
+        return self._execute("reduce_scatter", tensor, self._collectives.reduce_scatter(flat, cuts, into, op))
+
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Result:
+        """Fill the flat tensor on all ranks in place, of which rank i brings elements `cuts[i]`."""
+        if self.size == 1 or not tensor.numel():
+            return self._execute("all_gather", tensor, iter(()))
+        flat = self._flat(tensor)
+        return self._execute("all_gather", tensor, self._collectives.all_gather(flat, self._cuts(flat, cuts)))
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Result:
+        """Overwrite the tensor with that of `root` (a position in the group)."""
+        if self.size == 1 or not tensor.numel():
+            return self._execute("broadcast", tensor, iter(()))
+        return self._execute("broadcast", tensor, self._collectives.broadcast(self._flat(tensor), root))
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Result:
+        """Make rank i's `sent[j]` rank j's `received[i]`; any sizes, one dtype, a tensor for every rank."""
+        ours, theirs = [self._flat(t) for t in sent], [self._flat(t) for t in received]
+        if self.size == 1:
+            return self._execute("all_to_all", sent[0], _copying(theirs, ours))
+        return self._execute("all_to_all", sent[0], self._collectives.all_to_all(ours, theirs))
+
+    def barrier(self) -> Result:
+        steps = iter(()) if self.size == 1 else self._collectives.barrier()
+        return self._execute("barrier", torch.empty(0), steps)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Result:
+        """Send to the rank at position `peer`, which receives as many bytes; ends when the tensor may be changed."""
+        return self._execute("send", tensor, self._message(self._transport.send, tensor, peer))
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Result:
+        """Fill the tensor with the next message of the rank at position `peer`."""
+        return self._execute("receive", tensor, self._message(self._transport.receive, tensor, peer))
+
+    @property
+    def _transport(self) -> Transport:
+        if self._backend is None:
+            raise CommError("a group of a single rank has nobody to send to")
+        return self._backend.transport
+
+    def _message(self, move, tensor: torch.Tensor, peer: int) -> Steps:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise CommError(f"no peer at position {peer} for rank {self.rank} of {self.size}")
+        yield from until_all([move(peer, as_bytes(self._flat(tensor)))], f"rank {peer} of {self.size}")
+
+    def abandon(self) -> None:
+        """Leave without the others: `close` will do nothing. For error paths."""
+        if self._backend:
+            self._backend.abandon()
+
+    def close(self) -> None:
+        """Free what it uses. All ranks must call; a second call does nothing."""
+        if self._backend:
+            self._backend.close()
+
+
+class Communicator(Operations[torch.Tensor]):
+    """Blocking operations; each returns the tensor that it was given. A group of one does nothing, at no cost."""
+
+    def __init__(self, ranks: Sequence[int], backend: Backend | None = None, patience: Patience | None = None):
+        super().__init__(ranks, backend)
+        self._patience = patience or Patience(float("inf"))
+
+    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
+        complete(steps, operation, self._patience)
+        return tensor
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return zeros [numel] in memory that this group's collectives work on with the fewest copies.
 
         All ranks must call with the same `numel`. The tensor is gone when the communicator is closed.
         """
-        if isinstance(self._route, SharedCollectives) and device.type == "cpu" and numel:
-            memory = self._route.allocate(numel * dtype.itemsize, self._ranks_on_host)
+        if (shared := self._shared(device)) and numel:
+            memory = shared.allocate(numel * dtype.itemsize, self._backend.ranks_on_host)
             if memory is not None:
                 return memory.view(dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -52,90 +175,34 @@ class Communicator:
 
         Who writes must see to it that nobody reads, by `barrier`. All ranks must call.
         """
-        if isinstance(self._route, SharedCollectives) and device.type == "cpu" and numel:
-            memory = self._route.allocate_common(numel * dtype.itemsize, self._ranks_on_host)
+        if (shared := self._shared(device)) and numel:
+            memory = shared.allocate_common(numel * dtype.itemsize, self._backend.ranks_on_host)
             return None if memory is None else memory.view(dtype)
         return None
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce in place over all ranks; `op` is sum, max or min. Half precision is summed in fp32."""
-        if self._route and tensor.numel():
-            self._route.all_reduce(tensor.view(-1), op)
-        return tensor
-
-    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None) -> None:
-        """Sum over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
-        flat = tensor.view(-1)
-        if self._route:
-            self._route.reduce_scatter(flat, cuts or cut_evenly(flat.numel(), self.size), out.view(-1))
-        else:
-            out.view(-1).copy_(flat)
-
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor:
-        """Fill the flat tensor on all ranks in place, of which rank i brings elements `cuts[i]`."""
-        if self._route and tensor.numel():
-            flat = tensor.view(-1)
-            self._route.all_gather(flat, cuts or cut_evenly(flat.numel(), self.size))
-        return tensor
-
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """Overwrite the tensor with that of `root` (a position in the group)."""
-        if self._route and tensor.numel():
-            self._route.broadcast(tensor.view(-1), root)
-        return tensor
-
-    def barrier(self) -> None:
-        if self._route:
-            self._route.barrier()
-
-    def abandon(self) -> None:
-        """Leave without the others: `close` will do nothing. For error paths."""
-        if self._route:
-            self._route.abandon()
-
-    def close(self) -> None:
-        if self._route:
-            self._route.close()
+    def _shared(self, device: torch.device) -> SharedCollectives | None:
+        collectives = self._backend and self._backend.collectives
+        return collectives if isinstance(collectives, SharedCollectives) and device.type == "cpu" else None
 
 
-def choose_route(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[str, str]:
-    """Return the route for a group and the reason.
+class Lane(Operations[Work]):
+    """Operations that go on while the rank computes, one after the other; each returns a `Work` at once.
 
-    | route    | who                     | waiting ranks     | reduction            |
-    |----------|-------------------------|-------------------|----------------------|
-    | shared   | all ranks on one host   | yield, then sleep | ours, order of ranks |
-    | messages | any ranks (host memory) | yield, then sleep | ours, order of ranks |
+    Tensors must be left alone until their work is done.
     """
-    if os.environ.get(ROUTE_VARIABLE) == "messages":
-        return "messages", f"{ROUTE_VARIABLE} asks for it"
-    where = {hosts[rank] for rank in ranks}
-    if len(where) == 1:
-        return "shared", f"all on host {hosts[ranks[0]]}"
-    return "messages", f"spread over {len(where)} hosts"
+
+    def __init__(self, ranks: Sequence[int], backend: Backend | None, progress: Progress):
+        super().__init__(ranks, backend)
+        self._progress = progress
+        self._queue: deque[Work] = progress.add_lane()
+
+    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps) -> Work:
+        work = Work(self._progress, operation, steps)
+        self._progress.submit(self._queue, work)
+        return work
 
 
-def _sub_communicator(mpi, parent, ranks: Sequence[int]):
-    """Make an MPI communicator of these ranks alone, in this order; only they call."""
-    group = parent.group.Incl(list(ranks))
-    made = parent.Create_group(group)
-    group.Free()
-    return made
-
-
-def make_communicator(mpi, parent, ranks: Sequence[int], hosts: Sequence[str], timeout_seconds: float) -> Communicator:
-    """Make the communicator of a group by `choose_route`. Its ranks must call, in the same order of calls."""
-    if len(ranks) == 1:
-        return Communicator(ranks, None, "a single rank")
-    route, reason = choose_route(ranks, hosts)
-    comm = _sub_communicator(mpi, parent, ranks)
-    kind = SharedCollectives if route == "shared" else MessageCollectives
-    return Communicator(ranks, kind(mpi, comm, timeout_seconds), reason, hosts.count(hosts[parent.rank]))
-
-
-def make_channel(mpi, parent, peer: int, num_bytes: int, depth: int, hosts, timeout_seconds: float) -> Channel:
-    """Make a channel between this rank and `peer`. Both must call."""
-    ranks = sorted((parent.rank, peer))
-    comm = _sub_communicator(mpi, parent, ranks)
-    if choose_route(ranks, hosts)[0] == "shared":
-        return SharedChannel(mpi, comm, num_bytes, depth, timeout_seconds)
-    return MessageChannel(mpi, comm, depth, timeout_seconds)
+def _copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Steps:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+    yield from ()

@@ -14,7 +14,14 @@ FIRST_SLEEP_SECONDS = 20e-6
 LONGEST_SLEEP_SECONDS = 500e-6
 
 
-def wait_until(ready: Callable[[], bool], what: Callable[[], str], timeout_seconds: float) -> None:
+class Patience:
+    """How long a rank waits for others before it gives up; what is waited for now follows changes."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+
+def wait_until(ready: Callable[[], bool], what: Callable[[], str], patience: Patience) -> None:
     """Return once `ready()` is true: yield the core at first, then sleep between looks.
 
     `what()` names the awaited thing and is only called for the message of the CommError after the timeout.
@@ -28,7 +35,7 @@ def wait_until(ready: Callable[[], bool], what: Callable[[], str], timeout_secon
     while not ready():
         time.sleep(pause)
         waited = time.monotonic() - start
-        if waited > timeout_seconds:
+        if waited > patience.seconds:
             raise CommError(
                 f"waited {waited:.0f} s for {what()}; it is gone or far behind"
                 " (raise observe.timeout_seconds if it was only slow)"

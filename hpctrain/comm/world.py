@@ -13,11 +13,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.comm.launcher import promised_size
+from hpctrain.comm.topology import Place, Preferences, Topology
+from hpctrain.comm.waiting import Patience
 from hpctrain.errors import HpctrainError, LaunchError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Channel, Communicator
+    from hpctrain.comm.channel import Channel
+    from hpctrain.comm.communicator import Communicator, Lane
+    from hpctrain.comm.lanes import Progress
 
+# What a rank is told about where it is; for tests and partitions of unlike processors under one name.
+HOST_VARIABLE, FAMILY_VARIABLE = "HPCTRAIN_HOST", "HPCTRAIN_FAMILY"
 UNCAUGHT_EXIT_CODE = 1
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
 AGREEMENT_SECONDS = 2.0
@@ -27,15 +33,18 @@ STAGGER_SECONDS, LONGEST_STAGGER_SECONDS = 0.1, 2.0
 class World:
     """All ranks of this start. Made once by `World.start`, passed on, closed by `close`."""
 
-    def __init__(self, mpi, owns_mpi: bool, hosts: Sequence[str], timeout_seconds: float):
+    def __init__(self, mpi, owns_mpi: bool, places: Sequence[Place], timeout_seconds: float):
         self._mpi, self._owns_mpi = mpi, owns_mpi
         self._comm = mpi.COMM_WORLD
         self._failures = self._comm.Dup()
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
-        self.hosts = tuple(hosts)
-        self.timeout_seconds = timeout_seconds
-        self._made: list[Communicator | Channel] = []
+        self.topology = Topology(tuple(places))
+        self.preferences = Preferences()
+        """For groups made from now on; must be the same on all ranks."""
+        self.patience = Patience(timeout_seconds)
+        self._progress: Progress | None = None
+        self._made: list[Communicator | Lane | Channel] = []
 
     @classmethod
     def start(cls, timeout_seconds: float = 1800.0) -> "World":
@@ -59,32 +68,48 @@ class World:
                 f" library ({MPI.Get_library_version().split(chr(10))[0][:60]}) do not belong together."
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
-        host = os.environ.get("HPCTRAIN_HOST", socket.gethostname())
-        return cls(MPI, ours, MPI.COMM_WORLD.allgather(host), timeout_seconds)
+        place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), os.environ.get(FAMILY_VARIABLE, "cpu"))
+        return cls(MPI, ours, MPI.COMM_WORLD.allgather(place), timeout_seconds)
 
     @property
-    def host(self) -> str:
-        return self.hosts[self.rank]
+    def place(self) -> Place:
+        return self.topology.places[self.rank]
 
-    @property
-    def local_size(self) -> int:
-        return self.hosts.count(self.host)
-
-    def group(self, ranks: Sequence[int]) -> "Communicator":
+    def group(self, ranks: Sequence[int], name: str = "") -> "Communicator":
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls."""
-        from hpctrain.comm.communicator import make_communicator  # torch: not before a mistake would have been found
+        from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been found
 
-        made = make_communicator(self._mpi, self._comm, ranks, self.hosts, self.timeout_seconds)
-        self._made.append(made)
-        return made
+        return self._keep(Communicator(ranks, self._routes().backend(ranks), self.patience))
+
+    def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
+        """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
+        from hpctrain.comm.communicator import Lane
+        from hpctrain.comm.lanes import Progress
+
+        self._progress = self._progress or Progress(threaded=self.has_threads)
+        return self._keep(Lane(ranks, self._routes().backend(ranks), self._progress))
 
     def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
-        from hpctrain.comm.communicator import make_channel
+        from hpctrain.comm.channel import make_channel
 
-        made = make_channel(self._mpi, self._comm, peer, num_bytes, depth, self.hosts, self.timeout_seconds)
+        mpi, comm = self._mpi, self._comm
+        topology, preferences, patience = self.topology, self.preferences, self.patience
+        return self._keep(make_channel(mpi, comm, topology, preferences, peer, num_bytes, depth, patience))
+
+    def _routes(self):
+        from hpctrain.comm.routes import RouteMaker
+
+        return RouteMaker(self._mpi, self._comm, self.topology, self.preferences)
+
+    def _keep(self, made):
         self._made.append(made)
         return made
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether MPI may be called by several threads at once."""
+        return self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
 
     def agree(self, error: Exception | None) -> None:
         """Raise on every rank if any rank has an error. All ranks must call.
@@ -123,6 +148,8 @@ class World:
 
     def close(self) -> None:
         """Free what was made, and end MPI if it was started here. All ranks must call."""
+        if self._progress is not None:
+            self._progress.close()
         for made in reversed(self._made):
             made.close()
         self._made.clear()
@@ -164,5 +191,5 @@ class World:
             trace = "".join(traceback.format_exception(error))
         message = f"hpctrain: {type(error).__name__}: {error}"
         if not everywhere:
-            message += f"\n  on rank {self.rank} of {self.size}, host {self.host}; all ranks are stopped"
+            message += f"\n  on rank {self.rank} of {self.size}, host {self.place.host}; all ranks are stopped"
         return trace + message

@@ -30,7 +30,7 @@ class Generator:
                 raise CheckpointError(f"{checkpoint}: was trained on tokens without a tokenizer, so it writes no text")
             self.tokenizer = Tokenizer.from_json(index.about["tokenizer"])
             model = self.job.model
-            alone = Communicator([0], None, "a single rank")
+            alone = Communicator([0])
             axes = Axes(alone, alone, alone)
             grid = TensorGrid()
             layouts = [unit.layout(grid, 0, 0) for unit in units(model, grid)]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.comm.communicator import Channel, Communicator
+from hpctrain.comm.channel import Channel
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.world import World
 from hpctrain.job import Job
 from hpctrain.model.axes import Axes
@@ -72,10 +73,10 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     """Make this rank's part of a plan. All ranks of the plan must call."""
     rank, tile = world.rank, plan.tile_of(world.rank)
     hidden, length = job.model.hidden_size, job.data.sequence_length
-    everyone = world.group(plan.ranks)
-    axes = Axes(*(world.group(tile.axis_ranks(axis, rank)) for axis in "xyz"))
+    everyone = world.group(plan.ranks, "everyone")
+    axes = Axes(*(world.group(tile.axis_ranks(axis, rank), axis) for axis in "xyz"))
     grouped = group_units(job, plan, rank)
-    groups = [world.group(ranks) for ranks, _ in grouped]
+    groups = [world.group(ranks, "data") for ranks, _ in grouped]
     transfers = Transfers(
         receive_activation=receives(plan, rank, hidden, forward=True),
         send_activation=sends(plan, rank, hidden, forward=True),

@@ -62,7 +62,7 @@ class Prepared:
 def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> Job:
     """Read a job on every rank; a file that only some of them can read is told by one of those that cannot."""
     job = load_job(reference, overrides)
-    world.timeout_seconds = job.observe.timeout_seconds
+    world.patience.seconds = job.observe.timeout_seconds
     return job
 
 
@@ -97,7 +97,7 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
             job = _with(job, "train", dtype=theirs.train.dtype)
             reasons["train.dtype"] = f"{theirs.train.dtype}: that of {resume_from}"
     resolved = None
-    memory_bytes = world.smallest(host_memory_bytes() // world.local_size)
+    memory_bytes = world.smallest(host_memory_bytes() // world.topology.ranks_on_host(world.rank))
     with world.all_or_none():  # one rank decides for all, whatever their hosts are like
         if world.rank == 0:
             if job.plan is None and saved_plan and len(saved_plan.ranks) == world.size:

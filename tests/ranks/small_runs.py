@@ -46,10 +46,10 @@ def make_job(tokens: Path, model: str, plan: dict | None = None, **train) -> Job
 class Alone:
     """A world of one rank, for references."""
 
-    rank, size, local_size = 0, 1, 1
+    rank, size = 0, 1
 
-    def group(self, ranks):
-        return Communicator(ranks, None, "a single rank")
+    def group(self, ranks, name=""):
+        return Communicator(ranks)
 
     def all_or_none(self):
         return contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """Collectives and channels against a float64 reference, over random groups, sizes, dtypes and routes."""
 
+import dataclasses
 import itertools
-import os
 from contextlib import contextmanager
 
 import hypothesis.strategies as st
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.comm.communicator import ROUTE_VARIABLE
 from hpctrain.comm.shared import SLOT_BYTES
+from hpctrain.comm.topology import Place, Topology
+from hpctrain.comm.waiting import Patience
 from hpctrain.intervals import Interval
 from tests.ranks.given_on_ranks import given_on_ranks
 
@@ -22,28 +23,40 @@ SIZES = st.one_of(st.integers(1, 40), st.sampled_from([2048, 2049, SLOT_BYTES //
 
 
 @contextmanager
-def route(name: str):
-    before = os.environ.pop(ROUTE_VARIABLE, None)
-    if name == "messages":
-        os.environ[ROUTE_VARIABLE] = name
+def preferring(world, **preferences):
+    """Make groups as preferred, while it lasts."""
+    before = world.preferences
+    world.preferences = dataclasses.replace(before, **preferences)
     try:
         yield
     finally:
-        os.environ.pop(ROUTE_VARIABLE, None)
-        if before:
-            os.environ[ROUTE_VARIABLE] = before
+        world.preferences = before
+
+
+@contextmanager
+def placed(world, hosts, families):
+    """Pretend that ranks are on these hosts and in these families."""
+    before = world.topology
+    world.topology = Topology(tuple(Place(*p) for p in zip(hosts, families, strict=True)))
+    try:
+        yield
+    finally:
+        world.topology = before
 
 
 @st.composite
 def cases(draw):
-    """A route, a group with at least two ranks, a size, a dtype, an operation, uneven counts, a seed."""
+    """A route over hosts and families, a group in any order, a size, a dtype, an operation, uneven counts, a seed."""
     from mpi4py import MPI
 
-    everyone = list(range(MPI.COMM_WORLD.size))
-    ranks = sorted(draw(st.sets(st.sampled_from(everyone), min_size=2)))
+    size = MPI.COMM_WORLD.size
+    ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, size))]
     counts = draw(st.lists(st.integers(0, 3000), min_size=len(ranks), max_size=len(ranks)))
     return {
-        "route": draw(st.sampled_from(["shared", "messages"])),
+        "route": draw(st.sampled_from(["auto", "messages", "hierarchical"])),
+        "algorithm": draw(st.sampled_from(["auto", "exchange", "ring", "doubling"])),
+        "families": draw(st.lists(st.sampled_from("abc"), min_size=size, max_size=size)),
+        "hosts": draw(st.sampled_from([["h"] * size, [f"h{i % 2}" for i in range(size)]])),
         "ranks": ranks,
         "size": draw(SIZES),
         "dtype": draw(st.sampled_from(sorted(DTYPES | INTEGERS))),
@@ -75,11 +88,13 @@ def assert_close(case, found: torch.Tensor, expected: torch.Tensor, op: str):
 
 
 @pytest.mark.timeout(120)
-@given_on_ranks(cases())
+@given_on_ranks(cases(), max_examples=60)
 def test_collectives_agree_with_a_reference(world, case):
     if world.rank not in case["ranks"]:
         return
-    with route(case["route"]):
+    case = case | {"hosts": case["hosts"] if case["route"] != "auto" else [world.place.host] * world.size}
+    preferences = {"route": case["route"], "algorithm": case["algorithm"]}
+    with placed(world, case["hosts"], case["families"]), preferring(world, **preferences):
         comm = world.group(case["ranks"])
 
     def tensor_of(values: torch.Tensor) -> torch.Tensor:
@@ -117,11 +132,22 @@ def test_collectives_agree_with_a_reference(world, case):
         assert torch.equal(sent, contribution(case, case["root"], size))
 
         common = comm.allocate_common(comm.size, torch.int64, tensor.device)
-        assert (common is None) == (case["route"] == "messages")
+        assert (common is not None) == (comm.route == "shared memory")
         if common is not None:
             common[me] = me
             comm.barrier()
             assert common.tolist() == list(range(comm.size))
+        exchanged = [torch.empty((me + i) % 5, dtype=tensor.dtype) for i in range(comm.size)]
+        comm.all_to_all([torch.full_like(part, me) for part in exchanged], exchanged)
+        for i, part in enumerate(exchanged):
+            assert (part == i).all()
+
+        token = torch.tensor([me])
+        if me:
+            comm.receive(token, me - 1)
+            assert token == me - 1
+        if me + 1 < comm.size:
+            comm.send(torch.tensor([me]), me + 1)
         comm.barrier()
     finally:
         comm.close()
@@ -129,11 +155,11 @@ def test_collectives_agree_with_a_reference(world, case):
 
 @pytest.mark.timeout(60)
 def test_large_arrays_stay_private_where_shared_memory_is_too_small(world, monkeypatch):
-    from hpctrain.comm import shared
+    from hpctrain.comm import window
 
     comm = world.group(range(world.size))
     if world.rank == world.size - 1:  # one host of several, say
-        monkeypatch.setattr(shared, "_free_bytes", lambda path: 1 << 20)
+        monkeypatch.setattr(window, "free_bytes", lambda: 1 << 20)
     assert comm.allocate_common(1 << 20, torch.float32, torch.device("cpu")) is None
     tensor = comm.allocate(1 << 20, torch.float32, torch.device("cpu"))
     tensor += 1
@@ -143,9 +169,9 @@ def test_large_arrays_stay_private_where_shared_memory_is_too_small(world, monke
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["shared", "messages"])
+@pytest.mark.parametrize("name", ["auto", "messages"])
 def test_half_precision_is_summed_in_fp32(world, name):
-    with route(name):
+    with preferring(world, route=name):
         comm = world.group(range(world.size))
     for size in (8, 20_000):  # both algorithms
         tensor = torch.full((size,), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16)
@@ -156,10 +182,10 @@ def test_half_precision_is_summed_in_fp32(world, name):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["shared", "messages"])
+@pytest.mark.parametrize("name", ["auto", "messages"])
 def test_channels_keep_order_in_both_directions(world, name):
     peer = world.rank ^ 1
-    with route(name):
+    with preferring(world, route=name):
         channel = world.channel(peer, num_bytes=4 * 1000, depth=3)
     for size in (1, 1000, 17):  # up to `depth` messages may be under way in each direction
         channel.send(torch.full((size,), world.rank * 1000.0 + size))
@@ -187,9 +213,9 @@ def test_a_waiting_rank_does_not_burn_its_core(world):
 def test_a_missing_rank_is_named_after_the_timeout(world):
     from hpctrain.errors import CommError
 
-    world_timeout, world.timeout_seconds = world.timeout_seconds, 0.5
+    before, world.patience = world.patience, Patience(0.5)
     comm = world.group(range(world.size))
-    world.timeout_seconds = world_timeout
+    world.patience = before
     if comm.rank != comm.size - 1:
         with pytest.raises(CommError, match=rf"waited \d+ s for rank {comm.size - 1} of {comm.size} in all_reduce"):
             comm.all_reduce(torch.ones(3))

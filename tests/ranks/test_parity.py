@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+from hpctrain.comm.topology import Place, Topology
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
@@ -86,7 +87,7 @@ UNEVEN = {
 @pytest.mark.timeout(120)
 def test_ranks_on_several_hosts_give_the_same_losses(world, tokens, monkeypatch):
     """Two ranks on each of two hosts, by name: tensor groups by shared memory, the pipeline by MPI messages."""
-    monkeypatch.setattr(world, "hosts", ("a", "a", "b", "b"))
+    monkeypatch.setattr(world, "topology", Topology(tuple(Place(host, "cpu") for host in "aabb")))
     for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
         found = losses(world, make_job(tokens, "gpt2", plan))
         assert largest_relative_difference(found, reference(world, tokens, "gpt2")) < TOLERANCE

@@ -22,7 +22,7 @@ MODELS = {
 
 
 def make_stage(model: Model, recompute: str) -> Stage:
-    alone = Communicator([0], None, "a single rank")
+    alone = Communicator([0])
     axes = Axes(alone, alone, alone)
     layouts = [unit.layout(TensorGrid(), 0, 0) for unit in units(model, TensorGrid())]
     store = Store([(alone, layouts)], axes, torch.float32, torch.device("cpu"))

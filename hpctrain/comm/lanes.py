@@ -1,0 +1,121 @@
+"""Lanes: communication that goes on while the rank computes.
+
+A lane is an ordered stream of operations with communicators of its own; several lanes move independently. All of a
+rank's lanes are moved by one `Progress`: each operation is a generator of steps, and whoever polls takes every lane's
+first operation as far as it goes. A thread polls while there is work, so that progress never depends on what the main
+thread does; a main thread that waits polls too, which spares it the thread's wake-up.
+"""
+
+import threading
+import time
+from collections import deque
+
+from hpctrain.comm.steps import Pending, Steps
+from hpctrain.comm.waiting import FIRST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS, Patience, wait_until
+
+
+class Work:
+    """An operation under way on a lane."""
+
+    __slots__ = ("_error", "_finished", "_progress", "operation", "pending", "steps")
+
+    def __init__(self, progress: "Progress", operation: str, steps: Steps):
+        self.operation, self.steps = operation, steps
+        self.pending: Pending | None = None
+        self._progress = progress
+        self._finished = False
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not; polls."""
+        if not self._finished:
+            self._progress.poll()
+        return self._finished
+
+    def wait(self, patience: Patience) -> None:
+        """Return when it has ended. Raises its error, or CommError if it takes longer than the patience."""
+        if not self.done():
+            wait_until(self.done, self._awaited, patience)
+        if self._error is not None:
+            raise self._error
+
+    def _awaited(self) -> str:
+        return f"{self.pending.awaited if self.pending else 'its turn'} in {self.operation}"
+
+    def advance(self) -> bool:
+        """Take steps until it waits or ends; return whether it has ended. For `Progress`."""
+        if self.pending is not None and not self.pending.ready():
+            return False
+        try:
+            for pending in self.steps:
+                self.pending = pending
+                if not pending.ready():
+                    return False
+        except Exception as error:
+            self._error = error
+        self._finished = True
+        return True
+
+
+class Progress:
+    """Moves all lanes of one rank."""
+
+    def __init__(self, threaded: bool):
+        self._lanes: list[deque[Work]] = []
+        self._lock = threading.Lock()
+        self._busy = threading.Event()
+        self._stop = False
+        self._thread = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="lanes", daemon=True)
+            self._thread.start()
+
+    def add_lane(self) -> deque[Work]:
+        queue: deque[Work] = deque()
+        with self._lock:
+            self._lanes.append(queue)
+        return queue
+
+    def submit(self, queue: deque[Work], work: Work) -> None:
+        """Append to a lane, and take what steps can be taken at once."""
+        with self._lock:
+            queue.append(work)
+            self._advance(queue)
+            if queue:
+                self._busy.set()
+
+    def poll(self) -> bool:
+        """Take what steps can be taken; return whether anything ended. Returns at once if the other thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            ended = [self._advance(queue) for queue in self._lanes]
+            if not any(self._lanes):
+                self._busy.clear()
+            return any(ended)
+        finally:
+            self._lock.release()
+
+    @staticmethod
+    def _advance(queue: deque[Work]) -> bool:
+        ended = False
+        while queue and queue[0].advance():
+            queue.popleft()
+            ended = True
+        return ended
+
+    def _run(self) -> None:
+        pause = FIRST_SLEEP_SECONDS
+        while True:
+            self._busy.wait()
+            if self._stop:
+                return
+            pause = FIRST_SLEEP_SECONDS if self.poll() else min(2 * pause, LONGEST_SLEEP_SECONDS)
+            time.sleep(pause)
+
+    def close(self) -> None:
+        """End the thread; what is under way is left where it is."""
+        self._stop = True
+        self._busy.set()
+        if self._thread is not None:
+            self._thread.join()

@@ -1,0 +1,42 @@
+"""Communication as steps: a generator that yields wherever it must wait for somebody else.
+
+Who drives the steps decides how the waiting is done: a blocking call waits politely (`complete`), a lane goes on with
+something else meanwhile. Collectives are therefore written once for both.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from hpctrain.comm.waiting import Patience, wait_until
+
+Ready = Callable[[], bool]
+
+
+class Pending(NamedTuple):
+    """What an operation waits for before it can take its next step."""
+
+    ready: Ready
+    """Polled; once it was true it is not called again."""
+    awaited: str
+    """Named in the error after the timeout."""
+
+
+Steps = Iterator[Pending]
+
+
+def complete(steps: Steps, operation: str, patience: Patience) -> None:
+    """Drive steps to their end. Raises CommError where something does not come within the patience."""
+    for pending in steps:
+        wait_until(pending.ready, lambda p=pending: f"{p.awaited} in {operation}", patience)
+
+
+def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
+    """Wait for several things; all of them are polled, since polling may be what moves them."""
+    open_ones = [r for r in ready if not r()]
+
+    def all_ready() -> bool:
+        open_ones[:] = [r for r in open_ones if not r()]
+        return not open_ones
+
+    if open_ones:
+        yield Pending(all_ready, awaited)

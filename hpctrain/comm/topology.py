@@ -1,0 +1,95 @@
+"""Where ranks are, and by which route a group of them communicates: pure functions, no MPI needed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpctrain.comm.costs import DEFAULT_LINKS, Links
+
+ROUTES = ("auto", "messages", "hierarchical")
+ALGORITHMS = ("auto", "exchange", "ring", "doubling")
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    host: str
+    family: str
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """What decides between routes and algorithms, the same on all ranks, since it can change a bit of the result."""
+
+    route: str = "auto"
+    """auto, or for the groups that could do otherwise: messages (all alike far), hierarchical (by family and host)."""
+    algorithm: str = "auto"
+    """auto (by `links`), exchange, ring or doubling, for collectives over messages."""
+    links: Links = DEFAULT_LINKS
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a group communicates."""
+
+    kind: str
+    """alone, shared (memory of one host), messages or hierarchical."""
+    reason: str
+    domains: tuple[tuple[int, ...], ...] = ()
+    """For hierarchical ones: positions in the group of the ranks that are near each other."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The places of all ranks. Immutable, made once."""
+
+    places: tuple[Place, ...]
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(place.family for place in self.places))
+
+    def ranks_of(self, family: str) -> tuple[int, ...]:
+        return tuple(rank for rank, place in enumerate(self.places) if place.family == family)
+
+    def local_rank(self, rank: int) -> int:
+        """Return how many ranks before this one are on its host: which of its devices it takes."""
+        return sum(place.host == self.places[rank].host for place in self.places[:rank])
+
+    def ranks_on_host(self, rank: int) -> int:
+        return sum(place.host == self.places[rank].host for place in self.places)
+
+    def domains(self, ranks: Sequence[int], by: str) -> tuple[tuple[int, ...], ...]:
+        """Return positions in `ranks` that agree in `by` (family or host), in the order in which each first appears."""
+        found: dict[str, list[int]] = {}
+        for position, rank in enumerate(ranks):
+            found.setdefault(getattr(self.places[rank], by), []).append(position)
+        return tuple(tuple(positions) for positions in found.values())
+
+    def route(self, ranks: Sequence[int], asked: str = "auto") -> Route:
+        """Return the route of a group.
+
+        | route        | who                                            | summed by                          |
+        |--------------|------------------------------------------------|------------------------------------|
+        | alone        | one rank                                       |                                    |
+        | shared       | all on one host                                | everybody a part, in order of rank |
+        | hierarchical | several families, or hosts with several ranks  | inside the domains, then across    |
+        | messages     | all on different hosts, or asked for           | by algorithm, see `comm.flat`      |
+
+        Waiting ranks yield the core, then sleep, on every route.
+        """
+        if len(ranks) == 1:
+            return Route("alone", "a single rank")
+        if asked == "messages":
+            return Route("messages", "asked for")
+        hosts, families = self.domains(ranks, "host"), self.domains(ranks, "family")
+        if asked == "auto" and len(hosts) == 1:
+            return Route("shared", f"all on host {self.places[ranks[0]].host}")
+        if 1 < len(families) < len(ranks):
+            names = ", ".join(f"{len(d)} {self.places[ranks[d[0]]].family}" for d in families)
+            return Route("hierarchical", f"several families: {names}", families)
+        if 1 < len(hosts) < len(ranks):
+            return Route("hierarchical", f"{len(hosts)} hosts with several ranks", hosts)
+        if len(hosts) == 1:
+            return Route("shared", f"all on host {self.places[ranks[0]].host}")
+        return Route("messages", f"on {len(hosts)} hosts, one rank each")

@@ -1,0 +1,59 @@
+"""Point-to-point messages of bytes: what collectives over several hosts or families are built from."""
+
+from typing import Protocol
+
+import torch
+
+from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.steps import Ready
+
+
+class Transport(Protocol):
+    """Messages among the ranks of one group; between two ranks they arrive in the order in which they were sent.
+
+    Tensors are contiguous; their bytes are sent. A tensor may be touched again when what `send` or `receive` returned
+    has said True.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Ready: ...
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> Ready: ...
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostTransport:
+    """MPI on host memory, without copies of ours."""
+
+    name = "MPI on host memory"
+
+    def __init__(self, comm):
+        """`comm` is the group's own duplicate, and owned from now on."""
+        self.rank, self.size = comm.rank, comm.size
+        self.bytes_sent = [0] * comm.size
+        """To each peer, since the start: what the interfaces' counters are compared with."""
+        self._comm = comm
+        self._open = True
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Ready:
+        data = as_bytes(tensor)
+        self.bytes_sent[peer] += data.numel()
+        return self._comm.Isend(data.numpy(), dest=peer).Test
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
+        return self._comm.Irecv(as_bytes(tensor).numpy(), source=peer).Test
+
+    def abandon(self) -> None:
+        self._open = False
+
+    def close(self) -> None:
+        """All ranks must call."""
+        if self._open:
+            self._open = False
+            self._comm.Free()
