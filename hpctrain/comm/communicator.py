@@ -90,6 +90,8 @@ class Operations(ABC, Generic[Result]):
         """Reduce over ranks; rank i gets elements `cuts[i]` of the flat tensor (default: an even cut) in `out`."""
         flat, into = self._flat(tensor), self._flat(out)
         cuts = self._cuts(flat, cuts)
+        if into.numel() != cuts[self.rank].size:
+            raise CommError(f"room for {into.numel()} elements, of which rank {self.rank} gets {cuts[self.rank].size}")
         if self.size == 1:
             return self._execute("reduce_scatter", tensor, _copying([into], [flat[slice(*cuts[0])]]))
         return self._execute("reduce_scatter", tensor, self._collectives.reduce_scatter(flat, cuts, into, op))
@@ -191,13 +193,13 @@ class Lane(Operations[Work]):
     Tensors must be left alone until their work is done.
     """
 
-    def __init__(self, ranks: Sequence[int], backend: Backend | None, progress: Progress):
+    def __init__(self, ranks: Sequence[int], backend: Backend | None, progress: Progress, patience: Patience):
         super().__init__(ranks, backend)
-        self._progress = progress
+        self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
 
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps) -> Work:
-        work = Work(self._progress, operation, steps)
+        work = Work(self._progress, operation, steps, self._patience)
         self._progress.submit(self._queue, work)
         return work
 

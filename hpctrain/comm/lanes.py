@@ -17,25 +17,25 @@ from hpctrain.comm.waiting import FIRST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS, Pa
 class Work:
     """An operation under way on a lane."""
 
-    __slots__ = ("_error", "_finished", "_progress", "operation", "pending", "steps")
+    __slots__ = ("_error", "_patience", "_progress", "ended", "operation", "pending", "steps")
 
-    def __init__(self, progress: "Progress", operation: str, steps: Steps):
+    def __init__(self, progress: "Progress", operation: str, steps: Steps, patience: Patience):
         self.operation, self.steps = operation, steps
         self.pending: Pending | None = None
-        self._progress = progress
-        self._finished = False
+        self._progress, self._patience = progress, patience
+        self.ended = False
         self._error: Exception | None = None
 
     def done(self) -> bool:
         """Say whether it has ended, well or not; polls."""
-        if not self._finished:
+        if not self.ended:
             self._progress.poll()
-        return self._finished
+        return self.ended
 
-    def wait(self, patience: Patience) -> None:
+    def wait(self) -> None:
         """Return when it has ended. Raises its error, or CommError if it takes longer than the patience."""
         if not self.done():
-            wait_until(self.done, self._awaited, patience)
+            wait_until(self.done, self._awaited, self._patience)
         if self._error is not None:
             raise self._error
 
@@ -53,7 +53,7 @@ class Work:
                     return False
         except Exception as error:
             self._error = error
-        self._finished = True
+        self.ended = True
         return True
 
 

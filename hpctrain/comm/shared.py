@@ -17,8 +17,11 @@ from hpctrain.comm.window import SharedWindow
 from hpctrain.intervals import Interval, cut_evenly
 
 # Two slots a rank are used in turn: who writes the third chunk knows that all have read the first, because all have
-# announced the second. 512 KiB keeps the slots of a few ranks inside the shared cache.
-SLOT_BYTES = 512 * 1024
+# announced the second. Small enough for the slots of a few ranks to stay in the cache; large enough that ranks that
+# share cores, and find each other only when the scheduler lets them, do not have to meet too often.
+SLOT_BYTES = 2 * 1024 * 1024
+# Which of a window's counters hold the length of a rank's longest piece in an all_to_all.
+LONGEST = 1
 # Nothing large is put into shared memory unless it leaves this share of what is free to others.
 SHARE_LEFT_FREE = 0.5
 # Below this, everybody reduces everything: one announcement instead of two.
@@ -37,7 +40,9 @@ class SharedCollectives:
         self._window = SharedWindow(mpi, comm.Dup(), 2 * SLOT_BYTES)
         self._regions: list[SharedWindow] = []
         self._announced = 0
+        self._settled = 0  # all ranks are known to have announced this much
         self._half = 0
+        self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._open = True
 
     def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
@@ -75,22 +80,35 @@ class SharedCollectives:
                 return [memory[start:stop].view(flat.dtype) for memory in region.bytes]
         return None
 
-    def _announce(self) -> Steps:
-        """Say that this rank has come so far, and wait until all have."""
-        window = self._window
+    def _announce(self, wait_for: Sequence[int] | None = None) -> Steps:
+        """Say that this rank has come so far, and wait until all have, or those named."""
         self._announced += 1
-        value = self._announced
-        window.publish(0, value)
-        for other in range(self.size):
+        self._window.publish(0, self._announced)
+        yield from self._await(range(self.size) if wait_for is None else wait_for)
+        if wait_for is None:
+            self._settled = self._announced
+
+    def _await(self, ranks: Sequence[int]) -> Steps:
+        value, window = self._announced, self._window
+        for other in ranks:
             counter = window.counters[other]
             if counter[0] < value:
                 yield Pending(lambda c=counter: c[0] >= value, f"rank {other} of {self.size}")
         window.fence()
 
-    def _slots(self) -> list[torch.Tensor]:
+    def _settle(self) -> Steps:
+        """Make sure that nobody reads the slots that come next, where the last operation did not wait for all."""
+        if self._settled < self._announced:
+            yield from self._await(range(self.size))
+            self._settled = self._announced
+
+    def _slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the slots that are next in turn, of every rank, as tensors of a dtype."""
         self._half ^= 1
-        start = self._half * SLOT_BYTES
-        return [memory[start : start + SLOT_BYTES] for memory in self._window.bytes]
+        if dtype not in self._views:  # kept: making them takes longer than a small message
+            halves = [slice(start, start + SLOT_BYTES) for start in (0, SLOT_BYTES)]
+            self._views[dtype] = [[memory[half].view(dtype) for memory in self._window.bytes] for half in halves]
+        return self._views[dtype][self._half]
 
     def barrier(self) -> Steps:
         yield from self._announce()
@@ -103,13 +121,14 @@ class SharedCollectives:
             reduce_in_order([tensor[slice(*cuts[self.rank])] for tensor in seen], own, op)
             yield from self._gather_seen(seen, cuts)
             return
+        yield from self._settle()
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
             yield from self._all_reduce_chunk(flat[start : start + step], op)
 
     def _all_reduce_chunk(self, chunk: torch.Tensor, op: str) -> Steps:
         size_bytes = chunk.numel() * chunk.element_size()
-        slots = [slot[:size_bytes].view(chunk.dtype) for slot in self._slots()]
+        slots = [slot[: chunk.numel()] for slot in self._slots(chunk.dtype)]
         slots[self.rank].copy_(chunk)
         yield from self._announce()
         if size_bytes <= SMALL_BYTES:
@@ -139,10 +158,11 @@ class SharedCollectives:
                 reduce_in_order([tensor[slice(*own)] for tensor in seen], out, op)
             yield from self._announce()
             return
+        yield from self._settle()
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
             pieces = [window_of(cut, start, step) for cut in cuts]
-            slots = [slot.view(flat.dtype) for slot in self._slots()]
+            slots = self._slots(flat.dtype)
             for i, piece in enumerate(pieces):
                 if i != self.rank:
                     slots[self.rank][i * step : i * step + piece.size].copy_(flat[slice(*piece)])
@@ -158,9 +178,10 @@ class SharedCollectives:
         if (seen := self._everywhere(flat)) is not None:
             yield from self._gather_seen(seen, cuts)
             return
+        yield from self._settle()
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
-            slots = [slot.view(flat.dtype) for slot in self._slots()]
+            slots = self._slots(flat.dtype)
             pieces = [window_of(cut, start, step) for cut in cuts]
             own = pieces[self.rank]
             slots[self.rank][: own.size].copy_(flat[slice(*own)])
@@ -170,30 +191,41 @@ class SharedCollectives:
                     flat[slice(*piece)].copy_(slots[other][: piece.size])
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        """Nobody waits but for the root, and the root for those who are two chunks behind."""
         data = as_bytes(flat)
         for start in range(0, data.numel(), SLOT_BYTES):
             chunk = data[start : start + SLOT_BYTES]
-            slot = self._slots()[root][: chunk.numel()]
+            slot = self._slots(torch.uint8)[root][: chunk.numel()]
             if self.rank == root:
+                yield from self._settle()
                 slot.copy_(chunk)
-            yield from self._announce()
+            yield from self._announce(wait_for=[root])
             if self.rank != root:
                 chunk.copy_(slot)
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
         """Rank i's `sent[j]` becomes rank j's `received[i]`; flat tensors of the same dtype, any sizes."""
+        yield from self._settle()
+        received[self.rank].copy_(sent[self.rank])
         step = SLOT_BYTES // sent[0].element_size() // self.size
-        longest = torch.tensor([max(tensor.numel() for tensor in (*sent, *received))])
-        yield from self.all_reduce(longest, "max")
-        for start in range(0, int(longest), step):
-            slots = [slot.view(sent[0].dtype) for slot in self._slots()]
+        start, longest = 0, 1
+        while start < longest:
+            slots = self._slots(sent[0].dtype)
             for other, tensor in enumerate(sent):
                 piece = tensor[start : start + step]
-                slots[self.rank][other * step : other * step + piece.numel()].copy_(piece)
+                if other != self.rank and piece.numel():
+                    slots[self.rank][other * step : other * step + piece.numel()].copy_(piece)
+            if start == 0:  # two counters used in turn, for the reason that there are two slots
+                index = LONGEST + self._half
+                self._window.counters[self.rank][index] = max(tensor.numel() for tensor in sent)
             yield from self._announce()
+            if start == 0:
+                longest = max(counter[index] for counter in self._window.counters)
             for other, tensor in enumerate(received):
                 piece = tensor[start : start + step]
-                piece.copy_(slots[other][self.rank * step : self.rank * step + piece.numel()])
+                if other != self.rank and piece.numel():
+                    piece.copy_(slots[other][self.rank * step : self.rank * step + piece.numel()])
+            start += step
 
     def abandon(self) -> None:
         self._open = False
@@ -201,6 +233,7 @@ class SharedCollectives:
             window.abandon()
 
     def close(self) -> None:
+        self._views.clear()
         for window in (*self._regions, self._window):
             window.close()
         if self._open:

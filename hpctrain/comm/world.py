@@ -87,7 +87,7 @@ class World:
         from hpctrain.comm.lanes import Progress
 
         self._progress = self._progress or Progress(threaded=self.has_threads)
-        return self._keep(Lane(ranks, self._routes().backend(ranks), self._progress))
+        return self._keep(Lane(ranks, self._routes().backend(ranks), self._progress, self.patience))
 
     def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
@@ -145,6 +145,20 @@ class World:
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""
         return min(self._comm.allgather(value))
+
+    def largest(self, value: float) -> float:
+        """Return the largest of all ranks' values. All ranks must call."""
+        return max(self._comm.allgather(value))
+
+    @property
+    def library(self) -> str:
+        """The MPI library, by its own words."""
+        return self._mpi.Get_library_version().splitlines()[0].replace("\t", " ").strip()
+
+    @property
+    def raw_mpi(self):
+        """mpi4py's module, for what is to be compared with it."""
+        return self._mpi
 
     def close(self) -> None:
         """Free what was made, and end MPI if it was started here. All ranks must call."""

@@ -5,6 +5,7 @@ import statistics
 
 import click
 
+from hpctrain.jobs import bench_comm
 from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
 
 
@@ -47,3 +48,6 @@ def train(job, overrides, steps, warmup, as_json):
         }
         if world.rank == 0:
             print(json.dumps(told) if as_json else "\n".join(f"{k:18} {v}" for k, v in told.items()), flush=True)
+
+
+command.add_command(bench_comm.command)

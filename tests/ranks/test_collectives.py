@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from contextlib import contextmanager
 
 import hypothesis.strategies as st
@@ -12,6 +13,7 @@ import torch
 from hpctrain.comm.shared import SLOT_BYTES
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience
+from hpctrain.errors import CommError
 from hpctrain.intervals import Interval
 from tests.ranks.given_on_ranks import given_on_ranks
 
@@ -198,8 +200,6 @@ def test_channels_keep_order_in_both_directions(world, name):
 
 @pytest.mark.timeout(60)
 def test_a_waiting_rank_does_not_burn_its_core(world):
-    import time
-
     comm = world.group(range(world.size))
     comm.barrier()
     if comm.rank == 0:
@@ -211,8 +211,6 @@ def test_a_waiting_rank_does_not_burn_its_core(world):
 
 @pytest.mark.timeout(60)
 def test_a_missing_rank_is_named_after_the_timeout(world):
-    from hpctrain.errors import CommError
-
     before, world.patience = world.patience, Patience(0.5)
     comm = world.group(range(world.size))
     world.patience = before
@@ -220,3 +218,48 @@ def test_a_missing_rank_is_named_after_the_timeout(world):
         with pytest.raises(CommError, match=rf"waited \d+ s for rank {comm.size - 1} of {comm.size} in all_reduce"):
             comm.all_reduce(torch.ones(3))
     comm.abandon()
+
+
+@pytest.mark.timeout(60)
+def test_lanes_move_while_the_main_thread_does_something_else(world):
+    first, second = world.lane(range(world.size)), world.lane(range(world.size))
+    ones, counts = torch.ones(300_000), torch.arange(5.0)
+    works = [first.all_reduce(ones), first.broadcast(ones, world.size - 1), second.all_reduce(counts)]
+    deadline = time.monotonic() + 30
+    while not all(work.ended for work in works):  # nobody polls but the thread
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for work in works:
+        work.wait()
+    assert (ones == world.size).all()
+    assert counts.tolist() == [world.size * i for i in range(5)]
+    for lane in (first, second):
+        lane.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_lane_keeps_its_order_and_reports_what_it_waits_for(world):
+    before, world.patience = world.patience, Patience(0.5)
+    lane = world.lane(range(world.size))
+    world.patience = before
+    if world.rank:
+        work = [lane.all_reduce(torch.ones(3)), lane.barrier()]
+        with pytest.raises(CommError, match=r"waited \d+ s for its turn in barrier"):
+            work[1].wait()
+        with pytest.raises(CommError, match=r"waited \d+ s for rank 0 of \d+ in all_reduce"):
+            work[0].wait()
+    lane.abandon()
+
+
+@pytest.mark.timeout(60)
+def test_what_does_not_fit_is_refused_before_anybody_waits(world):
+    comm = world.group(range(world.size))
+    with pytest.raises(CommError, match="no reduction 'mean'; there are sum, max, min"):
+        comm.all_reduce(torch.ones(4), "mean")
+    with pytest.raises(CommError, match="not contiguous"):
+        comm.all_reduce(torch.ones(4, 4).t())
+    with pytest.raises(CommError, match=f"room for 1 elements, of which rank {world.rank} gets 2"):
+        comm.reduce_scatter(torch.ones(2 * world.size), torch.ones(1))
+    with pytest.raises(CommError, match="no peer at position 99"):
+        comm.send(torch.ones(1), 99)
+    comm.close()
