@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.engine.layout import group_units
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
-from hpctrain.job import Job, Model, load_job
+from hpctrain.job import Model, load_job
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial, initial_values
 from hpctrain.model.store import Store
 from hpctrain.parameters import Parameter, all_parameters, check_grid, count_parameters, holders, units, whole_rows
 from hpctrain.plan import TensorGrid, even_plan
 from hpctrain.presets import PRESETS
+from hpctrain.role import group_units
 
 MODELS = [
     Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13, tie_head=True),
@@ -39,11 +39,10 @@ class Position(Communicator):
 
 def store_of(model: Model, plan, rank: int) -> tuple[Store, list[tuple[int, ...]]]:
     """Return a rank's store, and the holders of each of its groups."""
-    job = Job.model_construct(model=model)
     tile = plan.tile_of(rank)
     sizes = (tile.tensor.x, tile.tensor.y, tile.tensor.z)
     axes = Axes(*(Position(i, n) for i, n in zip(tile.coordinate(rank), sizes, strict=True)))
-    grouped = group_units(job, plan, rank)
+    grouped = group_units(model, plan, rank)
     groups = [(Position(ranks.index(rank), len(ranks)), layouts) for ranks, layouts in grouped]
     return Store(groups, axes, torch.float32, torch.device("cpu")), [ranks for ranks, _ in grouped]
 

@@ -1,0 +1,83 @@
+"""What one rank of a plan takes part in: its groups and its messages. Pure: needs neither MPI nor torch.
+
+Everything is listed in one plan-wide order (axes, holders by unit, channels by pair), so that ranks that make their
+groups one after the other never wait in a circle.
+"""
+
+from dataclasses import dataclass
+
+from hpctrain.job import Model
+from hpctrain.parameters import UnitLayout, holders, units
+from hpctrain.plan import Plan, Tile
+from hpctrain.schedule import channel_depth
+from hpctrain.transfers import Transfer, receives, sends
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """A rank's messages for each microbatch."""
+
+    receive_activation: list[Transfer]
+    send_activation: list[Transfer]
+    receive_gradient: list[Transfer]
+    send_gradient: list[Transfer]
+
+
+@dataclass(frozen=True)
+class ChannelNeed:
+    """What a channel to one peer must hold."""
+
+    peer: int
+    elements: int
+    """Of the largest message: rows x hidden features; each is `positions` numbers."""
+    depth: int
+    """Messages under way at once."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One rank's part in a plan."""
+
+    rank: int
+    tile: Tile
+    axes: dict[str, tuple[int, ...]]
+    """The ranks along each axis of the tensor grid: x, y, z."""
+    groups: list[tuple[tuple[int, ...], list[UnitLayout]]]
+    """The units that this rank holds, by the ranks that hold the same pieces."""
+    transfers: Transfers
+    channels: list[ChannelNeed]
+
+
+def role_of(model: Model, plan: Plan, rank: int) -> Role:
+    """Return what a rank takes part in. Takes time and memory by the rank's own groups, not by all pairs of ranks."""
+    tile = plan.tile_of(rank)
+    transfers = Transfers(
+        receive_activation=receives(plan, rank, model.hidden_size, forward=True),
+        send_activation=sends(plan, rank, model.hidden_size, forward=True),
+        receive_gradient=receives(plan, rank, model.hidden_size, forward=False),
+        send_gradient=sends(plan, rank, model.hidden_size, forward=False),
+    )
+    axes = {axis: tuple(tile.axis_ranks(axis, rank)) for axis in "xyz"}
+    return Role(rank, tile, axes, group_units(model, plan, rank), transfers, _channels(plan, rank, transfers))
+
+
+def group_units(model: Model, plan: Plan, rank: int) -> list[tuple[tuple[int, ...], list[UnitLayout]]]:
+    """Return a rank's units by the ranks that hold the same pieces, in the plan-wide order."""
+    tile = plan.tile_of(rank)
+    x, y, _ = tile.coordinate(rank)
+    found: dict[tuple[int, ...], list[UnitLayout]] = {}
+    for unit in units(model, tile.tensor):
+        if any(tile.holds(item) for item in unit.items):
+            found.setdefault(holders(unit, model, plan, rank), []).append(unit.layout(tile.tensor, x, y))
+    return list(found.items())
+
+
+def _channels(plan: Plan, rank: int, transfers: Transfers) -> list[ChannelNeed]:
+    largest: dict[int, int] = {}
+    for name, pieces in vars(transfers).items():
+        for piece in pieces:
+            peer = piece.sender if name.startswith("receive") else piece.receiver
+            largest[peer] = max(largest.get(peer, 0), piece.rows.size * piece.features.size)
+    tile = plan.tile_of(rank)
+    pairs = sorted(largest, key=lambda peer: (min(rank, peer), max(rank, peer)))
+    return [ChannelNeed(peer, largest[peer], channel_depth(plan, tile, plan.tile_of(peer))) for peer in pairs]

@@ -1,0 +1,44 @@
+"""One rank among thousands finds out what it takes part in, quickly and in little memory."""
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import json, resource, sys, time
+from hpctrain.comm.topology import Place, Topology
+from hpctrain.plan import TensorGrid, even_plan
+from hpctrain.presets import PRESETS
+from hpctrain.job import Model
+from hpctrain.role import role_of
+
+model = Model(**PRESETS["llama-70b"])
+start = time.perf_counter()
+grid = TensorGrid(x=2, y=4, z=2)
+plan = even_plan(model.num_items, grid, pipeline=8, data=32, microbatches=16, rows=32)
+families = ["a100"] * 1024 + ["v100"] * 2048 + ["mi250x"] * 1024
+places = tuple(Place(f"node{rank // 8}", family) for rank, family in enumerate(families))
+topology = Topology(places)
+role = role_of(model, plan, 2077)
+groups = [tuple(plan.ranks), *role.axes.values(), *(ranks for ranks, _ in role.groups)]
+groups += [tuple(sorted((2077, need.peer))) for need in role.channels]
+routes = [topology.route(ranks).kind for ranks in groups]
+seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+heavy = sorted({"torch", "mpi4py"} & set(sys.modules))
+print(json.dumps({"ranks": len(places), "groups": len(groups), "routes": routes, "seconds": seconds, "bytes": peak,
+                  "heavy": heavy}))
+"""
+
+
+def test_a_rank_among_4096_knows_its_groups_and_routes():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(found)
+    assert found["ranks"] == 4096
+    assert found["groups"] >= 7
+    assert {"hierarchical", "shared", "messages"} <= set(found["routes"])
+    assert found["seconds"] < 1.0
+    assert found["bytes"] < 200e6
+    assert found["heavy"] == []
