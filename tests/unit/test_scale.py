@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import json, resource, sys, time
+import json, re, sys, time
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.plan import TensorGrid, even_plan
 from hpctrain.presets import PRESETS
@@ -24,7 +24,7 @@ groups = [tuple(plan.ranks), *role.axes.values(), *(ranks for ranks, _ in role.g
 groups += [tuple(sorted((2077, need.peer))) for need in role.channels]
 routes = [topology.route(ranks).kind for ranks in groups]
 seconds = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 heavy = sorted({"torch", "mpi4py"} & set(sys.modules))
 print(json.dumps({"ranks": len(places), "groups": len(groups), "routes": routes, "seconds": seconds, "bytes": peak,
                   "heavy": heavy}))
