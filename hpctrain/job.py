@@ -179,6 +179,33 @@ class Observe(Section):
     """How long a rank waits for another one before it gives up and says for what it waited."""
 
 
+class Link(Section):
+    """A pair of ranks' path."""
+
+    latency_seconds: Annotated[float, Field(gt=0)]
+    bandwidth_bytes_per_second: Annotated[float, Field(gt=0)]
+
+
+class Links(Section):
+    """The classes of pairs that collectives tell apart; until they are measured, those of a common machine."""
+
+    inside: Link = Link(latency_seconds=5e-6, bandwidth_bytes_per_second=5e9)
+    """Of one host."""
+    across: Link = Link(latency_seconds=50e-6, bandwidth_bytes_per_second=1.1e9)
+    """Between hosts."""
+    overhead_seconds: Annotated[float, Field(ge=0)] = 10e-6
+    """What a message costs its sender beside being under way."""
+
+
+class Comm(Section):
+    route: Literal["auto", "messages", "hierarchical"] = "auto"
+    """auto: shared memory in a host; by family and host, then across; or forced, where a group could do otherwise."""
+    algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
+    """Of collectives over messages; auto: the cheapest for the size and the links."""
+    links: Annotated[Links | None, AUTO] = None
+    """auto: measured at the start. It can change a bit of the result, and is kept when a run is continued."""
+
+
 class Job(Section):
     """One training job. Immutable; what was `auto` is replaced by `model_copy` once it is known."""
 
@@ -189,6 +216,7 @@ class Job(Section):
     plan: Annotated[PlanRequest | None, AUTO] = None
     """auto: chosen for the ranks that there are, with its reason."""
     checkpoint: Checkpoint = Checkpoint()
+    comm: Comm = Comm()
     observe: Observe = Observe()
 
     @field_validator("name")

@@ -6,6 +6,8 @@ sends and receives one at a time. Each further message under way at the same tim
 
 from typing import NamedTuple
 
+from hpctrain.job import Link
+
 
 class LinkCost(NamedTuple):
     """A pair of ranks' path."""
@@ -14,22 +16,7 @@ class LinkCost(NamedTuple):
     bandwidth_bytes_per_second: float
 
 
-class Links(NamedTuple):
-    """The classes of pairs that routes tell apart."""
-
-    inside: LinkCost
-    """Of one host or family."""
-    across: LinkCost
-    """Between hosts or families."""
-    overhead_seconds: float = 10e-6
-    """What a message costs its sender beside being under way."""
-
-
-# Until they are measured: memory of a host, and 10 Gbit/s Ethernet.
-DEFAULT_LINKS = Links(LinkCost(5e-6, 5e9), LinkCost(50e-6, 1.1e9))
-
-
-def flat_seconds(operation: str, algorithm: str, num_bytes: int, num_ranks: int, link: LinkCost, overhead: float):
+def flat_seconds(operation: str, algorithm: str, num_bytes: int, num_ranks: int, link: Link, overhead: float):
     """Return what a flat collective of `num_bytes` (the whole tensor's) over `num_ranks` takes, in seconds."""
     latency, share = link.latency_seconds, num_bytes * (num_ranks - 1) / num_ranks / link.bandwidth_bytes_per_second
     passes = 2 if operation == "all_reduce" else 1
@@ -44,7 +31,7 @@ def flat_seconds(operation: str, algorithm: str, num_bytes: int, num_ranks: int,
             return passes * (latency + (num_ranks - 1) * overhead + share)
 
 
-def cheapest_flat(operation: str, num_bytes: int, num_ranks: int, link: LinkCost, overhead: float) -> str:
+def cheapest_flat(operation: str, num_bytes: int, num_ranks: int, link: Link, overhead: float) -> str:
     """Return the algorithm that takes the least time: exchange, ring, or for all-reduces doubling."""
     candidates = ["exchange", "ring"] + (["doubling"] if operation == "all_reduce" else [])
     return min(candidates, key=lambda a: flat_seconds(operation, a, num_bytes, num_ranks, link, overhead))

@@ -1,10 +1,10 @@
 """Where ranks are, and by which route a group of them communicates: pure functions, no MPI needed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpctrain.comm.costs import DEFAULT_LINKS, Links
+from hpctrain.job import Links
 
 ROUTES = ("auto", "messages", "hierarchical")
 ALGORITHMS = ("auto", "exchange", "ring", "doubling")
@@ -15,6 +15,8 @@ class Place(NamedTuple):
 
     host: str
     family: str
+    kind: str = "cpu"
+    """Of its device: cpu, cuda or rocm. Tensors of other kinds than cpu are in memory that MPI may not touch."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Preferences:
     """auto, or for the groups that could do otherwise: messages (all alike far), hierarchical (by family and host)."""
     algorithm: str = "auto"
     """auto (by `links`), exchange, ring or doubling, for collectives over messages."""
-    links: Links = DEFAULT_LINKS
+    links: Links = field(default_factory=Links)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Topology:
     @property
     def families(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(place.family for place in self.places))
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether any rank computes on something else than its host."""
+        return any(place.kind != "cpu" for place in self.places)
 
     def ranks_of(self, family: str) -> tuple[int, ...]:
         return tuple(rank for rank, place in enumerate(self.places) if place.family == family)
