@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import click
@@ -40,15 +41,33 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
     from hpctrain.observe.run import read_metrics
 
     metrics = read_metrics(path)
-    if not metrics and not (path / "resolved.toml").is_file():
+    ending = _ending(path)
+    if not metrics and not ending and not (path / "resolved.toml").is_file():
         raise JobError(f"{path}: neither a run folder nor a checkpoint (no resolved.toml, no index.h5)")
     told = {"run": str(path), "logged_steps": len(metrics)}
     if metrics:
         told |= {"last_step": metrics[-1]["step"], "loss": metrics[-1]["loss"]}
         if validated := [m for m in metrics if "validation_loss" in m]:
             told["validation_loss"] = validated[-1]["validation_loss"]
+    told |= ending
     checkpoint = latest_checkpoint(path)
     return told | (_checkpoint(checkpoint, verify, parameters) if checkpoint else {"checkpoint": None})
+
+
+def _ending(path: Path) -> dict:
+    """Tell what a run's flight records say of it; nothing if it ended in order."""
+    from hpctrain.comm.diagnosis import post_mortem
+    from hpctrain.comm.flight import FOLDER
+
+    found = post_mortem(path / FOLDER, time.time())
+    if found is None:
+        return {}
+    state, diagnosis = found
+    return {
+        "state": state,
+        "cause": "\n".join(diagnosis.sentences),
+        "last_operations": "\n".join(diagnosis.table),
+    }
 
 
 def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:

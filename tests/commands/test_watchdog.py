@@ -1,0 +1,174 @@
+"""Ranks that wait in vain: one report, by one of them, that names who is missing; and a killed rank is named too."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.flight import RUNNING, read_first_death, read_flights, record_path
+from hpctrain.errors import CommError
+from tests.commands.conftest import BIN, Finished
+
+SCRIPT = Path(__file__).with_name("waiting_ranks.py")
+ROOT = Path(__file__).parents[2]
+RANKS = 4
+
+
+def start(folder: Path | str, story: str, culprit: int = 0) -> subprocess.Popen:
+    command = [BIN / "mpirun", "-n", str(RANKS), sys.executable, SCRIPT, folder, story, str(culprit)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
+
+
+def run(folder: Path | str, story: str, culprit: int = 0) -> Finished:
+    begun = time.monotonic()
+    with start(folder, story, culprit) as process:
+        try:
+            out, err = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return Finished(process.returncode, out, err, time.monotonic() - begun)
+
+
+def check_report(done: Finished, *parts: str) -> None:
+    """One report, in time, with the exit code of a communication error."""
+    assert done.code == CommError.exit_code, done.out + done.err
+    assert done.err.count("hpctrain: ") == 1, done.err
+    for part in parts:
+        assert part in done.err, done.err
+    assert done.seconds < 10
+
+
+def wait_for(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def guardians() -> list[str]:
+    """Return the guardians that run on this machine, of whomever."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [str(path)] * (b"guardian.py" in path.read_bytes())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_nothing_is_said_where_all_come(tmp_path, hpctrain):
+    before = guardians()
+    done = run(tmp_path, "all")
+    assert (done.code, done.err) == (0, "")
+    assert set(guardians()) <= set(before)
+    assert "flight" in os.listdir(tmp_path)
+    (tmp_path / "resolved.toml").write_text("")
+    told = hpctrain("inspect", tmp_path, cwd=tmp_path)
+    assert told.code == 0
+    assert "state" not in told.out
+
+
+@pytest.mark.timeout(60)
+def test_a_slow_rank_is_waited_for():
+    done = run("-", "slow", 1)
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.timeout(60)
+def test_a_rank_that_does_not_come_is_named(tmp_path, hpctrain, culprit):
+    done = run(tmp_path, "skips", culprit)
+    name = f"rank {culprit} (host node{culprit // 2})"
+    check_report(
+        done,
+        f"hpctrain: CommError: {name} has not entered all_reduce number 4 on lane data [0-3], 4.2 MB;"
+        " its last was all_reduce number 3 on lane data [0-3], 4.2 MB, finished ",
+        " s ago; 3 ranks wait for it\n  found by rank 0: an operation may take 1 s here (raise observe.timeout_seconds",
+        f"\n    {name}  works  all_reduce 3 on data, 4.2 MB, done ",
+        "  waits  all_reduce 4 on data, 4.2 MB, begun ",
+        f"Python stacks of the ranks that answered: {tmp_path}/flight/stacks-*.txt",
+    )
+    for rank in range(RANKS):
+        stacks = (tmp_path / f"flight/stacks-{rank:05}.txt").read_text()
+        assert ("in lost_in_thought" in stacks) == (rank == culprit)
+        assert ("in together" in stacks) == (rank != culprit)
+    told = hpctrain("inspect", tmp_path, cwd=tmp_path)
+    assert f"rank 0 (host node0) reported: CommError: {name} has not entered all_reduce number 4" in told.out
+
+
+@pytest.mark.timeout(60)
+def test_without_a_folder_the_stack_of_the_missing_rank_is_in_the_report():
+    check_report(
+        run("-", "skips", 3), "rank 3 (host node1) has not entered", "stacks of rank 3:\n", "lost_in_thought(60)"
+    )
+
+
+@pytest.mark.timeout(60)
+def test_several_missing_ranks_are_named_together():
+    done = run("-", "everybody", 1)
+    check_report(
+        done, "ranks 0,2-3 (hosts node0, node1) have not entered all_reduce number 4", "rank 1 (host node0) waits"
+    )
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.timeout(60)
+def test_a_rank_that_cannot_answer_is_named(tmp_path, culprit):
+    """Where rank 0 cannot speak, rank 1 does."""
+    done = run(tmp_path, "stuck", culprit)
+    check_report(
+        done,
+        f"rank {culprit} (host node{culprit // 2}) does not answer: it is gone, or stuck in a call that holds Python's"
+        " lock; has not entered all_reduce number 4 on lane data [0-3]",
+        f"found by rank {0 if culprit else 1}:",
+        f"rank {culprit} (host node{culprit // 2})  no answer  all_reduce 3 on data",
+    )
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.timeout(60)
+def test_a_killed_rank_is_named_by_us_or_the_launcher_and_by_inspect(tmp_path, hpctrain, culprit):
+    before = guardians()
+    done = run(tmp_path, "killed", culprit)
+    assert done.code != 0
+    assert done.seconds < 10
+    assert set(guardians()) <= set(before)
+    said = done.out + done.err
+    pid = read_flights(tmp_path / "flight")[culprit].pid
+    ours = f"hpctrain: rank {culprit} (host node{culprit // 2}, process {pid}) was killed or crashed"
+    launchers = f"process rank {culprit} with PID"  # of Open MPI; it may get the process wrong
+    assert said.count(ours) + said.count(launchers) == 1, said
+    assert said.count("hpctrain: ") == said.count(ours), said
+    flights = read_flights(tmp_path / "flight")
+    assert {flight.state for flight in flights.values()} == {RUNNING}
+    assert all(flight.process_is_gone() for flight in flights.values())
+    assert flights[culprit].under_way == ()
+    told = hpctrain("inspect", tmp_path, cwd=tmp_path)
+    assert told.code == 0, told.err
+    assert "not ended in order, 4 ranks" in told.out
+    name = f"rank {culprit} (host node{culprit // 2})"
+    assert f"{name} was killed or crashed, the first to end without a word; its last was " in told.out
+    for rank in range(RANKS):
+        assert f"rank {rank} (host node{rank // 2})  " in told.out
+    assert record_path(tmp_path / "flight", 0).stat().st_size == 65536
+
+
+@pytest.mark.timeout(60)
+def test_no_rank_is_blamed_where_the_launcher_is_killed(tmp_path):
+    process = start(tmp_path, "rest")
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("resting-*"))) == RANKS)
+        process.kill()
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert "hpctrain: " not in err
+    wait_for(lambda: all(flight.process_is_gone() for flight in read_flights(tmp_path / "flight").values()))
+    assert read_first_death(tmp_path / "flight") is None
