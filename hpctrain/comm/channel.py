@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hpctrain.comm.communicator import Journal
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes import sub_communicator
 from hpctrain.comm.topology import Preferences, Topology
@@ -92,12 +93,35 @@ class MessageChannel:
         self._comm.Free()
 
 
-Channel = SharedChannel | MessageChannel
+class RecordedChannel:
+    """A channel whose messages are in the rank's flight record."""
+
+    def __init__(self, inner: SharedChannel | MessageChannel, journal: Journal):
+        self._inner, self._journal = inner, journal
+
+    def send(self, tensor: torch.Tensor) -> None:
+        handle = self._journal.start("send", tensor.numel() * tensor.element_size(), None)
+        self._inner.send(tensor)
+        self._journal.finish(handle)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        handle = self._journal.start("receive", tensor.numel() * tensor.element_size(), None)
+        self._inner.receive(tensor)
+        self._journal.finish(handle)
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+Channel = SharedChannel | MessageChannel | RecordedChannel
 
 
 def make_channel(
     mpi, parent, topology: Topology, preferences: Preferences, peer: int, num_bytes: int, depth: int, patience: Patience
-) -> Channel:
+) -> SharedChannel | MessageChannel:
     """Make a channel between this rank and `peer`. Both must call."""
     ranks: Sequence[int] = sorted((parent.rank, peer))
     comm = sub_communicator(mpi, parent, ranks)

@@ -14,6 +14,7 @@ import torch
 
 from hpctrain.comm.hierarchy import Collectives
 from hpctrain.comm.lanes import Progress, Work
+from hpctrain.comm.recorder import Recorder
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.shared import SharedCollectives
 from hpctrain.comm.steps import Steps, complete, until_all
@@ -44,11 +45,27 @@ class Backend:
 Result = TypeVar("Result")
 
 
+class Journal:
+    """Writes the operations of one group into the rank's flight recorder."""
+
+    def __init__(self, recorder: Recorder, name: str, ranks: Sequence[int]):
+        self._recorder, self._ranks = recorder, tuple(ranks)
+        self._group = recorder.add_group(name, ranks)
+
+    def start(self, operation: str, num_bytes: int, peer: int | None) -> int:
+        """`peer` is a position in the group; return what `finish` wants."""
+        return self._recorder.start(self._group, operation, num_bytes, -1 if peer is None else self._ranks[peer])
+
+    def finish(self, handle: int) -> None:
+        self._recorder.finish(handle)
+
+
 class Operations(ABC, Generic[Result]):
     """The operations of a group, on its ranks by position; what they return is up to who carries them out."""
 
-    def __init__(self, ranks: Sequence[int], backend: Backend | None):
+    def __init__(self, ranks: Sequence[int], backend: Backend | None, journal: Journal | None):
         """`backend` is None for a group of one."""
+        self._journal = journal
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = backend.collectives.rank if backend else 0
@@ -57,7 +74,14 @@ class Operations(ABC, Generic[Result]):
         self._backend = backend
 
     @abstractmethod
-    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps) -> Result: ...
+    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Result: ...
+
+    def _start(self, operation: str, tensor: torch.Tensor, peer: int | None) -> int:
+        return self._journal.start(operation, tensor.numel() * tensor.element_size(), peer) if self._journal else 0
+
+    def _finish(self, handle: int) -> None:
+        if self._journal:
+            self._journal.finish(handle)
 
     @property
     def _collectives(self) -> Collectives:
@@ -120,13 +144,19 @@ class Operations(ABC, Generic[Result]):
         steps = iter(()) if self.size == 1 else self._collectives.barrier()
         return self._execute("barrier", torch.empty(0), steps)
 
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise CommError(f"no peer at position {peer} for rank {self.rank} of {self.size}")
+
     def send(self, tensor: torch.Tensor, peer: int) -> Result:
         """Send to the rank at position `peer`, which receives as many bytes; ends when the tensor may be changed."""
-        return self._execute("send", tensor, self._message(self._transport.send, tensor, peer))
+        self._check_peer(peer)
+        return self._execute("send", tensor, self._message(self._transport.send, tensor, peer), peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Result:
         """Fill the tensor with the next message of the rank at position `peer`."""
-        return self._execute("receive", tensor, self._message(self._transport.receive, tensor, peer))
+        self._check_peer(peer)
+        return self._execute("receive", tensor, self._message(self._transport.receive, tensor, peer), peer)
 
     @property
     def _transport(self) -> Transport:
@@ -135,8 +165,6 @@ class Operations(ABC, Generic[Result]):
         return self._backend.transport
 
     def _message(self, move, tensor: torch.Tensor, peer: int) -> Steps:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise CommError(f"no peer at position {peer} for rank {self.rank} of {self.size}")
         yield from until_all([move(peer, as_bytes(self._flat(tensor)))], f"rank {peer} of {self.size}")
 
     def abandon(self) -> None:
@@ -153,12 +181,20 @@ class Operations(ABC, Generic[Result]):
 class Communicator(Operations[torch.Tensor]):
     """Blocking operations; each returns the tensor that it was given. A group of one does nothing, at no cost."""
 
-    def __init__(self, ranks: Sequence[int], backend: Backend | None = None, patience: Patience | None = None):
-        super().__init__(ranks, backend)
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        backend: Backend | None = None,
+        patience: Patience | None = None,
+        journal: Journal | None = None,
+    ):
+        super().__init__(ranks, backend, journal)
         self._patience = patience or Patience(float("inf"))
 
-    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
+    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> torch.Tensor:
+        handle = self._start(operation, tensor, peer)
         complete(steps, operation, self._patience)
+        self._finish(handle)
         return tensor
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -193,13 +229,21 @@ class Lane(Operations[Work]):
     Tensors must be left alone until their work is done.
     """
 
-    def __init__(self, ranks: Sequence[int], backend: Backend | None, progress: Progress, patience: Patience):
-        super().__init__(ranks, backend)
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        backend: Backend | None,
+        progress: Progress,
+        patience: Patience,
+        journal: Journal | None = None,
+    ):
+        super().__init__(ranks, backend, journal)
         self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
 
-    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps) -> Work:
-        work = Work(self._progress, operation, steps, self._patience)
+    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Work:
+        handle = self._start(operation, tensor, peer)
+        work = Work(self._progress, operation, steps, self._patience, lambda: self._finish(handle))
         self._progress.submit(self._queue, work)
         return work
 

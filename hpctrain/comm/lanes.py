@@ -9,6 +9,7 @@ thread does; a main thread that waits polls too, which spares it the thread's wa
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.waiting import FIRST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS, Patience, wait_until
@@ -17,12 +18,14 @@ from hpctrain.comm.waiting import FIRST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS, Pa
 class Work:
     """An operation under way on a lane."""
 
-    __slots__ = ("_error", "_patience", "_progress", "ended", "operation", "pending", "steps")
+    __slots__ = ("_error", "_on_end", "_patience", "_progress", "ended", "operation", "pending", "steps")
 
-    def __init__(self, progress: "Progress", operation: str, steps: Steps, patience: Patience):
+    def __init__(
+        self, progress: "Progress", operation: str, steps: Steps, patience: Patience, on_end: Callable[[], None]
+    ):
         self.operation, self.steps = operation, steps
         self.pending: Pending | None = None
-        self._progress, self._patience = progress, patience
+        self._progress, self._patience, self._on_end = progress, patience, on_end
         self.ended = False
         self._error: Exception | None = None
 
@@ -53,6 +56,7 @@ class Work:
                     return False
         except Exception as error:
             self._error = error
+        self._on_end()
         self.ended = True
         return True
 

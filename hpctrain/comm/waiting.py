@@ -19,6 +19,8 @@ class Patience:
 
     def __init__(self, seconds: float):
         self.seconds = seconds
+        self.grace_seconds = 0.0
+        """Longer than that, where a watchdog is to speak first."""
 
 
 def wait_until(ready: Callable[[], bool], what: Callable[[], str], patience: Patience) -> None:
@@ -35,7 +37,7 @@ def wait_until(ready: Callable[[], bool], what: Callable[[], str], patience: Pat
     while not ready():
         time.sleep(pause)
         waited = time.monotonic() - start
-        if waited > patience.seconds:
+        if waited > patience.seconds + patience.grace_seconds:
             raise CommError(
                 f"waited {waited:.0f} s for {what()}; it is gone or far behind"
                 " (raise observe.timeout_seconds if it was only slow)"

@@ -10,16 +10,18 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.comm.launcher import promised_size
+from hpctrain.comm.oversight import Oversight
 from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.comm.waiting import Patience
 from hpctrain.errors import HpctrainError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.comm.channel import Channel
-    from hpctrain.comm.communicator import Communicator, Lane
+    from hpctrain.comm.communicator import Communicator, Journal, Lane
     from hpctrain.comm.lanes import Progress
 
 # What a rank is told about where it is; for tests and partitions of unlike processors under one name.
@@ -33,7 +35,7 @@ STAGGER_SECONDS, LONGEST_STAGGER_SECONDS = 0.1, 2.0
 class World:
     """All ranks of this start. Made once by `World.start`, passed on, closed by `close`."""
 
-    def __init__(self, mpi, owns_mpi: bool, places: Sequence[Place], timeout_seconds: float):
+    def __init__(self, mpi, owns_mpi: bool, places: Sequence[Place], timeout_seconds: float, watched: bool):
         self._mpi, self._owns_mpi = mpi, owns_mpi
         self._comm = mpi.COMM_WORLD
         self._failures = self._comm.Dup()
@@ -43,12 +45,15 @@ class World:
         self.preferences = Preferences()
         """For groups made from now on; must be the same on all ranks."""
         self.patience = Patience(timeout_seconds)
+        self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
 
     @classmethod
-    def start(cls, timeout_seconds: float = 1800.0) -> "World":
+    def start(cls, timeout_seconds: float = 1800.0, watched: bool = True) -> "World":
         """Start MPI and check that the launcher's promise was kept. All ranks must call.
+
+        Without `watched` who waits for too long raises CommError himself, and does not end the others.
 
         Raises LaunchError where `srun` or `mpirun` of another MPI started N jobs of one rank instead of one of N.
         """
@@ -69,7 +74,7 @@ class World:
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
         place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), os.environ.get(FAMILY_VARIABLE, "cpu"))
-        return cls(MPI, ours, MPI.COMM_WORLD.allgather(place), timeout_seconds)
+        return cls(MPI, ours, MPI.COMM_WORLD.allgather(place), timeout_seconds, watched)
 
     @property
     def place(self) -> Place:
@@ -79,7 +84,8 @@ class World:
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls."""
         from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been found
 
-        return self._keep(Communicator(ranks, self._routes().backend(ranks), self.patience))
+        backend, journal = self._routes().backend(ranks), self._journal(name, ranks)
+        return self._keep(Communicator(ranks, backend, self.patience, journal))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
         """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
@@ -87,15 +93,32 @@ class World:
         from hpctrain.comm.lanes import Progress
 
         self._progress = self._progress or Progress(threaded=self.has_threads)
-        return self._keep(Lane(ranks, self._routes().backend(ranks), self._progress, self.patience))
+        backend, journal = self._routes().backend(ranks), self._journal(name, ranks)
+        return self._keep(Lane(ranks, backend, self._progress, self.patience, journal))
 
     def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
-        from hpctrain.comm.channel import make_channel
+        from hpctrain.comm.channel import RecordedChannel, make_channel
 
+        journal = self._journal("pipeline", sorted((self.rank, peer)))
         mpi, comm = self._mpi, self._comm
         topology, preferences, patience = self.topology, self.preferences, self.patience
-        return self._keep(make_channel(mpi, comm, topology, preferences, peer, num_bytes, depth, patience))
+        made = make_channel(mpi, comm, topology, preferences, peer, num_bytes, depth, patience)
+        return self._keep(RecordedChannel(made, journal))
+
+    def keep_records(self, folder: Path) -> None:
+        """Keep the flight records in a folder, where they survive the ranks. All ranks must call.
+
+        Raises CommError on all of them if one cannot write.
+        """
+        with self.all_or_none():
+            self.oversight.recorder.move_to(folder)
+        self.oversight.tell_folder(folder)
+
+    def _journal(self, name: str, ranks: Sequence[int]) -> "Journal | None":
+        from hpctrain.comm.communicator import Journal
+
+        return Journal(self.oversight.recorder, name or "group", ranks) if len(ranks) > 1 else None
 
     def _routes(self):
         from hpctrain.comm.routes import RouteMaker
@@ -168,6 +191,7 @@ class World:
             made.close()
         self._made.clear()
         self._failures.Free()
+        self.oversight.close()
         if self._owns_mpi:
             self._mpi.Finalize()
 
@@ -180,6 +204,7 @@ class World:
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         for made in self._made:  # nobody may wait in them any longer
             made.abandon()
+        self.oversight.note_failure(error)
         if self._everybody_failed():
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)

@@ -53,6 +53,7 @@ def _show_sample(console, job, checkpoint, num_tokens):
 
 def _train(world, job, run_path, stop_after, progress, sample, as_json):
     from hpctrain.checkpoint.format import latest_checkpoint
+    from hpctrain.comm.flight import FOLDER as FLIGHT
     from hpctrain.observe.run import RunFolder, default_run_folder
 
     path = world.broadcast_object(run_path or default_run_folder(job.name))
@@ -67,6 +68,7 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
     with world.all_or_none():
         if world.rank == 0:
             folder = RunFolder(path)
+    world.keep_records(Path(path) / FLIGHT)
 
     from hpctrain.comm.accelerator import make_accelerator  # heavy imports from here on, when nothing is wrong
     from hpctrain.engine.trainer import Trainer

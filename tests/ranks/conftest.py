@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def world():
-    world = World.start(TIMEOUT_SECONDS)
+    world = World.start(TIMEOUT_SECONDS, watched=False)
     yield world
     world.close()
 
