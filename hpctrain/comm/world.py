@@ -29,9 +29,6 @@ HOST_VARIABLE, FAMILY_VARIABLE = "HPCTRAIN_HOST", "HPCTRAIN_FAMILY"
 UNCAUGHT_EXIT_CODE = 1
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
 AGREEMENT_SECONDS = 2.0
-# Launchers kill the others when one rank ends with an error, and may report that in its stead: so the others end in
-# order, and rank 0, with the code, this much later.
-LAST_SECONDS = 0.3
 STAGGER_SECONDS, LONGEST_STAGGER_SECONDS = 0.1, 2.0
 
 
@@ -116,7 +113,6 @@ class World:
         """
         with self.all_or_none():
             self.oversight.recorder.move_to(folder)
-        self.oversight.tell_folder(folder)
 
     def _journal(self, name: str, ranks: Sequence[int]) -> "Journal | None":
         from hpctrain.comm.communicator import Journal
@@ -212,9 +208,6 @@ class World:
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
             self._mpi.Finalize()
-            if self.rank:
-                os._exit(0)
-            time.sleep(LAST_SECONDS)
             os._exit(code)
         time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS))  # the first to speak ends the others
         print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
