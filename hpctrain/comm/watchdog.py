@@ -26,6 +26,8 @@ REACTION_SECONDS = 3.0
 ANSWER_SECONDS = 5.0
 # A rank that was asked leaves the word to the one that asked for this long.
 DEFERENCE_SECONDS = 2 * ANSWER_SECONDS
+# A launcher that is told to abort may drop what it has not read yet.
+HEARD_SECONDS = 0.5
 SENT_OPERATIONS = 16
 SHOWN_STACKS, SHOWN_SENTENCES = 4, 8
 APPEAL, QUESTION, ANSWER = range(3)
@@ -181,6 +183,7 @@ class Watchdog:
         report, summary = self._report(answers)
         self._recorder.close(error=f"CommError: {summary}")
         print(report, file=sys.stderr, flush=True)
+        time.sleep(HEARD_SECONDS)
         return self._abort(CommError.exit_code)
 
     def _report(self, answers: dict[int, Answer]) -> tuple[str, str]:
