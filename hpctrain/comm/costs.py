@@ -4,16 +4,7 @@ The model is that of Thakur, Rabenseifner and Gropp (2005): a message of n bytes
 sends and receives one at a time. Each further message under way at the same time costs its sender `overhead`.
 """
 
-from typing import NamedTuple
-
 from hpctrain.job import Link
-
-
-class LinkCost(NamedTuple):
-    """A pair of ranks' path."""
-
-    latency_seconds: float
-    bandwidth_bytes_per_second: float
 
 
 def flat_seconds(operation: str, algorithm: str, num_bytes: int, num_ranks: int, link: Link, overhead: float):

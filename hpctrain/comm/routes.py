@@ -1,6 +1,6 @@
 """Makes what a group communicates by, as `Topology.route` says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hpctrain.comm.communicator import Backend
 from hpctrain.comm.costs import cheapest_flat
@@ -9,8 +9,6 @@ from hpctrain.comm.hierarchy import Collectives, HierarchicalCollectives
 from hpctrain.comm.shared import SharedCollectives
 from hpctrain.comm.topology import Preferences, Topology
 from hpctrain.comm.transport import HostTransport, Transport
-
-Wrap = Callable[[Transport, Sequence[int]], Transport]
 
 
 def sub_communicator(mpi, parent, ranks: Sequence[int]):

@@ -15,8 +15,6 @@ class Place(NamedTuple):
 
     host: str
     family: str
-    kind: str = "cpu"
-    """Of its device: cpu, cuda or rocm. Tensors of other kinds than cpu are in memory that MPI may not touch."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +44,6 @@ class Topology:
     """The places of all ranks. Immutable, made once."""
 
     places: tuple[Place, ...]
-
-    @property
-    def families(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(place.family for place in self.places))
-
-    @property
-    def has_devices(self) -> bool:
-        """Whether any rank computes on something else than its host."""
-        return any(place.kind != "cpu" for place in self.places)
-
-    def ranks_of(self, family: str) -> tuple[int, ...]:
-        return tuple(rank for rank, place in enumerate(self.places) if place.family == family)
-
-    def local_rank(self, rank: int) -> int:
-        """Return how many ranks before this one are on its host: which of its devices it takes."""
-        return sum(place.host == self.places[rank].host for place in self.places[:rank])
 
     def ranks_on_host(self, rank: int) -> int:
         return sum(place.host == self.places[rank].host for place in self.places)

@@ -100,7 +100,7 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
         if job.comm.links is None:
             job = _with(job, "comm", links=theirs.comm.links)
     resolved = None
-    memory_bytes = world.smallest(_memory_bytes(world))
+    memory_bytes = world.smallest(host_memory_bytes() // world.topology.ranks_on_host(world.rank))
     with world.all_or_none():  # one rank decides for all, whatever their hosts are like
         if world.rank == 0:
             if job.plan is None and saved_plan and len(saved_plan.ranks) == world.size:
@@ -115,9 +115,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
     if padded != job.model.vocab_size:
         reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
     if job.train.dtype is None:
-        from hpctrain.comm.accelerator import agree_on_dtype, bind_accelerator  # the first thing that needs torch
+        from hpctrain.comm.accelerator import agree_on_dtype, make_accelerator  # the first thing that needs torch
 
-        dtype, reasons["train.dtype"] = agree_on_dtype(world, bind_accelerator(world))
+        dtype, reasons["train.dtype"] = agree_on_dtype(world, make_accelerator("cpu"))
         job = _with(job, "train", dtype=dtype)
     if job.comm.links is None:
         from hpctrain.comm.links import measure_links
@@ -126,17 +126,6 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
         job = _with(job, "comm", links=links)
     world.preferences = Preferences(job.comm.route, job.comm.algorithm, job.comm.links)
     return Prepared(job, resolved.plan, reasons, source, training, validation, data_identity)
-
-
-def _memory_bytes(world: "World") -> int:
-    """Return what this rank may fill: the memory of its device, or its share of the host's. All ranks must call."""
-    if world.topology.has_devices:
-        from hpctrain.comm.accelerator import bind_accelerator
-
-        accelerator = bind_accelerator(world)
-        if accelerator.kind != "cpu":
-            return accelerator.memory().total
-    return host_memory_bytes() // world.topology.ranks_on_host(world.rank)
 
 
 def _with(job: Job, section: str, **values) -> Job:

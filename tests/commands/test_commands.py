@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+import tomllib
 
 import pytest
 
@@ -35,6 +36,20 @@ def test_train_says_what_it_did_and_where_things_are(whole_run, folder):
     assert [m["step"] for m in metrics] == list(range(6))
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert ["validation_loss" in m for m in metrics] == [False, False, True] * 2
+
+
+@pytest.mark.timeout(60)
+def test_what_is_auto_becomes_a_value_with_a_reason(hpctrain, folder):
+    """The defaults of a job: dtype, plan, vocabulary and links are all left open."""
+    arguments = ["--set", "train.dtype=auto", "--set", "train.steps=1", "--run", "auto"]
+    done = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=folder)
+    assert done.code == 0, done.err
+    resolved = tomllib.loads((folder / "auto" / "resolved.toml").read_text())
+    assert resolved["train"]["dtype"] in ("fp32", "bf16")
+    assert resolved["model"]["vocab_size"] == 256
+    assert resolved["comm"]["links"]["across"]["latency_seconds"] > 0
+    for key in ("train.dtype", "plan", "comm.links"):
+        assert f"chosen {key}: " in done.out
 
 
 @pytest.mark.timeout(120)
