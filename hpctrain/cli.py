@@ -15,6 +15,7 @@ COMMANDS = {
     "inspect": "tell what is in a run, a checkpoint, a plan, a job or a token file",
     "compare": "compare the losses (and weights) of two runs",
     "bench": "measure the speed of a job's training step",
+    "doctor": "tell what this machine has: versions, ranks, devices, and by which routes they communicate",
 }
 
 

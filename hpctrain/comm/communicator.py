@@ -84,6 +84,11 @@ class Operations(ABC, Generic[Result]):
             self._journal.finish(handle)
 
     @property
+    def bytes_sent(self) -> Sequence[int]:
+        """To each rank by position, since the start, as messages of the whole group; not those inside its domains."""
+        return self._backend.transport.bytes_sent if self._backend else (0,)
+
+    @property
     def _collectives(self) -> Collectives:
         assert self._backend is not None
         return self._backend.collectives

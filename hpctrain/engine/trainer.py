@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.checkpoint.state import load, save
-from hpctrain.comm.accelerator import DTYPES, CpuAccelerator
+from hpctrain.comm.accelerator import DTYPES
+from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
 from hpctrain.data.order import Sequences
 from hpctrain.engine.layout import Layout, make_layout
@@ -76,7 +77,7 @@ class StopRequest:
 class Trainer:
     """One rank's part in training. All methods must be called by all ranks of the plan."""
 
-    def __init__(self, world: World, accelerator: CpuAccelerator, job: Job, plan: Plan):
+    def __init__(self, world: World, accelerator: Accelerator, job: Job, plan: Plan):
         """`job` is resolved: its vocabulary size and dtype are values."""
         self.world, self.job, self.plan = world, job, plan
         self.layout: Layout = make_layout(world, job, plan, DTYPES[job.train.dtype], accelerator.device)

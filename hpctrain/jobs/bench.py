@@ -29,12 +29,10 @@ def train(job, overrides, steps, warmup, as_json):
     with started_world() as world:
         prepared = prepare_run(world, load_job_on(world, job, overrides))
 
-        from hpctrain.comm.accelerator import make_accelerator
+        from hpctrain.comm.accelerator import bind_accelerator
         from hpctrain.engine.trainer import Trainer
 
-        accelerator = make_accelerator(prepared.plan.tile_of(world.rank).family)
-        accelerator.bind()
-        trainer = Trainer(world, accelerator, prepared.job, prepared.plan)
+        trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)
         trainer.initialise()
         timed = [trainer.step(prepared.training)[0] for _ in range(warmup + steps)][warmup:]
         seconds = [metrics["step_seconds"] for metrics in timed]

@@ -100,13 +100,14 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
         if job.comm.links is None:
             job = _with(job, "comm", links=theirs.comm.links)
     resolved = None
-    memory_bytes = world.smallest(host_memory_bytes() // world.topology.ranks_on_host(world.rank))
+    memory_bytes = world.smallest(_memory_bytes(world))
+    families = [place.family for place in world.topology.places]
     with world.all_or_none():  # one rank decides for all, whatever their hosts are like
         if world.rank == 0:
-            if job.plan is None and saved_plan and len(saved_plan.ranks) == world.size:
+            if job.plan is None and saved_plan and _fits(saved_plan, families):
                 resolved = Resolved(saved_plan, {"plan": f"{saved_plan.describe()}: that of {resume_from}"})
             else:
-                resolved = resolve_plan(job, world.size, memory_bytes)
+                resolved = resolve_plan(job, world.size, memory_bytes, families)
             for schedule in (one_f_one_b, forward_only):
                 check_no_deadlock(resolved.plan, {t: schedule(resolved.plan, t) for t in resolved.plan.tiles})
     resolved = world.broadcast_object(resolved)
@@ -115,9 +116,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
     if padded != job.model.vocab_size:
         reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
     if job.train.dtype is None:
-        from hpctrain.comm.accelerator import agree_on_dtype, make_accelerator  # the first thing that needs torch
+        from hpctrain.comm.accelerator import agree_on_dtype, bind_accelerator  # the first thing that needs torch
 
-        dtype, reasons["train.dtype"] = agree_on_dtype(world, make_accelerator("cpu"))
+        dtype, reasons["train.dtype"] = agree_on_dtype(world, bind_accelerator(world))
         job = _with(job, "train", dtype=dtype)
     if job.comm.links is None:
         from hpctrain.comm.links import measure_links
@@ -126,6 +127,25 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
         job = _with(job, "comm", links=links)
     world.preferences = Preferences(job.comm.route, job.comm.algorithm, job.comm.links)
     return Prepared(job, resolved.plan, reasons, source, training, validation, data_identity)
+
+
+def _fits(plan: Plan, families: list[str]) -> bool:
+    """Say whether a plan is for ranks of these families."""
+    from hpctrain.planner.even import families_of
+
+    tiles = [tile.family for tile in plan.tiles]
+    return len(plan.ranks) + len(plan.unused) == len(families) and families_of(plan, families) == tiles
+
+
+def _memory_bytes(world: "World") -> int:
+    """Return what this rank may fill: the memory of its device, or its share of the host's. All ranks must call."""
+    if world.topology.has_devices:
+        from hpctrain.comm.accelerator import bind_accelerator
+
+        accelerator = bind_accelerator(world)
+        if accelerator.kind != "cpu":
+            return accelerator.memory().total
+    return host_memory_bytes() // world.topology.ranks_on_host(world.rank)
 
 
 def _with(job: Job, section: str, **values) -> Job:

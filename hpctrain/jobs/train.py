@@ -70,13 +70,11 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
             folder = RunFolder(path)
     world.keep_records(Path(path) / FLIGHT)
 
-    from hpctrain.comm.accelerator import make_accelerator  # heavy imports from here on, when nothing is wrong
+    from hpctrain.comm.accelerator import bind_accelerator  # heavy imports from here on, when nothing is wrong
     from hpctrain.engine.trainer import Trainer
     from hpctrain.observe.console import Console
 
-    accelerator = make_accelerator(prepared.plan.tile_of(world.rank).family)
-    accelerator.bind()
-    trainer = Trainer(world, accelerator, job, prepared.plan)
+    trainer = Trainer(world, bind_accelerator(world), job, prepared.plan)
     if checkpoint:
         trainer.resume(checkpoint)
     else:

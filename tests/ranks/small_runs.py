@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.comm.accelerator import CpuAccelerator
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
@@ -65,14 +66,14 @@ class Alone:
         return value
 
 
-def make_trainer(world, job: Job) -> Trainer:
-    return Trainer(world, CpuAccelerator(), job, resolve_plan(job, world.size).plan)
+def make_trainer(world, job: Job, accelerator: Accelerator | None = None) -> Trainer:
+    return Trainer(world, accelerator or CpuAccelerator(), job, resolve_plan(job, world.size).plan)
 
 
-def losses(world, job: Job, steps: int = 20) -> list[float]:
+def losses(world, job: Job, steps: int = 20, accelerator: Accelerator | None = None) -> list[float]:
     """Return the losses of `steps` steps from the start, then the validation loss."""
     _, training, validation = open_datasets(job.data, job.train.seed)
-    trainer = make_trainer(world, job)
+    trainer = make_trainer(world, job, accelerator)
     trainer.initialise()
     found = [trainer.step(training)[0] for _ in range(steps)]
     return [m["loss"] for m in found] + [found[-1]["grad_norm"], trainer.validate(validation)]
