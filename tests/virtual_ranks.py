@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.comm.fluid import Fluid
-from hpctrain.comm.network import Network
+from hpctrain.comm.rehearsal.fluid import Fluid
+from hpctrain.comm.rehearsal.network import Network
 from hpctrain.comm.steps import Ready, Steps
 
 NUM_SLOTS = 4096

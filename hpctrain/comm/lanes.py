@@ -25,14 +25,22 @@ from hpctrain.comm.waiting import (
 class Work:
     """An operation under way on a lane."""
 
-    __slots__ = ("_error", "_on_end", "_patience", "_progress", "ended", "operation", "pending", "steps")
+    __slots__ = ("_error", "_on_end", "_on_wait", "_patience", "_progress", "ended", "operation", "pending", "steps")
 
     def __init__(
-        self, progress: "Progress", operation: str, steps: Steps, patience: Patience, on_end: Callable[[], None]
+        self,
+        progress: "Progress",
+        operation: str,
+        steps: Steps,
+        patience: Patience,
+        on_end: Callable[[], None],
+        on_wait: Callable[[], None],
     ):
+        """`on_end` is called by who takes its last step, `on_wait` by who has waited for it."""
         self.operation, self.steps = operation, steps
         self.pending: Pending | None = None
-        self._progress, self._patience, self._on_end = progress, patience, on_end
+        self._progress, self._patience = progress, patience
+        self._on_end, self._on_wait = on_end, on_wait
         self.ended = False
         self._error: Exception | None = None
 
@@ -46,6 +54,7 @@ class Work:
         """Return when it has ended. Raises its error, or CommError if it takes longer than the patience."""
         if not self.done():
             wait_until(self.done, self._awaited, self._patience, self.not_before)
+        self._on_wait()
         if self._error is not None:
             raise self._error
 

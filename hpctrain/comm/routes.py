@@ -10,7 +10,8 @@ from hpctrain.comm.device.table import Devices, device_route, message_route
 from hpctrain.comm.device.transport import DeviceTransport
 from hpctrain.comm.flat import Choose, FlatCollectives
 from hpctrain.comm.hierarchy import Collectives, HierarchicalCollectives
-from hpctrain.comm.shaped import ShapedNetwork, ShapedTransport
+from hpctrain.comm.rehearsal.clock import Pace, Rehearsal
+from hpctrain.comm.rehearsal.shaped import ShapedTransport
 from hpctrain.comm.shared import SharedCollectives
 from hpctrain.comm.topology import Preferences, Topology
 from hpctrain.comm.transport import HostTransport, Transport
@@ -34,17 +35,17 @@ class RouteMaker:
         topology: Topology,
         preferences: Preferences,
         devices: Devices | None = None,
-        network: ShapedNetwork | None = None,
+        rehearsal: Rehearsal | None = None,
         nccl=None,
     ):
         """Without `devices` groups are for tensors of the host, whatever their ranks have.
 
-        With a `network` all messages are as late as it says. `nccl` is for tests.
+        In a `rehearsal` all messages are as late as its network says. `nccl` is for tests.
         """
         self.mpi, self.rank = mpi, parent.rank
         self._parent = parent
         self._topology, self._preferences = topology, preferences
-        self._devices, self._network, self._nccl = devices, network, nccl
+        self._devices, self._rehearsal, self._nccl = devices, rehearsal, nccl
 
     def sub_communicator(self, ranks: Sequence[int]):
         return sub_communicator(self.mpi, self._parent, ranks)
@@ -64,24 +65,32 @@ class RouteMaker:
             inner = self._device_collectives(ranks, transport)
             collectives = StreamedCollectives(inner, self._devices.accelerator, transport)
             return Backend(collectives, transport, self._device_reason(ranks), on_host)
-        route = self._topology.route(ranks, self._preferences.route)
-        transport = self.transport(ranks)
-        return Backend(self._collectives(ranks, transport, self._preferences.route), transport, route.reason, on_host)
+        route, pace = self._topology.route(ranks, self._preferences.route), self._pace()
+        transport = self.transport(ranks, pace)
+        collectives = self._collectives(ranks, transport, self._preferences.route, pace)
+        return Backend(collectives, transport, route.reason, on_host, pace)
 
     def message_backend(self, ranks: Sequence[int]) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
-        transport = self._device_transport(ranks) if self._has_devices(ranks) else self.transport(ranks)
+        pace = self._pace()
+        transport = self._device_transport(ranks) if self._has_devices(ranks) else self.transport(ranks, pace)
         flat = FlatCollectives(transport, self._chooser(ranks))
-        return Backend(flat, transport, transport.name, self._topology.ranks_on_host(self.rank))
+        return Backend(flat, transport, transport.name, self._topology.ranks_on_host(self.rank), pace)
 
-    def transport(self, ranks: Sequence[int]) -> Transport:
+    def _pace(self) -> Pace | None:
+        return Pace(self._rehearsal.clock) if self._rehearsal else None
+
+    def transport(self, ranks: Sequence[int], pace: Pace | None = None) -> Transport:
         comm = self.sub_communicator(ranks)
-        if self._network is None:
+        if self._rehearsal is None:
             return HostTransport(comm)
-        group = comm.bcast(self._network.new_group() if comm.rank == 0 else None)
-        return ShapedTransport(self._network, HostTransport(comm), ranks, group)
+        network = self._rehearsal.network
+        group = comm.bcast(network.new_group() if comm.rank == 0 else None)
+        return ShapedTransport(network, HostTransport(comm), ranks, group, pace and pace.stream)
 
-    def _collectives(self, ranks: Sequence[int], transport: Transport, asked: str) -> Collectives:
+    def _collectives(
+        self, ranks: Sequence[int], transport: Transport, asked: str, pace: Pace | None = None
+    ) -> Collectives:
         """Make the collectives of a group over its transport; those of its domains have their own."""
         route = self._topology.route(ranks, asked)
         if route.kind == "shared":
@@ -90,7 +99,9 @@ class RouteMaker:
         if route.kind == "messages":
             return flat
         members = self._members(ranks, route.domains)
-        inner = self._collectives(members, self.transport(members), "auto") if len(members) > 1 else None
+        inner = None
+        if len(members) > 1:
+            inner = self._collectives(members, self.transport(members, pace), "auto", pace)
         return HierarchicalCollectives(inner, flat, transport, route.domains)
 
     def _members(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator, Journal, Lane
     from hpctrain.comm.device.table import Devices
     from hpctrain.comm.lanes import Progress
-    from hpctrain.comm.network import Network
-    from hpctrain.comm.shaped import ShapedNetwork
+    from hpctrain.comm.rehearsal.clock import Clock, Rehearsal
+    from hpctrain.comm.rehearsal.network import Network
 
 # What a rank is told about where it is, for tests; of its device see hpctrain.comm.accelerators.find.
 HOST_VARIABLE = "HPCTRAIN_HOST"
@@ -52,7 +52,7 @@ class World:
         self.devices: Devices | None = None
         """Set by `bind_accelerator`; groups made before are for tensors of the host."""
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
-        self._network: ShapedNetwork | None = None
+        self._rehearsal: Rehearsal | None = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
 
@@ -109,17 +109,20 @@ class World:
         made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience)
         return self._keep(RecordedChannel(made, self._journal("pipeline", sorted((self.rank, peer)))))
 
-    def shape(self, network: "Network", places: Sequence[Place]) -> None:
-        """Let groups made from now on be as far apart as a described network says, on its hosts. All ranks must call.
+    def rehearse(self, network: "Network", places: Sequence[Place]) -> "Clock":
+        """Let groups made from now on be those of devices of a described network; return this rank's clock.
 
-        Raises TopologyError on all of them if they are not all on one host, or not as many as it has devices.
+        `places` are the devices' by rank. All ranks must call. Raises TopologyError on all of them if they are not on
+        one host, or not as many as the network has devices.
         """
-        from hpctrain.comm.shaped import ShapedNetwork
+        from hpctrain.comm.rehearsal.clock import Clock, Rehearsal
+        from hpctrain.comm.rehearsal.shaped import ShapedNetwork
 
         if len({place.host for place in self.topology.places}) > 1:
             raise TopologyError("a rehearsal runs on one host: its ranks see each other's messages in its memory")
-        self._network = ShapedNetwork(self._mpi, self._comm.Dup(), network)
+        self._rehearsal = Rehearsal(ShapedNetwork(self._mpi, self._comm.Dup(), network), Clock())
         self.topology = Topology(tuple(places), shares_memory=False)
+        return self._rehearsal.clock
 
     def keep_records(self, folder: Path) -> None:
         """Keep the flight records in a folder, where they survive the ranks. All ranks must call.
@@ -137,7 +140,7 @@ class World:
     def _routes(self):
         from hpctrain.comm.routes import RouteMaker
 
-        return RouteMaker(self._mpi, self._comm, self.topology, self.preferences, self.devices, self._network)
+        return RouteMaker(self._mpi, self._comm, self.topology, self.preferences, self.devices, self._rehearsal)
 
     def _moving(self) -> "Progress":
         """Return what moves this rank's lanes; it starts with the first."""
@@ -211,8 +214,8 @@ class World:
         for made in reversed(self._made):
             made.close()
         self._made.clear()
-        if self._network is not None:
-            self._network.close()
+        if self._rehearsal is not None:
+            self._rehearsal.network.close()
         self._failures.Free()
         self.oversight.close()
         if self._owns_mpi:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.comm.network import Fabric, Network, Nic, Node
+from hpctrain.comm.rehearsal.network import Fabric, Network, Nic, Node
+from hpctrain.comm.rehearsal.shaped import ShapedNetwork, ShapedTransport
 from hpctrain.comm.routes import sub_communicator
-from hpctrain.comm.shaped import ShapedNetwork, ShapedTransport
 from hpctrain.comm.transport import HostTransport
 from hpctrain.comm.waiting import wait_until
 from tests.virtual_ranks import fluid_of

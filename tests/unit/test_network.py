@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.comm.network import Fabric, Network, Nic, Node
+from hpctrain.comm.rehearsal.network import Fabric, Network, Nic, Node
 from hpctrain.errors import TopologyError
 
 LINK = (100e9, 2e-6)

@@ -17,9 +17,10 @@ from contextlib import suppress
 
 import torch
 
-from hpctrain.comm.fluid import Fluid
-from hpctrain.comm.network import Network
 from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.rehearsal.clock import Stream
+from hpctrain.comm.rehearsal.fluid import Fluid
+from hpctrain.comm.rehearsal.network import Network
 from hpctrain.comm.steps import Ready
 from hpctrain.comm.transport import Transport
 from hpctrain.comm.window import SHARED_MEMORY, SharedWindow
@@ -108,9 +109,8 @@ class ShapedNetwork:
     def tag(self, group: int, receiver: int, sequence: int) -> int:
         return ((group << RECEIVER_BITS | receiver) << SEQUENCE_BITS) | sequence
 
-    def start(self, target: int, num_bytes: int, tag: int, behind: int | None) -> None:
+    def start(self, target: int, num_bytes: int, tag: int, behind: int | None, now: float) -> None:
         """Start a flow from this rank. `behind` is the tag of the message before it, if any."""
-        now = time.monotonic()  # before the lock: who waits for it has started already
         with self._lock:
             slot = self._free_slot()
             earlier = None if behind is None else self.find(self.rank, behind)
@@ -177,11 +177,13 @@ class ShapedNetwork:
 class Passage:
     """A message under way; called as a `Ready`, by its sender or its receiver."""
 
-    __slots__ = ("_asked", "_inner", "_latency", "_network", "_slot", "_source", "_tag", "due")
+    __slots__ = ("_asked", "_inner", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
 
-    def __init__(self, network: ShapedNetwork, inner: Ready, source: int, tag: int, latency: float):
+    def __init__(
+        self, network: ShapedNetwork, inner: Ready, source: int, tag: int, latency: float, stream: Stream | None
+    ):
         """`latency` is what passes, for the one who asks, after the last byte left."""
-        self._network, self._latency = network, latency
+        self._network, self._latency, self._stream = network, latency, stream
         self._inner: Ready | None = inner
         self._source, self._tag = source, tag
         self._slot: int | None = None
@@ -207,6 +209,8 @@ class Passage:
         if now < self.due:
             return False
         self._network.late_seconds += now - max(self.due, self._asked)
+        if self._stream is not None:
+            self._stream.reach(self.due)
         return True
 
     def not_before(self) -> float:
@@ -221,30 +225,40 @@ class Passage:
 class ShapedTransport:
     """Messages by an inner transport, as late as a described network would deliver them."""
 
-    def __init__(self, network: ShapedNetwork, inner: Transport, ranks: Sequence[int], group: int):
+    def __init__(
+        self,
+        network: ShapedNetwork,
+        inner: Transport,
+        ranks: Sequence[int],
+        group: int,
+        stream: Stream | None = None,
+    ):
         """`ranks` are the group's in the world, and `group` its `network.new_group()`, the same on all of them.
 
-        `inner` is owned from now on.
+        Messages start at the moment of `stream`, which they move on; without one, when they are sent. `inner` is owned
+        from now on.
         """
         self.name = f"{inner.name}, shaped"
         self.rank, self.size = inner.rank, inner.size
-        self._network, self._inner, self._ranks, self._group = network, inner, tuple(ranks), group
+        self._network, self._inner, self._ranks = network, inner, tuple(ranks)
+        self._group, self._stream = group, stream
         self.bytes_sent = inner.bytes_sent
         self._sent, self._received = [0] * inner.size, [0] * inner.size
 
     def send(self, peer: int, tensor: torch.Tensor) -> Ready:
         network, target, count = self._network, self._ranks[peer], self._sent[peer]
         tag = network.tag(self._group, target, count)
-        network.start(target, as_bytes(tensor).numel(), tag, tag - 1 if count else None)
+        now = time.monotonic() if self._stream is None else self._stream.moment
+        network.start(target, as_bytes(tensor).numel(), tag, tag - 1 if count else None, now)
         self._sent[peer] += 1
-        return Passage(network, self._inner.send(peer, tensor), network.rank, tag, 0.0)
+        return Passage(network, self._inner.send(peer, tensor), network.rank, tag, 0.0, self._stream)
 
     def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
         network, source = self._network, self._ranks[peer]
         tag = network.tag(self._group, network.rank, self._received[peer])
         self._received[peer] += 1
         latency = network.path_latency(source, network.rank)
-        return Passage(network, self._inner.receive(peer, tensor), source, tag, latency)
+        return Passage(network, self._inner.receive(peer, tensor), source, tag, latency, self._stream)
 
     def abandon(self) -> None:
         self._inner.abandon()
