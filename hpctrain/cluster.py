@@ -25,13 +25,14 @@ def _whole(value):
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _name(name: str) -> str:
-    if not name.isprintable() or not name.strip() == name or not name:
-        raise ValueError(f"a name has no control characters and no blanks around it, {name!r} has")
+def check_name(name: str) -> str:
+    """Return the name of a family or a fabric. Raises ValueError if it is hard to see or to type."""
+    if not name or name != name.strip() or not name.isprintable():
+        raise ValueError(f"{name!r} is no name: it is empty, or has control characters, or blanks around it")
     return name
 
 
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[str, AfterValidator(check_name)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True)]

@@ -102,7 +102,7 @@ def _toml(value) -> str:
         case int():
             return f"{value:_}" if value >= 10**6 else str(value)
         case float():
-            short = f"{value:.{DIGITS}g}".replace("e+", "e")
+            short = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.{DIGITS}g}")
             exact = short if float(short) == value else repr(value)
             return exact if re.search(r"[.e]", exact) else f"{exact}.0"
         case _:  # strings of JSON are strings of TOML, but for one character

@@ -182,7 +182,7 @@ BAD_FILES = [
         FAMILY.replace("{bf16 = 140e12}", "{bf = 1e12}") + NODE,
         "sustained_flops_per_second.bf = 'bf': input should be 'fp64'",
     ),
-    (FAMILY.replace("mi250x", '" mi250x"') + NODE, "a name has no control characters and no blanks around it"),
+    (FAMILY.replace("mi250x", '" mi250x"') + NODE, "' mi250x' is no name: it is empty, or has control characters, or"),
     (
         FAMILY.replace(
             "products = [", "products = [\n  {dtype = 'bf16', shape = [4096, 4096, 4096], flops_per_second = 1.0},"
