@@ -28,8 +28,8 @@ def bind_accelerator(world: World) -> Accelerator:
     among the visible ones; where the launcher shows each rank its own, that one. Raises TopologyError on all ranks
     where there are too few.
     """
-    if world.topology.has_devices and world.devices is not None:
-        return world.devices.accelerator
+    if world.accelerator is not None:
+        return world.accelerator
     kind = world.place.kind
     visible: list[str] = []
     with world.all_or_none():
@@ -44,6 +44,7 @@ def bind_accelerator(world: World) -> Accelerator:
         accelerator.bind()
     if world.topology.has_devices:
         world.devices = learn_devices(world, accelerator, sharing)
+    world.accelerator = accelerator
     return accelerator
 
 

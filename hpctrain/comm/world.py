@@ -21,6 +21,7 @@ from hpctrain.comm.waiting import Patience
 from hpctrain.errors import HpctrainError, LaunchError, TopologyError
 
 if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.channel import Channel
     from hpctrain.comm.communicator import Communicator, Journal, Lane
     from hpctrain.comm.device.table import Devices
@@ -49,8 +50,9 @@ class World:
         self.preferences = Preferences()
         """For groups made from now on; must be the same on all ranks."""
         self.patience = Patience(timeout_seconds)
+        self.accelerator: Accelerator | None = None
         self.devices: Devices | None = None
-        """Set by `bind_accelerator`; groups made before are for tensors of the host."""
+        """Both set by `bind_accelerator`; groups made before are for tensors of the host."""
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
         self._rehearsal: Rehearsal | None = None
         self._progress: Progress | None = None

@@ -32,6 +32,13 @@ override_option = click.option(
     help="Change one key of the job file, such as train.steps=10 or plan.tensor.y=2. May be repeated.",
 )
 
+rehearse_option = click.option(
+    "--rehearse",
+    type=click.Path(path_type=Path),
+    metavar="CLUSTER",
+    help="A cluster file, whose devices the ranks impersonate: a rank for each.",
+)
+
 
 @contextmanager
 def started_world() -> Iterator["World"]:
@@ -139,13 +146,25 @@ def _fits(plan: Plan, families: list[str]) -> bool:
 
 def _memory_bytes(world: "World") -> int:
     """Return what this rank may fill: the memory of its device, or its share of the host's. All ranks must call."""
-    if world.topology.has_devices:
+    if world.topology.has_devices or world.accelerator is not None:
         from hpctrain.comm.accelerator import bind_accelerator
 
         accelerator = bind_accelerator(world)
-        if accelerator.kind != "cpu":
+        if not accelerator.shares_memory:
             return accelerator.memory().total
     return host_memory_bytes() // world.topology.ranks_on_host(world.rank)
+
+
+def start_rehearsal(world: "World", path: Path) -> None:
+    """Let the ranks be the devices of a cluster file from now on. All ranks must call."""
+    from hpctrain.cluster_file import load_cluster, load_truth
+
+    with world.all_or_none():
+        cluster, truth = load_cluster(path), load_truth(path)
+
+    from hpctrain.comm.rehearsal.start import rehearse  # torch, when nothing is wrong with the file
+
+    rehearse(world, cluster, truth)
 
 
 def _with(job: Job, section: str, **values) -> Job:

@@ -4,8 +4,10 @@ Work on a device is queued on *streams* and done later, in order on each; an *ev
 knows nothing of either: it may see a buffer only after an event after the last write to it has passed.
 """
 
+import time
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,6 +57,9 @@ class Accelerator(ABC):
     `torch.xpu` (Intel) and `torch.npu` (Ascend) have the same names as `torch.cuda`: a class each.
     """
 
+    shares_memory = False
+    """Whether its memory is that of all ranks of the host together."""
+
     def __init__(self, kind: str, family: str, device: torch.device, model: str):
         self.kind, self.family, self.device = kind, family, device
         self.model = model
@@ -72,6 +77,26 @@ class Accelerator(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything that was queued is done."""
+
+    def running(self) -> AbstractContextManager:
+        """Enclose all that is computed on the device; for devices that must see it."""
+        return nullcontext()
+
+    def stopwatch(self) -> Callable[[], float]:
+        """Start to measure; return what tells the seconds that the device took until then."""
+        self.synchronize()
+        start = time.perf_counter()
+
+        def read() -> float:
+            self.synchronize()
+            return time.perf_counter() - start
+
+        return read
+
+    @property
+    def overrun(self) -> float | None:
+        """The share of time by which a pretended device was too slow, see `docs/rehearsal.md`; None for real ones."""
+        return None
 
     @abstractmethod
     def new_stream(self) -> Stream: ...

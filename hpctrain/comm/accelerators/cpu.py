@@ -34,6 +34,8 @@ DONE = Done()
 class CpuAccelerator(Accelerator):
     """The processor, one thread of it for each rank."""
 
+    shares_memory = True
+
     def __init__(self, family: str = "cpu"):
         super().__init__("cpu", family, torch.device("cpu"), _processor_name())
 

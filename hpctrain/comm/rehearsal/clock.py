@@ -46,6 +46,7 @@ class Clock:
         """By which steps really ended after they should have."""
         self.measured_seconds = 0.0
         """Of all steps together."""
+        self._is_running = False
         self._here = threading.local()
 
     def charge(self, seconds: float) -> None:
@@ -72,13 +73,20 @@ class Clock:
         if ahead > max(lead, 0.0):
             time.sleep(max(0.0, ahead - WAKE_SECONDS))
 
+    @property
+    def moment(self) -> float:
+        """When all is done that the device was asked to compute; outside of what is measured it is never behind."""
+        if not self._is_running:
+            self.compute.reach(time.monotonic())
+        return self.compute.moment
+
     def stopwatch(self) -> Callable[[], float]:
         """Start to measure; return what tells the pretended seconds since, and notes how late the rank is."""
-        self.compute.reach(time.monotonic())
-        start = self.compute.moment
+        start, self._is_running = self.moment, True
 
         def read() -> float:
             self.catch_up()
+            self._is_running = False
             seconds = self.compute.moment - start
             self.late_seconds += max(0.0, time.monotonic() - self.compute.moment - WAKE_SECONDS)
             self.measured_seconds += seconds
@@ -102,7 +110,7 @@ class Pace:
 
     def steps(self, steps: Steps) -> Steps:
         """Return steps that begin when all is done that the device was asked to compute before this call."""
-        return self._paced(steps, self._clock.compute.moment)
+        return self._paced(steps, self._clock.moment)
 
     def _paced(self, steps: Steps, asked: float) -> Steps:
         stream = self.stream

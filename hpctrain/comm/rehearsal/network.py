@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from hpctrain.cluster import Cluster
 from hpctrain.errors import TopologyError, did_you_mean
 
 
@@ -134,3 +135,31 @@ class Network:
 
     def _fabrics_of(self, index: int) -> str:
         return ", ".join(sorted({nic.fabric for nic in self.nodes[index].nics})) or "none"
+
+
+def network_of(cluster: Cluster, dilation: float = 1.0) -> Network:
+    """Return the network of a cluster's devices, as its nodes, NICs and fabrics describe it."""
+    members: dict[int, list[int]] = {}
+    for device in sorted(cluster.devices, key=lambda device: (device.node, device.index)):
+        members.setdefault(device.node, []).append(device.rank)
+    nodes = []
+    for ranks in members.values():
+        table = cluster.nodes[cluster.devices[ranks[0]].table]
+        nics = tuple(
+            Nic(
+                nic.fabric,
+                _capped(cluster, nic.fabric, nic.send_bytes_per_second),
+                _capped(cluster, nic.fabric, nic.receive_bytes_per_second),
+            )
+            for nics in table.nics_by_fabric.values()
+            for nic in nics
+        )
+        # A node of one device has no links.
+        bandwidth, latency = table.link_bytes_per_second or 1.0, table.link_latency_seconds or 0.0
+        nodes.append(Node(tuple(ranks), bandwidth, latency, nics))
+    fabrics = tuple(Fabric(name, fabric.latency_seconds) for name, fabric in cluster.fabrics.items())
+    return Network(tuple(nodes), fabrics, dilation)
+
+
+def _capped(cluster: Cluster, fabric: str, bytes_per_second: float) -> float:
+    return min(bytes_per_second, cluster.fabrics[fabric].bytes_per_second or math.inf)
