@@ -64,6 +64,8 @@ def test_one_way_is_what_the_answer_leaves_and_at_least_half():
     assert measured.seconds[1, 1 << 20] == pytest.approx(10e-6 + (1 << 20) / 1e9)
     assert measured.bytes_per_second(1) == pytest.approx(1e9)
     assert (1, 1) not in measured.seconds
+    without_large = one_way(pairs, {key: seconds for key, seconds in trips.items() if key[1] < 1 << 20})
+    assert without_large.bytes_per_second(1) == pytest.approx(1e9)
     disturbed = one_way(pairs, trips | {(1, 1): 1.0})
     assert disturbed.latency_seconds == pytest.approx(10.5e-6, rel=0.05)
     assert all(seconds > 0 for seconds in disturbed.seconds.values())

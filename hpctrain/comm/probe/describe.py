@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpctrain.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Time
 from hpctrain.comm.probe.devices import DeviceFigures
-from hpctrain.comm.probe.messages import ACROSS, SIZES, Measured
+from hpctrain.comm.probe.messages import ACROSS, Measured
 from hpctrain.comm.topology import Place
 
 DIGITS = 4
@@ -104,7 +104,7 @@ def _nodes(
     for (own, counts), kind in alike.items():
         devices = dict(counts)
         pairs = [m for m in inside if set(m.pairs.families) <= set(devices)]
-        slowest = max(pairs, key=lambda m: m.seconds[1, SIZES[-1]], default=None)
+        slowest = max(pairs, key=lambda m: -m.bytes_per_second(1), default=None)
         several = sum(devices.values()) > 1 and slowest is not None
         key = f"nodes.{len(found)}"
         comments[key] = f"{', '.join(kind[:4])}{' and others' if len(kind) > 4 else ''}."
@@ -137,12 +137,14 @@ def _nic(fabric: str, measured: Sequence[Measured]) -> Nic:
 def _link(measured: Measured, key: str, comments: dict[str, str]) -> LinkClass:
     pairs = measured.pairs
     where = f"between nodes, by {pairs.fabric}" if pairs.fabric else "inside a node"
-    flows = f"up to {len(pairs.pairs)} of them" if len(pairs.pairs) > 1 else "there was one such pair"
-    comments[key] = f"From {pairs.families[0]} to {pairs.families[1]} {where}: measured from rank"
-    comments[key] += f" {pairs.pairs[0][0]} to rank {pairs.pairs[0][1]}, and for flows at once with {flows}."
+    flows = f", and up to {len(pairs.pairs)} such pairs at once" if len(pairs.pairs) > 1 else ", which stand for all"
+    source, target = pairs.pairs[0]
+    comments[key] = f"{pairs.families[0]} to {pairs.families[1]}, {where}: from rank {source} to rank {target}{flows}."
     comments[f"{key}.latency_seconds"] = "Half of what an empty message takes there and back."
     comments[f"{key}.bytes_per_second"] = "Of the largest message, once it is under way."
-    comments[f"{key}.times"] = "One way, the slowest flow; the best of some rounds."
+    comments[f"{key}.times"] = (
+        "One way, the slowest flow; the best of some rounds. What would have taken too long is left out."
+    )
     times = [
         Time(message_bytes=size, flows=flows, seconds=_short(seconds))
         for (flows, size), seconds in measured.seconds.items()
