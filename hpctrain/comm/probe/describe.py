@@ -1,6 +1,5 @@
 """Makes a cluster, and the comments of its file, of what was measured. Pure."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -25,10 +24,10 @@ def describe(
         ranks = [rank for rank, place in enumerate(places) if place.family == family]
         at_once = max(sum(place.host == places[rank].host for place in places) for rank in ranks)
         families[family] = _family([figures[rank] for rank in ranks], at_once, f"families.{family}", comments)
-    across = {m.pairs.fabric: [] for m in measured if m.pairs.fabric}
+    across: dict[str, list[Measured]] = {}
     for m in measured:
         if m.pairs.fabric:
-            across[m.pairs.fabric].append(m)
+            across.setdefault(m.pairs.fabric, []).append(m)
     described = {}
     for name, found in across.items():
         described[name] = Fabric(origin="measured", latency_seconds=_short(min(m.latency_seconds for m in found)))
@@ -113,6 +112,7 @@ def _nodes(
         nics = tuple(_nic(name, across[name]) for name in (own, ACROSS) if name in across)
         if nics:
             comments[f"{key}.nics"] = "What all flows of a node got together, through however many NICs it has."
+        ranks = tuple(rank for host in kind for of_family in hosts[host].values() for rank in of_family)
         found.append(
             Nodes(
                 origin="measured" if several else None,
@@ -121,9 +121,7 @@ def _nodes(
                 link_latency_seconds=_short(slowest.latency_seconds) if several else None,
                 link_bytes_per_second=_short(slowest.bytes_per_second(1)) if several else None,
                 nics=nics,
-                ranks=None
-                if order == sorted(order)
-                else tuple(r for h in kind for some in hosts[h].values() for r in some),
+                ranks=None if order == sorted(order) else ranks,
             )
         )
     return tuple(found)
@@ -160,4 +158,4 @@ def _link(measured: Measured, key: str, comments: dict[str, str]) -> LinkClass:
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.{DIGITS - 1}e}") if math.isfinite(value) else value
+    return float(f"{value:.{DIGITS}g}")
