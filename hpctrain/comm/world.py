@@ -133,6 +133,7 @@ class World:
         """
         with self.all_or_none():
             self.oversight.recorder.move_to(folder)
+        self.oversight.tell_folder(folder)
 
     def _journal(self, name: str, ranks: Sequence[int]) -> "Journal | None":
         from hpctrain.comm.communicator import Journal
@@ -237,7 +238,8 @@ class World:
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
             self._mpi.Finalize()
-            os._exit(code)
+            # MPICH takes leave of its launcher when the process exits; who skips that looks killed, and all are killed.
+            sys.exit(code)
         time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS))  # the first to speak ends the others
         print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
         self._comm.Abort(code)
