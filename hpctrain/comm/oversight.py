@@ -22,11 +22,12 @@ class Oversight:
         self._comm = comm
         host, family = places[comm.rank].host, places[comm.rank].family
         self.recorder = Recorder(None, comm.rank, comm.size, host, family, comm.bcast(time.time_ns()))
+        self.recorder.note_phase(patience.phase.name)
         self._guarded = self._watchdog = None
         if watched and comm.size > 1:
             self._guarded = Guarded(comm, host)
             hosts = [place.host for place in places]
-            self._watchdog = Watchdog(mpi, comm, self.recorder, hosts, lambda: patience.seconds, self._abort)
+            self._watchdog = Watchdog(mpi, comm, self.recorder, hosts, patience, self._abort)
             self._watchdog.start()
             patience.grace_seconds = 0.0 if self._watchdog.reason else GRACE_SECONDS
 

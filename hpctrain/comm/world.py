@@ -17,13 +17,13 @@ from hpctrain.comm.accelerators.find import find_device
 from hpctrain.comm.launcher import promised_size
 from hpctrain.comm.oversight import Oversight
 from hpctrain.comm.topology import Place, Preferences, Topology
-from hpctrain.comm.waiting import Patience
+from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.errors import HpctrainError, LaunchError, TopologyError
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.channel import Channel
-    from hpctrain.comm.communicator import Communicator, Journal, Lane
+    from hpctrain.comm.communicator import Backend, Communicator, Journal, Lane
     from hpctrain.comm.device.table import Devices
     from hpctrain.comm.lanes import Progress
     from hpctrain.comm.rehearsal.clock import Clock, Rehearsal
@@ -49,11 +49,12 @@ class World:
         self.topology = Topology(tuple(places))
         self.preferences = Preferences()
         """For groups made from now on; must be the same on all ranks."""
-        self.patience = Patience(timeout_seconds)
+        self.patience = Patience(Phase("the start", timeout_seconds, "observe.start_timeout_seconds"))
         self.accelerator: Accelerator | None = None
         self.devices: Devices | None = None
         """Both set by `bind_accelerator`; groups made before are for tensors of the host."""
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
+        self._lane = self.oversight.recorder.add_group("world", range(self.size))
         self._rehearsal: Rehearsal | None = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
@@ -90,26 +91,33 @@ class World:
     def place(self) -> Place:
         return self.topology.places[self.rank]
 
+    def enter(self, phase: Phase) -> None:
+        """Begin another part of the run. All ranks should, at about the same time; nobody waits."""
+        self.patience.phase = phase
+        self.oversight.recorder.note_phase(phase.name)
+
     def group(self, ranks: Sequence[int], name: str = "") -> "Communicator":
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls."""
         from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been found
 
-        backend, journal = self._routes().backend(ranks), self._journal(name, ranks)
+        backend, journal = self._connect(ranks, name)
         return self._keep(Communicator(ranks, backend, self.patience, journal))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
         """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
         from hpctrain.comm.communicator import Lane
 
-        backend, journal = self._routes().backend(ranks), self._journal(name, ranks)
+        backend, journal = self._connect(ranks, name)
         return self._keep(Lane(ranks, backend, self._moving(), self.patience, journal))
 
     def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
         from hpctrain.comm.channel import RecordedChannel, make_channel
 
-        made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience)
-        return self._keep(RecordedChannel(made, self._journal("pipeline", sorted((self.rank, peer)))))
+        journal = self._journal("pipeline", sorted((self.rank, peer)))
+        with journal.recorded("connect"):
+            made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience)
+        return self._keep(RecordedChannel(made, journal))
 
     def rehearse(self, network: "Network", places: Sequence[Place]) -> "Clock":
         """Let groups made from now on be those of devices of a described network; return this rank's clock.
@@ -134,6 +142,18 @@ class World:
         with self.all_or_none():
             self.oversight.recorder.move_to(folder)
         self.oversight.tell_folder(folder)
+
+    def _connect(self, ranks: Sequence[int], name: str) -> "tuple[Backend | None, Journal | None]":
+        """Return what a group communicates by, and what records its operations, of which this is the first."""
+        journal = self._journal(name, ranks)
+        if journal is None:
+            return None, None
+        with journal.recorded("connect"):
+            return self._routes().backend(ranks), journal
+
+    def _together(self, operation: str):
+        """Record what all ranks do together in this block."""
+        return self.oversight.recorder.recorded(self._lane, operation)
 
     def _journal(self, name: str, ranks: Sequence[int]) -> "Journal | None":
         from hpctrain.comm.communicator import Journal
@@ -166,7 +186,8 @@ class World:
 
         For steps that can fail on some ranks only, such as writing files; the error of the lowest rank is raised.
         """
-        found = self._comm.allgather(None if error is None else (type(error), str(error)))
+        with self._together("agree"):
+            found = self._comm.allgather(None if error is None else (type(error), str(error)))
         for rank, failure in enumerate(found):
             if failure is not None:
                 kind, message = failure
@@ -186,19 +207,23 @@ class World:
 
     def broadcast_object(self, value):
         """Return rank 0's value on every rank. For small plain objects. All ranks must call."""
-        return self._comm.bcast(value)
+        with self._together("broadcast_object"):
+            return self._comm.bcast(value)
 
     def gather_objects(self, value) -> list | None:
         """Return every rank's value, in their order, on rank 0 (None on others). All ranks must call."""
-        return self._comm.gather(value)
+        with self._together("gather_objects"):
+            return self._comm.gather(value)
 
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""
-        return min(self._comm.allgather(value))
+        with self._together("smallest"):
+            return min(self._comm.allgather(value))
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values. All ranks must call."""
-        return max(self._comm.allgather(value))
+        with self._together("largest"):
+            return max(self._comm.allgather(value))
 
     @property
     def library(self) -> str:

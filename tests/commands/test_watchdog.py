@@ -90,7 +90,8 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, hpctrain, culprit):
         done,
         f"hpctrain: CommError: {name} has not entered all_reduce number 4 on lane data [0-3], 4.2 MB;"
         " its last was all_reduce number 3 on lane data [0-3], 4.2 MB, finished ",
-        " s ago; 3 ranks wait for it\n  found by rank 0: an operation may take 1 s here (raise observe.timeout_seconds",
+        " s ago; 3 ranks wait for it\n  found by rank 0: in a test an operation may take 1 s (raise"
+        " observe.step_timeout_seconds if it was only slow); all ranks are stopped",
         f"\n    {name}  works  all_reduce 3 on data, 4.2 MB, done ",
         "  waits  all_reduce 4 on data, 4.2 MB, begun ",
         f"Python stacks of the ranks that answered: {tmp_path}/flight/stacks-*.txt",

@@ -20,10 +20,12 @@ from mpi4py import MPI  # noqa: E402
 from hpctrain.comm import watchdog as watching  # noqa: E402
 from hpctrain.comm.guarded import Guarded  # noqa: E402
 from hpctrain.comm.recorder import Recorder  # noqa: E402
+from hpctrain.comm.waiting import Patience, Phase  # noqa: E402
 from hpctrain.comm.watchdog import Watchdog  # noqa: E402
 
 PATIENCE_SECONDS = 1.0
 MESSAGE_BYTES = 4_200_000
+PHASE = Phase("a test", PATIENCE_SECONDS, "observe.step_timeout_seconds")
 
 
 def together(comm, recorder: Recorder, lane: int, name: str) -> None:
@@ -60,7 +62,7 @@ def main(folder: str, story: str, culprit: int) -> None:
         guarded.say_goodbye(has_told_error=True)
         MPI.COMM_WORLD.Abort(code)  # of another communicator MPICH's mpirun may return 9, the signal of the others
 
-    watchdog = Watchdog(MPI, comm, recorder, hosts, lambda: PATIENCE_SECONDS, abort)
+    watchdog = Watchdog(MPI, comm, recorder, hosts, Patience(PHASE), abort)
     watchdog.start()
     together(comm, recorder, everyone, "broadcast")
     for _ in range(3):
