@@ -237,6 +237,7 @@ class World:
 
     def close(self) -> None:
         """Free what was made, and end MPI if it was started here. All ranks must call."""
+        self.agree(None)  # nobody takes leave while another one may still be killed, or hang
         if self._progress is not None:
             self._progress.close()
         for made in reversed(self._made):

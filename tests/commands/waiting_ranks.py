@@ -46,7 +46,8 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
     everyone, data = (recorder.add_group(name, range(size)) for name in ("everyone", "data"))
     if folder != "-":
         world.keep_records(Path(folder) / "flight")
-    world.enter(Phase("a test", PATIENCE_SECONDS, "observe.step_timeout_seconds"))
+    patience = 10 * PATIENCE_SECONDS if story == "fails" else PATIENCE_SECONDS  # who fails speaks after two seconds
+    world.enter(Phase("a test", patience, "observe.step_timeout_seconds"))
     together(comm, recorder, everyone, "broadcast")
     for _ in range(3):
         together(comm, recorder, data, "all_reduce")
