@@ -38,16 +38,15 @@ class Oversight:
 
     def _abort(self, code: int) -> None:
         if self._guarded:
-            self._guarded.say_goodbye(has_told_error=True)
+            self._guarded.say_goodbye(tells_error=True)
         self._comm.Abort(code)
 
-    def note_failure(self, error: BaseException) -> None:
-        """Stop watching because this rank ends with an error that it tells."""
+    def note_failure(self, error: BaseException) -> bool:
+        """Stop watching because this rank ends with an error; return False where another one tells what happened."""
         if self._watchdog:
             self._watchdog.abandon()
         self.recorder.close(f"{type(error).__name__}: {error}")
-        if self._guarded:
-            self._guarded.say_goodbye(has_told_error=True)
+        return self._guarded.say_goodbye(tells_error=True) if self._guarded else True
 
     def close(self) -> None:
         """End in order. All ranks must call, before MPI is ended."""

@@ -18,6 +18,7 @@ from hpctrain.comm.launcher import promised_size
 from hpctrain.comm.oversight import Oversight
 from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.watchdog import HEARD_SECONDS
 from hpctrain.errors import HpctrainError, LaunchError, TopologyError
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
 AGREEMENT_SECONDS = 2.0
-STAGGER_SECONDS, LONGEST_STAGGER_SECONDS = 0.1, 2.0
+# The first to speak ends the others, who leave it the time: little where they cannot know whether there is one.
+STAGGER_SECONDS, LONGEST_STAGGER_SECONDS, SECOND_SECONDS = 0.6, 2.0, 5.0
 
 
 class World:
@@ -259,15 +261,16 @@ class World:
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         for made in self._made:  # nobody may wait in them any longer
             made.abandon()
-        self.oversight.note_failure(error)
+        is_first = self.oversight.note_failure(error)
         if self._everybody_failed():
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
             self._mpi.Finalize()
             # MPICH takes leave of its launcher when the process exits; who skips that looks killed, and all are killed.
             sys.exit(code)
-        time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS))  # the first to speak ends the others
+        time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS) if is_first else SECOND_SECONDS)
         print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
+        time.sleep(HEARD_SECONDS)
         self._comm.Abort(code)
         os._exit(code)
 

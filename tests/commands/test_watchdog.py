@@ -139,6 +139,14 @@ def test_where_one_rank_fails_it_speaks_and_the_code_is_its(tmp_path):
 
 
 @pytest.mark.timeout(60)
+def test_where_several_ranks_fail_one_of_them_speaks(tmp_path):
+    done = run(tmp_path, "others", 0)
+    assert done.code == DataError.exit_code, done.out + done.err
+    assert done.err.count("hpctrain: DataError: nothing to go on from here") == 1, done.err
+    assert done.err.count("hpctrain: ") == 1, done.err
+
+
+@pytest.mark.timeout(60)
 def test_without_a_folder_the_stack_of_the_missing_rank_is_in_the_report():
     check_report(
         run("-", "skips", 3), "rank 3 (host node1) has not entered", "stacks of rank 3:\n", "lost_in_thought(60)"
