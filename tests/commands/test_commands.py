@@ -166,7 +166,7 @@ main()
 @pytest.mark.timeout(90)
 def test_a_rank_that_writes_its_checkpoint_for_long_is_waited_for(folder):
     """Longer than a step may take: saving has a timeout of its own."""
-    arguments = ["train", "job.toml", "--run", "runs/slow", "--sample", "0", "--set", "train.steps=2"]
+    arguments = ["train", "job.toml", "--run", "runs/slow", "--sample", "0", "--stop-after", "2"]
     arguments += ["--set", "observe.step_timeout_seconds=2"]
     command = [BIN / "mpirun", "-n", "2", sys.executable, "-c", SLOW_DISK, *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
