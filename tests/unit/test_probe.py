@@ -46,10 +46,10 @@ def test_families_of_one_host_are_paired_with_each_other():
 
 def test_a_lone_rank_has_no_pairs_and_many_hosts_are_not_enumerated():
     assert pair_classes([Place("host", "a")], ["x"]) == []
-    start = time.perf_counter()
+    start = time.process_time()
     places = [Place(f"host-{rank // 8}", "a" if rank < 2048 else "b") for rank in range(4096)]
     assert len(pair_classes(places, ["x"] * 4096)) == 5
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
