@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from hpctrain.checkpoint.format import (
     KINDS,
@@ -27,6 +28,7 @@ from hpctrain.model.shard import Shard
 from hpctrain.model.store import Piece
 from hpctrain.parameters import all_parameters, whole_rows
 from hpctrain.plan import Plan, dump_plan, parse_plan
+from hpctrain.tables import explain
 
 # What must be the same for a resumed run to go on with the same numbers; model is compared key by key.
 SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")
@@ -122,14 +124,25 @@ def read_piece(index: Index, kind: str, piece: Piece) -> torch.Tensor:
     return values
 
 
+def read_job(index: Index) -> Job:
+    """Return the job that a checkpoint is of. Raises CheckpointError if this version does not know such jobs."""
+    try:
+        return Job.model_validate(json.loads(index.about["job"]))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{index.path}: was written by another version of hpctrain: its job says {explain(error, Job)[1]}"
+        ) from None
+
+
 def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job, Plan]:
     """Refuse a checkpoint that this job cannot go on from; return the job and the plan that wrote it.
 
     Raises CheckpointError that names the first key that differs, with both values.
     """
     with Index(checkpoint) as index:
-        theirs, plan = json.loads(index.about["job"]), parse_plan(index.about["plan"], f"{checkpoint}: plan")
+        their_job, plan = read_job(index), parse_plan(index.about["plan"], f"{checkpoint}: plan")
         their_data = index.about["data"]
+    theirs = json.loads(their_job.model_dump_json())
     ours = json.loads(job.model_dump_json())
     for key in [f"model.{k}" for k in ours["model"] if k != "preset"] + list(SAME_TO_RESUME):
         section, name = key.split(".")
@@ -144,4 +157,4 @@ def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job,
             f"{checkpoint}: was trained on other data ({their_data}, where the job's are {data_identity}); set"
             " data.tokens and data.validation_fraction as they were, or start a new run with another --run"
         )
-    return Job.model_validate(theirs), plan
+    return their_job, plan

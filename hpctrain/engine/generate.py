@@ -1,17 +1,15 @@
 """Writes text with the weights of a checkpoint, on one rank, whatever layout wrote it."""
 
-import json
 from pathlib import Path
 
 import torch
 
 from hpctrain.checkpoint.format import Index
-from hpctrain.checkpoint.state import read_piece
+from hpctrain.checkpoint.state import read_job, read_piece
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import CheckpointError
 from hpctrain.intervals import Interval
-from hpctrain.job import Job
 from hpctrain.model.axes import Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
@@ -25,7 +23,7 @@ class Generator:
     def __init__(self, checkpoint: Path):
         with Index(checkpoint) as index:
             index.verify()
-            self.job = Job.model_validate(json.loads(index.about["job"]))
+            self.job = read_job(index)
             if not index.about["tokenizer"]:
                 raise CheckpointError(f"{checkpoint}: was trained on tokens without a tokenizer, so it writes no text")
             self.tokenizer = Tokenizer.from_json(index.about["tokenizer"])
