@@ -8,7 +8,7 @@ every rank and in every run. A `Communicator` blocks; a `Lane` offers the same a
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Pace
 
 OPERATIONS = ("sum", "max", "min")
+# Of how many sizes the even cuts are kept: computing them takes as long as moving a small message.
+KEPT_CUTS = 64
 ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
 
 
@@ -90,6 +92,7 @@ class Operations(ABC, Generic[Result]):
         self.route = backend.collectives.name if backend else "alone"
         self.reason = backend.reason if backend else "a single rank"
         self._backend = backend
+        self._even_cuts = lru_cache(KEPT_CUTS)(partial(cut_evenly, parts=self.size))
 
     @abstractmethod
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Result: ...
@@ -126,7 +129,7 @@ class Operations(ABC, Generic[Result]):
 
     def _cuts(self, flat: torch.Tensor, cuts: Sequence[Interval] | None) -> Sequence[Interval]:
         if cuts is None:
-            return cut_evenly(flat.numel(), self.size)
+            return self._even_cuts(flat.numel())
         if len(cuts) != self.size or cuts[-1].stop > flat.numel():
             raise CommError(f"{len(cuts)} cuts up to {cuts[-1].stop} for {self.size} ranks and {flat.numel()} elements")
         return cuts

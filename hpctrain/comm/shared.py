@@ -165,6 +165,13 @@ class SharedCollectives:
             yield from self._announce()
             return
         yield from self._settle()
+        if flat.numel() * flat.element_size() <= SMALL_BYTES:
+            half, dtype = self._turn(), flat.dtype
+            self._view(self.rank, half, dtype, 0, flat.numel()).copy_(flat)
+            yield from self._announce()
+            if own.size:
+                reduce_in_order([self._view(rank, half, dtype, *own) for rank in range(self.size)], out, op)
+            return
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
             pieces = [window_of(cut, start, step) for cut in cuts]
@@ -186,6 +193,15 @@ class SharedCollectives:
             yield from self._gather_seen(seen, cuts)
             return
         yield from self._settle()
+        if flat.numel() * flat.element_size() <= SMALL_BYTES:
+            half, dtype, own = self._turn(), flat.dtype, cuts[self.rank]
+            if own.size:
+                self._view(self.rank, half, dtype, *own).copy_(flat[own.start : own.stop])
+            yield from self._announce()
+            for other, cut in enumerate(cuts):
+                if other != self.rank and cut.size:
+                    flat[cut.start : cut.stop].copy_(self._view(other, half, dtype, *cut))
+            return
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
             half = self._turn()
