@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.comm.hierarchy import Collectives
 from hpctrain.comm.lanes import Progress, Work
-from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.oversight.recorder import Recorder
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.shared import SharedCollectives
 from hpctrain.comm.steps import Steps, complete, until_all

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.comm.accelerators.find import find_device
 from hpctrain.comm.launcher import promised_size
-from hpctrain.comm.oversight import Oversight
+from hpctrain.comm.oversight.oversight import Oversight
+from hpctrain.comm.oversight.watchdog import HEARD_SECONDS
 from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.comm.waiting import Patience, Phase
-from hpctrain.comm.watchdog import HEARD_SECONDS
 from hpctrain.errors import HpctrainError, LaunchError, TopologyError
 
 if TYPE_CHECKING:

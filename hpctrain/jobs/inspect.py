@@ -56,8 +56,8 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
 
 def _ending(path: Path) -> dict:
     """Tell what a run's flight records say of it; nothing if it ended in order."""
-    from hpctrain.comm.diagnosis import post_mortem
-    from hpctrain.comm.flight import FOLDER
+    from hpctrain.comm.oversight.diagnosis import post_mortem
+    from hpctrain.comm.oversight.flight import FOLDER
 
     found = post_mortem(path / FOLDER, time.time())
     if found is None:

@@ -64,7 +64,7 @@ def _show_sample(console, job, checkpoint, num_tokens):
 
 def _train(world, job, run_path, stop_after, progress, sample, as_json):
     from hpctrain.checkpoint.format import latest_checkpoint
-    from hpctrain.comm.flight import FOLDER as FLIGHT
+    from hpctrain.comm.oversight.flight import FOLDER as FLIGHT
     from hpctrain.observe.run import RunFolder, default_run_folder
 
     path = world.broadcast_object(run_path or default_run_folder(job.name))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.flight import RUNNING, read_first_death, read_flights, record_path
+from hpctrain.comm.oversight.flight import RUNNING, read_first_death, read_flights, record_path
 from hpctrain.errors import CommError, DataError
 from tests.started import BIN, Finished
 

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from hpctrain.comm import watchdog as watching
 from hpctrain.comm.launcher import promised_rank
-from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.oversight import watchdog as watching
+from hpctrain.comm.oversight.recorder import Recorder
 from hpctrain.comm.waiting import Phase
 from hpctrain.comm.world import HOST_VARIABLE, World
 from hpctrain.errors import DataError

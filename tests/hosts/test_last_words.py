@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.flight import read_first_death
+from hpctrain.comm.oversight.flight import read_first_death
 from hpctrain.errors import CommError
 
 ROOT = Path(__file__).parents[2]

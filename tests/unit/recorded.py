@@ -2,8 +2,8 @@
 
 import time
 
-from hpctrain.comm.diagnosis import Evidence
-from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.oversight.diagnosis import Evidence
+from hpctrain.comm.oversight.recorder import Recorder
 
 
 def make_recorders(num_ranks: int, folder=None, attempt: int = 0) -> list[Recorder]:

@@ -10,10 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm import flight
-from hpctrain.comm.diagnosis import Evidence, diagnose
-from hpctrain.comm.flight import claim_last_word, parse_flight, parse_ranks, read_flight, read_flights, record_path
-from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.oversight import flight
+from hpctrain.comm.oversight.diagnosis import Evidence, diagnose
+from hpctrain.comm.oversight.flight import (
+    claim_last_word,
+    parse_flight,
+    parse_ranks,
+    read_flight,
+    read_flights,
+    record_path,
+)
+from hpctrain.comm.oversight.recorder import Recorder
 from hpctrain.errors import CommError
 from tests.unit.recorded import make_recorders
 
@@ -181,7 +188,7 @@ def test_a_slot_that_was_not_written_to_its_end_is_left_out():
 CHILD = """
 import sys, time
 from pathlib import Path
-from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.oversight.recorder import Recorder
 recorder = Recorder(Path(sys.argv[1]), 0, 1, "a", "cpu")
 lane = recorder.add_group("data", [0, 1])
 count = 0

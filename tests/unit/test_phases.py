@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.comm.flight import PHASE_BYTES
+from hpctrain.comm.oversight.flight import PHASE_BYTES
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.trainer import Trainer
 from hpctrain.errors import JobError

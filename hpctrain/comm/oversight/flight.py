@@ -1,4 +1,4 @@
-"""What a rank's flight record looks like on disk, and how it is read; written by hpctrain.comm.recorder.
+"""What a rank's flight record looks like on disk, and how it is read; written by hpctrain.comm.oversight.recorder.
 
 A record is one file a rank, `RUN/flight/rank-00003.bin`, in the byte order of its machine:
 

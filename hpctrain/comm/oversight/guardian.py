@@ -96,7 +96,7 @@ def parent_of(process: int) -> int:
 
 def describe_death(folder: Path | None, rank: int, process: int, host: str) -> str | None:
     """Return what to say of the rank that died first; None if another guardian has said it. Leaves a note."""
-    from hpctrain.comm.flight import claim_last_word, read_flight, record_path
+    from hpctrain.comm.oversight.flight import claim_last_word, read_flight, record_path
 
     text = (
         f"hpctrain: rank {rank} (host {host}, process {process}) was killed or crashed: the first to end without a word"
@@ -105,7 +105,7 @@ def describe_death(folder: Path | None, rank: int, process: int, host: str) -> s
         return text
     if not claim_last_word(folder, {"rank": rank, "process": process, "host": host, "time": time.time()}):
         return None
-    from hpctrain.comm.diagnosis import Evidence
+    from hpctrain.comm.oversight.diagnosis import Evidence
     from hpctrain.errors import CommError
 
     try:
@@ -132,5 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
     main()

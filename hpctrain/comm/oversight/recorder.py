@@ -1,7 +1,7 @@
 """The flight recorder: what this rank communicates, kept in a file that survives it.
 
 The file is mapped into memory: what was stored there is the kernel's, and is written even when the process is killed.
-Recording costs a microsecond an operation, no system call, and no lock; see hpctrain.comm.flight for the layout.
+Recording costs a microsecond an operation, no system call, and no lock; see `comm.oversight.flight` for the layout.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.comm import flight
-from hpctrain.comm.flight import COUNTERS_PER_LANE, MATCHING, MAX_LANES, RING_AT, RING_SLOTS, SLOT
+from hpctrain.comm.oversight import flight
+from hpctrain.comm.oversight.flight import COUNTERS_PER_LANE, MATCHING, MAX_LANES, RING_AT, RING_SLOTS, SLOT
 from hpctrain.errors import CommError, describe_os_error
 
 _WORDS_IN_SLOT = SLOT.size // 8

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hpctrain.comm.flight import COLLECTIVES, MATCHING, RECEIVES, SENDS, Flight, Operation, RecordedLane
+from hpctrain.comm.oversight.flight import COLLECTIVES, MATCHING, RECEIVES, SENDS, Flight, Operation, RecordedLane
 
 # Operations for which every rank of the lane gives the same number of bytes.
 SAME_BYTES = frozenset({"all_reduce", "broadcast", "barrier"})

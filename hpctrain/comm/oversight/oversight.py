@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.comm.guarded import Guarded
-from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.oversight.guarded import Guarded
+from hpctrain.comm.oversight.recorder import Recorder
+from hpctrain.comm.oversight.watchdog import Watchdog
 from hpctrain.comm.topology import Place
 from hpctrain.comm.waiting import Patience
-from hpctrain.comm.watchdog import Watchdog
 
 # A waiting operation leaves the word to the watchdog, which knows more, for this long after its patience has ended.
 GRACE_SECONDS = 30.0

@@ -4,8 +4,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.comm.flight import ENDED, FAILED, MATCHING, Flight, Operation, read_first_death, read_flights, write_ranks
-from hpctrain.comm.waits import Wait, find_waits
+from hpctrain.comm.oversight.flight import (
+    ENDED,
+    FAILED,
+    MATCHING,
+    Flight,
+    Operation,
+    read_first_death,
+    read_flights,
+    write_ranks,
+)
+from hpctrain.comm.oversight.waits import Wait, find_waits
 
 SHOWN_RANKS = 32
 SHOWN_OPERATIONS = 3

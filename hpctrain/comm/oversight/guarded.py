@@ -1,4 +1,4 @@
-"""A rank's connection to its host's guardian, the process that says who died first; see hpctrain.comm.guardian."""
+"""A rank's connection to its host's guardian, the process that says who died first; see `comm.oversight.guardian`."""
 
 import os
 import socket
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.comm.flight import claim_last_word, this_machine
-from hpctrain.comm.guardian import parent_of
+from hpctrain.comm.oversight.flight import claim_last_word, this_machine
+from hpctrain.comm.oversight.guardian import parent_of
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
 GOODBYE_SECONDS = 1.0

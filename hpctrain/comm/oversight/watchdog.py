@@ -15,10 +15,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hpctrain.comm import flight
-from hpctrain.comm.diagnosis import Diagnosis, Evidence, diagnose
-from hpctrain.comm.flight import Flight
-from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.oversight import flight
+from hpctrain.comm.oversight.diagnosis import Diagnosis, Evidence, diagnose
+from hpctrain.comm.oversight.flight import Flight
+from hpctrain.comm.oversight.recorder import Recorder
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.errors import CommError
 
