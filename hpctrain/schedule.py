@@ -30,9 +30,13 @@ class Op(Enum):
 class Instruction:
     op: Op
     microbatch: int = -1
+    substep: int = 0
+    """Which piece of the tile's rows, for forward and backward."""
 
     def __str__(self) -> str:
-        return self.op.value if self.microbatch < 0 else f"{self.op.value} {self.microbatch}"
+        if self.microbatch < 0:
+            return self.op.value
+        return f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
 
 
 def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
@@ -43,7 +47,7 @@ def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
 
 def forward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
     """Return the instructions of one microbatch's forward pass on a tile."""
-    steps = [Instruction(Op.FORWARD, m)]
+    steps = [Instruction(Op.FORWARD, m, s) for s in range(tile.substeps)]
     if plan.upstream(tile):
         steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m))
     if plan.downstream(tile):
@@ -52,11 +56,21 @@ def forward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
 
 
 def backward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
-    steps = [Instruction(Op.BACKWARD, m)]
+    steps = [Instruction(Op.BACKWARD, m, s) for s in range(tile.substeps)]
     if plan.downstream(tile):
         steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m))
     if plan.upstream(tile):
         steps.append(Instruction(Op.SEND_GRADIENT, m))
+    return steps
+
+
+def at_the_loss(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
+    """Return a whole microbatch on a tile with the loss: each substep forward and back, so that only one is kept."""
+    steps = []
+    for s in range(tile.substeps):
+        steps += [Instruction(Op.FORWARD, m, s), Instruction(Op.BACKWARD, m, s)]
+    if plan.upstream(tile):
+        return [Instruction(Op.RECEIVE_ACTIVATION, m), *steps, Instruction(Op.SEND_GRADIENT, m)]
     return steps
 
 
@@ -66,13 +80,17 @@ def one_f_one_b(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
     even pipeline and also right for tiles that are on paths of unlike length.
     """
+    if tile.is_idle:
+        return (Instruction(Op.UPDATE),)
     warmup = min(plan.depth_to_loss(tile), plan.microbatches)
     steps: list[Instruction] = []
     for m in range(warmup):
         steps += forward_part(plan, tile, m)
     for m in range(warmup, plan.microbatches):
-        steps += forward_part(plan, tile, m)
-        steps += backward_part(plan, tile, m - warmup)
+        if warmup:
+            steps += forward_part(plan, tile, m) + backward_part(plan, tile, m - warmup)
+        else:
+            steps += at_the_loss(plan, tile, m)
     for m in range(plan.microbatches - warmup, plan.microbatches):
         steps += backward_part(plan, tile, m)
     return (*steps, Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE))
@@ -80,6 +98,8 @@ def one_f_one_b(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
 
 def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     """Return the forward passes alone, for validation."""
+    if tile.is_idle:
+        return ()
     return tuple(step for m in range(plan.microbatches) for step in forward_part(plan, tile, m))
 
 

@@ -23,8 +23,8 @@ from hpctrain.comm.world import World
 from hpctrain.errors import CheckpointError, describe_os_error
 from hpctrain.intervals import Interval
 from hpctrain.job import Job
+from hpctrain.model.groups import Piece
 from hpctrain.model.shard import Shard
-from hpctrain.model.store import Piece
 from hpctrain.parameters import all_parameters, whole_rows
 from hpctrain.plan import Plan, dump_plan, parse_plan
 

@@ -46,8 +46,8 @@ class Optimizer:
     def __init__(self, layout: Layout, train: Train):
         self._layout, self._train = layout, train
         self.shards = [
-            make_shard(group, holders, layout.tile.zero)
-            for group, holders in zip(layout.store.groups, layout.groups, strict=True)
+            make_shard(group, holders, holding)
+            for group, holders, holding in zip(layout.store.groups, layout.groups, layout.held.holdings, strict=True)
         ]
 
     def load_masters(self) -> None:
@@ -58,10 +58,11 @@ class Optimizer:
     def reduce(self) -> None:
         """Sum gradients over the holders of each piece. All ranks of the plan must call."""
         for shard in self.shards:
-            if shard.grads is shard.group.grads:
-                shard.holders.all_reduce(shard.group.grads)
+            grads = shard.group.own_grads()
+            if shard.grads is grads:
+                shard.holders.all_reduce(grads)
             else:
-                shard.holders.reduce_scatter(shard.group.grads, shard.grads, shard.cuts)
+                shard.holders.reduce_scatter(grads, shard.grads, shard.cuts)
 
     def squared_norm(self) -> float:
         """Return this rank's part of the squared global norm: each element of the model is counted on one rank."""

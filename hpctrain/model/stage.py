@@ -43,11 +43,11 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        return isinstance(self.items[0], Embedding)
+        return bool(self.items) and isinstance(self.items[0], Embedding)
 
     @property
     def is_last(self) -> bool:
-        return isinstance(self.items[-1], Head)
+        return bool(self.items) and isinstance(self.items[-1], Head)
 
     def forward(self, value: torch.Tensor, targets: torch.Tensor | None, training: bool) -> tuple[torch.Tensor, Saved]:
         """Run all items on token ids (first stage) or hidden states; return hidden states or the summed loss.

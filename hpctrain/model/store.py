@@ -1,20 +1,21 @@
 """Where weights and gradients of a tile live: a few flat arrays, and views into them.
 
-The units (see `hpctrain.parameters`) whose pieces are exchanged among the same ranks form a *group*: one flat array
-of weights and one of fp32 gradients, so that gradients are reduced in one large message. With z > 1 a rank stores
-a z-th of each unit and scatters gradients back after each item's backward pass. The whole unit is in memory that all
-of z see, filled after each update, where there is such memory; else it is gathered while an item computes.
+The units (see `hpctrain.parameters`) whose pieces are exchanged among the same ranks form a group (see
+`hpctrain.model.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each item's
+backward pass. The whole unit is in memory that all of z see, filled after each update, where there is such memory;
+else it is gathered while an item computes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from hpctrain.holders import Holdings
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.parameters import Box, Parameter, UnitLayout
+from hpctrain.model.groups import Group, Slabs, UnitArrays, WholeUnits
+from hpctrain.parameters import UnitLayout
 
 
 class Weight:
@@ -31,20 +32,6 @@ class Weight:
         self.grad: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive elements of one parameter's box in a group's flat array."""
-
-    parameter: Parameter
-    box: Box
-    elements: Interval
-    """Within the flattened box."""
-    at: Interval
-    """Within the group's flat array."""
-    counts: bool
-    """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
-
-
 class WholeGradients:
     """Room for the whole gradients of the units of one item at a time, in memory that z exchanges at least cost."""
 
@@ -52,7 +39,7 @@ class WholeGradients:
         sizes: Counter[int] = Counter()
         for layout in layouts:
             sizes.update(dict.fromkeys(layout.unit.items, layout.size))
-        self._room = z.allocate(max(sizes.values()) if z.size > 1 else 0, torch.float32, device)
+        self._room = z.allocate(max(sizes.values(), default=0) if z.size > 1 else 0, torch.float32, device)
         self._at = self._users = 0
 
     def take(self, numel: int) -> torch.Tensor:
@@ -154,71 +141,50 @@ class UnitStore:
             self._set_views(self._views, None, None)
 
 
-class Group:
-    """Flat arrays of the units that the same ranks hold: `weights` in the compute dtype, `grads` in fp32."""
-
-    def __init__(
-        self,
-        layouts: list[UnitLayout],
-        holders: Axis,
-        axes: Axes,
-        whole_grads: WholeGradients,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        shards = [cut_evenly(layout.size, axes.z.size)[axes.z.rank] for layout in layouts]
-        total = sum(shard.size for shard in shards)
-        self.weights = holders.allocate(total, dtype, device)
-        self.grads = holders.allocate(total, torch.float32, device)
-        whole = axes.z.allocate_common(sum(layout.size for layout in layouts), dtype, device)
-        self.units: list[UnitStore] = []
-        self._coordinate = (axes.x.rank, axes.y.rank)
-        self._placed: list[tuple[UnitLayout, Interval, int]] = []
-        at = at_whole = 0
-        for layout, shard in zip(layouts, shards, strict=True):
-            where = slice(at, at + shard.size)
-            unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
-            self.units.append(UnitStore(layout, axes, self.weights[where], self.grads[where], unit_whole, whole_grads))
-            self._placed.append((layout, shard, at))
-            at += shard.size
-            at_whole += layout.size
-
-    @property
-    def size(self) -> int:
-        return self.weights.numel()
-
-    def pieces(self, within: Interval) -> Iterator[Piece]:
-        """Yield what lies in an interval of the flat arrays, parameter by parameter, in order."""
-        for layout, shard, at in self._placed:
-            for parameter, box, placed in layout.placed():
-                stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
-                if stored.size:
-                    elements = stored.shift(shard.start - at - placed.start)
-                    yield Piece(parameter, box, elements, stored, parameter.counts_at(*self._coordinate))
-
-
 class Store:
-    """All weights of one tile on one rank, by groups of holders."""
+    """All weights of one tile on one rank, by the ranks that hold the same."""
 
-    def __init__(self, groups: list[tuple[Axis, list[UnitLayout]]], axes: Axes, dtype, device):
-        """`groups` pairs the holders of a group with the layouts of its units, in the plan-wide order.
-
-        All holders, and all ranks of z, must call.
-        """
-        whole_grads = WholeGradients((layout for _, layouts in groups for layout in layouts), axes.z, device)
+    def __init__(self, communicators: Sequence[Axis], held: Holdings, axes: Axes, dtype, device):
+        """`communicators` are those of the holdings, in their order. All holders, and all ranks of z, must call."""
         self._z = axes.z
-        self.groups = [Group(layouts, holders, axes, whole_grads, dtype, device) for holders, layouts in groups]
+        layouts = [layout for holding in held.holdings for layout in holding.layouts]
+        whole_grads = WholeGradients([*layouts, *held.cut_units], axes.z, device)
+        self.groups: list[Group] = []
+        self._arrays: list[UnitArrays] = []
+        for holders, holding in zip(communicators, held.holdings, strict=True):
+            if holding.slabs:
+                weights = holders.allocate(sum(slab.size for slab in holding.slabs), dtype, device)
+                self.groups.append(Slabs(holding.slabs, axes, weights))
+            else:
+                self._arrays.append(UnitArrays(holding.layouts, axes, holders, dtype, device))
+                self.groups.append(WholeUnits(self._arrays[-1], axes))
+        if held.cut_units:
+            self._arrays.append(UnitArrays(held.cut_units, axes, None, dtype, device))
+            for group in self.groups:
+                if isinstance(group, Slabs):
+                    group.attach(self._arrays[-1])
+        self._units: list[UnitStore] = []
+        for arrays in self._arrays:  # after what is made among holders: ranks of z may have unlike ones
+            whole = axes.z.allocate_common(sum(layout.size for layout, _, _ in arrays.placed), dtype, device)
+            at_whole = 0
+            for layout, shard, at in arrays.placed:
+                where = slice(at, at + shard.size)
+                unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
+                weights, grads = arrays.weights[where], arrays.grads[where]
+                self._units.append(UnitStore(layout, axes, weights, grads, unit_whole, whole_grads))
+                at_whole += layout.size
 
     def publish(self) -> None:
-        """Bring changed weights into use on all of z, whose ranks must all call."""
-        self._z.barrier()  # the others may still be reading
+        """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""
         for group in self.groups:
-            for unit in group.units:
-                unit.publish()
+            group.spread_weights()
+        self._z.barrier()  # the others may still be reading
+        for unit in self._units:
+            unit.publish()
         self._z.barrier()
 
     def units_of(self, item: int) -> list[UnitStore]:
-        return [u for group in self.groups for u in group.units if item in u.layout.unit.items]
+        return [unit for unit in self._units if item in unit.layout.unit.items]
 
     def weights(self, item: int, names: Iterable[str]) -> list[Weight]:
         """Return handles for the named parameters of an item, neighbours as one. Empty if it has none of them."""
@@ -226,5 +192,5 @@ class Store:
         return [weight for unit in self.units_of(item) for weight in unit.weights(names)]
 
     def zero_grads(self) -> None:
-        for group in self.groups:
-            group.grads.zero_()
+        for arrays in self._arrays:
+            arrays.grads.zero_()

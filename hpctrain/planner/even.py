@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.job import Job, PlanRequest, TensorSizes
-from hpctrain.parameters import check_grid, check_holders, count_parameters
+from hpctrain.parameters import check_grid, count_parameters
 from hpctrain.plan import Plan, TensorGrid, check_ranks, check_tiling, even_plan, load_plan
 
 # Floating-point operations that a rank does in the time in which it sends one byte to a neighbour, on unknown
@@ -39,26 +39,7 @@ def resolve_plan(job: Job, num_ranks: int, memory_bytes_per_rank: int | None = N
         return _choose(job, num_ranks, memory_bytes_per_rank)
     if job.plan.file is not None:
         plan = load_plan(job.plan.file)
-        check_tiling(plan, job.model.num_items)
-        for tile in plan.tiles:
-            check_grid(job.model, tile.tensor)
-        check_holders(job.model, plan)
-        if plan.unused:
-            raise PlanError(
-                f"{job.plan.file}: unused = {list(plan.unused)}: this version runs no plan that leaves ranks unused;"
-                " give every rank a tile"
-            )
-        if foreign := [tile for tile in plan.tiles if tile.family != "cpu"]:
-            raise PlanError(
-                f"{job.plan.file}: family '{foreign[0].family}' of ranks {list(foreign[0].ranks)}: this version runs on"
-                " 'cpu' ranks only"
-            )
-        if plan.microbatches * plan.rows != job.train.global_batch:
-            raise PlanError(
-                f"{job.plan.file}: microbatches {plan.microbatches} x rows {plan.rows} ="
-                f" {plan.microbatches * plan.rows}, but train.global_batch is {job.train.global_batch};"
-                " make them equal"
-            )
+        check_plan(job, plan, str(job.plan.file))
         check_ranks(plan, num_ranks)
         return Resolved(plan, {})
     if job.plan.num_ranks != num_ranks:
@@ -69,6 +50,23 @@ def resolve_plan(job: Job, num_ranks: int, memory_bytes_per_rank: int | None = N
             f' {job.plan.num_ranks}, or set plan = "auto"'
         )
     return _even(job, job.plan)
+
+
+def check_plan(job: Job, plan: Plan, where: str) -> None:
+    """Refuse a plan that cannot run this job; `where` is what the message calls it. Raises PlanError."""
+    check_tiling(plan, job.model.num_items)
+    for tile in plan.tiles:
+        check_grid(job.model, tile.tensor)
+    if foreign := [tile for tile in plan.tiles if tile.family != "cpu"]:
+        raise PlanError(
+            f"{where}: family '{foreign[0].family}' of ranks {list(foreign[0].ranks)}: this version runs on"
+            " 'cpu' ranks only"
+        )
+    if plan.microbatches * plan.rows != job.train.global_batch:
+        raise PlanError(
+            f"{where}: microbatches {plan.microbatches} x rows {plan.rows} = {plan.microbatches * plan.rows}, but"
+            f" train.global_batch is {job.train.global_batch}; make them equal"
+        )
 
 
 def _even(job: Job, request: PlanRequest) -> Resolved:
