@@ -10,6 +10,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
+from hpctrain.plan import Plan
 from hpctrain.planner.even import resolve_plan
 
 VOCAB = 61  # prime: padded for every y
@@ -29,13 +30,13 @@ def write_tokens(path: Path) -> Path:
     return path
 
 
-def make_job(tokens: Path, model: str, plan: dict | None = None, **train) -> Job:
-    shape = {"num_layers": 8, "hidden_size": 32, "num_heads": 8, "vocab_size": VOCAB, "max_positions": 16}
+def make_job(tokens: Path, model: str, plan: dict | None = None, shape: dict | None = None, **train) -> Job:
+    common = {"num_layers": 8, "hidden_size": 32, "num_heads": 8, "vocab_size": VOCAB, "max_positions": 16}
     settings = {"steps": 20, "global_batch": 16, "learning_rate": 3e-3, "warmup_steps": 2, "dtype": "fp32"}
     return Job.model_validate(
         {
             "name": "small",
-            "model": shape | MODELS[model],
+            "model": common | MODELS[model] | (shape or {}),
             "data": {"tokens": tokens, "sequence_length": 16, "validation_fraction": 0.1},
             "train": settings | {"validation_sequences": 21} | train,
             "plan": plan or "auto",
@@ -47,6 +48,9 @@ class Alone:
     """A world of one rank, for references."""
 
     rank, size = 0, 1
+
+    def __init__(self):
+        self._made = []
 
     def group(self, ranks, name=""):
         return Communicator(ranks)
@@ -65,8 +69,19 @@ class Alone:
         return value
 
 
-def make_trainer(world, job: Job) -> Trainer:
-    return Trainer(world, CpuAccelerator(), job, resolve_plan(job, world.size).plan)
+def make_trainer(world, job: Job, plan: Plan | None = None) -> Trainer:
+    """Make a trainer by a plan; by default the one that the job asks for."""
+    return Trainer(world, CpuAccelerator(), job, plan or resolve_plan(job, world.size).plan)
+
+
+@contextlib.contextmanager
+def freed(world):
+    """Free the groups and channels that are made within, of which MPI has a limited number. All ranks must call."""
+    count = len(world._made)
+    yield
+    for made in reversed(world._made[count:]):
+        made.close()
+    del world._made[count:]
 
 
 def losses(world, job: Job, steps: int = 20) -> list[float]:

@@ -1,0 +1,103 @@
+"""Any tiling gives the numbers of one rank: tiles of unlike grids, rows, depth, ZeRO stages, and ranks without one."""
+
+import functools
+
+import pytest
+
+from hpctrain.data.order import open_datasets
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.planner.even import check_plan
+from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
+from tests.ranks.given_on_ranks import given_on_ranks
+from tests.ranks.small_runs import Alone, freed, largest_relative_difference, make_job, make_trainer
+from tests.tilings import tilings
+
+TOLERANCE = 1e-5
+STEPS = 5
+LAYERS, ROWS, MICROBATCHES = 3, 5, 3
+SHAPE = {"num_layers": LAYERS, "hidden_size": 16, "num_heads": 4}
+MODELS = {
+    "gpt2 tied": ("gpt2", {}),
+    "gpt2 untied, a key/value head for all": ("gpt2", {"tie_head": False, "num_kv_heads": 1}),
+    "llama": ("llama", {"ffn_size": 24}),
+    "llama tied": ("llama", {"ffn_size": 24, "tie_head": True}),
+}
+
+
+def job_of(tokens, name: str, steps: int = STEPS):
+    model, shape = MODELS[name]
+    return make_job(tokens, model, shape={**SHAPE, **shape}, global_batch=ROWS * MICROBATCHES, steps=steps)
+
+
+def curve(world, job, plan: Plan) -> list[float]:
+    """Losses, norms of gradients, and the validation loss."""
+    _, training, validation = open_datasets(job.data, job.train.seed)
+    with freed(world):
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        found = [trainer.step(training)[0] for _ in range(job.train.steps)]
+        return [m[key] for m in found for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
+
+
+@functools.cache
+def one_rank(world, tokens, name: str, steps: int) -> list[float]:
+    plan = Plan((Tile(Interval(0, LAYERS + 2), Interval(0, ROWS), (0,)),), MICROBATCHES, ROWS)
+    alone = curve(Alone(), job_of(tokens, name, steps=steps), plan) if world.rank == 0 else None
+    return world.broadcast_object(alone)
+
+
+def check(world, tokens, name: str, plan: Plan, steps: int = STEPS) -> None:
+    job = job_of(tokens, name, steps=steps)
+    check_plan(job, plan, "drawn")
+    for schedule in (one_f_one_b, forward_only):
+        check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
+    expected = one_rank(world, tokens, name, steps)
+    difference = largest_relative_difference(curve(world, job, plan), expected)
+    if world.rank == 0:
+        print(f"{name}: {difference:.1e} {plan.describe()}")
+    assert difference < TOLERANCE, plan
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODELS)
+def test_random_tilings_give_the_losses_of_one_rank(world, tokens, name):
+    model = job_of(tokens, name).model
+
+    @given_on_ranks(tilings(model, world.size, ROWS, MICROBATCHES), max_examples=6)
+    def every(world, plan):
+        check(world, tokens, name, plan)
+
+    every(world)
+
+
+def tile(items, rows, ranks, grid=(1, 1, 1), **options) -> Tile:
+    return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **options)
+
+
+LAST = LAYERS + 2
+FIXED = {
+    "unlike grids in one stage": (
+        tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=0),
+        tile((0, LAST), (2, 5), (3, 2), (1, 1, 2), state_share=3),
+    ),
+    "ends of unlike vocabularies, and a rank that is not used": (
+        tile((0, 2), (0, 5), (3, 1), (1, 2, 1), recompute="full"),
+        tile((2, LAST), (0, 5), (0,), substeps=2),
+    ),
+    "stages of unlike data degree": (
+        tile((0, 2), (0, 5), (0,)),
+        tile((2, 3), (0, 3), (3,), substeps=3),
+        tile((2, 3), (3, 5), (1,), zero=0),
+        tile((3, LAST), (0, 5), (2,)),
+    ),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("tiling", FIXED)
+def test_tilings_of_four_ranks_for_twenty_steps(world, tokens, tiling):
+    used = {rank for each in FIXED[tiling] for rank in each.ranks}
+    plan = Plan(FIXED[tiling], MICROBATCHES, ROWS, unused=tuple({0, 1, 2, 3} - used))
+    check(world, tokens, "llama tied", plan, steps=20)
