@@ -25,6 +25,11 @@ def grids_of(model: Model, size: int) -> list[TensorGrid]:
     return found
 
 
+def share_items_by_unlike_grids(plan: Plan) -> bool:
+    last = max(tile.items.stop for tile in plan.tiles)
+    return any(len({tile.tensor for tile in plan.tiles if tile.holds(item)}) > 1 for item in range(last))
+
+
 def _shares(draw, total: int, parts: int) -> list[int]:
     """Cut `total` into `parts` sizes of at least one."""
     cuts = sorted(draw(st.permutations(range(1, total)))[: parts - 1])
