@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.checkpoint.format import Index, latest_checkpoint
 from hpctrain.comm.accelerator import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.order import open_datasets
@@ -95,3 +96,11 @@ def losses(world, job: Job, steps: int = 20) -> list[float]:
 
 def largest_relative_difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def whole(folder) -> dict[str, np.ndarray]:
+    """Return every parameter and moment of a run folder's newest checkpoint."""
+    with Index(latest_checkpoint(folder)) as index:
+        index.verify()
+        kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+        return {f"{kind}/{name}": index.whole(kind, name) for kind in kinds for name in index.names()}

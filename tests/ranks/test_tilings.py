@@ -2,15 +2,17 @@
 
 import functools
 
+import numpy as np
 import pytest
 
+from hpctrain.checkpoint.format import latest_checkpoint
 from hpctrain.data.order import open_datasets
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.even import check_plan
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 from tests.ranks.given_on_ranks import given_on_ranks
-from tests.ranks.small_runs import Alone, freed, largest_relative_difference, make_job, make_trainer
+from tests.ranks.small_runs import Alone, freed, largest_relative_difference, make_job, make_trainer, whole
 from tests.tilings import share_items_by_unlike_grids, tilings
 
 TOLERANCE = 1e-5
@@ -23,6 +25,20 @@ MODELS = {
     "llama": ("llama", {"ffn_size": 24}),
     "llama tied": ("llama", {"ffn_size": 24, "tie_head": True}),
 }
+
+
+def tile(items, rows, ranks, grid=(1, 1, 1), **options) -> Tile:
+    return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **options)
+
+
+LAST = LAYERS + 2
+WHOLE = (tile((0, LAST), (0, ROWS), (0,)),)
+
+
+def plan_of(tiles: tuple[Tile, ...], num_ranks: int) -> Plan:
+    """Return the plan of these tiles; who is in none is unused."""
+    unused = set(range(num_ranks)) - {rank for each in tiles for rank in each.ranks}
+    return Plan(tiles, MICROBATCHES, ROWS, unused=tuple(sorted(unused)))
 
 
 def job_of(tokens, name: str, steps: int = STEPS):
@@ -42,8 +58,7 @@ def curve(world, job, plan: Plan) -> list[float]:
 
 @functools.cache
 def one_rank(world, tokens, name: str, steps: int) -> list[float]:
-    plan = Plan((Tile(Interval(0, LAYERS + 2), Interval(0, ROWS), (0,)),), MICROBATCHES, ROWS)
-    alone = curve(Alone(), job_of(tokens, name, steps=steps), plan) if world.rank == 0 else None
+    alone = curve(Alone(), job_of(tokens, name, steps=steps), plan_of(WHOLE, 1)) if world.rank == 0 else None
     return world.broadcast_object(alone)
 
 
@@ -75,11 +90,6 @@ def test_random_tilings_give_the_losses_of_one_rank(world, tokens, name):
     every(world)
 
 
-def tile(items, rows, ranks, grid=(1, 1, 1), **options) -> Tile:
-    return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **options)
-
-
-LAST = LAYERS + 2
 FIXED = {
     "unlike grids in one stage": (
         tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=0),
@@ -102,6 +112,56 @@ FIXED = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("tiling", FIXED)
 def test_tilings_of_four_ranks_for_twenty_steps(world, tokens, tiling):
-    used = {rank for each in FIXED[tiling] for rank in each.ranks}
-    plan = Plan(FIXED[tiling], MICROBATCHES, ROWS, unused=tuple({0, 1, 2, 3} - used))
-    check(world, tokens, "llama tied", plan, steps=20)
+    check(world, tokens, "llama tied", plan_of(FIXED[tiling], 4), steps=20)
+
+
+CHECKPOINTED = {
+    2: [(tile((0, 3), (0, 5), (1,)), tile((3, LAST), (0, 5), (0,))), (tile((0, LAST), (0, 5), (0, 1), (1, 1, 2)),)],
+    4: [
+        FIXED["unlike grids in one stage"],
+        (tile((0, LAST), (0, 4), (3, 2, 1), (1, 1, 3)), tile((0, LAST), (4, 5), (0,), zero=0)),
+    ],
+    8: [
+        (tile((0, LAST), (0, 2), (0, 1, 2, 3), (1, 4, 1)), tile((0, LAST), (2, 5), (4, 5, 6, 7), (2, 1, 2))),
+        (tile((0, 2), (0, 5), (0, 1, 2, 3), (2, 2, 1)), tile((2, LAST), (0, 5), (4, 5), (1, 2, 1))),
+    ],
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["gpt2 tied", "gpt2 untied, a key/value head for all"])
+def test_a_checkpoint_of_one_tiling_is_that_of_any_other_bit_for_bit(world, tokens, folder, name):
+    job = job_of(tokens, name)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    first, second = (
+        Plan(
+            tiles,
+            MICROBATCHES,
+            ROWS,
+            unused=tuple(sorted(set(range(world.size)) - {r for t in tiles for r in t.ranks})),
+        )
+        for tiles in CHECKPOINTED[world.size]
+    )
+    with freed(world):
+        trainer = make_trainer(world, job, first)
+        trainer.initialise()
+        for _ in range(2):
+            trainer.step(training)
+        trainer.save(folder / "first", {})
+        continued = trainer.step(training)[0]["loss"]
+    with freed(world):
+        trainer = make_trainer(world, job, second)
+        trainer.resume(latest_checkpoint(folder / "first"))
+        trainer.save(folder / "second", {})
+        again = trainer.step(training)[0]["loss"]
+    assert abs(again / continued - 1) < TOLERANCE
+    if world.rank == 0:
+        trainer = make_trainer(Alone(), job, plan_of(WHOLE, 1))
+        trainer.resume(latest_checkpoint(folder / "second"))
+        trainer.save(folder / "alone", {})
+        assert abs(trainer.step(training)[0]["loss"] / continued - 1) < TOLERANCE
+        saved = [whole(folder / name) for name in ("first", "second", "alone")]
+        for name in saved[0]:
+            assert not np.isnan(saved[0][name]).any(), name
+            assert saved[0][name].tobytes() == saved[1][name].tobytes() == saved[2][name].tobytes(), name
+    world.agree(None)
