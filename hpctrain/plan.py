@@ -154,11 +154,16 @@ class Plan:
 
     def describe(self) -> str:
         """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
-        stages = len({tile.items for tile in self.tiles})
-        grids = sorted({str(tile.tensor) for tile in self.tiles})
-        tiles = f"{_count(stages, 'stage')} x {_count(len(self.tiles) // stages, 'replica')}"
+        grids = "/".join(sorted({str(tile.tensor) for tile in self.tiles}))
         microbatches = f"{_count(self.microbatches, 'microbatch')} of {_count(self.rows, 'row')}"
-        return f"{tiles} of {'/'.join(grids)} (x,y,z), {microbatches}"
+        stages = {tile.items for tile in self.tiles}
+        replicas = {tile.rows for tile in self.tiles}
+        if len(self.tiles) == len(stages) * len(replicas) and "/" not in grids:
+            tiles = f"{_count(len(stages), 'stage')} x {_count(len(replicas), 'replica')} of {grids} (x,y,z)"
+        else:
+            tiles = f"{_count(len(self.tiles), 'tile')} of {grids} (x,y,z)"
+        unused = f", {_count(len(self.unused), 'rank')} unused" if self.unused else ""
+        return f"{tiles}, {microbatches}{unused}"
 
 
 def _count(number: int, what: str) -> str:
