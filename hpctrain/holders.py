@@ -10,6 +10,7 @@ Every rank finds its own holdings by itself, in one plan-wide order: by the firs
 
 from dataclasses import dataclass
 
+from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_by_shares, cut_evenly
 from hpctrain.job import Model
 from hpctrain.parameters import Box, Parameter, Unit, UnitLayout, all_parameters, item_units, units, whole_rows
@@ -44,7 +45,7 @@ class Holding:
     shares: tuple[int, ...]
     """For each of the ranks its share of the optimizer's state."""
     zero: int
-    """The ZeRO stage in which they exchange: the highest of their tiles."""
+    """The ZeRO stage in which they exchange."""
     layouts: tuple[UnitLayout, ...] = ()
     slabs: tuple[Slab, ...] = ()
 
@@ -68,7 +69,7 @@ def holdings_of(model: Model, plan: Plan, rank: int) -> Holdings:
     x, y, _ = tile.coordinate(rank)
     number_of = {name: number for number, name in enumerate(all_parameters(model))}
     cutter = _Cutter(model, plan, rank)
-    whole: dict[tuple[int, ...], list[UnitLayout]] = {}
+    whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
     slabs: dict[tuple[int, ...], list[Slab]] = {}
     cut_units = []
     for unit in units(model, tile.tensor):
@@ -77,7 +78,10 @@ def holdings_of(model: Model, plan: Plan, rank: int) -> Holdings:
         users = tuple(t for t in plan.tiles if any(map(t.holds, unit.items)))
         layout = unit.layout(tile.tensor, x, y)
         if all(t.tensor == tile.tensor for t in users):
-            whole.setdefault(_counterparts(unit, model, users, tile.coordinate(rank)), []).append(layout)
+            ranks = _counterparts(unit, model, users, tile.coordinate(rank))
+            zero = _zero(plan, ranks, unit)
+            by_itself = unit if zero >= 2 else None  # exchanged while it computes
+            whole.setdefault((ranks, zero, by_itself), []).append(layout)
             continue
         cut_units.append(layout)
         for slab, ranks in cutter.slabs(unit, users):
@@ -86,10 +90,13 @@ def holdings_of(model: Model, plan: Plan, rank: int) -> Holdings:
     def place(slab: Slab) -> tuple[int, int, int]:
         return number_of[slab.parameter.name], slab.rows.start, slab.columns.start
 
-    found = [(_holding(plan, ranks, layouts=tuple(kept)), _first(kept, number_of)) for ranks, kept in whole.items()]
+    found = [
+        (_holding(plan, ranks, zero, layouts=tuple(kept)), _first(kept, number_of))
+        for (ranks, zero, _), kept in whole.items()
+    ]
     for ranks, kept in slabs.items():
         kept.sort(key=place)
-        found.append((_holding(plan, ranks, slabs=tuple(kept)), place(kept[0])))
+        found.append((_holding(plan, ranks, 1, slabs=tuple(kept)), place(kept[0])))
     found.sort(key=lambda pair: pair[1])
     return Holdings(tuple(holding for holding, _ in found), tuple(cut_units))
 
@@ -104,12 +111,42 @@ def _first(layouts: list[UnitLayout], number_of: dict[str, int]) -> tuple[int, i
     return number_of[layouts[0].unit.parameters[0].name], 0, 0
 
 
-def _holding(plan: Plan, ranks: tuple[int, ...], **held) -> Holding:
-    """ZeRO 0, where everybody updates everything, is for holders who compute the same bits: of one family and grid."""
+def _holding(plan: Plan, ranks: tuple[int, ...], zero: int, **held) -> Holding:
+    return Holding(ranks, tuple(plan.tile_of(rank).state_share for rank in ranks), zero, **held)
+
+
+def _zero(plan: Plan, ranks: tuple[int, ...], unit: Unit) -> int:
+    """Return the ZeRO stage in which ranks exchange a unit of the same grid: the highest of their tiles.
+
+    0, where everybody updates everything, is for one family, whose ranks compute the same bits. 2 and 3 need somebody
+    to share with, and the same items, since they exchange while they compute; so a tied embedding stays at 1.
+    """
     tiles = [plan.tile_of(rank) for rank in ranks]
-    alike = len({tile.family for tile in tiles}) == 1 and "slabs" not in held
-    zero = max(tile.zero for tile in tiles) if alike else max(1, *(tile.zero for tile in tiles))
-    return Holding(ranks, tuple(tile.state_share for tile in tiles), zero, **held)
+    highest = max(tile.zero for tile in tiles)
+    if len(ranks) == 1 or len(unit.items) > 1:
+        highest = min(highest, 1)
+    return highest if len({tile.family for tile in tiles}) == 1 else max(1, highest)
+
+
+def check_holders(model: Model, plan: Plan, where: str) -> None:
+    """Refuse ZeRO 2 and 3 where the tiles that share items do not go through them together. Raises PlanError."""
+    for number, tile in enumerate(plan.tiles):
+        for other_number, other in enumerate(plan.tiles):
+            if max(tile.zero, other.zero) < 2 or not tile.items.intersect(other.items).size:
+                continue
+            for what, a, b in (
+                ("items", list(tile.items), list(other.items)),
+                ("tensor", tile.tensor, other.tensor),
+                ("zero", tile.zero, other.zero),
+                ("substeps", tile.substeps, other.substeps),
+                ("tiles until the loss", plan.depth_to_loss(tile), plan.depth_to_loss(other)),
+            ):
+                if a != b:
+                    raise PlanError(
+                        f"{where}: zero = {max(tile.zero, other.zero)} exchanges while tiles compute, and tiles"
+                        f" {number} and {other_number} share items but have unlike {what}: {a} and {b};"
+                        " make them alike, or set zero to 1 or 0 in both"
+                    )
 
 
 def _counterparts(

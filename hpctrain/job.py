@@ -151,8 +151,8 @@ class PlanRequest(Section):
     microbatch: Annotated[Count | None, AUTO] = None
     """Sequences of one data replica that go through the pipeline at once; auto: chosen, with its reason."""
     recompute: Literal["none", "full"] = "none"
-    zero: Literal[0, 1] = 1
-    """0: every data replica updates every weight; 1: each updates its share and gathers the rest."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
 
     @property
     def num_ranks(self) -> int:

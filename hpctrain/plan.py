@@ -267,7 +267,7 @@ class _TileTable(_Table):
     tensor: _GridTable = _GridTable()
     family: str = "cpu"
     recompute: Literal["none", "full"] = "none"
-    zero: Literal[0, 1] = 1
+    zero: Literal[0, 1, 2, 3] = 1
     state_share: Annotated[int, Field(ge=1)] = 1
     substeps: Annotated[int, Field(ge=1)] = 1
 

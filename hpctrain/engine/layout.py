@@ -52,7 +52,8 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     role = role_of(job.model, plan, world.rank)
     everyone = world.group(plan.ranks, "everyone")
     axes = Axes(*(world.group(role.axes[axis], axis) for axis in "xyz"))
-    groups = [world.group(holding.ranks, "data") for holding in role.held.holdings]
+    made = {ranks: world.group(ranks, "data") for ranks in dict.fromkeys(h.ranks for h in role.held.holdings)}
+    groups = [made[holding.ranks] for holding in role.held.holdings]
     element_bytes = job.data.sequence_length * dtype.itemsize
     channels = {
         need.peer: world.channel(need.peer, need.elements * element_bytes, need.depth) for need in role.channels

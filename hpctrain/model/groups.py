@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.holders import Slab
+from hpctrain.holders import Holding, Slab
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.parameters import Box, Parameter, UnitLayout, box_size
@@ -50,39 +50,98 @@ class UnitArrays:
             at += shard.size
 
 
-class WholeUnits:
-    """The group of ranks that hold the same units by the same tensor grid."""
+class Group:
+    """Ranks that hold the same elements, as one flat array of `size`."""
 
-    def __init__(self, arrays: UnitArrays, axes: Axes):
-        self._placed = arrays.placed
-        self._coordinate = (axes.x.rank, axes.y.rank)
-        self.weights, self.grads = arrays.weights, arrays.grads
-        self.size = arrays.weights.numel()
+    def __init__(self, size: int, weights: torch.Tensor, stored: Interval | None = None):
+        self.size = size
+        self.weights = weights
+        self.stored = stored or Interval(0, size)
+        """The elements that `weights` has on this rank."""
+
+    def weights_at(self, at: Interval) -> torch.Tensor:
+        return self.weights[slice(*at.shift(-self.stored.start))]
 
     def pieces(self, within: Interval) -> Iterator[Piece]:
-        """Yield what lies in an interval of the flat arrays, parameter by parameter, in order."""
-        for layout, shard, at in self._placed:
-            for parameter, box, placed in layout.placed():
-                stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
-                if stored.size:
-                    elements = stored.shift(shard.start - at - placed.start)
-                    yield Piece(parameter, box, elements, stored, parameter.counts_at(*self._coordinate))
+        """Yield what lies in an interval of the flat array, parameter by parameter, in order."""
+        raise NotImplementedError
 
     def own_grads(self) -> torch.Tensor:
         """Return what this rank adds to the sum of gradients, fp32."""
-        return self.grads
+        raise NotImplementedError
 
     def spread_weights(self) -> None:
-        """Bring `weights` to where the model computes with them: here they are there already."""
+        """Bring `weights` to where the model computes with them, where that is somewhere else."""
 
 
-class Slabs:
+class WholeUnits(Group):
+    """The group of ranks that hold the same units by the same tensor grid."""
+
+    def __init__(self, arrays: UnitArrays, axes: Axes):
+        super().__init__(arrays.weights.numel(), arrays.weights)
+        self._placed, self._grads = arrays.placed, arrays.grads
+        self._coordinate = (axes.x.rank, axes.y.rank)
+
+    def pieces(self, within: Interval) -> Iterator[Piece]:
+        return _unit_pieces(self._placed, self._coordinate, within)
+
+    def own_grads(self) -> torch.Tensor:
+        return self._grads
+
+
+class ShardedUnit(Group):
+    """The group of ranks that hold one unit, its gradients as shards only (ZeRO 2), or its weights too (ZeRO 3)."""
+
+    def __init__(self, holding: Holding, holders: Axis, axes: Axes, dtype, device):
+        (self.layout,) = holding.layouts
+        shard = cut_evenly(self.layout.size, axes.z.size)[axes.z.rank]
+        self.holders, self.cuts = holders, holding.cuts(shard.size)
+        own = self.cuts[holders.rank]
+        self.keeps_weights = holding.zero < 3
+        if self.keeps_weights:
+            super().__init__(shard.size, holders.allocate(shard.size, dtype, device))
+        else:
+            super().__init__(shard.size, torch.zeros(own.size, dtype=dtype, device=device), own)
+        self._placed, self._coordinate = [(self.layout, shard, 0)], (axes.x.rank, axes.y.rank)
+        self._grads = torch.zeros(own.size, dtype=torch.float32, device=device)
+
+    def pieces(self, within: Interval) -> Iterator[Piece]:
+        return _unit_pieces(self._placed, self._coordinate, within)
+
+    def own_grads(self) -> torch.Tensor:
+        """Return the sum over all holders of what this rank owns."""
+        return self._grads
+
+    def add_grads(self, grads: torch.Tensor) -> None:
+        """Add gradients of the whole unit, of all holders, to what each owns. All of them must call."""
+        own = torch.empty_like(self._grads)
+        self.holders.reduce_scatter(grads, own, self.cuts)
+        self._grads += own
+
+    def all_weights(self) -> torch.Tensor:
+        """Return the weights of the unit. All holders must call."""
+        if self.keeps_weights:
+            return self.weights
+        whole = self.weights.new_empty(self.size)
+        whole[slice(*self.stored)] = self.weights
+        return self.holders.all_gather(whole, self.cuts)
+
+
+def _unit_pieces(placed_units, coordinate: tuple[int, int], within: Interval) -> Iterator[Piece]:
+    for layout, shard, at in placed_units:
+        for parameter, box, placed in layout.placed():
+            stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
+            if stored.size:
+                elements = stored.shift(shard.start - at - placed.start)
+                yield Piece(parameter, box, elements, stored, parameter.counts_at(*coordinate))
+
+
+class Slabs(Group):
     """The group of ranks that hold the same slabs, by unlike tensor grids."""
 
     def __init__(self, slabs: Sequence[Slab], axes: Axes, weights: torch.Tensor):
+        super().__init__(weights.numel(), weights)
         self._axes = axes
-        self.weights = weights
-        self.size = weights.numel()
         self._slabs: list[tuple[Slab, Interval]] = []
         at = 0
         for slab in slabs:
@@ -125,9 +184,5 @@ class Slabs:
         return packed
 
     def spread_weights(self) -> None:
-        """Bring `weights` to where the model computes with them."""
         for (_, at), (weights, _) in zip(self._slabs, self._scattered, strict=True):
             weights.copy_(self.weights[slice(*at)].view(weights.shape))
-
-
-Group = WholeUnits | Slabs

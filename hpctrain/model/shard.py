@@ -42,9 +42,9 @@ def make_shard(group: Group, holders: Axis, holding: Holding) -> Shard:
     """Make this rank's shard of a group, with zero moments and the weights in use as master weights."""
     cuts = holding.cuts(group.size)
     updated = cuts[holders.rank] if holding.zero else Interval(0, group.size)
-    in_use = group.weights[slice(*updated)]
+    in_use = group.weights_at(updated)
     master = in_use if in_use.dtype == torch.float32 else in_use.float()
-    whole = holders.size == 1 or not holding.zero
-    grads = group.own_grads() if whole else torch.zeros_like(master)
+    in_place = holders.size == 1 or holding.zero != 1
+    grads = group.own_grads() if in_place else torch.zeros_like(master)
     moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
     return Shard(group, holders, holding.zero, cuts, updated, master, moments, grads)

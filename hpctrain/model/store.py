@@ -14,7 +14,7 @@ import torch
 from hpctrain.holders import Holdings
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.model.groups import Group, Slabs, UnitArrays, WholeUnits
+from hpctrain.model.groups import Group, ShardedUnit, Slabs, UnitArrays, WholeUnits
 from hpctrain.parameters import UnitLayout
 
 
@@ -39,7 +39,7 @@ class WholeGradients:
         sizes: Counter[int] = Counter()
         for layout in layouts:
             sizes.update(dict.fromkeys(layout.unit.items, layout.size))
-        self._room = z.allocate(max(sizes.values(), default=0) if z.size > 1 else 0, torch.float32, device)
+        self._room = z.allocate(max(sizes.values(), default=0), torch.float32, device)
         self._at = self._users = 0
 
     def take(self, numel: int) -> torch.Tensor:
@@ -62,12 +62,19 @@ class UnitStore:
         layout: UnitLayout,
         axes: Axes,
         weights: torch.Tensor,
-        grads: torch.Tensor,
+        grads: torch.Tensor | None,
         whole: torch.Tensor | None,
         whole_grads: WholeGradients,
+        sharded: ShardedUnit | None = None,
     ):
-        """`weights` and `grads` are this rank's shard; `whole` is the unit in memory that all of z see, if any."""
+        """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
+
+        With `sharded` that has the gradients, and `weights` may be no more than what it has of them.
+        """
         self.layout = layout
+        self._sharded = sharded
+        self._stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
+        self._scatters = axes.z.size > 1 or sharded is not None
         self._z = axes.z
         self._whole, self._whole_grads = whole, whole_grads
         self._cuts = cut_evenly(layout.size, axes.z.size)
@@ -93,10 +100,9 @@ class UnitStore:
                 runs.append(([parameter.name], at, shape))
         found = [(Weight("+".join(held)), where, shape) for held, where, shape in runs]
         self._views += found
-        if self._z.size == 1:
-            self._set_views(found, self._shard, self._grad_shard)
-        elif self._whole is not None:
-            self._set_views(found, self._whole, None)
+        if self._stays:
+            whole = self._shard if self._whole is None else self._whole
+            self._set_views(found, whole, None if self._scatters else self._grad_shard)
         return [weight for weight, _, _ in found]
 
     @staticmethod
@@ -106,13 +112,15 @@ class UnitStore:
             weight.grad = None if grad is None else grad[slice(*at)].view(shape)
 
     def gather(self) -> None:
-        """Make the whole unit available; pair with `release`. All ranks of z must call."""
+        """Make the whole unit available; pair with `release`. All ranks of z, and holders of shards, must call."""
         self._users += 1
-        if self._z.size == 1 or self._whole is not None or self._users > 1:
+        if self._stays or self._users > 1:
             return
-        whole = self._shard.new_empty(self.layout.size)
-        whole[slice(*self._cuts[self._z.rank])] = self._shard
-        self._z.all_gather(whole, self._cuts)
+        whole = shard = self._sharded.all_weights() if self._sharded else self._shard
+        if self._z.size > 1:
+            whole = shard.new_empty(self.layout.size)
+            whole[slice(*self._cuts[self._z.rank])] = shard
+            self._z.all_gather(whole, self._cuts)
         self._set_views(self._views, whole, None)
 
     def publish(self) -> None:
@@ -122,22 +130,28 @@ class UnitStore:
 
     def begin_backward(self) -> None:
         """Make room for the gradient of the whole unit."""
-        if self._z.size > 1:
+        if self._scatters:
             self._whole_grad = self._whole_grads.take(self.layout.size)
             for weight, at, shape in self._views:
                 weight.grad = self._whole_grad[slice(*at)].view(shape)
 
     def end_backward(self) -> None:
-        """Sum the gradient over z and keep this rank's part. All ranks of z must call."""
+        """Sum the gradient and keep this rank's part. All ranks of z, and holders of shards, must call."""
+        if not self._scatters:
+            return
+        part = self._whole_grad
         if self._z.size > 1:
-            part = torch.empty_like(self._grad_shard)
+            part = part.new_empty(self._cuts[self._z.rank].size)
             self._z.reduce_scatter(self._whole_grad, part, self._cuts)
+        if self._sharded:
+            self._sharded.add_grads(part)
+        else:
             self._grad_shard += part
-            self._whole_grads.give_back()
+        self._whole_grads.give_back()
 
     def release(self) -> None:
         self._users -= 1
-        if self._z.size > 1 and self._whole is None and self._users == 0:
+        if not self._stays and self._users == 0:
             self._set_views(self._views, None, None)
 
 
@@ -147,14 +161,17 @@ class Store:
     def __init__(self, communicators: Sequence[Axis], held: Holdings, axes: Axes, dtype, device):
         """`communicators` are those of the holdings, in their order. All holders, and all ranks of z, must call."""
         self._z = axes.z
-        layouts = [layout for holding in held.holdings for layout in holding.layouts]
-        whole_grads = WholeGradients([*layouts, *held.cut_units], axes.z, device)
+        scattered = [u for h in held.holdings if axes.z.size > 1 or h.zero >= 2 for u in h.layouts]
+        scattered += held.cut_units if axes.z.size > 1 else ()
+        whole_grads = WholeGradients(scattered, axes.z, device)
         self.groups: list[Group] = []
         self._arrays: list[UnitArrays] = []
         for holders, holding in zip(communicators, held.holdings, strict=True):
             if holding.slabs:
                 weights = holders.allocate(sum(slab.size for slab in holding.slabs), dtype, device)
                 self.groups.append(Slabs(holding.slabs, axes, weights))
+            elif holding.zero >= 2:
+                self.groups.append(ShardedUnit(holding, holders, axes, dtype, device))
             else:
                 self._arrays.append(UnitArrays(holding.layouts, axes, holders, dtype, device))
                 self.groups.append(WholeUnits(self._arrays[-1], axes))
@@ -173,6 +190,10 @@ class Store:
                 weights, grads = arrays.weights[where], arrays.grads[where]
                 self._units.append(UnitStore(layout, axes, weights, grads, unit_whole, whole_grads))
                 at_whole += layout.size
+
+        for group in self.groups:
+            if isinstance(group, ShardedUnit):
+                self._units.append(UnitStore(group.layout, axes, group.weights, None, None, whole_grads, group))
 
     def publish(self) -> None:
         """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""
@@ -194,3 +215,6 @@ class Store:
     def zero_grads(self) -> None:
         for arrays in self._arrays:
             arrays.grads.zero_()
+        for group in self.groups:
+            if isinstance(group, ShardedUnit):
+                group.own_grads().zero_()

@@ -165,3 +165,33 @@ def test_a_checkpoint_of_one_tiling_is_that_of_any_other_bit_for_bit(world, toke
             assert not np.isnan(saved[0][name]).any(), name
             assert saved[0][name].tobytes() == saved[1][name].tobytes() == saved[2][name].tobytes(), name
     world.agree(None)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama"])
+def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, zero):
+    """Uneven rows and shares, and z or y inside; saved as shards, and read by one rank."""
+    grid, substeps = ((1, 1, 2), 1) if name == "llama" else ((1, 2, 1), 2)
+    options = {"grid": grid, "zero": zero, "substeps": substeps}
+    plan = plan_of(
+        (tile((0, LAST), (0, 2), (0, 3), **options), tile((0, LAST), (2, 5), (2, 1), **options, state_share=3)), 4
+    )
+    check(world, tokens, name, plan)
+    job = job_of(tokens, name)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with freed(world):
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        trainer.step(training)
+        trainer.save(folder / "a", {})
+        trainer.resume(latest_checkpoint(folder / "a"))
+        trainer.save(folder / "b", {})
+    if world.rank == 0:
+        trainer = make_trainer(Alone(), job, plan_of(WHOLE, 1))
+        trainer.resume(latest_checkpoint(folder / "a"))
+        trainer.save(folder / "c", {})
+        a, b, c = (whole(folder / each) for each in "abc")
+        assert [each for each in a if not a[each].tobytes() == b[each].tobytes() == c[each].tobytes()] == []
+    world.agree(None)

@@ -1,6 +1,7 @@
 """Who holds what: every element has one owner, and all holders of anything agree, whatever the tiling."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.holders import holdings_of
+from hpctrain.errors import PlanError
+from hpctrain.holders import check_holders, holdings_of
 from hpctrain.intervals import Interval, cut_by_shares, cut_evenly
 from hpctrain.job import Model
 from hpctrain.model.axes import Axes
@@ -24,14 +26,15 @@ MODELS = [
     Model(architecture="gpt2", num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=1, ffn_size=24, vocab_size=7),
 ]
 EVEN = st.builds(
-    lambda model, x, y, z, pipeline, data: (
+    lambda model, x, y, z, pipeline, data, zero: (
         model,
-        even_plan(model.num_items, TensorGrid(x, y, z), min(pipeline, model.num_layers), data, 1, 12),
+        even_plan(model.num_items, TensorGrid(x, y, z), min(pipeline, model.num_layers), data, 1, 12, zero=zero),
     ),
     st.sampled_from(MODELS),
     *[st.sampled_from([1, 2, 4])] * 2,
     *[st.integers(1, 3)] * 2,
     st.integers(1, 2),
+    st.integers(0, 3),
 )
 ANY = st.tuples(st.sampled_from(MODELS), st.integers(1, 12)).flatmap(
     lambda pair: st.tuples(st.just(pair[0]), tilings(pair[0], pair[1], 8, 1))
@@ -78,19 +81,23 @@ def test_holders_agree_about_each_other_and_their_order(drawn):
     of_rank = {rank: store_of(model, plan, rank) for rank in plan.ranks}
     for rank, (_, held) in of_rank.items():
         sets = [holding.ranks for holding in held.holdings]
-        assert len(set(sets)) == len(sets)
+        exchanged_at_once = [holding.ranks for holding in held.holdings if holding.zero < 2]
+        assert len(set(exchanged_at_once)) == len(exchanged_at_once)
         for ranks in sets:
             assert rank in ranks
         # the plan-wide order: any two ranks meet in their common groups in the same order
         for other, (_, theirs) in of_rank.items():
             common = [ranks for ranks in sets if other in ranks]
             assert common == [holding.ranks for holding in theirs.holdings if rank in holding.ranks]
-    layouts = defaultdict(set)
+    told = defaultdict(set)
     for store, held in of_rank.values():
+        said = defaultdict(list)
         for group, holding in zip(store.groups, held.holdings, strict=True):
             pieces = tuple((p.parameter.name, p.at) for p in group.pieces(Interval(0, group.size)))
-            layouts[holding.ranks].add((pieces, group.size, holding.shares, holding.zero))
-    assert all(len(told) == 1 for told in layouts.values())
+            said[holding.ranks].append((pieces, group.size, holding.shares, holding.zero))
+        for ranks, all_of_them in said.items():
+            told[ranks].add(tuple(all_of_them))
+    assert {len(different) for different in told.values()} == {1}
 
 
 def gradient(name: str, shape, salt: int) -> np.ndarray:
@@ -117,7 +124,7 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
         store, held = store_of(model, plan, rank)
         tile = plan.tile_of(rank)
         number = plan.tiles.index(tile) if not tile.is_idle else -1
-        for arrays in store._arrays:
+        for arrays in store._arrays:  # zero is 0 or 1 here
             for layout, shard, at in arrays.placed:
                 for parameter, box, placed in layout.placed():
                     inside = placed.intersect(shard)
@@ -198,3 +205,19 @@ def test_cuts_by_shares_are_in_proportion(size, shares):
     for cut, share in zip(cuts, shares, strict=True):
         assert abs(cut.size - size * share / sum(shares)) <= 1
     assert cut_by_shares(size, (3,) * len(shares)) == cut_evenly(size, len(shares))
+
+
+def test_zero_2_and_3_go_through_items_together():
+    items = Interval(0, MODELS[0].num_items)
+    tiles = [Tile(items, Interval(2 * i, 2 * i + 2), (i,), zero=3) for i in range(2)]
+    check_holders(MODELS[0], Plan(tuple(tiles), 1, 4), "p.toml")
+    for change, told in [
+        ({"zero": 1}, "zero: 3 and 1"),
+        ({"substeps": 2}, "substeps: 1 and 2"),
+        ({"tensor": TensorGrid(z=2), "ranks": (1, 2)}, "tensor: 1x1x1 and 1x1x2"),
+    ]:
+        plan = Plan((tiles[0], replace(tiles[1], **change)), 1, 4)
+        with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have unlike {told}; make them alike"):
+            check_holders(MODELS[0], plan, "p.toml")
+    stages = {h.layouts[0].unit.items: h.zero for h in holdings_of(MODELS[0], Plan(tuple(tiles), 1, 4), 0).holdings}
+    assert stages == {(0, 5): 1, (0,): 3, (1,): 3, (2,): 3, (3,): 3, (4,): 3, (5,): 3}, "tied: no more than 1"

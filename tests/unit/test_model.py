@@ -35,8 +35,9 @@ def make_stage(model: Model, recompute: str) -> Stage:
 
 def by_name(stage: Stage, of: str) -> dict[str, torch.Tensor]:
     group = stage.store.groups[0]
+    flat = group.weights if of == "weights" else group.own_grads()
     return {
-        p.parameter.name: getattr(group, of)[slice(*p.at)].view(p.parameter.shape).clone()
+        p.parameter.name: flat[slice(*p.at)].view(p.parameter.shape).clone()
         for p in group.pieces(Interval(0, group.size))
     }
 
