@@ -128,11 +128,12 @@ def _zero(plan: Plan, ranks: tuple[int, ...], unit: Unit) -> int:
     return highest if len({tile.family for tile in tiles}) == 1 else max(1, highest)
 
 
-def check_holders(model: Model, plan: Plan, where: str) -> None:
+def check_zero(plan: Plan, where: str) -> None:
     """Refuse ZeRO 2 and 3 where the tiles that share items do not go through them together. Raises PlanError."""
-    for number, tile in enumerate(plan.tiles):
+    exchanging = [(number, tile) for number, tile in enumerate(plan.tiles) if tile.zero >= 2]
+    for number, tile in exchanging:
         for other_number, other in enumerate(plan.tiles):
-            if max(tile.zero, other.zero) < 2 or not tile.items.intersect(other.items).size:
+            if not tile.items.intersect(other.items).size:
                 continue
             for what, a, b in (
                 ("items", list(tile.items), list(other.items)),
@@ -143,7 +144,7 @@ def check_holders(model: Model, plan: Plan, where: str) -> None:
             ):
                 if a != b:
                     raise PlanError(
-                        f"{where}: zero = {max(tile.zero, other.zero)} exchanges while tiles compute, and tiles"
+                        f"{where}: zero = {tile.zero} exchanges while tiles compute, and tiles"
                         f" {number} and {other_number} share items but have unlike {what}: {a} and {b};"
                         " make them alike, or set zero to 1 or 0 in both"
                     )

@@ -107,9 +107,14 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
     """Run all tiles' instructions against each other without ranks; raise PlanError where they would wait for ever.
 
     No step may end with a message that nobody took, a message must be the one that its receiver expects, and a
-    reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be.
+    reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be. Tiles with ZeRO 2
+    and 3 exchange in every forward and backward pass, and take each of these steps together.
     """
     at = dict.fromkeys(schedules, 0)
+    together = {
+        tile: [t for t in schedules if t is not tile and t.items == tile.items] if tile.zero >= 2 else []
+        for tile in schedules
+    }
     wires: dict[tuple[Tile, Tile, Op], deque[int]] = {}
     pairs = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
 
@@ -132,6 +137,11 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
                 for queue in queues:
                     if (got := queue.popleft()) != step.microbatch:
                         raise PlanError(f"{_name(tile)} expects microbatch {step.microbatch} and is sent {got}")
+            case Op.FORWARD | Op.BACKWARD:
+                for other in together[tile]:
+                    if (theirs := schedules[other][at[tile]]) != step:
+                        raise PlanError(f"{_name(tile)} exchanges in '{step}' while {_name(other)} is at '{theirs}'")
+                return all(at[other] >= at[tile] for other in together[tile])
             case Op.REDUCE_GRADIENTS:
                 return all(at[t] >= at_reduce[t] for t in schedules)
         return True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain.errors import LaunchError, PlanError
-from hpctrain.holders import check_holders
+from hpctrain.holders import check_zero
 from hpctrain.job import Job, PlanRequest, TensorSizes
 from hpctrain.parameters import check_grid, count_parameters
 from hpctrain.plan import Plan, TensorGrid, check_ranks, check_tiling, even_plan, load_plan
@@ -58,7 +58,7 @@ def check_plan(job: Job, plan: Plan, where: str) -> None:
     check_tiling(plan, job.model.num_items)
     for tile in plan.tiles:
         check_grid(job.model, tile.tensor)
-    check_holders(job.model, plan, where)
+    check_zero(plan, where)
     if foreign := [tile for tile in plan.tiles if tile.family != "cpu"]:
         raise PlanError(
             f"{where}: family '{foreign[0].family}' of ranks {list(foreign[0].ranks)}: this version runs on"

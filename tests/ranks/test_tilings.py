@@ -41,9 +41,9 @@ def plan_of(tiles: tuple[Tile, ...], num_ranks: int) -> Plan:
     return Plan(tiles, MICROBATCHES, ROWS, unused=tuple(sorted(unused)))
 
 
-def job_of(tokens, name: str, steps: int = STEPS):
+def job_of(tokens, name: str, steps: int = STEPS, **more):
     model, shape = MODELS[name]
-    return make_job(tokens, model, shape={**SHAPE, **shape}, global_batch=ROWS * MICROBATCHES, steps=steps)
+    return make_job(tokens, model, shape={**SHAPE, **shape}, global_batch=ROWS * MICROBATCHES, steps=steps, **more)
 
 
 def curve(world, job, plan: Plan) -> list[float]:
@@ -195,3 +195,35 @@ def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, 
         a, b, c = (whole(folder / each) for each in "abc")
         assert [each for each in a if not a[each].tobytes() == b[each].tobytes() == c[each].tobytes()] == []
     world.agree(None)
+
+
+EXACT = {
+    "unlike grids": FIXED["unlike grids in one stage"],
+    "replicas that share weights": (
+        tile((0, LAST), (0, 3), (0, 1), (1, 2, 1), zero=3, state_share=2),
+        tile((0, LAST), (3, 5), (2, 3), (1, 2, 1), zero=3),
+    ),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tiling", EXACT)
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, tiling, dtype):
+    job = job_of(tokens, "gpt2 tied", dtype=dtype)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+
+    def run(steps: int, resume: bool) -> list[dict]:
+        with freed(world):
+            trainer = make_trainer(world, job, plan_of(EXACT[tiling], 4))
+            if resume:
+                trainer.resume(latest_checkpoint(folder))
+            else:
+                trainer.initialise()
+            found = [trainer.step(training)[0] for _ in range(steps)]
+            trainer.save(folder, {})
+        return [(m["loss"], m["grad_norm"]) for m in found]
+
+    uninterrupted = run(4, resume=False)
+    assert run(2, resume=False) + run(2, resume=True) == uninterrupted

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import PlanError
-from hpctrain.holders import check_holders, holdings_of
+from hpctrain.holders import check_zero, holdings_of
 from hpctrain.intervals import Interval, cut_by_shares, cut_evenly
 from hpctrain.job import Model
 from hpctrain.model.axes import Axes
@@ -210,14 +210,15 @@ def test_cuts_by_shares_are_in_proportion(size, shares):
 def test_zero_2_and_3_go_through_items_together():
     items = Interval(0, MODELS[0].num_items)
     tiles = [Tile(items, Interval(2 * i, 2 * i + 2), (i,), zero=3) for i in range(2)]
-    check_holders(MODELS[0], Plan(tuple(tiles), 1, 4), "p.toml")
+    check_zero(Plan(tuple(tiles), 1, 4), "p.toml")
     for change, told in [
         ({"zero": 1}, "zero: 3 and 1"),
         ({"substeps": 2}, "substeps: 1 and 2"),
+        ({"items": Interval(0, 3)}, r"items: \[0, 6\] and \[0, 3\]"),
         ({"tensor": TensorGrid(z=2), "ranks": (1, 2)}, "tensor: 1x1x1 and 1x1x2"),
     ]:
         plan = Plan((tiles[0], replace(tiles[1], **change)), 1, 4)
         with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have unlike {told}; make them alike"):
-            check_holders(MODELS[0], plan, "p.toml")
+            check_zero(plan, "p.toml")
     stages = {h.layouts[0].unit.items: h.zero for h in holdings_of(MODELS[0], Plan(tuple(tiles), 1, 4), 0).holdings}
     assert stages == {(0, 5): 1, (0,): 3, (1,): 3, (2,): 3, (3,): 3, (4,): 3, (5,): 3}, "tied: no more than 1"
