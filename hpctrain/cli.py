@@ -13,9 +13,11 @@ COMMANDS = {
     "train": "train a job; start it with mpirun or srun",
     "plan": "write a plan for a job, or draw one",
     "generate": "write text with a trained model",
-    "inspect": "tell what is in a run, a checkpoint, a plan, a job or a token file",
+    "inspect": "tell what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "compare": "compare the losses (and weights) of two runs",
-    "bench": "measure the speed of a job's training step",
+    "bench": "measure the speed of a job's training step, or of collectives",
+    "doctor": "tell what this machine has: versions, ranks, devices, and by which routes they communicate",
+    "probe": "measure devices and links, and write a cluster file; start it with mpirun or srun",
 }
 
 

@@ -125,7 +125,8 @@ def _zero(plan: Plan, ranks: tuple[int, ...], unit: Unit) -> int:
     highest = max(tile.zero for tile in tiles)
     if len(ranks) == 1 or len(unit.items) > 1:
         highest = min(highest, 1)
-    return highest if len({tile.family for tile in tiles}) == 1 else max(1, highest)
+    families = {family for tile in tiles for family in tile.family.split("+")}  # a tile may have several
+    return highest if len(families) == 1 else max(1, highest)
 
 
 def check_zero(plan: Plan, where: str) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from hpctrain.errors import JobError, did_you_mean
 from hpctrain.presets import PRESETS
+from hpctrain.tables import Table, explain, parse_toml, read_text
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 WholeNumber = Annotated[int, Field(ge=0, strict=True)]
@@ -24,11 +25,7 @@ AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "aut
 READY_MADE = Path(__file__).parent / "jobs"
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Model(Section):
+class Model(Table):
     """The shape of a decoder-only transformer; names and sizes of its parameters follow from it alone."""
 
     preset: str | None = None
@@ -86,7 +83,7 @@ class Model(Section):
         return self.num_layers + 2
 
 
-class Data(Section):
+class Data(Table):
     """Where tokens come from."""
 
     tokens: Path
@@ -97,7 +94,7 @@ class Data(Section):
     sequence_length: Count = 256
 
 
-class Train(Section):
+class Train(Table):
     """The optimisation, in terms that do not depend on how many ranks there are."""
 
     steps: Count = 100
@@ -134,13 +131,13 @@ class Train(Section):
         return self
 
 
-class TensorSizes(Section):
+class TensorSizes(Table):
     x: Count = 1
     y: Count = 1
     z: Count = 1
 
 
-class PlanRequest(Section):
+class PlanRequest(Table):
     """An even plan in short form; a general one is a file of its own."""
 
     file: Path | None = None
@@ -165,28 +162,28 @@ class PlanRequest(Section):
         return self
 
 
-class Checkpoint(Section):
+class Checkpoint(Table):
     every: WholeNumber = 0
     """Steps between checkpoints; 0: at the end only."""
     keep: Count = 2
     """How many to keep; the oldest are deleted once a newer one is complete."""
 
 
-class Observe(Section):
+class Observe(Table):
     log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """How long a rank waits for another one before it gives up and says for what it waited."""
 
 
-class Link(Section):
+class Link(Table):
     """A pair of ranks' path."""
 
     latency_seconds: Annotated[float, Field(gt=0)]
     bandwidth_bytes_per_second: Annotated[float, Field(gt=0)]
 
 
-class Links(Section):
+class Links(Table):
     """The classes of pairs that collectives tell apart; until they are measured, those of a common machine."""
 
     inside: Link = Link(latency_seconds=5e-6, bandwidth_bytes_per_second=5e9)
@@ -197,7 +194,7 @@ class Links(Section):
     """What a message costs its sender beside being under way."""
 
 
-class Comm(Section):
+class Comm(Table):
     route: Literal["auto", "messages", "hierarchical"] = "auto"
     """auto: shared memory in a host; by family and host, then across; or forced, where a group could do otherwise."""
     algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
@@ -206,7 +203,7 @@ class Comm(Section):
     """auto: measured at the start. It can change a bit of the result, and is kept when a run is continued."""
 
 
-class Job(Section):
+class Job(Table):
     """One training job. Immutable; what was `auto` is replaced by `model_copy` once it is known."""
 
     name: str
@@ -250,7 +247,11 @@ def load_job(reference: str, overrides: Iterable[str] = ()) -> Job:
     try:
         return Job.model_validate(tree)
     except ValidationError as error:
-        raise JobError(_explain(error, origins, path)) from None
+        key, text = explain(error, Job)
+        if key == "plan":
+            text = text.replace("a section of keys", "a section of keys, or 'auto'")
+        where = origins.get(key) or origins.get(key.rpartition(".")[0]) or path
+        raise JobError(f"{where}: {text}") from None
 
 
 def find_job(reference: str) -> Path:
@@ -269,12 +270,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
     """Read a TOML file over what it extends; also return which file each dotted key came from."""
     if path.resolve() in seen:
         raise JobError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise JobError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: not valid TOML: {error}") from None
+    tree = parse_toml(read_text(path, JobError), str(path), JobError)
     base = tree.pop("extends", None)
     if base is None:
         return tree, {key: str(path) for key in _dotted(tree)}
@@ -326,38 +322,3 @@ def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
         where = origins.get("model.preset", str(path))
         raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), PRESETS)}")
     tree["model"] = PRESETS[name] | model
-
-
-_SECTIONS = {
-    "": Job,
-    "model": Model,
-    "data": Data,
-    "train": Train,
-    "plan": PlanRequest,
-    "plan.tensor": TensorSizes,
-    "checkpoint": Checkpoint,
-    "observe": Observe,
-}
-
-
-def _explain(error: ValidationError, origins: dict[str, str], path: Path) -> str:
-    """Turn pydantic's first finding (and the number of others) into one message for a person."""
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    loc = [str(part) for part in first["loc"]]
-    key = ".".join(loc)
-    where = origins.get(key) or origins.get(".".join(loc[:-1])) or str(path)
-    match first["type"]:
-        case "extra_forbidden":
-            section = _SECTIONS[".".join(loc[:-1])]
-            text = f"{key}: unknown key{did_you_mean(loc[-1], section.model_fields)}"
-        case "missing":
-            text = f"{key}: missing; set it"
-        case "value_error":
-            text = f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
-        case "model_type":
-            text = f"{key} = {first['input']!r}: must be a section of keys" + (", or 'auto'" if key == "plan" else "")
-        case _:
-            text = f"{key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{where}: {text}{more}"

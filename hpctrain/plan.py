@@ -5,16 +5,16 @@ read by everything else. Item 0 is the embedding, items 1 ... L the blocks, item
 sequences of a microbatch.
 """
 
-import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from hpctrain.errors import LaunchError, PlanError, did_you_mean
+from hpctrain.errors import LaunchError, PlanError
 from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
+from hpctrain.tables import Table, explain, parse_toml, read_text
 
 
 @dataclass(frozen=True)
@@ -250,17 +250,13 @@ def check_ranks(plan: Plan, num_ranks: int) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _GridTable(_Table):
+class _GridTable(Table):
     x: Annotated[int, Field(ge=1)] = 1
     y: Annotated[int, Field(ge=1)] = 1
     z: Annotated[int, Field(ge=1)] = 1
 
 
-class _TileTable(_Table):
+class _TileTable(Table):
     items: tuple[int, int]
     rows: tuple[int, int]
     ranks: tuple[Annotated[int, Field(ge=0)], ...]
@@ -272,7 +268,7 @@ class _TileTable(_Table):
     substeps: Annotated[int, Field(ge=1)] = 1
 
 
-class _PlanTable(_Table):
+class _PlanTable(Table):
     schedule: Literal["1f1b"] = "1f1b"
     microbatches: Annotated[int, Field(ge=1)]
     rows: Annotated[int, Field(ge=1)]
@@ -282,31 +278,16 @@ class _PlanTable(_Table):
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file. Raises PlanError that names file and key; the tiling itself is checked by `check_tiling`."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: not valid TOML: {error}") from None
-    return parse_plan(text, str(path))
+    return parse_plan(read_text(path, PlanError), str(path))
 
 
 def parse_plan(text: str, path: str) -> Plan:
     """Read a plan from TOML; `path` is what errors call it. Raises PlanError."""
+    tree = parse_toml(text, path, PlanError)
     try:
-        table = _PlanTable.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{path}: not valid TOML: {error}") from None
+        table = _PlanTable.model_validate(tree)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        key = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "extra_forbidden":
-            table = {1: _PlanTable, 3: _TileTable, 4: _GridTable}[len(problem["loc"])]
-            known = table.model_fields
-            raise PlanError(f"{path}: {key}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}") from None
-        if problem["type"] == "missing":
-            raise PlanError(f"{path}: {key}: missing; set it") from None
-        raise PlanError(f"{path}: {key} = {problem['input']!r}: {problem['msg'].lower()}") from None
+        raise PlanError(f"{path}: {explain(error, _PlanTable)[1]}") from None
     tiles = tuple(
         Tile(
             Interval(*t.items),

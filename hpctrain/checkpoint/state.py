@@ -87,7 +87,7 @@ def _write_own(path: Path, shards: list[Shard]) -> Part:
                 dataset = f"{name}/{rows.start}-{columns.start}"
                 at = taken.shift(piece.at.start - piece.elements.start)
                 for kind, tensor in _tensors(shard).items():
-                    arrays[kind][dataset] = shard.of(tensor, at).numpy()
+                    arrays[kind][dataset] = shard.of(tensor, at).cpu().numpy()
                 runs.append(Run(name, tuple(rows), (columns.start, columns.stop), dataset))
     return write_part(path, arrays, runs)
 

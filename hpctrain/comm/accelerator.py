@@ -1,83 +1,114 @@
-"""The device that a rank computes on."""
+"""Which device each rank takes, and what all of them compute well in."""
 
-import ctypes
 import os
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.accelerators.find import DEVICE_VARIABLE, FAMILY_VARIABLE, family_of
+from hpctrain.comm.device.table import learn_devices
+from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.errors import TopologyError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # bf16 halves memory; it is taken where its products are at least this much faster than fp32's.
 WORTHWHILE_SPEEDUP = 1.2
-# From glibc's malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
-MALLOC_SETTINGS = {-1: 2**31 - 1, -2: 64 * 2**20, -3: 2**30}
+# Set to 1: several ranks may use one device, for tests and on laptops. NCCL refuses that; messages do not.
+SHARE_VARIABLE = "HPCTRAIN_SHARE_DEVICES"
+KINDS = ("cpu", "cuda", "rocm")
 
 
-@dataclass(frozen=True)
-class CpuAccelerator:
-    """A CPU rank: one thread, host memory."""
+def bind_accelerator(world: World) -> Accelerator:
+    """Take this rank's device, and use it from now on, in groups made from now on too. All ranks must call.
 
-    family: str = "cpu"
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def bind(self) -> None:
-        """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins. Keep freed memory."""
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        keep_freed_memory()
-
-    def products_per_second(self, dtype: torch.dtype, size: int = 192, seconds: float = 0.02) -> float:
-        """Return FLOP/s of square products, over `seconds` after a warm-up."""
-        a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-        a @ b
-        start, count = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
-            a @ b
-            count += 1
-        return count * 2 * size**3 / (time.perf_counter() - start)
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep what is freed: a step frees and takes the same activations again and again.
-
-    Without this each of them is mapped anew, a page fault for every 4 KiB. Other C libraries are left alone.
+    A second call returns the same. A rank takes the device with its place among the ranks of its host that use devices,
+    among the visible ones; where the launcher shows each rank its own, that one. Raises TopologyError on all ranks
+    where there are too few.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    for parameter, value in MALLOC_SETTINGS.items():
-        mallopt(parameter, value)
+    if world.accelerator is not None:
+        return world.accelerator
+    kind = world.place.kind
+    visible: list[str] = []
+    with world.all_or_none():
+        if kind != "cpu":
+            visible = _visible_devices(kind)
+    everywhere = world.broadcast_object(world.gather_objects(tuple(visible)))
+    accelerator: Accelerator = CpuAccelerator(world.place.family)
+    sharing = os.environ.get(SHARE_VARIABLE) == "1"
+    with world.all_or_none():
+        if kind != "cpu":
+            accelerator = _gpu(choose_device(world.topology, everywhere, world.rank, sharing), world.place.family)
+        accelerator.bind()
+    if world.topology.has_devices:
+        world.devices = learn_devices(world, accelerator, sharing)
+    world.accelerator = accelerator
+    return accelerator
 
 
-def agree_on_dtype(world: World, accelerator: CpuAccelerator) -> tuple[str, str]:
-    """Measure which dtype computes best; return its name and the reason. All ranks must call.
+def _visible_devices(kind: str) -> list[str]:
+    if kind not in KINDS:
+        raise TopologyError(f"{DEVICE_VARIABLE}={kind}: no such kind of device; set it to {', '.join(KINDS)} or auto")
+    from hpctrain.comm.accelerators.cuda import visible_devices
+
+    if not torch.cuda.is_available() or not (visible := visible_devices()):
+        built = [f"{name} {v}" for name, v in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)) if v]
+        raise TopologyError(
+            f"{DEVICE_VARIABLE}={kind}, but torch {torch.__version__}, built for {' and '.join(built) or 'CPUs alone'},"
+            " sees no such device; install torch for the devices of this host, ask the batch system for some"
+            f" (--gres=gpu:N), or set {DEVICE_VARIABLE}=cpu"
+        )
+    return visible
+
+
+def _gpu(index: int, family: str) -> Accelerator:
+    from hpctrain.comm.accelerators.cuda import CudaAccelerator
+
+    found = CudaAccelerator(index, family)
+    if FAMILY_VARIABLE not in os.environ and family_of(found.model) != family:
+        raise TopologyError(
+            f"this rank was taken for one of family '{family}', but its device {index} is a {found.model}: the host"
+            f" has devices of several kinds; set {FAMILY_VARIABLE} for each rank"
+        )
+    return found
+
+
+def choose_device(topology: Topology, visible: Sequence[Sequence[str]], rank: int, sharing: bool = False) -> int:
+    """Return which of the devices visible to `rank` it takes; `visible` is by rank what each sees. Pure.
+
+    Ranks of a host choose in their order, each the first it sees that is not taken. Raises TopologyError if none is
+    left, unless they are `sharing`.
+    """
+    host = topology.places[rank].host
+    peers = [r for r, place in enumerate(topology.places) if place.host == host and place.kind != "cpu"]
+    if sharing:
+        return peers.index(rank) % len(visible[rank])
+    taken: set[str] = set()
+    for peer in peers:
+        free = [index for index, name in enumerate(visible[peer]) if name not in taken]
+        if not free:
+            num_devices = len(set().union(*(visible[r] for r in peers)))
+            raise TopologyError(
+                f"host {host} has {len(peers)} ranks for {num_devices} visible devices: rank {peer} finds all of its"
+                f" {len(visible[peer])} taken; start {num_devices} ranks a host (--ntasks-per-node={num_devices}), show"
+                f" them more devices (--gpus-per-node={len(peers)}), let some ranks use {DEVICE_VARIABLE}=cpu, or set"
+                f" {SHARE_VARIABLE}=1 for a test"
+            )
+        if peer == rank:
+            return free[0]
+        taken.add(visible[peer][free[0]])
+    raise AssertionError(f"rank {rank} is not among those with a device")
+
+
+def agree_on_dtype(world: World, accelerator: Accelerator) -> tuple[str, str]:
+    """Measure which dtype computes best; return its name and the reason. All ranks must call, with devices bound.
 
     bf16 only if it is worthwhile on every rank, since all must use the same.
     """
-    accelerator.bind()
     fp32, bf16 = (accelerator.products_per_second(DTYPES[name]) for name in ("fp32", "bf16"))
     speedup = world.smallest(bf16 / fp32)
     chosen = "bf16" if speedup > WORTHWHILE_SPEEDUP else "fp32"
     measured = f"{fp32 / 1e9:.1f} GFLOP/s in fp32, {bf16 / 1e9:.1f} in bf16"
     return chosen, f"{chosen}: products measured at {measured}; bf16 is {speedup:.2g}x as fast on the least suited rank"
-
-
-def make_accelerator(family: str) -> CpuAccelerator:
-    """Return the accelerator of a family.
-
-    | family | device | streams | dtypes |
-    |--------|--------|---------|--------|
-    | cpu    | host   | no      | fp32, bf16 (measured; slow without AMX) |
-
-    Raises TopologyError for a family that this version cannot drive.
-    """
-    if family != "cpu":
-        raise TopologyError(f"family '{family}': only 'cpu' ranks can be driven by this version")
-    return CpuAccelerator()

@@ -1,13 +1,13 @@
 """Channels: what neighbouring stages of a pipeline send each other, copied when it is sent."""
 
-from collections.abc import Sequence
+from collections import deque
 
 import torch
 
-from hpctrain.comm.communicator import Journal
+from hpctrain.comm.communicator import Journal, Lane
+from hpctrain.comm.lanes import Progress, Work
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.routes import sub_communicator
-from hpctrain.comm.topology import Preferences, Topology
+from hpctrain.comm.routes import RouteMaker
 from hpctrain.comm.waiting import Patience, wait_until
 from hpctrain.comm.window import SharedWindow
 from hpctrain.errors import CommError
@@ -60,43 +60,43 @@ class SharedChannel:
         self._window.close()
 
 
-class MessageChannel:
-    """A two-way channel over MPI. A send copies and is under way when it returns."""
+class LaneChannel:
+    """A two-way channel by messages, over a lane for each way; they move while the rank computes."""
 
-    def __init__(self, comm, depth: int, patience: Patience):
-        self._comm, self._depth, self._patience = comm, depth, patience
-        self._peer = 1 - comm.rank
-        self._under_way: list[tuple] = []
+    def __init__(self, outgoing: Lane, incoming: Lane, depth: int):
+        self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
+        self._peer = 1 - outgoing.rank
+        self._under_way: deque[Work] = deque()
         self._open = True
 
     def send(self, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor and return; waits only if `depth` messages are under way."""
         if len(self._under_way) >= self._depth:
-            request, _ = self._under_way.pop(0)
-            wait_until(request.Test, lambda: "the receiver to take an earlier message", self._patience)
-        copy = as_bytes(tensor).clone()
-        self._under_way.append((self._comm.Isend(copy.numpy(), dest=self._peer), copy))
+            self._under_way.popleft().wait()
+        self._under_way.append(self._outgoing.send(tensor.clone(), self._peer))
 
     def receive(self, tensor: torch.Tensor) -> None:
-        request = self._comm.Irecv(as_bytes(tensor).numpy(), source=self._peer)
-        wait_until(request.Test, lambda: "a message from the other end of a channel", self._patience)
-        self._under_way = [(sent, copy) for sent, copy in self._under_way if not sent.Test()]
+        """Fill a contiguous tensor with the next message, which must have its size."""
+        self._incoming.receive(tensor, self._peer).wait()
 
     def abandon(self) -> None:
         self._open = False
+        self._outgoing.abandon()
 
     def close(self) -> None:
+        """Both ends must call; a second call does nothing."""
         if not self._open:
             return
         self._open = False
-        for request, _ in self._under_way:
-            wait_until(request.Test, lambda: "the receiver to take the last messages", self._patience)
-        self._comm.Free()
+        for work in self._under_way:
+            work.wait()
+        self._outgoing.close()  # and with it the incoming one's: they have the same communicator
 
 
 class RecordedChannel:
     """A channel whose messages are in the rank's flight record."""
 
-    def __init__(self, inner: SharedChannel | MessageChannel, journal: Journal):
+    def __init__(self, inner: SharedChannel | LaneChannel, journal: Journal):
         self._inner, self._journal = inner, journal
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -116,15 +116,15 @@ class RecordedChannel:
         self._inner.close()
 
 
-Channel = SharedChannel | MessageChannel | RecordedChannel
+Channel = SharedChannel | LaneChannel | RecordedChannel
 
 
 def make_channel(
-    mpi, parent, topology: Topology, preferences: Preferences, peer: int, num_bytes: int, depth: int, patience: Patience
-) -> SharedChannel | MessageChannel:
-    """Make a channel between this rank and `peer`. Both must call."""
-    ranks: Sequence[int] = sorted((parent.rank, peer))
-    comm = sub_communicator(mpi, parent, ranks)
-    if topology.route(ranks, preferences.route).kind == "shared":
-        return SharedChannel(mpi, comm, num_bytes, depth, patience)
-    return MessageChannel(comm, depth, patience)
+    routes: RouteMaker, progress: Progress, peer: int, num_bytes: int, depth: int, patience: Patience
+) -> SharedChannel | LaneChannel:
+    """Make a channel between this rank and `peer`, for `depth` messages each way. Both must call."""
+    ranks = sorted((routes.rank, peer))
+    if routes.shares_memory(ranks):
+        return SharedChannel(routes.mpi, routes.sub_communicator(ranks), num_bytes, depth, patience)
+    backend = routes.message_backend(ranks)
+    return LaneChannel(*(Lane(ranks, backend, progress, patience) for _ in range(2)), depth)

@@ -8,7 +8,8 @@ every rank and in every run. A `Communicator` blocks; a `Lane` offers the same a
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -23,15 +24,27 @@ from hpctrain.comm.waiting import Patience
 from hpctrain.errors import CommError
 from hpctrain.intervals import Interval, cut_evenly
 
+if TYPE_CHECKING:
+    from hpctrain.comm.rehearsal.clock import Pace
+
 OPERATIONS = ("sum", "max", "min")
 
 
 class Backend:
     """What a group communicates by: its collectives and its messages, and why these."""
 
-    def __init__(self, collectives: Collectives, transport: Transport, reason: str, ranks_on_host: int):
+    def __init__(
+        self,
+        collectives: Collectives,
+        transport: Transport,
+        reason: str,
+        ranks_on_host: int,
+        pace: "Pace | None" = None,
+    ):
         self.collectives, self.transport = collectives, transport
         self.reason, self.ranks_on_host = reason, ranks_on_host
+        self.pace = pace
+        """For groups of pretended devices."""
 
     def abandon(self) -> None:
         self.collectives.abandon()
@@ -82,6 +95,19 @@ class Operations(ABC, Generic[Result]):
     def _finish(self, handle: int) -> None:
         if self._journal:
             self._journal.finish(handle)
+
+    def _paced(self, steps: Steps) -> Steps:
+        return self._backend.pace.steps(steps) if self._backend and self._backend.pace else steps
+
+    def _meet(self) -> None:
+        """Let what this rank computes from now on come after what the group has done."""
+        if self._backend and self._backend.pace:
+            self._backend.pace.meet()
+
+    @property
+    def bytes_sent(self) -> Sequence[int]:
+        """To each rank by position, since the start, as messages of the whole group; not those inside its domains."""
+        return self._backend.transport.bytes_sent if self._backend else (0,)
 
     @property
     def _collectives(self) -> Collectives:
@@ -193,7 +219,8 @@ class Communicator(Operations[torch.Tensor]):
 
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> torch.Tensor:
         handle = self._start(operation, tensor, peer)
-        complete(steps, operation, self._patience)
+        complete(self._paced(steps), operation, self._patience)
+        self._meet()
         self._finish(handle)
         return tensor
 
@@ -243,7 +270,8 @@ class Lane(Operations[Work]):
 
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Work:
         handle = self._start(operation, tensor, peer)
-        work = Work(self._progress, operation, steps, self._patience, lambda: self._finish(handle))
+        finish = partial(self._finish, handle)
+        work = Work(self._progress, operation, self._paced(steps), self._patience, finish, self._meet)
         self._progress.submit(self._queue, work)
         return work
 

@@ -12,20 +12,35 @@ from collections import deque
 from collections.abc import Callable
 
 from hpctrain.comm.steps import Pending, Steps
-from hpctrain.comm.waiting import FIRST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS, Patience, wait_until
+from hpctrain.comm.waiting import (
+    FIRST_SLEEP_SECONDS,
+    LONGEST_KNOWN_SLEEP_SECONDS,
+    LONGEST_SLEEP_SECONDS,
+    WAKE_SECONDS,
+    Patience,
+    wait_until,
+)
 
 
 class Work:
     """An operation under way on a lane."""
 
-    __slots__ = ("_error", "_on_end", "_patience", "_progress", "ended", "operation", "pending", "steps")
+    __slots__ = ("_error", "_on_end", "_on_wait", "_patience", "_progress", "ended", "operation", "pending", "steps")
 
     def __init__(
-        self, progress: "Progress", operation: str, steps: Steps, patience: Patience, on_end: Callable[[], None]
+        self,
+        progress: "Progress",
+        operation: str,
+        steps: Steps,
+        patience: Patience,
+        on_end: Callable[[], None],
+        on_wait: Callable[[], None],
     ):
+        """`on_end` is called by who takes its last step, `on_wait` by who has waited for it."""
         self.operation, self.steps = operation, steps
         self.pending: Pending | None = None
-        self._progress, self._patience, self._on_end = progress, patience, on_end
+        self._progress, self._patience = progress, patience
+        self._on_end, self._on_wait = on_end, on_wait
         self.ended = False
         self._error: Exception | None = None
 
@@ -38,9 +53,15 @@ class Work:
     def wait(self) -> None:
         """Return when it has ended. Raises its error, or CommError if it takes longer than the patience."""
         if not self.done():
-            wait_until(self.done, self._awaited, self._patience)
+            wait_until(self.done, self._awaited, self._patience, self.not_before)
+        self._on_wait()
         if self._error is not None:
             raise self._error
+
+    def not_before(self) -> float:
+        """Return a time of `time.monotonic` before which polling does not move it; 0 where there is none."""
+        hint = self.pending and self.pending.not_before
+        return hint() if hint else 0.0
 
     def _awaited(self) -> str:
         return f"{self.pending.awaited if self.pending else 'its turn'} in {self.operation}"
@@ -67,7 +88,7 @@ class Progress:
     def __init__(self, threaded: bool):
         self._lanes: list[deque[Work]] = []
         self._lock = threading.Lock()
-        self._busy = threading.Event()
+        self._busy, self._submitted = threading.Event(), threading.Event()
         self._stop = False
         self._thread = None
         if threaded:
@@ -87,6 +108,7 @@ class Progress:
             self._advance(queue)
             if queue:
                 self._busy.set()
+                self._submitted.set()
 
     def poll(self) -> bool:
         """Take what steps can be taken; return whether anything ended. Returns at once if the other thread is at it."""
@@ -114,12 +136,23 @@ class Progress:
             self._busy.wait()
             if self._stop:
                 return
+            self._submitted.clear()
             pause = FIRST_SLEEP_SECONDS if self.poll() else min(2 * pause, LONGEST_SLEEP_SECONDS)
-            time.sleep(pause)
+            known = self._not_before() - time.monotonic() - WAKE_SECONDS
+            if known > pause:
+                self._submitted.wait(min(known, LONGEST_KNOWN_SLEEP_SECONDS))
+            else:
+                time.sleep(pause)
+
+    def _not_before(self) -> float:
+        """Return a time of `time.monotonic` before which no lane moves by itself; 0 where there is none."""
+        with self._lock:
+            return min((queue[0].not_before() for queue in self._lanes if queue), default=0.0)
 
     def close(self) -> None:
         """End the thread; what is under way is left where it is."""
         self._stop = True
         self._busy.set()
+        self._submitted.set()
         if self._thread is not None:
             self._thread.join()

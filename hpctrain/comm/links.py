@@ -1,11 +1,13 @@
-"""Measures the paths between ranks, as far as the choice of algorithms needs them."""
+"""Measures the paths between ranks: here as far as the choice of algorithms needs them, in `comm.probe` all of them."""
 
 import time
 
 import torch
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.world import World
 from hpctrain.job import Link, Links
+from hpctrain.links import overhead_of
 
 SMALL_REPEATS, LARGE_REPEATS, LARGE_BYTES = 30, 4, 1 << 20
 
@@ -23,8 +25,7 @@ def measure_links(world: World) -> tuple[Links, str]:
     defaults = Links()
     inside = defaults.inside if neighbour is None else _measure(world, neighbour)
     across = _measure(world, other_host)
-    # Half of a short message's time is spent by the processors of its ends, as is usual for TCP on host memory.
-    links = Links(inside=inside, across=across, overhead_seconds=across.latency_seconds / 2)
+    links = Links(inside=inside, across=across, overhead_seconds=overhead_of(across))
     told = f"{across.latency_seconds * 1e6:.0f} us and {across.bandwidth_bytes_per_second / 1e9:.2f} GB/s"
     return links, f"between hosts {told}, measured between ranks 0 and {other_host}"
 
@@ -34,23 +35,33 @@ def _measure(world: World, peer: int) -> Link:
     found = None
     if world.rank in (0, peer):
         comm = world.group([0, peer])
-        latency = _round_trip(comm, torch.zeros(1, dtype=torch.uint8), SMALL_REPEATS) / 2
-        seconds = _round_trip(comm, torch.zeros(LARGE_BYTES, dtype=torch.uint8), LARGE_REPEATS) / 2
-        bandwidth = LARGE_BYTES / max(seconds - latency, 1e-9)
-        found = Link(latency_seconds=latency, bandwidth_bytes_per_second=bandwidth)
+        token, message = torch.zeros(1, dtype=torch.uint8), torch.zeros(LARGE_BYTES, dtype=torch.uint8)
+        # What others do on the machine only adds: so the shortest of several.
+        latency = min(round_trip(comm, 0, 1, token, token) for _ in range(SMALL_REPEATS)) / 2
+        seconds = min(round_trip(comm, 0, 1, message, token) for _ in range(LARGE_REPEATS))
+        found = link_from(latency, LARGE_BYTES, seconds - latency)
     return world.broadcast_object(found)
 
 
-def _round_trip(comm, tensor: torch.Tensor, repeats: int) -> float:
-    """Return the shortest of some round trips, in seconds: what others do on the machine only adds."""
-    shortest = float("inf")
+def link_from(latency_seconds: float, num_bytes: int, seconds: float) -> Link:
+    """Return the link on which an empty message takes the latency, and one of `num_bytes` these seconds."""
+    bandwidth = num_bytes / max(seconds - latency_seconds, 1e-9)
+    return Link(latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth)
+
+
+def round_trip(
+    comm: Communicator, source: int, target: int, message: torch.Tensor, answer: torch.Tensor, repeats: int = 1
+) -> float:
+    """Return the mean seconds of a message and the answer to it. Both positions of the group must call, nobody else.
+
+    An answer of one byte comes back after a latency: what is left is the time of the message, one way.
+    """
+    start = time.perf_counter()
     for _ in range(repeats):
-        start = time.perf_counter()
-        if comm.rank == 0:
-            comm.send(tensor, 1)
-            comm.receive(tensor, 1)
+        if comm.rank == source:
+            comm.send(message, target)
+            comm.receive(answer, target)
         else:
-            comm.receive(tensor, 0)
-            comm.send(tensor, 0)
-        shortest = min(shortest, time.perf_counter() - start)
-    return shortest
+            comm.receive(message, source)
+            comm.send(answer, source)
+    return (time.perf_counter() - start) / repeats

@@ -7,6 +7,7 @@ result is the same on every rank and in every run.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -26,6 +27,8 @@ LONGEST = 1
 SHARE_LEFT_FREE = 0.5
 # Below this, everybody reduces everything: one announcement instead of two.
 SMALL_BYTES = 8 * 1024
+# How many parts of slots are kept as tensors: making one takes longer than copying a small message.
+KEPT_VIEWS = 1024
 
 
 class SharedCollectives:
@@ -42,7 +45,7 @@ class SharedCollectives:
         self._announced = 0
         self._settled = 0  # all ranks are known to have announced this much
         self._half = 0
-        self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._view = lru_cache(KEPT_VIEWS)(self._make_view)
         self._open = True
 
     def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
@@ -102,13 +105,15 @@ class SharedCollectives:
             yield from self._await(range(self.size))
             self._settled = self._announced
 
-    def _slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return the slots that are next in turn, of every rank, as tensors of a dtype."""
+    def _turn(self) -> int:
+        """Return which of a rank's two slots is next."""
         self._half ^= 1
-        if dtype not in self._views:  # kept: making them takes longer than a small message
-            halves = [slice(start, start + SLOT_BYTES) for start in (0, SLOT_BYTES)]
-            self._views[dtype] = [[memory[half].view(dtype) for memory in self._window.bytes] for half in halves]
-        return self._views[dtype][self._half]
+        return self._half
+
+    def _make_view(self, rank: int, half: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """Return elements `start` to `stop` of a slot of a rank."""
+        first, item = half * SLOT_BYTES, dtype.itemsize
+        return self._window.bytes[rank][first + start * item : first + stop * item].view(dtype)
 
     def barrier(self) -> Steps:
         yield from self._announce()
@@ -128,7 +133,8 @@ class SharedCollectives:
 
     def _all_reduce_chunk(self, chunk: torch.Tensor, op: str) -> Steps:
         size_bytes = chunk.numel() * chunk.element_size()
-        slots = [slot[: chunk.numel()] for slot in self._slots(chunk.dtype)]
+        half = self._turn()
+        slots = [self._view(rank, half, chunk.dtype, 0, chunk.numel()) for rank in range(self.size)]
         slots[self.rank].copy_(chunk)
         yield from self._announce()
         if size_bytes <= SMALL_BYTES:
@@ -162,15 +168,16 @@ class SharedCollectives:
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
             pieces = [window_of(cut, start, step) for cut in cuts]
-            slots = self._slots(flat.dtype)
+            half = self._turn()
             for i, piece in enumerate(pieces):
-                if i != self.rank:
-                    slots[self.rank][i * step : i * step + piece.size].copy_(flat[slice(*piece)])
+                if i != self.rank and piece.size:
+                    at = i * step
+                    self._view(self.rank, half, flat.dtype, at, at + piece.size).copy_(flat[slice(*piece)])
             yield from self._announce()
             piece = pieces[self.rank]
             if piece.size:
                 at = self.rank * step
-                parts = [slot[at : at + piece.size] for slot in slots]
+                parts = [self._view(rank, half, flat.dtype, at, at + piece.size) for rank in range(self.size)]
                 parts[self.rank] = flat[slice(*piece)]
                 reduce_in_order(parts, out[start : start + piece.size], op)
 
@@ -181,21 +188,22 @@ class SharedCollectives:
         yield from self._settle()
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
-            slots = self._slots(flat.dtype)
+            half = self._turn()
             pieces = [window_of(cut, start, step) for cut in cuts]
             own = pieces[self.rank]
-            slots[self.rank][: own.size].copy_(flat[slice(*own)])
+            if own.size:
+                self._view(self.rank, half, flat.dtype, 0, own.size).copy_(flat[slice(*own)])
             yield from self._announce()
             for other, piece in enumerate(pieces):
                 if other != self.rank and piece.size:
-                    flat[slice(*piece)].copy_(slots[other][: piece.size])
+                    flat[slice(*piece)].copy_(self._view(other, half, flat.dtype, 0, piece.size))
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Nobody waits but for the root, and the root for those who are two chunks behind."""
         data = as_bytes(flat)
         for start in range(0, data.numel(), SLOT_BYTES):
             chunk = data[start : start + SLOT_BYTES]
-            slot = self._slots(torch.uint8)[root][: chunk.numel()]
+            slot = self._view(root, self._turn(), torch.uint8, 0, chunk.numel())
             if self.rank == root:
                 yield from self._settle()
                 slot.copy_(chunk)
@@ -207,24 +215,25 @@ class SharedCollectives:
         """Rank i's `sent[j]` becomes rank j's `received[i]`; flat tensors of the same dtype, any sizes."""
         yield from self._settle()
         received[self.rank].copy_(sent[self.rank])
-        step = SLOT_BYTES // sent[0].element_size() // self.size
+        dtype = sent[0].dtype
+        step = SLOT_BYTES // dtype.itemsize // self.size
         start, longest = 0, 1
         while start < longest:
-            slots = self._slots(sent[0].dtype)
+            half = self._turn()
             for other, tensor in enumerate(sent):
-                piece = tensor[start : start + step]
-                if other != self.rank and piece.numel():
-                    slots[self.rank][other * step : other * step + piece.numel()].copy_(piece)
+                if other != self.rank and tensor.numel() > start:
+                    piece, at = _part(tensor, start, step), other * step
+                    self._view(self.rank, half, dtype, at, at + piece.numel()).copy_(piece)
             if start == 0:  # two counters used in turn, for the reason that there are two slots
-                index = LONGEST + self._half
+                index = LONGEST + half
                 self._window.counters[self.rank][index] = max(tensor.numel() for tensor in sent)
             yield from self._announce()
             if start == 0:
                 longest = max(counter[index] for counter in self._window.counters)
             for other, tensor in enumerate(received):
-                piece = tensor[start : start + step]
-                if other != self.rank and piece.numel():
-                    piece.copy_(slots[other][self.rank * step : self.rank * step + piece.numel()])
+                if other != self.rank and tensor.numel() > start:
+                    piece, at = _part(tensor, start, step), self.rank * step
+                    piece.copy_(self._view(other, half, dtype, at, at + piece.numel()))
             start += step
 
     def abandon(self) -> None:
@@ -233,9 +242,13 @@ class SharedCollectives:
             window.abandon()
 
     def close(self) -> None:
-        self._views.clear()
+        self._view.cache_clear()
         for window in (*self._regions, self._window):
             window.close()
         if self._open:
             self._open = False
             self._comm.Free()
+
+
+def _part(flat: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    return flat if start == 0 and flat.numel() <= size else flat[start : start + size]

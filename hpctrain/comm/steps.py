@@ -19,6 +19,8 @@ class Pending(NamedTuple):
     """Polled; once it was true it is not called again."""
     awaited: str
     """Named in the error after the timeout."""
+    not_before: Callable[[], float] | None = None
+    """A time of `time.monotonic` before which polling is of no use, 0 where there is none; asked after each poll."""
 
 
 Steps = Iterator[Pending]
@@ -27,7 +29,7 @@ Steps = Iterator[Pending]
 def complete(steps: Steps, operation: str, patience: Patience) -> None:
     """Drive steps to their end. Raises CommError where something does not come within the patience."""
     for pending in steps:
-        wait_until(pending.ready, lambda p=pending: f"{p.awaited} in {operation}", patience)
+        wait_until(pending.ready, lambda p=pending: f"{p.awaited} in {operation}", patience, pending.not_before)
 
 
 def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
@@ -38,5 +40,9 @@ def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
         open_ones[:] = [r for r in open_ones if not r()]
         return not open_ones
 
+    def not_before() -> float:
+        times = [r.not_before() if hasattr(r, "not_before") else 0.0 for r in tuple(open_ones)]
+        return max(times) if times and all(times) else 0.0  # as long as one moves when it is polled, all are
+
     if open_ones:
-        yield Pending(all_ready, awaited)
+        yield Pending(all_ready, awaited, not_before)

@@ -15,6 +15,8 @@ class Place(NamedTuple):
 
     host: str
     family: str
+    kind: str = "cpu"
+    """Of its device: cpu, cuda or rocm. Tensors of other kinds than cpu are in memory that MPI may not touch."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,24 @@ class Topology:
     """The places of all ranks. Immutable, made once."""
 
     places: tuple[Place, ...]
+    shares_memory: bool = True
+    """Whether ranks of one host communicate through its memory; not where their hosts are pretended."""
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(place.family for place in self.places))
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether any rank computes on something else than its host."""
+        return any(place.kind != "cpu" for place in self.places)
+
+    def ranks_of(self, family: str) -> tuple[int, ...]:
+        return tuple(rank for rank, place in enumerate(self.places) if place.family == family)
+
+    def local_rank(self, rank: int) -> int:
+        """Return how many ranks before this one are on its host: which of its devices it takes."""
+        return sum(place.host == self.places[rank].host for place in self.places[:rank])
 
     def ranks_on_host(self, rank: int) -> int:
         return sum(place.host == self.places[rank].host for place in self.places)
@@ -63,7 +83,7 @@ class Topology:
         | alone        | one rank                                       |                                    |
         | shared       | all on one host                                | everybody a part, in order of rank |
         | hierarchical | several families, or hosts with several ranks  | inside the domains, then across    |
-        | messages     | all on different hosts, or asked for           | by algorithm, see `comm.flat`      |
+        | messages     | on different hosts, pretended, or asked for    | by algorithm, see `comm.flat`      |
 
         Waiting ranks yield the core, then sleep, on every route.
         """
@@ -72,13 +92,15 @@ class Topology:
         if asked == "messages":
             return Route("messages", "asked for")
         hosts, families = self.domains(ranks, "host"), self.domains(ranks, "family")
-        if asked == "auto" and len(hosts) == 1:
+        if asked == "auto" and len(hosts) == 1 and self.shares_memory:
             return Route("shared", f"all on host {self.places[ranks[0]].host}")
         if 1 < len(families) < len(ranks):
             names = ", ".join(f"{len(d)} {self.places[ranks[d[0]]].family}" for d in families)
             return Route("hierarchical", f"several families: {names}", families)
         if 1 < len(hosts) < len(ranks):
             return Route("hierarchical", f"{len(hosts)} hosts with several ranks", hosts)
-        if len(hosts) == 1:
-            return Route("shared", f"all on host {self.places[ranks[0]].host}")
-        return Route("messages", f"on {len(hosts)} hosts, one rank each")
+        if len(hosts) > 1:
+            return Route("messages", f"on {len(hosts)} hosts, one rank each")
+        if not self.shares_memory:
+            return Route("messages", f"all on host {self.places[ranks[0]].host}, which is pretended")
+        return Route("shared", f"all on host {self.places[ranks[0]].host}")

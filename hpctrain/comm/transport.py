@@ -1,5 +1,6 @@
 """Point-to-point messages of bytes: what collectives over several hosts or families are built from."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +19,8 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
+    bytes_sent: Sequence[int]
+    """To each peer, since the start: what the interfaces' counters are compared with."""
 
     def send(self, peer: int, tensor: torch.Tensor) -> Ready: ...
 
@@ -37,7 +40,6 @@ class HostTransport:
         """`comm` is the group's own duplicate, and owned from now on."""
         self.rank, self.size = comm.rank, comm.size
         self.bytes_sent = [0] * comm.size
-        """To each peer, since the start: what the interfaces' counters are compared with."""
         self._comm = comm
         self._open = True
 

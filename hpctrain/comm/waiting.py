@@ -12,6 +12,10 @@ from hpctrain.errors import CommError
 YIELDS = 2000
 FIRST_SLEEP_SECONDS = 20e-6
 LONGEST_SLEEP_SECONDS = 500e-6
+# Who knows when it will come sleeps until so much before, the most that a sleeper usually wakes late; but no longer
+# than this at once: MPI moves what else is under way only when it is called.
+WAKE_SECONDS = 200e-6
+LONGEST_KNOWN_SLEEP_SECONDS = 5e-3
 
 
 class Patience:
@@ -23,19 +27,28 @@ class Patience:
         """Longer than that, where a watchdog is to speak first."""
 
 
-def wait_until(ready: Callable[[], bool], what: Callable[[], str], patience: Patience) -> None:
+def wait_until(
+    ready: Callable[[], bool],
+    what: Callable[[], str],
+    patience: Patience,
+    not_before: Callable[[], float] | None = None,
+) -> None:
     """Return once `ready()` is true: yield the core at first, then sleep between looks.
 
     `what()` names the awaited thing and is only called for the message of the CommError after the timeout.
+    `not_before()` is asked after each look for a time of `time.monotonic` before which another is of no use.
     """
     start = time.monotonic()
-    for _ in range(YIELDS):
-        if ready():
-            return
-        os.sched_yield()
-    pause = FIRST_SLEEP_SECONDS
+    yields, pause = 0, FIRST_SLEEP_SECONDS
     while not ready():
-        time.sleep(pause)
+        if not_before is not None and (early := not_before() - time.monotonic() - WAKE_SECONDS) > 0:
+            time.sleep(min(early, LONGEST_KNOWN_SLEEP_SECONDS))
+        elif yields < YIELDS:
+            yields += 1
+            os.sched_yield()
+            continue
+        else:
+            time.sleep(pause)
         waited = time.monotonic() - start
         if waited > patience.seconds + patience.grace_seconds:
             raise CommError(

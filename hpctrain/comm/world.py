@@ -13,19 +13,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hpctrain.comm.accelerators.find import find_device
 from hpctrain.comm.launcher import promised_size
 from hpctrain.comm.oversight import Oversight
 from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.comm.waiting import Patience
-from hpctrain.errors import HpctrainError, LaunchError
+from hpctrain.errors import HpctrainError, LaunchError, TopologyError
 
 if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.channel import Channel
     from hpctrain.comm.communicator import Communicator, Journal, Lane
+    from hpctrain.comm.device.table import Devices
     from hpctrain.comm.lanes import Progress
+    from hpctrain.comm.rehearsal.clock import Clock, Rehearsal
+    from hpctrain.comm.rehearsal.network import Network
 
-# What a rank is told about where it is; for tests and partitions of unlike processors under one name.
-HOST_VARIABLE, FAMILY_VARIABLE = "HPCTRAIN_HOST", "HPCTRAIN_FAMILY"
+# What a rank is told about where it is, for tests; of its device see hpctrain.comm.accelerators.find.
+HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
 AGREEMENT_SECONDS = 2.0
@@ -45,7 +50,11 @@ class World:
         self.preferences = Preferences()
         """For groups made from now on; must be the same on all ranks."""
         self.patience = Patience(timeout_seconds)
+        self.accelerator: Accelerator | None = None
+        self.devices: Devices | None = None
+        """Both set by `bind_accelerator`; groups made before are for tensors of the host."""
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
+        self._rehearsal: Rehearsal | None = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
 
@@ -73,7 +82,8 @@ class World:
                 f" library ({MPI.Get_library_version().split(chr(10))[0][:60]}) do not belong together."
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
-        place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), os.environ.get(FAMILY_VARIABLE, "cpu"))
+        found = find_device()
+        place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), found.family, found.kind)
         return cls(MPI, ours, MPI.COMM_WORLD.allgather(place), timeout_seconds, watched)
 
     @property
@@ -90,21 +100,31 @@ class World:
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
         """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
         from hpctrain.comm.communicator import Lane
-        from hpctrain.comm.lanes import Progress
 
-        self._progress = self._progress or Progress(threaded=self.has_threads)
         backend, journal = self._routes().backend(ranks), self._journal(name, ranks)
-        return self._keep(Lane(ranks, backend, self._progress, self.patience, journal))
+        return self._keep(Lane(ranks, backend, self._moving(), self.patience, journal))
 
     def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
         from hpctrain.comm.channel import RecordedChannel, make_channel
 
-        journal = self._journal("pipeline", sorted((self.rank, peer)))
-        mpi, comm = self._mpi, self._comm
-        topology, preferences, patience = self.topology, self.preferences, self.patience
-        made = make_channel(mpi, comm, topology, preferences, peer, num_bytes, depth, patience)
-        return self._keep(RecordedChannel(made, journal))
+        made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience)
+        return self._keep(RecordedChannel(made, self._journal("pipeline", sorted((self.rank, peer)))))
+
+    def rehearse(self, network: "Network", places: Sequence[Place]) -> "Clock":
+        """Let groups made from now on be those of devices of a described network; return this rank's clock.
+
+        `places` are the devices' by rank. All ranks must call. Raises TopologyError on all of them if they are not on
+        one host, or not as many as the network has devices.
+        """
+        from hpctrain.comm.rehearsal.clock import Clock, Rehearsal
+        from hpctrain.comm.rehearsal.shaped import ShapedNetwork
+
+        if len({place.host for place in self.topology.places}) > 1:
+            raise TopologyError("a rehearsal runs on one host: its ranks see each other's messages in its memory")
+        self._rehearsal = Rehearsal(ShapedNetwork(self._mpi, self._comm.Dup(), network), Clock())
+        self.topology = Topology(tuple(places), shares_memory=False)
+        return self._rehearsal.clock
 
     def keep_records(self, folder: Path) -> None:
         """Keep the flight records in a folder, where they survive the ranks. All ranks must call.
@@ -122,7 +142,14 @@ class World:
     def _routes(self):
         from hpctrain.comm.routes import RouteMaker
 
-        return RouteMaker(self._mpi, self._comm, self.topology, self.preferences)
+        return RouteMaker(self._mpi, self._comm, self.topology, self.preferences, self.devices, self._rehearsal)
+
+    def _moving(self) -> "Progress":
+        """Return what moves this rank's lanes; it starts with the first."""
+        from hpctrain.comm.lanes import Progress
+
+        self._progress = self._progress or Progress(threaded=self.has_threads)
+        return self._progress
 
     def _keep(self, made):
         self._made.append(made)
@@ -189,6 +216,8 @@ class World:
         for made in reversed(self._made):
             made.close()
         self._made.clear()
+        if self._rehearsal is not None:
+            self._rehearsal.network.close()
         self._failures.Free()
         self.oversight.close()
         if self._owns_mpi:

@@ -13,7 +13,7 @@ from hpctrain.engine.layout import Layout
 from hpctrain.job import Train
 from hpctrain.model.shard import make_shard
 
-CHUNK = 1 << 15
+CHUNK = 1 << 15  # elements that stay in a processor's cache
 
 
 def learning_rate(train: Train, step: int) -> float:
@@ -28,12 +28,13 @@ def learning_rate(train: Train, step: int) -> float:
 def adamw(weight, grad, exp_avg, exp_avg_sq, train: Train, step: int, weight_decay: float) -> None:
     """Update weight and moments in place (AdamW, Loshchilov and Hutter 2019); all fp32, of one dim.
 
-    Goes through in chunks that stay in the cache over all operations. `step` 0 is the first.
+    On the host goes through in chunks that stay in the cache over all operations. `step` 0 is the first.
     """
+    chunk = CHUNK if weight.device.type == "cpu" else weight.numel()
     rate = learning_rate(train, step)
     step_size = rate / (1 - train.beta1 ** (step + 1))
     root_correction = math.sqrt(1 - train.beta2 ** (step + 1))
-    for w, g, m, v in zip(*(t.split(CHUNK) for t in (weight, grad, exp_avg, exp_avg_sq)), strict=True):
+    for w, g, m, v in zip(*(t.split(chunk) for t in (weight, grad, exp_avg, exp_avg_sq)), strict=True):
         m.lerp_(g, 1 - train.beta1)
         v.mul_(train.beta2).addcmul_(g, g, value=1 - train.beta2)
         if weight_decay:

@@ -87,10 +87,7 @@ class Pipeline:
                 case Op.RECEIVE_GRADIENT:
                     given[m] = self._receive(transfers.receive_gradient)
                 case Op.BACKWARD:
-                    if stage.is_last:
-                        gradient = torch.tensor(1.0 / loss_tokens, dtype=torch.float64)
-                    else:
-                        gradient = self._take(given, m, s)
+                    gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, m, s)
                     gradient = stage.backward(saved.pop((m, s)), gradient)
                     if gradient is not None:
                         self._put(made, m, s, gradient)
@@ -107,6 +104,9 @@ class Pipeline:
                         )
                     self._optimizer.update(step, totals.norm)
         return totals or self._agree(loss, 0.0, stop)
+
+    def _gradient_of_loss(self, loss_tokens: int) -> torch.Tensor:
+        return torch.tensor(1.0 / loss_tokens, dtype=torch.float64, device=self._device)
 
     def _agree(self, loss: float, squared_norm: float, stop: bool) -> Totals:
         """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it."""
@@ -152,7 +152,7 @@ class Pipeline:
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         for piece in pieces:
             target = value[self._inside(piece)]
-            buffer = target if target.is_contiguous() else torch.empty(target.shape, dtype=value.dtype)
+            buffer = target if target.is_contiguous() else target.new_empty(target.shape)
             self._layout.channels[piece.sender].receive(buffer)
             if buffer is not target:
                 target.copy_(buffer)

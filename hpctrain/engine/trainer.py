@@ -1,21 +1,23 @@
 """The step loop: from a job and its ranks to a trained model in a run folder."""
 
 import signal
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from hpctrain.checkpoint.state import load, save
-from hpctrain.comm.accelerator import DTYPES, CpuAccelerator
+from hpctrain.comm.accelerator import DTYPES
+from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.world import World
 from hpctrain.data.order import Sequences
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.pipeline import Pipeline
+from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval
 from hpctrain.job import Job
 from hpctrain.model.transformer import IGNORED
@@ -76,15 +78,31 @@ class StopRequest:
 class Trainer:
     """One rank's part in training. All methods must be called by all ranks of the plan."""
 
-    def __init__(self, world: World, accelerator: CpuAccelerator, job: Job, plan: Plan):
+    def __init__(self, world: World, accelerator: Accelerator, job: Job, plan: Plan):
         """`job` is resolved: its vocabulary size and dtype are values."""
-        self.world, self.job, self.plan = world, job, plan
-        self.layout: Layout = make_layout(world, job, plan, DTYPES[job.train.dtype], accelerator.device)
-        self.optimizer = Optimizer(self.layout, job.train)
-        length = job.data.sequence_length
-        self.pipeline = Pipeline(self.layout, self.optimizer, job.model.hidden_size, length, accelerator.device)
+        self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
+        with self._running("making weights and moments"):
+            self.layout: Layout = make_layout(world, job, plan, DTYPES[job.train.dtype], accelerator.device)
+            self.optimizer = Optimizer(self.layout, job.train)
+            length = job.data.sequence_length
+            self.pipeline = Pipeline(self.layout, self.optimizer, job.model.hidden_size, length, accelerator.device)
         self.tokens_per_step = job.train.global_batch * length
         self.steps_done = 0
+
+    @contextmanager
+    def _running(self, what: str):
+        """Enclose what is computed on the device. Raises TrainingError where its memory does not suffice."""
+        try:
+            with self.accelerator.running():
+                yield
+        except torch.OutOfMemoryError as error:
+            memory, tile = self.accelerator.memory(), self.plan.tile_of(self.world.rank)
+            raise TrainingError(
+                f"rank {self.world.rank} ({tile.family}, items {list(tile.items)}, rows {list(tile.rows)}) is out of"
+                f" memory in {what}: {memory.used / 2**20:,.0f} of {memory.total / 2**20:,.0f} MiB are in use, and"
+                f' {str(error).splitlines()[0]}; give its tile fewer rows or items, set plan.recompute to "full",'
+                " plan.microbatch lower, or start more ranks"
+            ) from error
 
     def initialise(self) -> None:
         """Start from initial weights."""
@@ -99,12 +117,13 @@ class Trainer:
 
     def step(self, sequences: Sequences, stop: bool = False) -> tuple[dict, bool]:
         """Train one step; return its metrics, and whether some rank was asked to stop."""
-        start = time.perf_counter()
         step = self.steps_done
         batch = TrainingBatch(sequences, step, self.job.train.global_batch)
-        totals = self.pipeline.train(batch, step, self.tokens_per_step, stop)
+        with self._running(f"step {step}"):
+            taken = self.accelerator.stopwatch()
+            totals = self.pipeline.train(batch, step, self.tokens_per_step, stop)
+            seconds = taken()
         self.steps_done += 1
-        seconds = time.perf_counter() - start
         metrics = {
             "step": step,
             "loss": totals.loss / self.tokens_per_step,
@@ -115,13 +134,20 @@ class Trainer:
         }
         return metrics, totals.stop
 
+    def overrun(self) -> float | None:
+        """Return the largest share of time by which a rank's pretended device was too slow; None without a rehearsal.
+
+        All ranks must call.
+        """
+        return None if self.accelerator.overrun is None else self.world.largest(self.accelerator.overrun)
+
     def validate(self, sequences: Sequences) -> float:
         """Return the mean loss over the first `train.validation_sequences` of a set, the same for every layout."""
         count = min(self.job.train.validation_sequences, sequences.num_sequences)
         at_once = self.plan.microbatches * self.plan.rows
-        total = sum(
-            self.pipeline.evaluate(ValidationBatch(sequences, first, count)).loss for first in range(0, count, at_once)
-        )
+        with self._running("validation"):
+            batches = [ValidationBatch(sequences, first, count) for first in range(0, count, at_once)]
+            total = sum(self.pipeline.evaluate(batch).loss for batch in batches)
         return total / (count * sequences.sequence_length)
 
     def save(self, folder: Path, about: dict[str, str]) -> Path:

@@ -6,7 +6,14 @@ import statistics
 import click
 
 from hpctrain.jobs import bench_comm
-from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
+from hpctrain.jobs.common import (
+    load_job_on,
+    override_option,
+    prepare_run,
+    rehearse_option,
+    start_rehearsal,
+    started_world,
+)
 
 
 @click.group("bench")
@@ -19,22 +26,24 @@ def command():
 @override_option
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps that are timed.")
 @click.option("--warmup", default=1, show_default=True, type=click.IntRange(0), help="Steps before them.")
+@rehearse_option
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def train(job, overrides, steps, warmup, as_json):
+def train(job, overrides, steps, warmup, rehearse, as_json):
     """Time training steps of JOB on all ranks that were started; writes no run folder.
 
     \b
     mpirun -n 4 hpctrain bench train tiny --set plan.data=4 --json
     """
     with started_world() as world:
-        prepared = prepare_run(world, load_job_on(world, job, overrides))
+        parsed = load_job_on(world, job, overrides)
+        if rehearse:
+            start_rehearsal(world, rehearse)
+        prepared = prepare_run(world, parsed)
 
-        from hpctrain.comm.accelerator import make_accelerator
+        from hpctrain.comm.accelerator import bind_accelerator
         from hpctrain.engine.trainer import Trainer
 
-        accelerator = make_accelerator(prepared.plan.tile_of(world.rank).family)
-        accelerator.bind()
-        trainer = Trainer(world, accelerator, prepared.job, prepared.plan)
+        trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)
         trainer.initialise()
         timed = [trainer.step(prepared.training)[0] for _ in range(warmup + steps)][warmup:]
         seconds = [metrics["step_seconds"] for metrics in timed]
@@ -46,6 +55,8 @@ def train(job, overrides, steps, warmup, as_json):
             "step_seconds": seconds,
             "loss": timed[-1]["loss"],
         }
+        if (overrun := trainer.overrun()) is not None:
+            told["overrun"] = overrun
         if world.rank == 0:
             print(json.dumps(told) if as_json else "\n".join(f"{k:18} {v}" for k, v in told.items()), flush=True)
 

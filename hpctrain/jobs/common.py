@@ -32,6 +32,13 @@ override_option = click.option(
     help="Change one key of the job file, such as train.steps=10 or plan.tensor.y=2. May be repeated.",
 )
 
+rehearse_option = click.option(
+    "--rehearse",
+    type=click.Path(path_type=Path),
+    metavar="CLUSTER",
+    help="A cluster file, whose devices the ranks impersonate: a rank for each.",
+)
+
 
 @contextmanager
 def started_world() -> Iterator["World"]:
@@ -100,13 +107,14 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
         if job.comm.links is None:
             job = _with(job, "comm", links=theirs.comm.links)
     resolved = None
-    memory_bytes = world.smallest(host_memory_bytes() // world.topology.ranks_on_host(world.rank))
+    memory_bytes = world.smallest(_memory_bytes(world))
+    families = [place.family for place in world.topology.places]
     with world.all_or_none():  # one rank decides for all, whatever their hosts are like
         if world.rank == 0:
-            if job.plan is None and saved_plan and len(saved_plan.ranks) == world.size:
+            if job.plan is None and saved_plan and _fits(saved_plan, families):
                 resolved = Resolved(saved_plan, {"plan": f"{saved_plan.describe()}: that of {resume_from}"})
             else:
-                resolved = resolve_plan(job, world.size, memory_bytes)
+                resolved = resolve_plan(job, world.size, memory_bytes, families)
             for schedule in (one_f_one_b, forward_only):
                 check_no_deadlock(resolved.plan, {t: schedule(resolved.plan, t) for t in resolved.plan.tiles})
     resolved = world.broadcast_object(resolved)
@@ -115,9 +123,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
     if padded != job.model.vocab_size:
         reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
     if job.train.dtype is None:
-        from hpctrain.comm.accelerator import agree_on_dtype, make_accelerator  # the first thing that needs torch
+        from hpctrain.comm.accelerator import agree_on_dtype, bind_accelerator  # the first thing that needs torch
 
-        dtype, reasons["train.dtype"] = agree_on_dtype(world, make_accelerator("cpu"))
+        dtype, reasons["train.dtype"] = agree_on_dtype(world, bind_accelerator(world))
         job = _with(job, "train", dtype=dtype)
     if job.comm.links is None:
         from hpctrain.comm.links import measure_links
@@ -126,6 +134,37 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
         job = _with(job, "comm", links=links)
     world.preferences = Preferences(job.comm.route, job.comm.algorithm, job.comm.links)
     return Prepared(job, resolved.plan, reasons, source, training, validation, data_identity)
+
+
+def _fits(plan: Plan, families: list[str]) -> bool:
+    """Say whether a plan is for ranks of these families."""
+    from hpctrain.planner.even import families_of
+
+    tiles = [tile.family for tile in plan.tiles]
+    return len(plan.ranks) == len(families) and families_of(plan, families) == tiles
+
+
+def _memory_bytes(world: "World") -> int:
+    """Return what this rank may fill: the memory of its device, or its share of the host's. All ranks must call."""
+    if world.topology.has_devices or world.accelerator is not None:
+        from hpctrain.comm.accelerator import bind_accelerator
+
+        accelerator = bind_accelerator(world)
+        if not accelerator.shares_memory:
+            return accelerator.memory().total
+    return host_memory_bytes() // world.topology.ranks_on_host(world.rank)
+
+
+def start_rehearsal(world: "World", path: Path) -> None:
+    """Let the ranks be the devices of a cluster file from now on. All ranks must call."""
+    from hpctrain.cluster_file import load_cluster, load_truth
+
+    with world.all_or_none():
+        cluster, truth = load_cluster(path), load_truth(path)
+
+    from hpctrain.comm.rehearsal.start import rehearse  # torch, when nothing is wrong with the file
+
+    rehearse(world, cluster, truth)
 
 
 def _with(job: Job, section: str, **values) -> Job:

@@ -16,7 +16,7 @@ from hpctrain.errors import CheckpointError, JobError
 @click.option("--parameters", is_flag=True, help="List every parameter of a checkpoint with its shape and norm.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(path, verify, parameters, as_json):
-    """Tell what is in PATH: a run folder, a checkpoint, a plan or job file (.toml), or a token file."""
+    """Tell what is in PATH: a run folder, a checkpoint, a plan, job or cluster file (.toml), or a token file."""
     if not path.exists():
         raise JobError(f"{path}: no such file or folder")
     if (path / "index.h5").is_file():
@@ -24,7 +24,7 @@ def command(path, verify, parameters, as_json):
     elif path.is_dir():
         told = _run(path, verify, parameters)
     elif path.suffix == ".toml":
-        told = _plan_or_job(path)
+        told = _described(path)
     else:
         told = _tokens(path, verify)
     if as_json:
@@ -98,7 +98,7 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
     return told
 
 
-def _plan_or_job(path: Path) -> dict:
+def _described(path: Path) -> dict:
     import tomllib
 
     from hpctrain.job import load_job
@@ -106,10 +106,12 @@ def _plan_or_job(path: Path) -> dict:
     from hpctrain.plan import load_plan
 
     try:
-        is_plan = "tile" in tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: not valid TOML: {error}") from None
-    if is_plan:
+    if "families" in tree:
+        return _cluster(path)
+    if "tile" in tree:
         plan = load_plan(path)
         return {"plan": plan.describe(), "ranks": len(plan.ranks), "tiles": len(plan.tiles)}
     job = load_job(str(path))
@@ -117,6 +119,20 @@ def _plan_or_job(path: Path) -> dict:
     if job.model.vocab_size:
         told["parameters"] = f"{count_parameters(job.model):,}"
     return told
+
+
+def _cluster(path: Path) -> dict:
+    from hpctrain.cluster import guessed_figures
+    from hpctrain.cluster_file import load_cluster
+    from hpctrain.links import links_of
+
+    cluster = load_cluster(path)
+    told = {"cluster": cluster.describe(), "devices": cluster.num_devices, "nodes": cluster.num_nodes}
+    links = links_of(cluster)
+    for name, link in (("inside", links.inside), ("across", links.across)):
+        if name == "inside" or cluster.num_nodes > 1:
+            told[f"slowest_link_{name}"] = f"{link.latency_seconds} s, {link.bandwidth_bytes_per_second} bytes/s"
+    return told | {"guessed": ", ".join(guessed_figures(cluster)) or "nothing"}
 
 
 def _tokens(path: Path, verify: bool) -> dict:

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import click
 
-from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
+from hpctrain.jobs.common import (
+    load_job_on,
+    override_option,
+    prepare_run,
+    rehearse_option,
+    start_rehearsal,
+    started_world,
+)
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
@@ -17,10 +24,11 @@ LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one ran
 @override_option
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME-DATE-TIME.")
 @click.option("--stop-after", type=click.IntRange(1), metavar="STEP", help="Stop (with a checkpoint) after this step.")
+@rehearse_option
 @click.option("--progress/--no-progress", default=None, help="Progress bar. Default: if a terminal is seen.")
 @click.option("--sample", default=200, show_default=True, help="Tokens of sample text at the end; 0: none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON last, and nothing else on stdout.")
-def command(job, overrides, run_path, stop_after, progress, sample, as_json):
+def command(job, overrides, run_path, stop_after, rehearse, progress, sample, as_json):
     """Train JOB, a job file or the name of a ready-made job, on all ranks that were started.
 
     \b
@@ -29,11 +37,14 @@ def command(job, overrides, run_path, stop_after, progress, sample, as_json):
     srun hpctrain train my.toml --run /scratch/me/run1
 
     A run folder that has a checkpoint is continued from the latest one: starting the same command again after an
-    interruption gives the same numbers as if there had been none. SIGTERM, SIGINT and SIGUSR1 end the run in order,
+    interruption gives the same numbers as if there had been none. With --rehearse the numbers are the same too, but
+    times and memory are those of the described devices. SIGTERM, SIGINT and SIGUSR1 end the run in order,
     with a checkpoint and exit code 75.
     """
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
+        if rehearse:
+            start_rehearsal(world, rehearse)
         summary, signal_name = _train(world, parsed, run_path, stop_after, progress, sample, as_json)
         if world.rank == 0 and as_json:
             print(json.dumps(summary), flush=True)
@@ -70,13 +81,11 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
             folder = RunFolder(path)
     world.keep_records(Path(path) / FLIGHT)
 
-    from hpctrain.comm.accelerator import make_accelerator  # heavy imports from here on, when nothing is wrong
+    from hpctrain.comm.accelerator import bind_accelerator  # heavy imports from here on, when nothing is wrong
     from hpctrain.engine.trainer import Trainer
     from hpctrain.observe.console import Console
 
-    accelerator = make_accelerator(prepared.plan.tile_of(world.rank).family)
-    accelerator.bind()
-    trainer = Trainer(world, accelerator, job, prepared.plan)
+    trainer = Trainer(world, bind_accelerator(world), job, prepared.plan)
     if checkpoint:
         trainer.resume(checkpoint)
     else:
@@ -106,7 +115,7 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
         saved[0] = trainer.save(path, about)
 
     signal_name = trainer.fit(prepared.training, prepared.validation, until, save, report)
-    summary = console.finish(last, path, saved[0], prepared.source, signal_name)
+    summary = console.finish(last, path, saved[0], prepared.source, signal_name, trainer.overrun())
     if sample and world.rank == 0 and saved[0] and tokenizer and not signal_name:
         _show_sample(console, job, saved[0], sample)
     return summary, signal_name

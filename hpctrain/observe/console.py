@@ -9,7 +9,16 @@ from hpctrain.job import Job
 from hpctrain.parameters import count_parameters
 from hpctrain.plan import Plan
 
+# Of a rehearsal: up to the first its ratios are quoted, beyond the second it means nothing.
+QUOTED_OVERRUN, UNTRUSTED_OVERRUN = 0.01, 0.05
 PLAIN_LINES = 20  # without a terminal: that many lines of progress in a run
+
+
+def trust(overrun: float) -> str:
+    """Say what a rehearsal's times are worth, of which ranks were late by a share."""
+    if overrun > UNTRUSTED_OVERRUN:
+        return "not to be trusted: this machine is too slow for it, or busy; raise truth.time_scale"
+    return "good for ratios" if overrun <= QUOTED_OVERRUN else "too much for ratios to be quoted"
 
 
 class Console:
@@ -65,8 +74,13 @@ class Console:
             self._progress.add_task(text, total=until)
         self._progress.update(self._progress.task_ids[0], completed=done, description=text, refresh=True)
 
-    def finish(self, last: dict, path, checkpoint, source, signal_name: str | None) -> dict:
-        """Say how it ended and where things are; return the same as a plain dictionary."""
+    def finish(
+        self, last: dict, path, checkpoint, source, signal_name: str | None, overrun: float | None = None
+    ) -> dict:
+        """Say how it ended and where things are; return the same as a plain dictionary.
+
+        `overrun` is that of a rehearsal.
+        """
         if not self._speaks:
             return {}
         if self._progress:
@@ -79,6 +93,9 @@ class Console:
             "unigram_entropy": entropy,
             **last,
         }
+        if overrun is not None:
+            summary["overrun"] = overrun
+            self.say(f"rehearsed: times are the pretended devices'; overrun {overrun:.1%}, {trust(overrun)}")
         if signal_name:
             self.say(f"stopped by {signal_name}; start the same command with --run {path} to go on")
         if last:

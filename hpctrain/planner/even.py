@@ -3,8 +3,8 @@
 Every choice comes back as a value and a reason.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.holders import check_zero
@@ -31,11 +31,38 @@ class Resolved:
     reasons: dict[str, str]
 
 
-def resolve_plan(job: Job, num_ranks: int, memory_bytes_per_rank: int | None = None) -> Resolved:
+def resolve_plan(
+    job: Job, num_ranks: int, memory_bytes_per_rank: int | None = None, families: Sequence[str] | None = None
+) -> Resolved:
     """Return the plan that a job asks for, checked against model, batch and ranks.
 
-    Raises LaunchError if it is for another number of ranks, PlanError if it does not fit the model or the batch.
+    `families` are those of the ranks that there are, in their order; without them a plan is believed what it says.
+    Raises LaunchError if it is for another number of ranks, PlanError if it does not fit the model, the batch or the
+    families.
     """
+    resolved = _resolve(job, num_ranks, memory_bytes_per_rank)
+    if families is None:
+        return resolved
+    plan = resolved.plan
+    found = families_of(plan, families)
+    if job.plan is None or job.plan.file is None:
+        tiles = tuple(replace(tile, family=family) for tile, family in zip(plan.tiles, found, strict=True))
+        return replace(resolved, plan=replace(plan, tiles=tiles))
+    for number, (tile, family) in enumerate(zip(plan.tiles, found, strict=True)):
+        if tile.family != family:
+            raise PlanError(
+                f"{job.plan.file}: tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)} are"
+                f" of '{family}'; start the ranks on the hosts that the plan was made for, or make a plan for these"
+            )
+    return resolved
+
+
+def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
+    """Return the family of each tile, given those of the ranks; "a+b" where its ranks are of several."""
+    return ["+".join(dict.fromkeys(families[rank] for rank in tile.ranks)) for tile in plan.tiles]
+
+
+def _resolve(job: Job, num_ranks: int, memory_bytes_per_rank: int | None) -> Resolved:
     if job.plan is None:
         return _choose(job, num_ranks, memory_bytes_per_rank)
     if job.plan.file is not None:
@@ -59,11 +86,6 @@ def check_plan(job: Job, plan: Plan, where: str) -> None:
     for tile in plan.tiles:
         check_grid(job.model, tile.tensor)
     check_zero(plan, where)
-    if foreign := [tile for tile in plan.tiles if tile.family != "cpu"]:
-        raise PlanError(
-            f"{where}: family '{foreign[0].family}' of ranks {list(foreign[0].ranks)}: this version runs on"
-            " 'cpu' ranks only"
-        )
     if plan.microbatches * plan.rows != job.train.global_batch:
         raise PlanError(
             f"{where}: microbatches {plan.microbatches} x rows {plan.rows} = {plan.microbatches * plan.rows}, but"

@@ -1,20 +1,15 @@
 """Tests of whole commands, started as a person would: `mpirun -n N hpctrain ...`."""
 
 import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-BIN = Path(sys.executable).parent
-JOB = """
-[model]
-architecture = "llama"
-num_layers = 2
-hidden_size = 32
-num_heads = 4
+from tests.started import BIN, SMALL_MODEL, Finished
+
+JOB = f"""
+{SMALL_MODEL}
 [data]
 tokens = "tokens.h5"
 sequence_length = 32
@@ -26,14 +21,6 @@ dtype = "fp32"
 validate_every = 3
 validation_sequences = 8
 """
-
-
-@dataclass(frozen=True)
-class Finished:
-    code: int
-    out: str
-    err: str
-    seconds: float
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,12 @@
 
 import os
 import subprocess
+import sys
 
 import numpy as np
 import pytest
+
+from tests.started import BIN
 
 RANKS = 2
 
@@ -137,10 +140,6 @@ def test_a_read_only_mount(hpctrain, folder, small_disk):
 @pytest.mark.timeout(60)
 def test_one_failing_rank_stops_all_and_is_named(folder):
     """A defect on one rank: a banner with its traceback, and nobody waits for ever."""
-    import sys
-
-    from tests.commands.conftest import BIN
-
     script = (
         "from hpctrain.jobs.common import started_world\n"
         "with started_world() as world:\n"

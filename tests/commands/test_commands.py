@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from hpctrain.observe.run import read_metrics
-from tests.commands.conftest import BIN
+from tests.started import BIN
 
 
 def last_line(done) -> dict:

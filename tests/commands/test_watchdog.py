@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.comm.flight import RUNNING, read_first_death, read_flights, record_path
 from hpctrain.errors import CommError
-from tests.commands.conftest import BIN, Finished
+from tests.started import BIN, Finished
 
 SCRIPT = Path(__file__).with_name("waiting_ranks.py")
 ROOT = Path(__file__).parents[2]

@@ -16,14 +16,14 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-BIN = Path(sys.executable).parent
+from tests.started import BIN, Finished
+
 LAUNCHER = Path(__file__).with_name("launch.sh")
 SWITCH, SWITCH_ADDRESS = "switch", "10.77.0.1"
 # Linux takes 15 characters for an interface; ours are CLUSTER-NN-m and CLUSTER-down.
@@ -92,13 +92,9 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """What a command said and how long it took; `traffic` is what it moved."""
+class Moved(Finished):
+    """What a command on the hosts said, and what it moved between them."""
 
-    code: int
-    out: str
-    err: str
-    seconds: float
     traffic: Traffic
 
 
@@ -126,7 +122,7 @@ class Network:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float = 60.0,
-    ) -> Finished:
+    ) -> Moved:
         """Run a command by one mpirun; ranks are numbered host by host. Without `hosts`: on all.
 
         Raises subprocess.TimeoutExpired after `timeout_seconds`, when all ranks are stopped.
@@ -153,7 +149,7 @@ class Network:
             process.communicate()
             raise
         seconds = time.monotonic() - start
-        return Finished(process.returncode, out, err, seconds, self.traffic() - before)
+        return Moved(process.returncode, out, err, seconds, self.traffic() - before)
 
     def traffic(self) -> Traffic:
         """Read the counters of all links since they were made."""

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.network import BIN, Finished, open_network, remove_leftovers
+from tests.hosts.network import Moved, open_network, remove_leftovers
 from tests.ranks.small_runs import write_tokens
+from tests.started import BIN, SMALL_MODEL
 
 SEND = Path(__file__).with_name("send.py")
 NUM_BYTES = 4_000_000
 # Headers and acknowledgements are 5 % at most, less where 64 KiB count as one packet; MPI's start is some kB.
 OVERHEAD, START_BYTES = 1.08, 50_000
-JOB = """
-[model]
-architecture = "llama"
-num_layers = 2
-hidden_size = 32
-num_heads = 4
+JOB = f"""
+{SMALL_MODEL}
 [data]
 tokens = "tokens.bin"
 sequence_length = 16
@@ -33,7 +30,7 @@ dtype = "fp32"
 """
 
 
-def send(network, hosts, ranks_per_host=1) -> tuple[float, Finished]:
+def send(network, hosts, ranks_per_host=1) -> tuple[float, Moved]:
     """Send NUM_BYTES twice between the halves of the ranks; return the seconds of the faster time, and the run."""
     done = network.run([sys.executable, SEND, NUM_BYTES], ranks_per_host, hosts=hosts, timeout_seconds=30)
     assert done.code == 0, done.err
@@ -152,7 +149,7 @@ def folder(network, tmp_path_factory) -> Path:
     return path
 
 
-def train(network, folder: Path, run: str, *layout: str, **how) -> Finished:
+def train(network, folder: Path, run: str, *layout: str, **how) -> Moved:
     command = [BIN / "hpctrain", "train", "job.toml", "--run", run, "--sample", "0"]
     done = network.run([*command, *(part for setting in layout for part in ("--set", setting))], cwd=folder, **how)
     assert done.code == 0, done.out + done.err

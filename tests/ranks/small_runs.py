@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.checkpoint.format import Index, latest_checkpoint
-from hpctrain.comm.accelerator import CpuAccelerator
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
@@ -70,9 +71,9 @@ class Alone:
         return value
 
 
-def make_trainer(world, job: Job, plan: Plan | None = None) -> Trainer:
+def make_trainer(world, job: Job, plan: Plan | None = None, accelerator: Accelerator | None = None) -> Trainer:
     """Make a trainer by a plan; by default the one that the job asks for."""
-    return Trainer(world, CpuAccelerator(), job, plan or resolve_plan(job, world.size).plan)
+    return Trainer(world, accelerator or CpuAccelerator(), job, plan or resolve_plan(job, world.size).plan)
 
 
 @contextlib.contextmanager
@@ -85,10 +86,10 @@ def freed(world):
     del world._made[count:]
 
 
-def losses(world, job: Job, steps: int = 20) -> list[float]:
+def losses(world, job: Job, steps: int = 20, accelerator: Accelerator | None = None) -> list[float]:
     """Return the losses of `steps` steps from the start, then the validation loss."""
     _, training, validation = open_datasets(job.data, job.train.seed)
-    trainer = make_trainer(world, job)
+    trainer = make_trainer(world, job, accelerator=accelerator)
     trainer.initialise()
     found = [trainer.step(training)[0] for _ in range(steps)]
     return [m["loss"] for m in found] + [found[-1]["grad_norm"], trainer.validate(validation)]

@@ -185,6 +185,7 @@ def test_half_precision_is_summed_in_fp32(world, name):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["auto", "messages"])
+@pytest.mark.ranks(2, 4, 8)
 def test_channels_keep_order_in_both_directions(world, name):
     peer = world.rank ^ 1
     with preferring(world, route=name):

@@ -133,15 +133,7 @@ CHECKPOINTED = {
 def test_a_checkpoint_of_one_tiling_is_that_of_any_other_bit_for_bit(world, tokens, folder, name):
     job = job_of(tokens, name)
     _, training, _ = open_datasets(job.data, job.train.seed)
-    first, second = (
-        Plan(
-            tiles,
-            MICROBATCHES,
-            ROWS,
-            unused=tuple(sorted(set(range(world.size)) - {r for t in tiles for r in t.ranks})),
-        )
-        for tiles in CHECKPOINTED[world.size]
-    )
+    first, second = (plan_of(tiles, world.size) for tiles in CHECKPOINTED[world.size])
     with freed(world):
         trainer = make_trainer(world, job, first)
         trainer.initialise()

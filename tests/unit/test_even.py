@@ -2,9 +2,9 @@
 
 import pytest
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, PlanError
 from hpctrain.job import load_job
-from hpctrain.plan import check_tiling
+from hpctrain.plan import check_tiling, dump_plan
 from hpctrain.planner.even import resolve_plan
 
 
@@ -51,3 +51,13 @@ def test_what_does_not_fit_is_refused_with_the_numbers(overrides, ranks, message
     with pytest.raises(HpctrainError) as caught:
         resolve_plan(job(*overrides), ranks)
     assert message in str(caught.value)
+
+
+def test_a_plan_knows_the_families_of_the_ranks_and_refuses_others(tmp_path):
+    resolved = resolve_plan(job("plan.pipeline=2", "plan.tensor.y=2"), 4, families=["a", "a", "b", "c"])
+    assert [tile.family for tile in resolved.plan.tiles] == ["a", "b+c"]
+    file = tmp_path / "plan.toml"
+    file.write_text(dump_plan(resolved.plan))
+    assert resolve_plan(job(f"plan.file={file}"), 4, families=["a", "a", "b", "c"]).plan == resolved.plan
+    with pytest.raises(PlanError, match=r"tile 1 is for family 'b\+c', but its ranks \[2, 3\] are of 'c'"):
+        resolve_plan(job(f"plan.file={file}"), 4, families=["a", "a", "c", "c"])

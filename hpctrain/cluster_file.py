@@ -1,0 +1,113 @@
+"""The cluster file: TOML that a person can write, and that a probe writes with comments. See docs/cluster-file.md."""
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hpctrain.cluster import Cluster
+from hpctrain.errors import TopologyError
+from hpctrain.tables import Table, explain, parse_toml, read_text
+from hpctrain.truth import Truth
+
+LINE = 110
+DIGITS = 6
+
+
+class _File(Cluster):
+    truth: Truth | None = None
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file, `[truth]` left out. Raises TopologyError that names file and key."""
+    return parse_cluster(read_text(path, TopologyError), str(path))
+
+
+def parse_cluster(text: str, where: str) -> Cluster:
+    """Read a cluster from TOML; `where` is what errors call it. Raises TopologyError."""
+    file = _parse(text, where)
+    return Cluster(families=file.families, fabrics=file.fabrics, nodes=file.nodes, links=file.links)
+
+
+def load_truth(path: Path) -> Truth:
+    """Read the table `[truth]` of a cluster file. For pretend devices alone. Raises TopologyError if it has none."""
+    truth = _parse(read_text(path, TopologyError), str(path)).truth
+    if truth is None:
+        raise TopologyError(f"{path}: truth: missing; a rehearsal's pretend devices need it, see docs/cluster-file.md")
+    return truth
+
+
+def _parse(text: str, where: str) -> _File:
+    tree = parse_toml(text, where, TopologyError)
+    try:
+        return _File.model_validate(tree)
+    except ValidationError as error:
+        raise TopologyError(f"{where}: {explain(error, _File)[1]}") from None
+
+
+def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, truth: Truth | None = None) -> str:
+    """Write TOML that `load_cluster` reads back to an equal cluster.
+
+    `comments` are by dotted key, such as "families.cpu.memory_bytes" or "links.0", and "" for the head of the file.
+    """
+    comments = comments or {}
+    lines = _comment("", comments)
+    for kind, tables in (("families", cluster.families), ("fabrics", cluster.fabrics)):
+        for name, table in tables.items():
+            lines += ["", *_comment(f"{kind}.{name}", comments), f"[{kind}.{_key(name)}]"]
+            lines += _pairs(table, f"{kind}.{name}", comments)
+    for kind, listed in (("nodes", cluster.nodes), ("links", cluster.links)):
+        for i, table in enumerate(listed):
+            lines += ["", *_comment(f"{kind}.{i}", comments), f"[[{kind}]]", *_pairs(table, f"{kind}.{i}", comments)]
+    if truth:
+        lines += ["", *_comment("truth", comments), "[truth]", *_pairs(truth, "truth", comments)]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _comment(key: str, comments: Mapping[str, str]) -> list[str]:
+    paragraphs = ["".join(c if c.isprintable() else " " for c in text) for text in comments.get(key, "").splitlines()]
+    return [f"# {line}".rstrip() for text in paragraphs for line in textwrap.wrap(text, LINE - 2) or [""]]
+
+
+def _pairs(table: Table, key: str, comments: Mapping[str, str]) -> list[str]:
+    """Return a line for each key that is set; tables inside are written in line, several of them one below another."""
+    lines = []
+    for name, value in _given(table):
+        lines += _comment(f"{key}.{name}", comments)
+        if isinstance(value, tuple) and isinstance(value[0], Table):
+            lines += [f"{name} = [", *(f"  {_toml(entry)}," for entry in value), "]"]
+        else:
+            lines.append(f"{name} = {_toml(value)}")
+    return lines
+
+
+def _given(table: Table) -> list[tuple[str, object]]:
+    values = ((name, getattr(table, name)) for name in type(table).model_fields)
+    return [(name, value) for name, value in values if value not in (None, {}, ())]
+
+
+def _toml(value) -> str:
+    match value:
+        case Table():
+            return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in _given(value)) + "}"
+        case dict():
+            return "{" + ", ".join(f"{_key(name)} = {_toml(inner)}" for name, inner in value.items()) + "}"
+        case tuple():
+            return "[" + ", ".join(map(_toml, value)) + "]"
+        case bool():
+            return str(value).lower()
+        case int():
+            return f"{value:_}" if value >= 10**6 else str(value)
+        case float():
+            short = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.{DIGITS}g}")
+            exact = short if float(short) == value else repr(value)
+            return exact if re.search(r"[.e]", exact) else f"{exact}.0"
+        case _:  # strings of JSON are strings of TOML, but for one character
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)

@@ -1,0 +1,1 @@
+"""The kinds of devices that a rank can compute on, behind one interface."""

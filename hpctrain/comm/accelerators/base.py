@@ -1,0 +1,133 @@
+"""What engine and routes know of a device.
+
+Work on a device is queued on *streams* and done later, in order on each; an *event* marks a place in a stream. MPI
+knows nothing of either: it may see a buffer only after an event after the last write to it has passed.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hpctrain.comm.device.staging import BufferPool
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Say whether everything before it is done; never waits."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work for the device."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is queued from now on start after the event. The host does not wait."""
+        ...
+
+    def record_event(self) -> Event:
+        """Return the place after everything that is queued now."""
+        ...
+
+
+class Memory(NamedTuple):
+    """In bytes."""
+
+    total: int
+    used: int
+    """By this process, now."""
+    peak: int
+    """The most that this process used so far."""
+
+
+class Accelerator(ABC):
+    """One rank's device. Methods may be called from any thread; none involves other ranks.
+
+    | kind | device | class           | streams | products measured in              |
+    |------|--------|-----------------|---------|-----------------------------------|
+    | cpu  | host   | CpuAccelerator  | no      | fp32, bf16 (slow without AMX)     |
+    | cuda | NVIDIA | CudaAccelerator | yes     | fp32, bf16                        |
+    | rocm | AMD    | CudaAccelerator | yes     | fp32, bf16                        |
+
+    `torch.xpu` (Intel) and `torch.npu` (Ascend) have the same names as `torch.cuda`: a class each.
+    """
+
+    shares_memory = False
+    """Whether its memory is that of all ranks of the host together."""
+
+    def __init__(self, kind: str, family: str, device: torch.device, model: str):
+        self.kind, self.family, self.device = kind, family, device
+        self.model = model
+        """What its maker calls it."""
+        self.staging = BufferPool(self.host_buffer)
+        """Host memory through which tensors go that MPI cannot be given."""
+
+    @abstractmethod
+    def bind(self) -> None:
+        """Make it the device of this process, and make its results the same in every run."""
+
+    @abstractmethod
+    def memory(self) -> Memory: ...
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was queued is done."""
+
+    def running(self) -> AbstractContextManager:
+        """Enclose all that is computed on the device; for devices that must see it."""
+        return nullcontext()
+
+    def stopwatch(self) -> Callable[[], float]:
+        """Start to measure; return what tells the seconds that the device took until then."""
+        self.synchronize()
+        start = time.perf_counter()
+
+        def read() -> float:
+            self.synchronize()
+            return time.perf_counter() - start
+
+        return read
+
+    @property
+    def overrun(self) -> float | None:
+        """The share of time by which a pretended device was too slow, see `docs/rehearsal.md`; None for real ones."""
+        return None
+
+    @abstractmethod
+    def new_stream(self) -> Stream: ...
+
+    @abstractmethod
+    def on(self, stream: Stream) -> AbstractContextManager:
+        """Let what this thread queues inside the block go to a stream."""
+
+    @abstractmethod
+    def queued(self) -> Event:
+        """Return the place after all that this thread has queued, on the stream that it uses now."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Copy between the device and a host buffer, on a stream for each way that is used for nothing else.
+
+        It starts at once, whatever else is queued: what it reads must be there. Keep both tensors until the event.
+        """
+
+    @abstractmethod
+    def stream_address(self) -> int:
+        """Return the driver's handle of the stream that this thread uses now, for libraries; 0 without streams."""
+
+    @abstractmethod
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 host memory that the device copies from and to by itself (pinned)."""
+
+    @abstractmethod
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor is in memory of the device, which the host must not touch."""
+
+    @abstractmethod
+    def products_per_second(self, dtype: torch.dtype) -> float:
+        """Return FLOP/s of square products of a dtype, measured in well under a second."""

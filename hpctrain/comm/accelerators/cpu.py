@@ -1,0 +1,107 @@
+"""A CPU rank: one thread, host memory, no streams."""
+
+import ctypes
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator, Event, Memory, Stream
+from hpctrain.comm.launcher import host_memory_bytes
+
+# From glibc's malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
+MALLOC_SETTINGS = {-1: 2**31 - 1, -2: 64 * 2**20, -3: 2**30}
+MEASURED_SIZE, MEASURED_SECONDS = 192, 0.02
+
+
+class Done:
+    """The event and the stream of a device that does everything at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        return self
+
+
+DONE = Done()
+
+
+class CpuAccelerator(Accelerator):
+    """The processor, one thread of it for each rank."""
+
+    shares_memory = True
+
+    def __init__(self, family: str = "cpu"):
+        super().__init__("cpu", family, torch.device("cpu"), _processor_name())
+
+    def bind(self) -> None:
+        """Use one thread; ranks are the parallelism. Explicit OMP_NUM_THREADS wins. Keep freed memory."""
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        keep_freed_memory()
+
+    def memory(self) -> Memory:
+        """`total` is the host's, which its ranks share."""
+        with open("/proc/self/status") as status:
+            fields = dict(line.split(":", 1) for line in status)
+        used, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+        return Memory(host_memory_bytes(), used, max(used, peak))
+
+    def synchronize(self) -> None:
+        pass
+
+    def new_stream(self) -> Stream:
+        return DONE
+
+    def on(self, stream: Stream) -> AbstractContextManager:
+        return nullcontext()
+
+    def queued(self) -> Event:
+        return DONE
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        target.copy_(source)
+        return DONE
+
+    def stream_address(self) -> int:
+        return 0
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return False  # MPI may touch all that there is
+
+    def products_per_second(self, dtype: torch.dtype) -> float:
+        a, b = (torch.ones(MEASURED_SIZE, MEASURED_SIZE, dtype=dtype) for _ in range(2))
+        a @ b
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < MEASURED_SECONDS:
+            a @ b
+            count += 1
+        return count * 2 * MEASURED_SIZE**3 / (time.perf_counter() - start)
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return os.uname().machine
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc's malloc to keep what is freed: a step frees and takes the same activations again and again.
+
+    Without this each of them is mapped anew, a page fault for every 4 KiB. Other C libraries are left alone.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    for parameter, value in MALLOC_SETTINGS.items():
+        mallopt(parameter, value)

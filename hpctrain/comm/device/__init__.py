@@ -1,0 +1,1 @@
+"""Routes for tensors in the memory of devices."""

@@ -1,0 +1,124 @@
+"""Messages of one peer, one way, as state machines: whoever polls takes them as far as they go.
+
+A message is posted to MPI in parts, of which the other end posts the same: chunks of a size that follows from the
+message's, whether memory is the host's or a device's, or the whole where both ends give MPI memory of devices.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator, Event
+
+# Of a message under way at once: while one is on the network, the other is copied.
+BUFFERS_PER_MESSAGE = 2
+
+
+class Request(Protocol):
+    """What mpi4py's requests offer."""
+
+    def Test(self) -> bool: ...  # noqa: N802
+
+
+Post = Callable[[torch.Tensor], Request]
+"""Gives bytes to MPI, to send or to fill."""
+
+
+class Message(Protocol):
+    """One message."""
+
+    posted: bool
+    """Whether MPI knows all of it: the next one to the same peer may be posted."""
+    done: bool
+
+    def move(self) -> None:
+        """Go as far as it goes without waiting."""
+        ...
+
+
+class PlainMessage:
+    """A message in memory that MPI itself reads and writes, posted once what was queued before it is done."""
+
+    def __init__(self, post: Post, parts: Sequence[torch.Tensor], queued: Event):
+        self._post, self._parts, self._queued = post, parts, queued  # keeps the memory until all is done
+        self._requests: list[Request] = []
+        self.posted = self.done = False
+
+    def move(self) -> None:
+        if not self.posted:
+            if not self._queued.query():
+                return
+            self._requests = [self._post(part) for part in self._parts]
+            self.posted = True
+        self._requests = [request for request in self._requests if not request.Test()]
+        self.done = not self._requests
+
+
+class _Staged:
+    """What both ways through host buffers share."""
+
+    def __init__(self, post: Post, parts: Sequence[torch.Tensor], queued: Event, accelerator: Accelerator):
+        self._post, self._parts, self._queued = post, parts, queued
+        self._accelerator, self._pool = accelerator, accelerator.staging
+        self._is_ready = False
+        self._next = 0
+        self._copying: deque[tuple[Event, torch.Tensor, int]] = deque()
+        self._under_way: deque[tuple[Request, torch.Tensor, int]] = deque()
+        self.posted = self.done = False
+
+    def _may_copy(self) -> bool:
+        """Say whether all is done that was queued before the message.
+
+        The host looks, and nothing waits on the device: behind a message that waits for other ranks there may be one
+        that they wait for.
+        """
+        self._is_ready = self._is_ready or self._queued.query()
+        return self._is_ready
+
+    def _has_room(self) -> bool:
+        held = len(self._copying) + len(self._under_way)
+        return self._next < len(self._parts) and held < BUFFERS_PER_MESSAGE
+
+    def _take(self) -> tuple[int, torch.Tensor]:
+        part = self._next
+        self._next += 1
+        return part, self._pool.take(self._parts[part].numel())
+
+    def _filled(self, buffer: torch.Tensor, part: int) -> torch.Tensor:
+        return buffer[: self._parts[part].numel()]
+
+
+class StagedSend(_Staged):
+    """From a device through host buffers: each part is copied, then sent."""
+
+    def move(self) -> None:
+        while self._under_way and self._under_way[0][0].Test():
+            self._pool.give_back(self._under_way.popleft()[1])
+        while self._has_room() and self._may_copy():
+            part, buffer = self._take()
+            event = self._accelerator.copy(self._filled(buffer, part), self._parts[part])
+            self._copying.append((event, buffer, part))
+        while self._copying and self._copying[0][0].query():
+            _, buffer, part = self._copying.popleft()
+            self._under_way.append((self._post(self._filled(buffer, part)), buffer, part))
+        self.posted = self._next == len(self._parts) and not self._copying
+        self.done = self.posted and not self._under_way
+
+
+class StagedReceive(_Staged):
+    """To a device through host buffers: each part is received, then copied."""
+
+    def move(self) -> None:
+        while self._copying and self._copying[0][0].query():
+            self._pool.give_back(self._copying.popleft()[1])
+        while self._under_way and self._may_copy() and self._under_way[0][0].Test():
+            _, buffer, part = self._under_way.popleft()
+            event = self._accelerator.copy(self._parts[part], self._filled(buffer, part))
+            self._copying.append((event, buffer, part))
+        while self._has_room():
+            part, buffer = self._take()
+            self._under_way.append((self._post(self._filled(buffer, part)), buffer, part))
+        self.posted = self._next == len(self._parts)
+        self.done = self.posted and not self._under_way and not self._copying

@@ -1,0 +1,39 @@
+"""What `probe_direct` runs: sends memory of a device to itself. Arguments: kind (cpu, cuda, rocm), index of the device.
+
+Run by its path, so that it needs nothing of this package. Says in one line what it did; anything else is a no.
+"""
+
+import sys
+
+import mpi4py
+
+mpi4py.rc.threads = False
+
+import torch  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+# One that MPI copies into its own buffers, and one that it moves from where it is.
+SIZES = (1024, 8 << 20)
+
+
+def main(kind: str, index: int) -> str:
+    device = torch.device("cpu" if kind == "cpu" else f"cuda:{index}")
+    comm = MPI.COMM_WORLD
+    if comm.size != 1:
+        raise SystemExit(f"is one of {comm.size} ranks: the launcher's environment is still there")
+    for size in SIZES:
+        for target in dict.fromkeys((device, torch.device("cpu"))):
+            sent = (torch.arange(size, device=device) % 251).to(torch.uint8)
+            received = torch.zeros(size, dtype=torch.uint8, device=target)
+            if device.type != "cpu":
+                torch.cuda.synchronize(device)
+            pointers = [MPI.buffer.fromaddress(tensor.data_ptr(), size) for tensor in (sent, received)]
+            requests = [comm.Irecv(pointers[1], source=0), comm.Isend(pointers[0], dest=0)]
+            MPI.Request.Waitall(requests)
+            if not torch.equal(received.to(device), sent):
+                raise SystemExit(f"{size} bytes arrived changed")
+    return f"a probe sent it in messages of {SIZES[0]} and {SIZES[-1]} bytes, which arrived as they were"
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], int(sys.argv[2])), flush=True)

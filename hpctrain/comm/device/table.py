@@ -1,0 +1,139 @@
+"""Which route tensors of two families take, and why: what each family's devices can do is found out once at start."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.comm.topology import Topology
+
+if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Accelerator
+    from hpctrain.comm.world import World
+
+
+class Ability(NamedTuple):
+    """Whether something works, and how that is known."""
+
+    works: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the ranks of a family can do, all of them."""
+
+    name: str
+    kind: str
+    native: Ability
+    """The vendor's library (NCCL, RCCL)."""
+    direct: Ability
+    """An MPI that takes pointers to memory of the devices."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What groups with devices in them are made with: this rank's device, and facts that are the same on all ranks."""
+
+    accelerator: "Accelerator"
+    families: Mapping[str, Family]
+
+
+class DescribedRoute(NamedTuple):
+    """How the ranks of two families reach each other."""
+
+    family: str
+    other: str
+    route: str
+    reason: str
+
+
+ON_HOST = Ability(False, "host memory")
+
+
+def device_route(one: Family, other: Family) -> tuple[str, str]:
+    """Return the route between ranks of two families (or of one, given twice), and the reason. Pure.
+
+    | families                | route  | collectives            | messages                       | if           |
+    |-------------------------|--------|------------------------|--------------------------------|--------------|
+    | cpu, cpu                | host   | `Topology.route`       | MPI on host memory             |              |
+    | the same, of devices    | native | NCCL, RCCL             | as in the next two rows        | library      |
+    | both of devices         | direct | ours over messages     | MPI on device memory           | probe of MPI |
+    | both of devices         | staged | ours over messages     | MPI through pinned host memory |              |
+    | cpu and one of devices  | staged | ours over messages     | ... at the device's end        |              |
+
+    In a group of several families each uses its own route inside, and the slower ones carry shards across.
+    """
+    if one.kind == other.kind == "cpu":
+        return "host", "memory of the host: shared where ranks are on one, MPI across"
+    if one.name == other.name and one.native.works:
+        return "native", one.native.reason
+    return message_route(one, other)
+
+
+def message_route(one: Family, other: Family) -> tuple[str, str]:
+    """Return how messages go between ranks of two families, of which one at least has devices. Pure."""
+    for family in (one, other):
+        if family.kind == "cpu":
+            return "staged", f"{family.name} has host memory, where the other's tensors go through pinned buffers"
+        if not family.direct.works:
+            why = "" if one.name != other.name or one.native.works else f"; no native library: {one.native.reason}"
+            return "staged", f"MPI is not given memory of {family.name}: {family.direct.reason}{why}"
+    return "direct", f"MPI moves memory of {', '.join(dict.fromkeys((one.name, other.name)))}: {one.direct.reason}"
+
+
+def describe_routes(topology: Topology, families: Mapping[str, Family]) -> list[DescribedRoute]:
+    """Return the route of every pair of families, each with itself first. Pure.
+
+    Families that are not in `families` have host memory.
+    """
+    names = topology.families
+    known = {name: families.get(name, Family(name, "cpu", ON_HOST, ON_HOST)) for name in names}
+    described = []
+    for i, name in enumerate(names):
+        for other in names[i:]:
+            if name == other and len(topology.ranks_of(name)) == 1:
+                described.append(DescribedRoute(name, other, "alone", "a single rank"))
+            else:
+                described.append(DescribedRoute(name, other, *device_route(known[name], known[other])))
+    return described
+
+
+def all_of(abilities: Sequence[Ability]) -> Ability:
+    """Return what several ranks can do together: the first that cannot says why. Pure."""
+    return next((ability for ability in abilities if not ability.works), abilities[0])
+
+
+def learn_devices(world: "World", accelerator: "Accelerator", sharing: bool) -> Devices:
+    """Find out what each family's devices can do. All ranks must call, with their devices bound.
+
+    Native libraries refuse several ranks on one device (`sharing`).
+
+    The first rank of each host with devices probes MPI, in a child process, which takes seconds.
+    """
+    from hpctrain.comm.device.native import find_native_library
+    from hpctrain.comm.device.probe import probe_direct
+
+    places, rank = world.topology.places, world.rank
+    native, direct = ON_HOST, None
+    if accelerator.kind != "cpu":
+        native = Ability(False, "ranks share devices") if sharing else find_native_library().ability
+        if rank == min(r for r, p in enumerate(places) if p.host == places[rank].host and p.kind != "cpu"):
+            direct = probe_direct(accelerator.kind, accelerator.device.index)
+    found = world.broadcast_object(world.gather_objects((native, direct)))
+    return Devices(accelerator, combine(world.topology, found))
+
+
+def combine(topology: Topology, found: Sequence[tuple[Ability, Ability | None]]) -> dict[str, Family]:
+    """Return by family what its ranks found: `native` each, `direct` one of each host (None for others). Pure."""
+    families = {}
+    places = topology.places
+    for name in topology.families:
+        members = topology.ranks_of(name)
+        kind = places[members[0]].kind
+        if kind == "cpu":
+            families[name] = Family(name, kind, ON_HOST, ON_HOST)
+            continue
+        hosts = {places[rank].host for rank in members}
+        probed = [direct for place, (_, direct) in zip(places, found, strict=True) if direct and place.host in hosts]
+        families[name] = Family(name, kind, all_of([found[rank][0] for rank in members]), all_of(probed))
+    return families

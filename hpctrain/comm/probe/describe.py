@@ -1,0 +1,161 @@
+"""Makes a cluster, and the comments of its file, of what was measured. Pure."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from hpctrain.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Time
+from hpctrain.comm.probe.devices import DeviceFigures
+from hpctrain.comm.probe.messages import ACROSS, SIZES, Measured
+from hpctrain.comm.topology import Place
+
+DIGITS = 4
+"""Of what was measured; more would only be noise."""
+WIDE = 1.2
+"""Ranks of a family that differ by more than this are told about."""
+
+
+def describe(
+    places: Sequence[Place], fabrics: Sequence[str], figures: Sequence[DeviceFigures], measured: Sequence[Measured]
+) -> tuple[Cluster, dict[str, str]]:
+    """Return the cluster and comments by its keys; places, names of fabrics and figures are by rank."""
+    comments: dict[str, str] = {}
+    families = {}
+    for family in dict.fromkeys(place.family for place in places):
+        ranks = [rank for rank, place in enumerate(places) if place.family == family]
+        at_once = max(sum(place.host == places[rank].host for place in places) for rank in ranks)
+        families[family] = _family([figures[rank] for rank in ranks], at_once, f"families.{family}", comments)
+    across = {m.pairs.fabric: [] for m in measured if m.pairs.fabric}
+    for m in measured:
+        if m.pairs.fabric:
+            across[m.pairs.fabric].append(m)
+    described = {}
+    for name, found in across.items():
+        described[name] = Fabric(origin="measured", latency_seconds=_short(min(m.latency_seconds for m in found)))
+        comments[f"fabrics.{name}"] = "Between nodes. The latency is that of an empty message, of the nearest families."
+    inside = [m for m in measured if m.pairs.fabric is None]
+    nodes = _nodes(places, fabrics, inside, across, comments)
+    links = tuple(_link(m, f"links.{i}", comments) for i, m in enumerate(measured))
+    return Cluster(families=families, fabrics=described, nodes=nodes, links=links), comments
+
+
+def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: dict[str, str]) -> Family:
+    first = figures[0]
+    measured_by_all = [of for of in first.flops_per_second if all(of in other.flops_per_second for other in figures)]
+    speeds = {of: statistics.median(other.flops_per_second[of] for other in figures) for of in measured_by_all}
+    best: dict[str, float] = {}
+    for (dtype, _), speed in speeds.items():
+        best[dtype] = max(best.get(dtype, 0.0), speed)
+    copies = [other.host_copy_bytes_per_second for other in figures if other.host_copy_bytes_per_second]
+    spread = max(
+        max(of_ranks) / min(of_ranks)
+        for of_ranks in (
+            [other.memory_bytes_per_second for other in figures],
+            *([other.flops_per_second[of] for other in figures] for of in measured_by_all),
+        )
+    )
+    differ = f" They differ by up to {spread:.2f}x." if spread > WIDE else ""
+    comments[key] = (
+        f"{len(figures)} rank{'s' if len(figures) > 1 else ''}; figures are the median rank's.{differ}"
+        f" {at_once} rank{'s' if at_once > 1 else ''} of a host measured at once."
+    )
+    comments[f"{key}.memory_bytes"] = (
+        "The host's, shared evenly among its ranks." if first.kind == "cpu" else "All of it."
+    )
+    comments[f"{key}.memory_bytes_per_second"] = "Of a large copy, bytes read and bytes written."
+    comments[f"{key}.sustained_flops_per_second"] = "Of the fastest product below."
+    comments[f"{key}.products"] = (
+        "[m, k] @ [k, n]; shapes that would have taken too long are left out. Each the best of some rounds."
+    )
+    return Family(
+        origin="measured",
+        kind=first.kind,
+        model=first.model,
+        memory_bytes=min(other.memory_bytes for other in figures),
+        memory_bytes_per_second=_short(statistics.median(other.memory_bytes_per_second for other in figures)),
+        host_copy_bytes_per_second=_short(statistics.median(copies)) if copies else None,
+        sustained_flops_per_second={dtype: _short(speed) for dtype, speed in best.items()},
+        products=tuple(
+            Product(dtype=dtype, shape=shape, flops_per_second=_short(speed))
+            for (dtype, shape), speed in speeds.items()
+        ),
+        measured_at_once=at_once,
+    )
+
+
+def _nodes(
+    places: Sequence[Place],
+    fabrics: Sequence[str],
+    inside: Sequence[Measured],
+    across: dict[str, list[Measured]],
+    comments: dict[str, str],
+) -> tuple[Nodes, ...]:
+    """Return hosts, those that are alike together, in the order in which each kind first appears."""
+    hosts: dict[str, dict[str, list[int]]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, {}).setdefault(place.family, []).append(rank)
+    alike: dict[tuple, list[str]] = {}
+    for host, families in hosts.items():
+        own = fabrics[min(rank for ranks in families.values() for rank in ranks)]
+        counts = tuple((family, len(ranks)) for family, ranks in families.items())
+        alike.setdefault((own, counts), []).append(host)
+    order = [rank for kind in alike.values() for host in kind for ranks in hosts[host].values() for rank in ranks]
+    found = []
+    for (own, counts), kind in alike.items():
+        devices = dict(counts)
+        pairs = [m for m in inside if set(m.pairs.families) <= set(devices)]
+        slowest = max(pairs, key=lambda m: m.seconds[1, SIZES[-1]], default=None)
+        several = sum(devices.values()) > 1 and slowest is not None
+        key = f"nodes.{len(found)}"
+        comments[key] = f"{', '.join(kind[:4])}{' and others' if len(kind) > 4 else ''}."
+        if several:
+            comments[f"{key}.link_latency_seconds"] = "Of the slowest pair of families on the node."
+        nics = tuple(_nic(name, across[name]) for name in (own, ACROSS) if name in across)
+        if nics:
+            comments[f"{key}.nics"] = "What all flows of a node got together, through however many NICs it has."
+        found.append(
+            Nodes(
+                origin="measured" if several else None,
+                count=len(kind),
+                devices=devices,
+                link_latency_seconds=_short(slowest.latency_seconds) if several else None,
+                link_bytes_per_second=_short(slowest.bytes_per_second(1)) if several else None,
+                nics=nics,
+                ranks=None
+                if order == sorted(order)
+                else tuple(r for h in kind for some in hosts[h].values() for r in some),
+            )
+        )
+    return tuple(found)
+
+
+def _nic(fabric: str, measured: Sequence[Measured]) -> Nic:
+    together = _short(max(m.bytes_per_second(flows) for m in measured for flows in m.pairs.flows))
+    return Nic(origin="measured", fabric=fabric, send_bytes_per_second=together, receive_bytes_per_second=together)
+
+
+def _link(measured: Measured, key: str, comments: dict[str, str]) -> LinkClass:
+    pairs = measured.pairs
+    where = f"between nodes, by {pairs.fabric}" if pairs.fabric else "inside a node"
+    flows = f"up to {len(pairs.pairs)} of them" if len(pairs.pairs) > 1 else "there was one such pair"
+    comments[key] = f"From {pairs.families[0]} to {pairs.families[1]} {where}: measured from rank"
+    comments[key] += f" {pairs.pairs[0][0]} to rank {pairs.pairs[0][1]}, and for flows at once with {flows}."
+    comments[f"{key}.latency_seconds"] = "Half of what an empty message takes there and back."
+    comments[f"{key}.bytes_per_second"] = "Of the largest message, once it is under way."
+    comments[f"{key}.times"] = "One way, the slowest flow; the best of some rounds."
+    times = [
+        Time(message_bytes=size, flows=flows, seconds=_short(seconds))
+        for (flows, size), seconds in measured.seconds.items()
+    ]
+    return LinkClass(
+        origin="measured",
+        families=pairs.families,
+        fabric=pairs.fabric,
+        latency_seconds=_short(measured.latency_seconds),
+        bytes_per_second=_short(measured.bytes_per_second(1)),
+        times=tuple(times),
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS - 1}e}") if math.isfinite(value) else value

@@ -1,0 +1,61 @@
+"""The probe from end to end: all ranks measure, rank 0 has the cluster."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from hpctrain.cluster import Cluster, check_name
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.find import FAMILY_VARIABLE
+from hpctrain.comm.probe.describe import describe
+from hpctrain.comm.probe.devices import measure_device
+from hpctrain.comm.probe.messages import ACROSS, measure_messages, pair_classes
+from hpctrain.comm.topology import Place
+from hpctrain.comm.world import World
+from hpctrain.errors import TopologyError
+
+# The name of the fabric that a rank's host is on. MPI does not tell; without it all hosts are taken to be on one.
+FABRIC_VARIABLE = "HPCTRAIN_FABRIC"
+FABRIC = "network"
+SHARE_FOR_DEVICES = 0.6
+
+
+def probe_cluster(
+    world: World, accelerator: Accelerator, seconds: float, environment: Mapping[str, str] = os.environ
+) -> tuple[Cluster, dict[str, str]] | None:
+    """Measure for about so many seconds; return the cluster and comments on its keys on rank 0, None on others.
+
+    All ranks must call. Raises TopologyError on all of them where the ranks of a host say that it is on unlike fabrics.
+    """
+    places = world.topology.places
+    fabrics = world.broadcast_object(world.gather_objects(environment.get(FABRIC_VARIABLE, FABRIC)))
+    with world.all_or_none():
+        check_names(places, fabrics)
+    comm = world.group(range(world.size), "probe")
+    classes = pair_classes(places, fabrics)
+    share = SHARE_FOR_DEVICES if classes else 1.0
+    ranks_on_host = world.topology.ranks_on_host(world.rank)
+    figures = measure_device(comm, accelerator, world.place.family, ranks_on_host, seconds * share)
+    measured = measure_messages(world, comm, accelerator, classes, seconds * (1 - share))
+    gathered = world.gather_objects(figures)
+    return None if gathered is None else describe(places, fabrics, gathered, measured)
+
+
+def check_names(places: Sequence[Place], fabrics: Sequence[str]) -> None:
+    """Refuse names that a cluster cannot have, and hosts that are on several fabrics. Raises TopologyError. Pure."""
+    of_host: dict[str, str] = {}
+    for rank, (place, fabric) in enumerate(zip(places, fabrics, strict=True)):
+        for variable, name in ((FAMILY_VARIABLE, place.family), (FABRIC_VARIABLE, fabric)):
+            try:
+                check_name(name)
+            except ValueError as error:
+                raise TopologyError(f"{variable} on rank {rank}: {error}") from None
+        if fabric == ACROSS:
+            raise TopologyError(
+                f"{FABRIC_VARIABLE}={fabric} on rank {rank}: that is what the connection of several fabrics is called;"
+                " choose another name"
+            )
+        if of_host.setdefault(place.host, fabric) != fabric:
+            raise TopologyError(
+                f"{FABRIC_VARIABLE}={fabric} on rank {rank}, but other ranks of host {place.host} say"
+                f" '{of_host[place.host]}'; give all ranks of a host the same"
+            )

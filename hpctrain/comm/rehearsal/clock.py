@@ -1,0 +1,143 @@
+"""Pretended time: when a described device would have done what its rank has asked for.
+
+All moments are seconds of `time.monotonic`, which the ranks of a host share, so that a pretended moment is also one at
+which something really happens. They are absolute: a rank that is late, because its core was busy, does not make what
+follows late too, as long as it catches up.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.comm.steps import Pending, Steps
+from hpctrain.comm.waiting import WAKE_SECONDS
+
+if TYPE_CHECKING:
+    from hpctrain.comm.rehearsal.shaped import ShapedNetwork
+
+# A rank does not run ahead of its device by more than this: what it sees of others would be of an earlier time.
+LONGEST_LEAD_SECONDS = 2e-3
+
+
+class Stream:
+    """One queue of a device: the moment at which all that was queued is done."""
+
+    __slots__ = ("moment",)
+
+    def __init__(self):
+        self.moment = time.monotonic()
+
+    def reach(self, moment: float) -> None:
+        """Let what is queued from now on start no earlier."""
+        self.moment = max(self.moment, moment)
+
+
+class Clock:
+    """The stream on which one rank's device computes, and how much of its lanes is under way beside."""
+
+    def __init__(self):
+        self.compute = Stream()
+        self.num_under_way = 0
+        """Operations of lanes that have begun and not ended: they slow down what is computed meanwhile."""
+        self.busy_seconds = 0.0
+        """That the device computed."""
+        self.late_seconds = 0.0
+        """By which steps really ended after they should have."""
+        self.measured_seconds = 0.0
+        """Of all steps together."""
+        self._is_running = False
+        self._here = threading.local()
+
+    def charge(self, seconds: float) -> None:
+        """Queue what takes the device so long, and wait where the rank is ahead of it."""
+        self.compute.moment += seconds
+        self.busy_seconds += seconds
+        self._wait(LONGEST_LEAD_SECONDS)
+
+    @property
+    def is_communicating(self) -> bool:
+        """Whether what this thread computes now is communication's, which the network is charged for."""
+        return getattr(self._here, "communicating", False)
+
+    @is_communicating.setter
+    def is_communicating(self, value: bool) -> None:
+        self._here.communicating = value
+
+    def catch_up(self) -> None:
+        """Wait until everything that was queued is done."""
+        self._wait(0.0)
+
+    def _wait(self, lead: float) -> None:
+        ahead = self.compute.moment - time.monotonic()
+        if ahead > max(lead, 0.0):
+            time.sleep(max(0.0, ahead - WAKE_SECONDS))
+
+    @property
+    def moment(self) -> float:
+        """When all is done that the device was asked to compute; outside of what is measured it is never behind."""
+        if not self._is_running:
+            self.compute.reach(time.monotonic())
+        return self.compute.moment
+
+    def stopwatch(self) -> Callable[[], float]:
+        """Start to measure; return what tells the pretended seconds since, and notes how late the rank is."""
+        start, self._is_running = self.moment, True
+
+        def read() -> float:
+            self.catch_up()
+            self._is_running = False
+            seconds = self.compute.moment - start
+            self.late_seconds += max(0.0, time.monotonic() - self.compute.moment - WAKE_SECONDS)
+            self.measured_seconds += seconds
+            return seconds
+
+        return read
+
+    @property
+    def overrun(self) -> float:
+        """The share of time by which steps were late."""
+        return self.late_seconds / self.measured_seconds if self.measured_seconds else 0.0
+
+
+class Pace:
+    """Lets the operations of one group begin and end when they would on pretended devices."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self.stream = Stream()
+        """The group's; its transports start messages at its moment, and move it on to where they arrive."""
+
+    def steps(self, steps: Steps) -> Steps:
+        """Return steps that begin when all is done that the device was asked to compute before this call."""
+        return self._paced(steps, self._clock.moment)
+
+    def _paced(self, steps: Steps, asked: float) -> Steps:
+        stream = self.stream
+        stream.reach(asked)
+        if time.monotonic() < stream.moment:
+            yield Pending(lambda: time.monotonic() >= stream.moment, "the pretended device", lambda: stream.moment)
+        clock = self._clock
+        clock.num_under_way += 1
+        try:
+            while True:
+                clock.is_communicating = True
+                pending = next(steps, None)
+                clock.is_communicating = False
+                if pending is None:
+                    return
+                yield pending
+        finally:
+            clock.is_communicating = False
+            clock.num_under_way -= 1
+
+    def meet(self) -> None:
+        """Let the device wait for what the group has done: called by who has waited for it."""
+        self._clock.compute.reach(self.stream.moment)
+
+
+class Rehearsal(NamedTuple):
+    """What all ranks of a rehearsal share, and this rank's part of it."""
+
+    network: "ShapedNetwork"
+    clock: Clock

@@ -1,0 +1,44 @@
+"""What the operations of torch would cost a described device, by their shapes."""
+
+import torch
+
+from hpctrain.truth import PretendDevice
+
+aten = torch.ops.aten
+# [m, k] @ [k, n], of operands at these places of the call; `b` products at once.
+_PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
+# Attention [batch, heads, positions, head size]: two products forward, five backward, of which a causal mask halves.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (0, 1, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2, 5),
+}
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDevice) -> float:
+    """Return the seconds of one operation, given what it was called with and what it returned.
+
+    Products by shape, attention by its products, everything else by the bytes that it reads and writes; what makes a
+    view of memory that was there costs nothing.
+    """
+    packet = func.overloadpacket
+    if (places := _PRODUCTS.get(packet)) is not None:
+        a, b = (args[place] for place in places)
+        batch = a.shape[0] if a.dim() == 3 else 1
+        return device.product_seconds(_name(a), a.shape[-2], a.shape[-1], b.shape[-1], batch)
+    if (places := _ATTENTION.get(packet)) is not None:
+        query, key, products = args[places[0]], args[places[1]], places[2]
+        rows = query.shape[0] * query.shape[1]
+        causal = any(value is True for value in args)
+        share = 0.5 if causal else 1.0
+        once = device.product_seconds(_name(query), query.shape[2], query.shape[3], key.shape[2], rows)
+        return max(device.launch_seconds, once * products * share)
+    inputs = [value for value in args if isinstance(value, torch.Tensor)]
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}
+    if func._schema.is_mutable or any(tensor.untyped_storage()._cdata not in own for tensor in outputs):
+        return device.pass_seconds(sum(t.numel() * t.element_size() for t in (*inputs, *outputs)))
+    return 0.0
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return DTYPE_NAMES[tensor.dtype]

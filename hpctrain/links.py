@@ -1,0 +1,156 @@
+"""What is between two devices of a cluster, and how long a message takes there. Pure; no pairs are enumerated."""
+
+import math
+from bisect import bisect_left
+from typing import Literal, NamedTuple
+
+from hpctrain.cluster import Cluster, Nic, Time
+from hpctrain.errors import TopologyError
+from hpctrain.job import Link, Links
+
+COMPARED_BYTES = 1 << 20
+"""The slowest of several links is the one on which a message of this size takes longest."""
+
+
+class PairLink(NamedTuple):
+    """What is between two devices."""
+
+    between: Literal["device", "node", "fabric", "across"]
+    """One device and itself; one node; two nodes whose fastest fabric is this one; two that must take another."""
+    fabric: str | None
+    latency_seconds: float
+    bytes_per_second: float
+    """Of a single message."""
+    shared_bytes_per_second: float
+    """What all messages of the sender's NIC together get; without limit where there is none."""
+    times: tuple[Time, ...] = ()
+    """As measured, where it was."""
+
+
+def nic_of(cluster: Cluster, rank: int, fabric: str) -> tuple[int, Nic] | None:
+    """Return the NIC by which a device enters a fabric, and its number among its node's of that fabric."""
+    device = cluster.devices[rank]
+    nics = cluster.nodes[device.table].nics_by_fabric.get(fabric, ())
+    return (device.index % len(nics), nics[device.index % len(nics)]) if nics else None
+
+
+def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
+    """Return what a message from one rank's device to another's passes.
+
+    Between nodes it takes the pair of NICs with the most bandwidth; among equals, the least latency.
+    """
+    here, there = cluster.devices[source], cluster.devices[target]
+    nodes = cluster.nodes[here.table]
+    if source == target:
+        copy = cluster.families[here.family].memory_bytes_per_second / 2
+        return PairLink("device", None, 0.0, copy, math.inf)
+    if here.node == there.node:
+        assert nodes.link_latency_seconds is not None and nodes.link_bytes_per_second is not None
+        found = PairLink("node", None, nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf)
+    else:
+        found = _across_nodes(cluster, source, target)
+    described = cluster.links_by_key.get((found.fabric, tuple(sorted((here.family, there.family)))))
+    if described is None:
+        return found
+    return found._replace(
+        latency_seconds=described.latency_seconds, bytes_per_second=described.bytes_per_second, times=described.times
+    )
+
+
+def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
+    found = []
+    for name, fabric in cluster.fabrics.items():
+        out, into = nic_of(cluster, source, name), nic_of(cluster, target, name)
+        if out and into:
+            cap = fabric.bytes_per_second or math.inf
+            bandwidth = min(out[1].send_bytes_per_second, into[1].receive_bytes_per_second, cap)
+            found.append((-bandwidth, fabric.latency_seconds, name))
+    if not found:  # a `Cluster` is never like this
+        raise TopologyError(f"ranks {source} and {target} are on nodes without a fabric in common")
+    negative, latency, name = min(found)
+    alike = name in _fastest_fabrics(cluster, source) and name in _fastest_fabrics(cluster, target)
+    return PairLink("fabric" if alike else "across", name, latency, -negative, -negative)
+
+
+def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
+    """Return those by which a rank's node sends fastest, whoever else is on them."""
+    nics = [nic_of(cluster, rank, fabric) for fabric in cluster.fabrics]
+    speeds = [nic[1].send_bytes_per_second if nic else 0.0 for nic in nics]
+    return [fabric for fabric, speed in zip(cluster.fabrics, speeds, strict=True) if speed == max(speeds)]
+
+
+def message_seconds(link: PairLink, num_bytes: int, flows: int = 1) -> float:
+    """Return how long a message takes with `flows` like it under way at once: as measured, else by its bandwidth.
+
+    Straight lines between what was measured, in bytes and in flows; more flows than were measured share what the most
+    got together.
+    """
+    if not link.times:
+        return link.latency_seconds + num_bytes / min(link.bytes_per_second, link.shared_bytes_per_second / flows)
+    counts = sorted({time.flows for time in link.times})
+    below = max((count for count in counts if count <= flows), default=counts[0])
+    above = min((count for count in counts if count >= flows), default=below)
+    low = _on_curve(link, below, num_bytes)
+    if above > below:
+        return low + (_on_curve(link, above, num_bytes) - low) * (flows - below) / (above - below)
+    under_way = max(low - link.latency_seconds, 0.0)
+    return low + under_way * max(flows / below - 1, 0)
+
+
+def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
+    """Return the seconds of a message by those measured with one number of flows."""
+    points = sorted((time.message_bytes, time.seconds) for time in link.times if time.flows == flows)
+    points.insert(0, (0, min(link.latency_seconds, points[0][1])))
+    right = min(max(bisect_left([size for size, _ in points], num_bytes), 1), len(points) - 1)
+    (size, seconds), (larger, longer) = points[right - 1], points[right]
+    slope = (longer - seconds) / (larger - size)
+    if num_bytes > larger:
+        return longer + (num_bytes - larger) * max(slope, 0.0)
+    return seconds + (num_bytes - size) * slope
+
+
+def links_of(cluster: Cluster) -> Links:
+    """Return what `[comm] links` of a job wants: of the pairs inside a node the slowest, and of those across.
+
+    Where there are no such pairs, what is usual.
+    """
+    usual, slowest = Links(), {}
+    some = _representatives(cluster)
+    for source in some:
+        for target in some:
+            if source != target:
+                link = link_between(cluster, source, target)
+                inside = link.between == "node"
+                seconds = message_seconds(link, COMPARED_BYTES)
+                slowest[inside] = max(slowest.get(inside, (0.0, link)), (seconds, link), key=lambda pair: pair[0])
+    if False not in slowest:
+        return Links(inside=_as_link(slowest[True][1])) if True in slowest else usual
+    across = _as_link(slowest[False][1])
+    inside = _as_link(slowest[True][1]) if True in slowest else usual.inside
+    return Links(inside=inside, across=across, overhead_seconds=overhead_of(across))
+
+
+def overhead_of(across: Link) -> float:
+    """Return what a message costs its sender: half of a short one's time is spent by the processors of its ends.
+
+    As is usual for TCP on host memory.
+    """
+    return across.latency_seconds / 2
+
+
+def _as_link(link: PairLink) -> Link:
+    bandwidth = min(link.bytes_per_second, link.shared_bytes_per_second)
+    return Link(latency_seconds=max(link.latency_seconds, 1e-9), bandwidth_bytes_per_second=bandwidth)
+
+
+def _representatives(cluster: Cluster) -> list[int]:
+    """Return ranks among which every class of pairs is found: two nodes of each table, two devices of each family."""
+    nodes: dict[int, set[int]] = {}
+    chosen: dict[tuple[int, str], list[int]] = {}
+    for device in cluster.devices:
+        of_table = nodes.setdefault(device.table, set())
+        if len(of_table) < 2:
+            of_table.add(device.node)
+        if device.node in of_table:
+            chosen.setdefault((device.node, device.family), []).append(device.rank)
+    return [rank for ranks in chosen.values() for rank in ranks[:2]]

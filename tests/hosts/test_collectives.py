@@ -1,0 +1,41 @@
+"""Over a slow link, what counts is how many bytes cross it: measured, counted by the interfaces, and as computed."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+REDUCE = Path(__file__).with_name("reduce.py")
+NUM_BYTES, REPEATS = 4_000_000, 4
+# Headers and acknowledgements of the other direction; starting and ending the job.
+OVERHEAD, START_BYTES = 1.08, 400_000
+# Of a tensor, over 4 ranks in 2 domains of 2: what leaves a domain.
+CROSSING = {"hierarchical": 1.0, "messages": 1.5}
+
+
+def all_reduce(network, route: str) -> tuple[float, object]:
+    """Return the median seconds of an all-reduce, and the run; check the bytes."""
+    command = [sys.executable, REDUCE, route, "ring", NUM_BYTES, REPEATS]
+    done = network.run(command, cwd=Path(__file__).parents[2], timeout_seconds=60)
+    assert done.code == 0, done.err
+    told = json.loads(done.out)
+    half = len(network.site.hosts) // 2
+    alpha, beta = range(half), range(half, 2 * half)
+    for name, here, there in (("alpha", alpha, beta), ("beta", beta, alpha)):
+        said = sum(told["sent"][source][target] for source in here for target in there)
+        counted = done.traffic.clusters[name].sent
+        print(f"{route}: {name} says it sent {said:,} bytes, its link counted {counted:,}")
+        assert said == pytest.approx(CROSSING[route] * NUM_BYTES * REPEATS, rel=1e-3)
+        assert said <= counted <= said * OVERHEAD + START_BYTES
+    return statistics.median(told["seconds"]), done
+
+
+@pytest.mark.timeout(150)
+def test_by_domains_beats_a_flat_ring_by_the_bytes_over_the_slow_link(network):
+    ring, _ = all_reduce(network, "messages")
+    hierarchical, _ = all_reduce(network, "hierarchical")
+    predicted = CROSSING["messages"] / CROSSING["hierarchical"]
+    print(f"flat ring {ring:.3f} s, by domains {hierarchical:.3f} s: {ring / hierarchical:.2f}, by bytes {predicted}")
+    assert ring / hierarchical == pytest.approx(predicted, rel=0.2)

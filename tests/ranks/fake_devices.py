@@ -1,0 +1,220 @@
+"""Devices that are not there: memory of the host, work that is done only when somebody looks, a library on MPI."""
+
+import ctypes
+import threading
+from collections import deque
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator, Memory
+
+POISON = 0xEE
+
+
+class FakeEvent:
+    """A place in a fake stream. Each look does one thing that is queued, and says no if it was not yet there."""
+
+    def __init__(self, stream: "FakeStream", at: int):
+        self._stream, self._at = stream, at
+
+    def query(self) -> bool:
+        if self._stream.done >= self._at:
+            return True
+        self._stream.step()
+        return False
+
+    def force(self) -> None:
+        while self._stream.done < self._at:
+            self._stream.step()
+
+
+class FakeStream:
+    """A queue of functions."""
+
+    def __init__(self):
+        self._queue = deque()
+        self.done = self._added = 0
+
+    def add(self, function) -> FakeEvent:
+        self._queue.append(function)
+        self._added += 1
+        return self.record_event()
+
+    def step(self) -> None:
+        self._queue.popleft()()
+        self.done += 1
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(self, self._added)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        event.force()  # torch's operations on the host are done at once, so they cannot be queued behind it
+
+
+class FakeAccelerator(Accelerator):
+    """A device whose memory is the host's. What is given to `later` is done late, as on a device."""
+
+    def __init__(self, family: str = "fake", kind: str = "cuda"):
+        super().__init__(kind, family, torch.device("cpu"), "a fake")
+        self._default, self._copies = FakeStream(), [FakeStream(), FakeStream()]
+        self._current = threading.local()
+
+    @property
+    def _stream(self) -> FakeStream:
+        return getattr(self._current, "stream", self._default)
+
+    def later(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that will have these values once the current stream comes to it."""
+        tensor = torch.empty_like(values)
+        if values.numel():
+            tensor.view(torch.uint8).fill_(POISON)
+        self._stream.add(lambda: tensor.copy_(values))
+        return tensor
+
+    def bind(self) -> None:
+        pass
+
+    def memory(self) -> Memory:
+        return Memory(1, 0, 0)
+
+    def synchronize(self) -> None:
+        self._default.record_event().force()
+
+    def new_stream(self) -> FakeStream:
+        return FakeStream()
+
+    @contextmanager
+    def on(self, stream: FakeStream):
+        before = self._stream
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def queued(self) -> FakeEvent:
+        return self._stream.record_event()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> FakeEvent:
+        return self._copies[target.data_ptr() > source.data_ptr()].add(lambda: target.copy_(source))
+
+    def stream_address(self) -> int:
+        return 0
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def products_per_second(self, dtype: torch.dtype) -> float:
+        return 1.0
+
+
+class FakeNccl:
+    """Stands for the module `cupy.cuda.nccl`: the same calls, done by MPI on host memory when they are made."""
+
+    NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 1, 2, 4, 7, 8
+    NCCL_SUM, NCCL_MAX, NCCL_MIN = 0, 2, 3
+
+    def __init__(self, mpi):
+        self.mpi = mpi
+        self.calls: list[str] = []
+        self.grouped: list | None = None
+        self.dtypes = {0: "i1", 1: "u1", 2: "i4", 4: "i8", 7: "f4", 8: "f8"}
+        self._made = 0
+
+    def get_unique_id(self):
+        self._made += 1
+        return (self.mpi.COMM_WORLD.rank, self._made)
+
+    def groupStart(self):  # noqa: N802
+        assert self.grouped is None
+        self.grouped = []
+
+    def groupEnd(self):  # noqa: N802
+        grouped, self.grouped = self.grouped, None
+        self.mpi.Request.Waitall([request for function in grouped if (request := function()) is not None])
+
+    def NcclCommunicator(self, size, key, rank):  # noqa: N802
+        return FakeNcclCommunicator(self, size, key, rank)
+
+
+class FakeNcclCommunicator:
+    """One communicator of the fake library. Ranks meet at the one that made the key."""
+
+    def __init__(self, nccl: FakeNccl, size: int, key, rank: int):
+        self._nccl, self._mpi = nccl, nccl.mpi
+        world, (root, tag) = nccl.mpi.COMM_WORLD, key
+        if rank == 0:
+            placed = dict([(0, world.rank), *(world.recv(tag=tag) for _ in range(size - 1))])
+            for other in range(1, size):
+                world.send(placed, dest=placed[other], tag=tag)
+        else:
+            world.send((rank, world.rank), dest=root, tag=tag)
+            placed = world.recv(source=root, tag=tag)
+        group = world.group.Incl([placed[i] for i in range(size)])
+        self._comm = world.Create_group(group)
+
+    def _memory(self, address: int, count: int, number: int) -> np.ndarray:
+        dtype = np.dtype(self._nccl.dtypes[number])
+        if not count:
+            return np.empty(0, dtype)
+        return np.frombuffer((ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address), dtype)
+
+    def _operation(self, op: int):
+        return {0: self._mpi.SUM, 2: self._mpi.MAX, 3: self._mpi.MIN}[op]
+
+    def _call(self, name: str, function):
+        self._nccl.calls.append(name)
+        if self._nccl.grouped is None:
+            function()
+        else:
+            self._nccl.grouped.append(function)
+
+    def allReduce(self, sent, received, count, number, op, stream):  # noqa: N802
+        assert sent == received
+        memory = self._memory(sent, count, number)
+        self._call("allReduce", lambda: self._comm.Allreduce(self._mpi.IN_PLACE, memory, self._operation(op)))
+
+    def reduce(self, sent, received, count, number, op, root, stream):
+        given = self._memory(sent, count, number)
+        into = self._memory(received, count, number)
+
+        def function():
+            total = np.empty_like(given)
+            self._comm.Reduce(given.copy(), total, self._operation(op), root)
+            if self._comm.rank == root:
+                into[:] = total
+
+        self._call("reduce", function)
+
+    def reduceScatter(self, sent, received, count, number, op, stream):  # noqa: N802
+        given = self._memory(sent, count * self._comm.size, number)
+        total = np.empty(count, given.dtype)
+        into = self._memory(received, count, number)
+
+        def function():
+            self._comm.Reduce_scatter_block(given.copy(), total, self._operation(op))
+            into[:] = total
+
+        self._call("reduceScatter", function)
+
+    def allGather(self, sent, received, count, number, stream):  # noqa: N802
+        given, into = self._memory(sent, count, number), self._memory(received, count * self._comm.size, number)
+        self._call("allGather", lambda: self._comm.Allgather(given.copy(), into))
+
+    def broadcast(self, sent, received, count, number, root, stream):
+        assert sent == received
+        self._call("broadcast", lambda: self._comm.Bcast(self._memory(sent, count, number), root))
+
+    def send(self, address, count, number, peer, stream):
+        self._call("send", lambda: self._comm.Isend(self._memory(address, count, number), peer))
+
+    def recv(self, address, count, number, peer, stream):
+        self._call("recv", lambda: self._comm.Irecv(self._memory(address, count, number), peer))
+
+    def destroy(self):
+        self._comm.Free()

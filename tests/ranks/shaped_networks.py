@@ -1,0 +1,190 @@
+"""Networks for tests of shaped routes, and how late messages on them may be: 5 % or 0.3 ms in the median."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.comm.rehearsal.network import Fabric, Network, Nic, Node
+from hpctrain.comm.rehearsal.shaped import ShapedNetwork, ShapedTransport
+from hpctrain.comm.routes import sub_communicator
+from hpctrain.comm.transport import HostTransport
+from hpctrain.comm.waiting import wait_until
+from tests.virtual_ranks import fluid_of
+
+REPEATS, ROUNDS = 9, 6
+LATENCY_SECONDS = 1e-3
+TOLERANCE, TOLERANCE_SECONDS = 0.05, 0.3e-3
+
+
+LINK_LATENCY_SECONDS = 0.1e-3
+
+
+def two_nodes(size: int, bandwidth: float, link: float = 1e9, dilation: float = 1.0) -> Network:
+    """Half of the ranks on each; a node's ranks share one NIC."""
+    nic, half = Nic("ib", bandwidth, bandwidth), size // 2
+    nodes = tuple(Node(tuple(ranks), link, LINK_LATENCY_SECONDS, (nic,)) for ranks in (range(half), range(half, size)))
+    return Network(nodes, (Fabric("ib", LATENCY_SECONDS),), dilation)
+
+
+class Shaped:
+    """A network for one test, and transports on it."""
+
+    def __init__(self, world, network: Network, **options):
+        from mpi4py import MPI
+
+        self.world, self._mpi = world, MPI
+        self.network = ShapedNetwork(MPI, MPI.COMM_WORLD.Dup(), network, **options)
+        self._made = []
+
+    def transport(self, ranks) -> ShapedTransport:
+        comm = sub_communicator(self._mpi, self._mpi.COMM_WORLD, ranks)
+        group = comm.bcast(self.network.new_group() if comm.rank == 0 else None)
+        self._made.append(ShapedTransport(self.network, HostTransport(comm), ranks, group))
+        return self._made[-1]
+
+    def note_starts(self) -> list[float]:
+        """Return a list to which the exact time of each start of this rank's flows will be appended."""
+        fluid, starts = self.network._fluid, []
+        start = fluid.start
+
+        def noting(*arguments) -> None:
+            start(*arguments)
+            starts.append(fluid.clock)
+
+        fluid.start = noting
+        return starts
+
+    def close(self) -> None:
+        for transport in self._made:
+            transport.close()
+        self.network.close()
+
+
+@contextmanager
+def shaped(world, network: Network, **options):
+    made = Shaped(world, network, **options)
+    yield made  # after an error the others do not close: nobody does
+    made.close()
+
+
+def wait(world, ready) -> float:
+    """Return when it was true."""
+    wait_until(ready, lambda: "a shaped message", world.patience)
+    return time.monotonic()
+
+
+def everywhere(world, value) -> list:
+    """Return all ranks' values on each."""
+    return world.broadcast_object(world.gather_objects(value))
+
+
+def tell(world, text: str) -> None:
+    if world.rank == 0:
+        print(text)
+
+
+class Figure(NamedTuple):
+    """Seconds over repeats."""
+
+    what: str
+    predicted: list[float]
+    found: list[float]
+    tolerance: float = TOLERANCE
+
+
+def assert_in_time(world, measure: Callable[[], list[Figure]]) -> None:
+    """Assert that nothing is early, and that in one of some rounds the medians are hardly late.
+
+    Where others keep the cores so busy that ranks without any message are late too, one message in time is enough.
+    """
+    best: dict[str, float] = {}
+    bare = []
+    for _ in range(ROUNDS):
+        figures = measure()
+        bare.append(lateness_of_the_machine(world))
+        complaints = []
+        for figure in figures:
+            late = [found - predicted for found, predicted in zip(figure.found, figure.predicted, strict=True)]
+            median, usual = statistics.median(late), statistics.median(figure.predicted)
+            text = (
+                f"{figure.what}: predicted {usual * 1e3:.3f} ms, late by {median * 1e3:.3f} ms in the median"
+                f" ({median / usual:.1%}), by {min(late) * 1e3:.3f} to {max(late) * 1e3:.3f} ms; without a message by"
+                f" {bare[-1] * 1e3:.3f} ms"
+            )
+            tell(world, text)
+            assert min(late) > -1e-6, f"early: {text}"
+            allowed = max(figure.tolerance * usual, TOLERANCE_SECONDS)
+            best[figure.what] = min(best.get(figure.what, math.inf), min(late) / allowed)
+            if median > allowed:
+                complaints.append(text)
+        if not complaints:
+            return
+    busy = statistics.median(bare) > TOLERANCE_SECONDS / 2
+    assert busy and max(best.values()) <= 1, "; ".join(complaints)
+
+
+def lateness_of_the_machine(world) -> float:
+    """Return how late ranks find that a time has come, in the median of the worst rank."""
+    late = []
+    for _ in range(REPEATS):
+        world.agree(None)
+        due = time.monotonic() + 0.003
+        late.append(wait(world, lambda due=due: time.monotonic() >= due) - due)
+    return max(everywhere(world, statistics.median(late)))
+
+
+class Times(NamedTuple):
+    """By flow, of one repeat, in seconds of the same clock."""
+
+    started: list[float]
+    predicted: list[float]
+    arrived: list[float]
+
+
+def together(world, network: Network, flows, num_bytes: int, delays) -> list[Times]:
+    """Send one message for each pair in `flows`, after its delay, again and again; return what was found by repeat.
+
+    Predictions are the fluid's, from the times at which flows were really started.
+    """
+    found = []
+    with shaped(world, network) as made:
+        transport, starts = made.transport(range(world.size)), made.note_starts()
+        for _ in range(REPEATS):
+            begin = world.broadcast_object(time.monotonic() + 0.005)
+            started, arriving, leaving, arrived = {}, {}, {}, {}
+            for i, (source, target) in enumerate(flows):
+                if world.rank == target:
+                    arriving[i] = transport.receive(source, torch.empty(num_bytes, dtype=torch.uint8))
+                if world.rank == source:
+                    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+                    time.sleep(max(0.0, begin + delays[i] - time.monotonic()))
+                    leaving[i] = transport.send(target, tensor)
+                    started[i] = starts[-1]
+            for i, ready in arriving.items():
+                arrived[i] = wait(world, ready)
+            for ready in leaving.values():
+                wait(world, ready)
+            every = everywhere(world, (started, arrived))
+            started, arrived = (
+                {i: at for times in side for i, at in times.items()} for side in zip(*every, strict=True)
+            )
+            fluid = fluid_of(network)
+            paths = [source * network.num_ranks + target for source, target in flows]
+            for i in sorted(started, key=started.get):
+                fluid.start(i, paths[i], num_bytes, started[i])
+            fluid.advance(1e300)
+            predicted = [fluid.left(i) + network.paths[path].latency_seconds for i, path in enumerate(paths)]
+            assert all(abs(ready.due - predicted[i]) < 1e-6 for i, ready in arriving.items())
+            found.append(Times(*([times[i] for i in range(len(flows))] for times in (started, predicted, arrived))))
+    return found
+
+
+def until_all_arrived(what: str, found: list[Times]) -> Figure:
+    """Compare the times from the first start to the last arrival."""
+    predicted = [max(times.predicted) - min(times.started) for times in found]
+    return Figure(what, predicted, [max(times.arrived) - min(times.started) for times in found])

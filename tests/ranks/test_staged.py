@@ -1,0 +1,270 @@
+"""Routes for memory of devices, on devices that are not there, against the same reference as those of the host."""
+
+import itertools
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.channel import make_channel
+from hpctrain.comm.communicator import Communicator, Lane
+from hpctrain.comm.device import staging
+from hpctrain.comm.device.table import Ability, Devices, Family
+from hpctrain.comm.lanes import Progress
+from hpctrain.comm.routes import RouteMaker
+from hpctrain.comm.topology import Place, Preferences, Topology
+from hpctrain.intervals import Interval
+from tests.ranks.fake_devices import FakeAccelerator, FakeNccl
+from tests.ranks.given_on_ranks import given_on_ranks
+from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
+from tests.ranks.test_collectives import DTYPES, INTEGERS, assert_close, contribution, reduced
+
+CHUNK_BYTES = 256  # in these tests, so that messages have several
+FAMILIES = {"c": "cpu", "a": "cuda", "b": "cuda"}
+SIZES = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1025]))
+
+
+@contextmanager
+def small_chunks():
+    with patch.multiple(staging, SMALLEST_CHUNK_BYTES=64, LARGEST_CHUNK_BYTES=CHUNK_BYTES):
+        yield
+
+
+class Pretended:
+    """Families and hosts of all ranks, some with devices, as one rank sees them."""
+
+    def __init__(
+        self, world, families, hosts=None, route="auto", algorithm="auto", native=False, direct="", device=None
+    ):
+        """`direct`: the families whose memory MPI is given. With a real `device` its libraries are real too."""
+        hosts = hosts or [world.place.host] * world.size
+        places = [Place(h, f, FAMILIES[f]) for h, f in zip(hosts, families, strict=True)]
+        own = places[world.rank]
+        self.device = device or (FakeAccelerator(own.family) if own.kind != "cpu" else CpuAccelerator(own.family))
+        known = {
+            name: Family(name, kind, Ability(native, "a fake"), Ability(name in direct, "asked for"))
+            for name, kind in FAMILIES.items()
+        }
+        mpi = world.raw_mpi
+        self.nccl, self.patience, self.rank = None if device else FakeNccl(mpi), world.patience, world.rank
+        self.progress, self._world = Progress(threaded=world.has_threads), world
+        devices = Devices(self.device, known)
+        topology, preferences = Topology(tuple(places)), Preferences(route, algorithm)
+        self.routes = RouteMaker(mpi, mpi.COMM_WORLD, topology, preferences, devices, nccl=self.nccl)
+
+    def group(self, ranks, name: str = "") -> Communicator:
+        return Communicator(ranks, self.routes.backend(ranks), self.patience)
+
+    def channel(self, peer: int, num_bytes: int, depth: int):
+        return make_channel(self.routes, self.progress, peer, num_bytes, depth, self.patience)
+
+    def __getattr__(self, name: str):
+        """All else is the world's."""
+        return getattr(self._world, name)
+
+    def later(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor that has its values late, where this rank has a device."""
+        return self.device.later(values) if isinstance(self.device, FakeAccelerator) else values
+
+
+@st.composite
+def cases(draw):
+    """A group in any order, families and hosts, abilities, a size, a dtype, uneven counts, a seed."""
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, size))]
+    return {
+        "families": draw(st.lists(st.sampled_from("abc"), min_size=size, max_size=size)),
+        "native": draw(st.booleans()),
+        "direct": draw(st.sampled_from(["", "a", "ab"])),
+        "route": draw(st.sampled_from(["auto", "messages"])),
+        "algorithm": draw(st.sampled_from(["auto", "exchange", "ring", "doubling"])),
+        "two_hosts": draw(st.booleans()),
+        "ranks": ranks,
+        "size": draw(SIZES),
+        "dtype": draw(st.sampled_from(sorted(DTYPES | INTEGERS))),
+        "op": draw(st.sampled_from(["sum", "max", "min"])),
+        "counts": draw(st.lists(st.integers(0, 300), min_size=len(ranks), max_size=len(ranks))),
+        "root": draw(st.integers(0, len(ranks) - 1)),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+def check_collectives(comm: Communicator, case: dict, put):
+    """Compare all operations of a communicator with the reference. `put` brings values to where tensors are."""
+    me, size = comm.rank, case["size"]
+    tensor = put(contribution(case, me, size))
+    comm.all_reduce(tensor, case["op"])
+    assert_close(case, tensor.cpu(), reduced(case, size), case["op"])
+    everywhere = tensor.clone()
+    comm.broadcast(everywhere)
+    assert torch.equal(everywhere, tensor), "the result is the same bits on every rank"
+
+    bounds = np.cumsum([0, *case["counts"]]).tolist()
+    uneven = [Interval(a, b) for a, b in itertools.pairwise(bounds)]
+    even = [Interval(i * size, (i + 1) * size) for i in range(comm.size)]
+    for cuts in (uneven, even):
+        total, own = cuts[-1].stop, slice(*cuts[me])
+        out = put(torch.empty(cuts[me].size, dtype=tensor.dtype))
+        comm.reduce_scatter(put(contribution(case, me, total)), out, cuts)
+        assert_close(case, out.cpu(), reduced(case | {"op": "sum"}, total)[own], "sum")
+        values = torch.zeros(total, dtype=tensor.dtype)
+        values[own] = contribution(case, me, total)[own]
+        gathered = put(values)
+        comm.all_gather(gathered, cuts)
+        expected = torch.cat([contribution(case, i, total)[slice(*cut)] for i, cut in enumerate(cuts)])
+        assert torch.equal(gathered.cpu(), expected)
+
+    sent = put(contribution(case, me, size))
+    comm.broadcast(sent, case["root"])
+    assert torch.equal(sent.cpu(), contribution(case, case["root"], size))
+    received = [put(torch.zeros((me + i) % 5 * 30, dtype=tensor.dtype)) for i in range(comm.size)]
+    comm.all_to_all([put(torch.full(part.shape, me, dtype=part.dtype)) for part in received], received)
+    for i, part in enumerate(received):
+        assert (part == i).all()
+    before, after = (me - 1) % comm.size, (me + 1) % comm.size
+    if me:
+        comm.receive(sent, before)
+        assert torch.equal(sent.cpu(), contribution(case, before, size))
+    if me + 1 < comm.size:
+        comm.send(put(contribution(case, me, size)), after)
+    comm.barrier()
+
+
+@pytest.mark.timeout(60)
+@given_on_ranks(cases(), max_examples=50)
+def test_collectives_with_devices_agree_with_a_reference(world, case):
+    if world.rank not in case["ranks"]:
+        return
+    hosts = [f"h{i % 2}" if case["two_hosts"] else world.place.host for i in range(world.size)]
+    if case["two_hosts"]:  # memory that is shared is that of one host
+        case = case | {"families": [f if f != "c" else "a" for f in case["families"]]}
+    settings = {name: case[name] for name in ("route", "algorithm", "native", "direct")}
+    pretended = Pretended(world, case["families"], hosts, **settings)
+    with small_chunks():
+        comm = pretended.group(case["ranks"])
+        check_collectives(comm, case, pretended.later)
+        comm.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("direct", ["", "a"])
+def test_messages_keep_their_order_and_move_while_others_are_waited_for(world, direct):
+    """Each rank queues all its sends first, and then looks only at what it receives."""
+    pretended = Pretended(world, "a" * world.size, direct=direct)
+    sizes = [0, 1, 63, 64, 65, 5 * CHUNK_BYTES + 1, 2, 3 * CHUNK_BYTES]
+    with small_chunks():
+        transport = pretended.routes.message_backend(range(world.size)).transport
+        others = [i for i in range(world.size) if i != world.rank]
+
+        def values(sender, receiver, number, size):
+            generator = torch.Generator().manual_seed(1000 * sender + 10 * receiver + number)
+            return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+
+        sending = [
+            transport.send(peer, pretended.later(values(world.rank, peer, i, size)))
+            for peer in others
+            for i, size in enumerate(sizes)
+        ]
+        arriving = []
+        for peer in others:
+            for i, size in enumerate(sizes):
+                tensor = pretended.later(torch.zeros(size, dtype=torch.uint8))
+                arriving.append((transport.receive(peer, tensor), tensor, values(peer, world.rank, i, size)))
+        for ready, tensor, expected in arriving:
+            while not ready():
+                pass
+            assert torch.equal(tensor, expected)
+        while not all([ready() for ready in sending]):
+            pass
+        assert transport.bytes_sent[others[0]] == sum(sizes)
+    assert pretended.device.staging.num_bytes <= 4 * len(others) * 2 * CHUNK_BYTES, "buffers are used again"
+    transport.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int64"])
+def test_native_routes_inside_a_family_and_across(world, dtype):
+    ranks = list(range(world.size))
+    case = {"ranks": ranks, "size": 100, "dtype": dtype, "op": "sum", "counts": [3 * (i + 1) for i in ranks]}
+    for families in ("a" * world.size, "ab" * (world.size // 2)):
+        pretended = Pretended(world, families, native=True)
+        comm = pretended.group(ranks)
+        check_collectives(comm, case | {"root": 1, "seed": 1}, pretended.later)
+        assert comm.route.startswith("NCCL") == (families == "a" * world.size or world.size > 2)
+        if families == "a" * world.size:
+            used = {"send", "recv", "broadcast", "allGather"}
+            sums = set() if dtype == "bf16" else {"allReduce", "reduce", "reduceScatter"}
+            assert set(pretended.nccl.calls) == used | sums
+            # Of one size, but neither packed nor in order.
+            cuts = [Interval(10 * i, 10 * i + 5) for i in reversed(ranks)]
+            out = torch.empty(5, dtype=DTYPES.get(dtype, torch.int64))
+            comm.reduce_scatter(torch.arange(10 * world.size).to(out.dtype), out, cuts)
+            expected = torch.arange(10 * world.size)[slice(*cuts[comm.rank])] * world.size
+            assert torch.equal(out, expected.to(out.dtype))
+        comm.close()
+
+
+@pytest.mark.timeout(60)
+def test_half_precision_on_native_routes_is_summed_in_fp32(world):
+    pretended = Pretended(world, "a" * world.size, native=True)
+    comm = pretended.group(range(world.size))
+    assert comm.route == "NCCL"
+    for size in (1, 8, 20_000):
+        tensor = pretended.later(torch.full((size,), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16))
+        comm.all_reduce(tensor)
+        assert (tensor == torch.tensor(256.0 + (comm.size - 1)).bfloat16()).all()
+    assert "allReduce" not in pretended.nccl.calls, "the library would round at every addition"
+    comm.close()
+
+
+@pytest.mark.timeout(60)
+def test_lanes_and_channels_of_devices_go_on_while_the_rank_computes(world):
+    pretended = Pretended(world, ["a", "b"] * (world.size // 2))  # of the fake library even lanes would block
+    ranks = list(range(world.size))
+    with small_chunks():
+        lanes = [Lane(ranks, pretended.routes.backend(ranks), pretended.progress, world.patience) for _ in range(2)]
+        tensors = [pretended.later(torch.full((500,), float(world.rank + i))) for i in range(6)]
+        works = [lanes[i % 2].all_reduce(tensor) for i, tensor in enumerate(tensors)]
+        for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            work.wait()
+            assert (tensor == sum(ranks) + i * world.size).all()
+        peer = world.rank ^ 1
+        channel = pretended.channel(peer, 4000, 3)
+        for size in (1, 1000, 17):
+            channel.send(torch.full((size,), world.rank * 1000.0 + size))
+        for size in (1, 1000, 17):
+            received = pretended.later(torch.empty(size))
+            channel.receive(received)
+            assert (received == peer * 1000.0 + size).all()
+        channel.close()
+    for lane in lanes:
+        lane.close()
+    pretended.progress.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_group_of_hosts_alone_is_not_changed_by_devices_elsewhere(world):
+    pretended = Pretended(world, ["c", "c", *"a" * (world.size - 2)])
+    if world.rank < 2:
+        comm = pretended.group([0, 1])
+        assert comm.route == "shared memory"
+        comm.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("families", ["aabb", "aacc"])
+def test_training_over_families_of_devices_gives_the_losses_of_one_rank(world, tokens, families):
+    """Tensor groups inside a family, pipeline or data across; the weights' groups allocate on the device."""
+    expected = world.broadcast_object(losses(Alone(), make_job(tokens, "llama"), 3) if world.rank == 0 else None)
+    for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
+        pretended = Pretended(world, families, native=families == "aabb")
+        found = losses(pretended, make_job(tokens, "llama", plan), 3, pretended.device)
+        assert largest_relative_difference(found, expected) < 1e-5
+        pretended.progress.close()

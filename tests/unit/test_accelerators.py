@@ -1,0 +1,200 @@
+"""Devices: which rank takes which, what families are called, routes between them, and the probe of MPI."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from hpctrain.comm.accelerator import DTYPES, choose_device
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.accelerators.find import family_of, find_device
+from hpctrain.comm.device.native import find_native_library
+from hpctrain.comm.device.probe import judge, probe_direct, without_launcher
+from hpctrain.comm.device.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
+from hpctrain.comm.device.table import Ability, DescribedRoute, Family, combine, describe_routes
+from hpctrain.comm.topology import Place, Topology
+from hpctrain.errors import TopologyError
+
+YES, NO = Ability(True, "it does"), Ability(False, "it does not")
+
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-SXM4-80GB MIG 3g.40gb": "a100-mig-3g.40gb",
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA B200": "b200",
+    "Tesla V100-SXM2-16GB": "v100",
+    "Tesla T4": "t4",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA RTX A6000": "rtxa6000",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 3080 Ti": "rtx3080ti",
+    "AMD Instinct MI250X": "mi250x",
+    "AMD Instinct MI300A": "mi300a",
+    "AMD Radeon RX 7900 XTX": "rx7900xtx",
+    "Quadro Something 5": "something-5",
+    "NVIDIA": "gpu",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_families_are_found_by_the_names_of_devices(name):
+    assert family_of(name) == NAMES[name]
+
+
+def test_the_device_is_what_the_environment_says():
+    assert find_device({"HPCTRAIN_DEVICE": "cpu"}) == ("cpu", "cpu")
+    assert find_device({"HPCTRAIN_DEVICE": "cpu", "HPCTRAIN_FAMILY": "epyc"}) == ("cpu", "epyc")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_found_out_later_by_all_ranks():
+    assert find_device({}) == ("cpu", "cpu")
+    assert find_device({"HPCTRAIN_DEVICE": "cuda"}) == ("cuda", "cuda")
+
+
+def test_a_start_without_drivers_does_not_load_torch():
+    code = "import sys; from hpctrain.comm.accelerators import find; find.DRIVER_FILES = (); find.find_device({});"
+    done = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], timeout=60)
+    assert done.returncode == 0
+
+
+def places(*kinds, host="n1"):
+    return Topology(tuple(Place(host, kind, kind) for kind in kinds))
+
+
+def test_ranks_take_devices_in_their_order_and_those_on_the_host_none():
+    topology = places("cuda", "cpu", "cuda", "cuda")
+    visible = [("u0", "u1", "u2"), (), ("u0", "u1", "u2"), ("u0", "u1", "u2")]
+    assert [choose_device(topology, visible, rank) for rank in (0, 2, 3)] == [0, 1, 2]
+
+
+def test_ranks_that_each_see_their_own_device_take_it():
+    assert [choose_device(places("cuda", "cuda"), [("u0",), ("u1",)], rank) for rank in (0, 1)] == [0, 0]
+    assert [choose_device(places("cuda", "cuda"), [("u3", "u4"), ("u3", "u5")], rank) for rank in (0, 1)] == [0, 1]
+
+
+def test_more_ranks_than_devices_are_refused_with_the_numbers_and_what_to_do():
+    visible = [("u0", "u1")] * 3
+    for rank in (0, 1):
+        choose_device(places("cuda", "cuda", "cuda"), visible, rank)
+    with pytest.raises(TopologyError, match=r"host n1 has 3 ranks for 2 visible devices.*--ntasks-per-node=2"):
+        choose_device(places("cuda", "cuda", "cuda"), visible, 2)
+    assert choose_device(places("cuda", "cuda", "cuda"), visible, 2, sharing=True) == 0
+
+
+def test_a_cpu_says_what_it_has():
+    device = CpuAccelerator()
+    memory = device.memory()
+    assert memory.total >= memory.peak >= memory.used > 10_000_000
+    assert device.model and device.kind == device.family == "cpu"
+    assert device.products_per_second(DTYPES["fp32"]) > 1e8
+    assert device.queued().query() and not device.holds(torch.zeros(1))
+    target = torch.zeros(3)
+    assert device.copy(target, torch.ones(3)).query() and target.tolist() == [1, 1, 1]
+
+
+def test_chunks_grow_with_the_root_of_the_message_between_bounds():
+    assert chunk_bytes(0) == chunk_bytes(100_000) == SMALLEST_CHUNK_BYTES
+    assert chunk_bytes(1 << 20) == 512 * 1024
+    assert chunk_bytes(8 << 20) == 2 << 20
+    assert chunk_bytes(1 << 30) == LARGEST_CHUNK_BYTES
+
+
+def test_buffers_are_used_again_by_size():
+    pool = BufferPool(lambda size: torch.empty(size, dtype=torch.uint8))
+    first, second = pool.take(100), pool.take(128)
+    assert first.numel() == second.numel() == 128 and first.data_ptr() != second.data_ptr()
+    pool.give_back(first)
+    assert pool.take(65).data_ptr() == first.data_ptr()
+    assert pool.take(0).numel() == 1
+    assert pool.num_bytes == 257
+
+
+def family(name, kind="cuda", native=YES, direct=YES):
+    return Family(name, kind, native, direct)
+
+
+def test_routes_between_families_and_their_reasons():
+    topology = Topology(tuple(Place(f"n{i}", name) for i, name in enumerate("aabbcd")))
+    known = {
+        "a": family("a"),
+        "b": family("b", native=NO, direct=NO),
+        "c": family("c"),
+        "d": family("d", "cpu", NO, NO),
+    }
+    found = {(r.family, r.other): r for r in describe_routes(topology, known)}
+    routes = {pair: r.route for pair, r in found.items()}
+    assert routes[("a", "a")] == "native"
+    assert routes[("b", "b")] == routes[("a", "b")] == routes[("b", "c")] == "staged"
+    assert routes[("a", "c")] == "direct"
+    assert routes[("a", "d")] == routes[("b", "d")] == "staged"
+    assert routes[("c", "c")] == routes[("d", "d")] == "alone"
+    assert len(routes) == 10
+    assert found[("a", "b")].reason == "MPI is not given memory of b: it does not"
+    assert found[("b", "b")].reason.endswith("no native library: it does not")
+    hosts = Topology((Place("n0", "cpu"), Place("n0", "cpu")))
+    assert [r[:3] for r in describe_routes(hosts, {})] == [("cpu", "cpu", "host")]
+    assert isinstance(found[("a", "a")], DescribedRoute)
+
+
+def test_a_family_can_do_what_all_of_its_ranks_and_hosts_can():
+    places = (("n0", "a", "cuda"), ("n0", "a", "cuda"), ("n1", "a", "cuda"), ("n1", "b", "rocm"), ("n2", "c"))
+    topology = Topology(tuple(Place(*place) for place in places))
+    lame = Ability(False, "n1 cannot")
+    found = combine(topology, [(YES, YES), (YES, None), (YES, lame), (NO, None), (NO, None)])
+    assert found["a"] == Family("a", "cuda", YES, lame)
+    assert found["b"] == Family("b", "rocm", NO, lame)
+    assert found["c"].kind == "cpu"
+
+
+def test_the_probe_sends_to_itself_in_a_job_of_its_own(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "3")
+    monkeypatch.setenv("PMI_SIZE", "8")
+    monkeypatch.setenv("PMI_FD", "77")
+    found = probe_direct("cpu")
+    assert found == (True, "a probe sent it in messages of 1024 and 8388608 bytes, which arrived as they were")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_probe_says_why_it_could_not():
+    found = probe_direct("cuda")
+    assert not found.works and "exit code 1" in found.reason and "CUDA" in found.reason
+
+
+def test_a_probe_that_dies_is_a_no():
+    found = probe_direct("cpu", command=[sys.executable, "-c", "import ctypes; ctypes.string_at(0)"])
+    assert found == (False, "a probe that sent it died of SIGSEGV: this MPI takes host memory only")
+    assert judge(139, "", "").reason == found.reason, "a launcher or a library's handler tells it so"
+    assert judge(3, "", "one\nthe last\n").reason.endswith("(exit code 3): the last")
+    assert judge(0, "", "").reason.endswith("it said nothing")
+
+
+def test_a_probe_that_hangs_is_ended_with_all_that_it_started(tmp_path):
+    note = tmp_path / "pid"
+    script = f"sleep 60 & echo $! > {note}; wait"
+    start = time.monotonic()
+    found = probe_direct("cpu", timeout_seconds=0.5, command=["/bin/sh", "-c", script])
+    assert found == (False, "a probe that sent it was not done after 0.5 s")
+    assert time.monotonic() - start < 5
+    time.sleep(0.1)
+    stat = f"/proc/{int(note.read_text())}/stat"
+    assert not os.path.exists(stat) or open(stat).read().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_the_launcher_is_left_out_of_the_probes_environment():
+    given = {"PMIX_RANK": "1", "SLURM_PROCID": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_pml": "ucx", "PATH": "/bin"}
+    assert without_launcher(given) == {"OMPI_MCA_pml": "ucx", "PATH": "/bin"}
+
+
+def test_the_native_library_or_why_not(monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_NATIVE", "0")
+    assert find_native_library().ability == (False, "HPCTRAIN_NATIVE=0")
+    monkeypatch.delenv("HPCTRAIN_NATIVE")
+    module, ability = find_native_library()
+    assert (module is not None) == ability.works and ability.reason

@@ -1,0 +1,181 @@
+"""The probe, as far as one rank goes: which pairs stand for all, what is measured how, and what is made of it."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpctrain.cluster_file import dump_cluster, parse_cluster
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.probe.describe import describe
+from hpctrain.comm.probe.devices import SHAPES, DeviceFigures, Schedule, host_copy_seconds, measure_device, seconds_of
+from hpctrain.comm.probe.messages import ACROSS, SIZES, Measured, PairClass, one_way, pair_classes
+from hpctrain.comm.probe.survey import check_names
+from hpctrain.comm.topology import Place
+from hpctrain.errors import TopologyError
+from hpctrain.links import link_between
+
+ALPHA = [Place(f"alpha-{i}", "fast") for i in (0, 0, 0, 0, 1, 1, 1, 1)]
+BETA = [Place("beta", "slow")] * 3
+PLACES = ALPHA + BETA
+FABRICS = ["ib"] * 8 + ["roce"] * 3
+
+
+def test_pairs_stand_for_all_that_are_alike():
+    assert pair_classes(PLACES, FABRICS) == [
+        PairClass(("fast", "fast"), None, ((0, 1), (2, 3))),
+        PairClass(("slow", "slow"), None, ((8, 9),)),
+        PairClass(("fast", "slow"), ACROSS, ((0, 8), (1, 9), (2, 10))),
+        PairClass(("fast", "fast"), "ib", ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ]
+
+
+def test_families_of_one_host_are_paired_with_each_other():
+    places = [Place("host", family) for family in ("b", "a", "b", "a", "b")]
+    assert {c.families: c.pairs for c in pair_classes(places, ["x"] * 5)} == {
+        ("a", "a"): ((1, 3),),
+        ("a", "b"): ((1, 0), (3, 2)),
+        ("b", "b"): ((0, 2),),
+    }
+
+
+def test_a_lone_rank_has_no_pairs_and_many_hosts_are_not_enumerated():
+    assert pair_classes([Place("host", "a")], ["x"]) == []
+    start = time.perf_counter()
+    places = [Place(f"host-{rank // 8}", "a" if rank < 2048 else "b") for rank in range(4096)]
+    assert len(pair_classes(places, ["x"] * 4096)) == 5
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize(
+    ("number", "flows"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (8, [1, 2, 4, 8])]
+)
+def test_flows_double(number, flows):
+    assert PairClass(("a", "a"), None, tuple((2 * i, 2 * i + 1) for i in range(number))).flows == flows
+
+
+def test_one_way_is_what_the_answer_leaves_and_at_least_half():
+    pairs = PairClass(("a", "a"), None, ((0, 1),))
+    trips = {(1, 1): 20e-6} | {(1, size): 20e-6 + size / 1e9 for size in SIZES}
+    measured = one_way(pairs, trips)
+    assert measured.latency_seconds == pytest.approx(10e-6)
+    assert measured.seconds[1, 1 << 20] == pytest.approx(10e-6 + (1 << 20) / 1e9)
+    assert measured.bytes_per_second(1) == pytest.approx(1e9)
+    assert (1, 1) not in measured.seconds
+    disturbed = one_way(pairs, trips | {(1, 1): 1.0})
+    assert disturbed.latency_seconds == pytest.approx(10.5e-6, rel=0.05)
+    assert all(seconds > 0 for seconds in disturbed.seconds.values())
+
+
+def test_time_that_is_not_used_is_left_to_the_next():
+    schedule = Schedule(10.0, 10)
+    assert schedule.next_share() == pytest.approx(1.0, rel=0.1)
+    for _ in range(8):
+        schedule.next_share()
+    assert schedule.next_share() == pytest.approx(10.0, rel=0.1)
+    assert Schedule(-1.0, 3).next_share() == 0
+
+
+def test_a_call_is_timed_for_about_so_long():
+    calls = []
+    start = time.perf_counter()
+    taken = seconds_of(lambda: calls.append(time.sleep(0.005)), lambda: None, 0.1)
+    assert taken >= 0.005
+    assert 5 <= len(calls) <= 22
+    assert time.perf_counter() - start >= 0.02
+
+
+def test_a_device_is_measured():
+    accelerator = CpuAccelerator()
+    figures = measure_device(Communicator([0]), accelerator, "cpu", ranks_on_host=2, seconds=1.0)
+    assert figures.memory_bytes == accelerator.memory().total // 2
+    assert figures.memory_bytes_per_second > 0
+    assert figures.host_copy_bytes_per_second is None
+    assert {dtype for dtype, _ in figures.flops_per_second} == {"fp32", "bf16"}
+    assert {shape for _, shape in figures.flops_per_second} <= set(SHAPES)
+    assert ("fp32", (8192, 4096, 8192)) not in figures.flops_per_second, "0.5 TFLOP do not fit into a second's share"
+
+
+def test_host_copies_are_awaited_and_the_slower_way_counts():
+    """An accelerator that is slow to tell that a copy from the device has ended."""
+
+    class Event:
+        def __init__(self, until: float):
+            self._until = until
+
+        def query(self) -> bool:
+            return time.perf_counter() >= self._until
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> Event:
+        return Event(time.perf_counter() + (0.004 if target is host else 0.0))
+
+    host = torch.empty(1000, dtype=torch.uint8)
+    pretended = SimpleNamespace(
+        device=torch.device("cpu"), host_buffer=lambda _: host, copy=copy, synchronize=lambda: None
+    )
+    assert host_copy_seconds(pretended, 1000, 0.02) >= 0.004
+
+
+def figures_of(place: Place, slower: float = 1.0) -> DeviceFigures:
+    speeds = {("fp32", (64, 64, 64)): 1e9 / slower, ("fp32", (512, 512, 512)): 5e9 / slower}
+    if place.family == "fast":
+        speeds["bf16", (64, 64, 64)] = 2e9
+    kind = "cuda" if place.family == "fast" else "cpu"
+    return DeviceFigures(place.family, kind, "A 100", 1 << 30, 2e9, 1e9 if kind == "cuda" else None, speeds)
+
+
+def measured_of(pair_class: PairClass) -> Measured:
+    speed = {None: 5e9, "ib": 2e9}.get(pair_class.fabric, 1e9)
+    trips = {(f, s): 2e-6 + s * f**0.5 / speed for f in pair_class.flows for s in (1, *SIZES)}
+    return one_way(pair_class, trips)
+
+
+def test_what_was_measured_becomes_a_cluster_whose_links_are_those():
+    figures = [figures_of(place, slower=2.0 if rank == 10 else 1.0) for rank, place in enumerate(PLACES)]
+    measured = [measured_of(c) for c in pair_classes(PLACES, FABRICS)]
+    cluster, comments = describe(PLACES, FABRICS, figures, measured)
+    text = dump_cluster(cluster, comments)
+    assert parse_cluster(text, "cluster.toml") == cluster
+    assert cluster.describe() == "8 fast and 3 slow on 3 nodes, by backbone, ib"
+    fast, slow = cluster.families["fast"], cluster.families["slow"]
+    assert (fast.kind, fast.measured_at_once, fast.host_copy_bytes_per_second) == ("cuda", 4, 1e9)
+    assert slow.sustained_flops_per_second == {"fp32": 5e9}
+    assert "3 ranks; figures are the median rank's. They differ by up to 2.00x. 3 ranks of a host measured" in text
+    assert [nodes.count for nodes in cluster.nodes] == [2, 1]
+    assert link_between(cluster, 0, 3).bytes_per_second == pytest.approx(5e9, rel=1e-3)
+    ib, across = link_between(cluster, 0, 4), link_between(cluster, 0, 8)
+    assert (ib.between, ib.fabric, across.between, across.fabric) == ("fabric", "ib", "across", ACROSS)
+    assert ib.bytes_per_second == pytest.approx(2e9, rel=1e-3)
+    assert ib.shared_bytes_per_second == pytest.approx(4e9, rel=1e-3), "four flows got twice as much as one"
+    assert {time.flows for time in across.times} == {1, 2, 3}
+
+
+def test_ranks_that_were_not_started_host_by_host_keep_their_numbers():
+    places = [Place(f"host-{rank % 2}", "cpu") for rank in range(4)]
+    fabrics = ["x"] * 4
+    measured = [measured_of(c) for c in pair_classes(places, fabrics)]
+    cluster, _ = describe(places, fabrics, [figures_of(place) for place in places], measured)
+    assert cluster.nodes[0].ranks == (0, 2, 1, 3)
+    assert [device.node for device in cluster.devices] == [0, 1, 0, 1]
+
+
+def test_a_lone_rank_is_a_cluster_too():
+    places = [Place("host", "cpu")]
+    cluster, comments = describe(places, ["x"], [figures_of(places[0])], [])
+    assert parse_cluster(dump_cluster(cluster, comments), "cluster.toml") == cluster
+    assert (cluster.num_devices, cluster.links, cluster.fabrics) == (1, (), {})
+
+
+def test_hosts_are_on_one_fabric_whose_name_is_free():
+    one, other = Place("a", "cpu"), Place("b", "cpu")
+    check_names([one, one, other], ["ib", "ib", "roce"])
+    with pytest.raises(TopologyError, match="HPCTRAIN_FABRIC=roce on rank 1, but other ranks of host a say 'ib'; give"):
+        check_names([one, one], ["ib", "roce"])
+    with pytest.raises(TopologyError, match="HPCTRAIN_FABRIC=backbone on rank 0: that is what .* choose another name"):
+        check_names([one], [ACROSS])
+    with pytest.raises(TopologyError, match="HPCTRAIN_FABRIC on rank 1: ' ib' is no name: it is empty, or has control"):
+        check_names([one, other], ["ib", " ib"])
+    with pytest.raises(TopologyError, match="HPCTRAIN_FAMILY on rank 0: '' is no name"):
+        check_names([Place("a", "")], ["ib"])
