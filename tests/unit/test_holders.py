@@ -222,3 +222,11 @@ def test_zero_2_and_3_go_through_items_together():
             check_zero(plan, "p.toml")
     stages = {h.layouts[0].unit.items: h.zero for h in holdings_of(MODELS[0], Plan(tuple(tiles), 1, 4), 0).holdings}
     assert stages == {(0, 5): 1, (0,): 3, (1,): 3, (2,): 3, (3,): 3, (4,): 3, (5,): 3}, "tied: no more than 1"
+
+
+def test_a_share_is_that_of_the_tile_which_has_it():
+    items = Interval(0, MODELS[0].num_items)
+    tiles = (Tile(items, Interval(0, 2), (1,), state_share=3), Tile(items, Interval(2, 4), (0,)))
+    (holding,) = holdings_of(MODELS[0], Plan(tiles, 1, 4), 0).holdings
+    sizes = dict(zip(holding.ranks, (cut.size for cut in holding.cuts(400)), strict=True))
+    assert sizes == {1: 300, 0: 100}
