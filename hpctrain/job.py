@@ -157,7 +157,9 @@ class PlanRequest(Table):
 
     @model_validator(mode="after")
     def _file_alone(self) -> Self:
-        if self.file and (others := self.model_fields_set - {"file"}):
+        fields = type(self).model_fields
+        others = {key for key in self.model_fields_set - {"file"} if getattr(self, key) != fields[key].default}
+        if self.file and others:  # a checkpoint's job has them all, at their defaults
             raise ValueError(f"plan.file stands alone; remove {', '.join(sorted(others))}")
         return self
 

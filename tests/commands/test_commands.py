@@ -144,6 +144,35 @@ def test_a_plan_is_written_edited_drawn_and_run(hpctrain, folder):
     assert trained.code == 0, trained.err
 
 
+MIXED = """
+microbatches = 2
+rows = 4
+unused = [2]
+[[tile]]
+items = [0, 4]
+rows = [0, 1]
+ranks = [0]
+[[tile]]
+items = [0, 4]
+rows = [1, 4]
+ranks = [1, 3]
+tensor = {y = 2}
+substeps = 3
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_mixed_plan_with_an_unused_rank_trains_stops_and_goes_on(hpctrain, folder, whole_run):
+    (folder / "mixed.toml").write_text(MIXED)
+    args = ["train", "job.toml", "--run", "runs/mixed", "--sample", "0"]
+    first = hpctrain(*args, "--set", "plan.file=mixed.toml", "--stop-after", "3", ranks=4, cwd=folder)
+    assert first.code == 0, first.err
+    assert "2 tiles of 1x1x1/1x2x1 (x,y,z), 2 microbatches of 4 rows, 1 rank unused; 4 ranks" in first.out
+    rest = hpctrain(*args, ranks=4, cwd=folder)
+    assert "1 rank unused: that of runs/mixed/checkpoints/step-00000003" in rest.out, "an auto plan is the saved one"
+    assert last_line(hpctrain("compare", "runs/whole", "runs/mixed", "--json", cwd=folder))["same"]
+
+
 @pytest.mark.timeout(120)
 def test_generate_is_a_function_of_the_seed(hpctrain, folder, whole_run):
     args = ["generate", "runs/whole", "--prompt", "def ", "--tokens", "20", "--json"]
