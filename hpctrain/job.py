@@ -21,6 +21,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 WholeNumber = Annotated[int, Field(ge=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0)]
 Switch = Annotated[bool, Field(strict=True)]
+Timeout = Annotated[float, Field(gt=0)]
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
 READY_MADE = Path(__file__).parent / "jobs"
 
@@ -174,8 +175,12 @@ class Checkpoint(Table):
 class Observe(Table):
     log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    """How long a rank waits for another one before it gives up and says for what it waited."""
+    start_timeout_seconds: Timeout = 1800.0
+    """How long an operation may take before training begins, and while a checkpoint is saved: files are waited for."""
+    first_step_timeout_seconds: Timeout = 1800.0
+    """How long in the first step, which allocates and starts what others find there, and in validation."""
+    step_timeout_seconds: Timeout = 600.0
+    """How long in every other step."""
 
 
 class Link(Table):

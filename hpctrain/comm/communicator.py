@@ -20,7 +20,7 @@ from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.shared import SharedCollectives
 from hpctrain.comm.steps import Steps, complete, until_all
 from hpctrain.comm.transport import Transport
-from hpctrain.comm.waiting import Patience
+from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.errors import CommError
 from hpctrain.intervals import Interval, cut_evenly
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Pace
 
 OPERATIONS = ("sum", "max", "min")
+ENDLESS = Patience(Phase("a group of one", float("inf"), ""))
 
 
 class Backend:
@@ -71,6 +72,10 @@ class Journal:
 
     def finish(self, handle: int) -> None:
         self._recorder.finish(handle)
+
+    def recorded(self, operation: str):
+        """Record what the group does in this block."""
+        return self._recorder.recorded(self._group, operation)
 
 
 class Operations(ABC, Generic[Result]):
@@ -211,11 +216,11 @@ class Communicator(Operations[torch.Tensor]):
         self,
         ranks: Sequence[int],
         backend: Backend | None = None,
-        patience: Patience | None = None,
+        patience: Patience = ENDLESS,
         journal: Journal | None = None,
     ):
         super().__init__(ranks, backend, journal)
-        self._patience = patience or Patience(float("inf"))
+        self._patience = patience
 
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> torch.Tensor:
         handle = self._start(operation, tensor, peer)

@@ -268,10 +268,11 @@ def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
         first_death, died = death
         now = max(now, died)
     evidence = Evidence(flights, size, now, gone, frozenset(), first_death, is_live, shortest)
+    phases = " or ".join(dict.fromkeys(flight.phase for flight in flights.values() if flight.phase))
     if is_under_way:
         state = "under way"
     elif any(is_gone is None for is_gone in running.values()):
         state = "not ended in order, or still under way on other machines"
     else:
         state = "not ended in order"
-    return f"{state}, {size} ranks", diagnose(evidence)
+    return f"{state}, {size} ranks" + (f", in {phases}" if phases else ""), diagnose(evidence)

@@ -2,7 +2,7 @@
 
 A record is one file a rank, `RUN/flight/rank-00003.bin`, in the byte order of its machine:
 
-    header      who, where, since when; how it ended; its last sign of life
+    header      who, where, since when; in which part of the run; how it ended; its last sign of life
     ring        the last RING_SLOTS operations
     counters    for each lane how many collectives, sends and receives were entered
     table       JSON lines: ["lane", number, name, ranks, number of ranks, checksum of ranks], ["op", number, name]
@@ -25,6 +25,7 @@ MAGIC, VERSION = b"hpcfly\r\n", 1
 # magic, version, rank, size, pid, process start (clock ticks since boot), attempt, wall and monotonic clock at start
 # (seconds), host, family, machine
 HEADER = struct.Struct("@8sIiiiQQdd64s32s64s")
+PHASE_AT, PHASE_BYTES = 384, 64
 STATE_AT, ALIVE_AT, TABLE_USED_AT, ERROR_AT, RING_AT = 512, 520, 528, 536, 1536
 RUNNING, ENDED, FAILED = range(3)
 ERROR_BYTES = RING_AT - ERROR_AT
@@ -111,6 +112,8 @@ class Flight:
     state: int
     """RUNNING, ENDED (in order) or FAILED (with `error`, which was told)."""
     error: str
+    phase: str
+    """The part of the run that it was in."""
     alive: float
     """The last sign of life, seconds of the wall clock."""
     lanes: tuple[RecordedLane, ...]
@@ -203,9 +206,9 @@ def parse_flight(data: bytes, what: str = "flight record") -> Flight:
     times = [wall, *(o.start for o in operations), *(o.end for o in operations if o.end)]
     if alive:
         times.append(offset + alive)
-    error = _text(data[ERROR_AT:RING_AT])
+    error, phase = _text(data[ERROR_AT:RING_AT]), _text(data[PHASE_AT : PHASE_AT + PHASE_BYTES])
     identity = (rank, size, host, family, pid, process_start, machine, attempt, wall)
-    return Flight(*identity, state, error, max(times), tuple(lanes.values()), tuple(operations))
+    return Flight(*identity, state, error, phase, max(times), tuple(lanes.values()), tuple(operations))
 
 
 def _text(data: bytes) -> str:

@@ -58,18 +58,23 @@ class Guarded:
         self._folder = folder
         self._say(f"folder {folder.absolute()}")
 
-    def say_goodbye(self, has_told_error: bool = False) -> None:
-        """Say that this rank ends in order, or that it has told why it does not: before MPI is ended or aborted."""
-        if has_told_error and self._folder is not None:
-            claim_last_word(self._folder, {})
+    def say_goodbye(self, tells_error: bool = False) -> bool:
+        """Say that this rank ends in order, or that it tells why it does not: before MPI is ended or aborted.
+
+        Return False where another rank or a guardian has said before that it tells what happened.
+        """
+        has_last_word = True
+        if tells_error and self._folder is not None:
+            has_last_word = claim_last_word(self._folder, {})
         self._say("goodbye")
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._process is not None and not has_told_error:
+        if self._process is not None and not tells_error:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GOODBYE_SECONDS)
             self._process = None
+        return has_last_word
 
     def _say(self, line: str) -> None:
         if self._socket is not None:

@@ -11,6 +11,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.comm import flight
@@ -157,6 +158,15 @@ class Recorder:
         if self._under_way.pop(handle, None) is not None:
             self._doubles[_FIRST_END + handle % RING_SLOTS * _WORDS_IN_SLOT] = _monotonic()
 
+    @contextmanager
+    def recorded(self, group: int, op: str):
+        """Record a block as an operation that moves no bytes to speak of."""
+        handle = self.start(group, op, 0)
+        try:
+            yield
+        finally:
+            self.finish(handle)
+
     def longest_under_way(self) -> tuple[int, float] | None:
         """Return the handle of the operation that has been under way longest, and for how many seconds."""
         found = min(list(self._under_way.items()), key=lambda item: item[1], default=None)
@@ -168,6 +178,11 @@ class Recorder:
     def beat(self) -> None:
         """Leave a sign of life."""
         self._doubles[flight.ALIVE_AT // 8] = _monotonic()
+
+    def note_phase(self, name: str) -> None:
+        """Record which part of the run this is."""
+        text = name.encode()[: flight.PHASE_BYTES - 1]
+        self._memory[flight.PHASE_AT : flight.PHASE_AT + flight.PHASE_BYTES] = text.ljust(flight.PHASE_BYTES, b"\0")
 
     def snapshot(self) -> flight.Flight:
         """Return what is recorded now."""

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hpctrain.errors import CommError
 
@@ -18,11 +19,25 @@ WAKE_SECONDS = 200e-6
 LONGEST_KNOWN_SLEEP_SECONDS = 5e-3
 
 
-class Patience:
-    """How long a rank waits for others before it gives up; what is waited for now follows changes."""
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run, and how long an operation may take in it."""
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    name: str
+    """Such as "the first step"."""
+    seconds: float
+    key: str
+    """Of the job, which sets the seconds."""
+
+    def __str__(self) -> str:
+        return f"in {self.name} an operation may take {self.seconds:g} s (raise {self.key} if it was only slow)"
+
+
+class Patience:
+    """How long a rank waits for others before it gives up; what is waited for now follows changes of the phase."""
+
+    def __init__(self, phase: Phase):
+        self.phase = phase
         self.grace_seconds = 0.0
         """Longer than that, where a watchdog is to speak first."""
 
@@ -50,9 +65,6 @@ def wait_until(
         else:
             time.sleep(pause)
         waited = time.monotonic() - start
-        if waited > patience.seconds + patience.grace_seconds:
-            raise CommError(
-                f"waited {waited:.0f} s for {what()}; it is gone or far behind"
-                " (raise observe.timeout_seconds if it was only slow)"
-            )
+        if waited > patience.phase.seconds + patience.grace_seconds:
+            raise CommError(f"waited {waited:.0f} s for {what()}; it is gone or far behind: {patience.phase}")
         pause = min(max(pause, waited / 50), LONGEST_SLEEP_SECONDS)

@@ -19,6 +19,7 @@ from hpctrain.comm import flight
 from hpctrain.comm.diagnosis import Diagnosis, Evidence, diagnose
 from hpctrain.comm.flight import Flight
 from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.errors import CommError
 
 TICK_SECONDS = 0.25
@@ -39,7 +40,8 @@ class Answer:
 
     flight: Flight
     stacks: str
-    still_overdue: bool
+    overdue_in: Phase | None
+    """The part of the run in which it has waited for too long, if it has."""
 
 
 class Watchdog:
@@ -51,10 +53,10 @@ class Watchdog:
         comm,
         recorder: Recorder,
         hosts: Sequence[str],
-        patience: Callable[[], float],
+        patience: Patience,
         abort: Callable[[int], None],
     ):
-        """`patience()` returns seconds, and may change; `abort(code)` ends all ranks. Both are called by the thread."""
+        """`abort(code)` ends all ranks, and is called by the thread."""
         self._mpi, self._recorder, self._hosts = mpi, recorder, tuple(hosts)
         self._patience, self._abort = patience, abort
         self._comm = comm.Dup()
@@ -115,7 +117,7 @@ class Watchdog:
     def _is_overdue(self) -> bool:
         """Say whether an operation takes too long; a new one starts the appeals anew."""
         found = self._recorder.longest_under_way()
-        if found is None or found[1] < self._patience():
+        if found is None or found[1] < self._patience.phase.seconds:
             self._overdue = None
             return False
         if found[0] != self._overdue:
@@ -155,7 +157,8 @@ class Watchdog:
         stacks = python_stacks(skip=threading.get_ident())
         if self._recorder.folder is not None:
             self._save_stacks(stacks)
-        return Answer(self._recorder.snapshot().shortened(SENT_OPERATIONS), stacks, self._is_overdue())
+        overdue_in = self._patience.phase if self._is_overdue() else None
+        return Answer(self._recorder.snapshot().shortened(SENT_OPERATIONS), stacks, overdue_in)
 
     def _save_stacks(self, stacks: str) -> None:
         try:
@@ -178,15 +181,16 @@ class Watchdog:
                     return self._answer(source)
             if self._stop.wait(TICK_SECONDS / 5):
                 return None
-        if not any(answer.still_overdue for answer in answers.values()):
+        phases = [answers[rank].overdue_in for rank in sorted(answers) if answers[rank].overdue_in]
+        if not phases:
             return None  # what was slow has come
-        report, summary = self._report(answers)
-        self._recorder.close(error=f"CommError: {summary}")
+        report, summary = self._report(answers, phases[0])
+        self._recorder.close(error=f"CommError: {summary}; {phases[0]}")
         print(report, file=sys.stderr, flush=True)
         time.sleep(HEARD_SECONDS)
         return self._abort(CommError.exit_code)
 
-    def _report(self, answers: dict[int, Answer]) -> tuple[str, str]:
+    def _report(self, answers: dict[int, Answer], phase: Phase) -> tuple[str, str]:
         flights = {rank: answer.flight for rank, answer in answers.items()}
         silent = frozenset(range(self._size)) - frozenset(answers)
         gone: set[int] = set()
@@ -200,10 +204,7 @@ class Watchdog:
             f"hpctrain: CommError: {found.sentences[0]}",
             *(f"  {text}" for text in found.sentences[1:SHOWN_SENTENCES]),
         ]
-        lines.append(
-            f"  found by rank {self._rank}: an operation may take {self._patience():.0f} s here"
-            " (raise observe.timeout_seconds if it was only slow); all ranks are stopped"
-        )
+        lines.append(f"  found by rank {self._rank}: {phase}; all ranks are stopped")
         lines += [f"    {line}" for line in found.table]
         return "\n".join(lines + self._stacks(found, answers)), found.sentences[0]
 

@@ -17,13 +17,14 @@ from hpctrain.comm.accelerators.find import find_device
 from hpctrain.comm.launcher import promised_size
 from hpctrain.comm.oversight import Oversight
 from hpctrain.comm.topology import Place, Preferences, Topology
-from hpctrain.comm.waiting import Patience
+from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.watchdog import HEARD_SECONDS
 from hpctrain.errors import HpctrainError, LaunchError, TopologyError
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.channel import Channel
-    from hpctrain.comm.communicator import Communicator, Journal, Lane
+    from hpctrain.comm.communicator import Backend, Communicator, Journal, Lane
     from hpctrain.comm.device.table import Devices
     from hpctrain.comm.lanes import Progress
     from hpctrain.comm.rehearsal.clock import Clock, Rehearsal
@@ -34,7 +35,8 @@ HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
 AGREEMENT_SECONDS = 2.0
-STAGGER_SECONDS, LONGEST_STAGGER_SECONDS = 0.1, 2.0
+# The first to speak ends the others, who leave it the time: little where they cannot know whether there is one.
+STAGGER_SECONDS, LONGEST_STAGGER_SECONDS, SECOND_SECONDS = 0.6, 2.0, 5.0
 
 
 class World:
@@ -49,11 +51,12 @@ class World:
         self.topology = Topology(tuple(places))
         self.preferences = Preferences()
         """For groups made from now on; must be the same on all ranks."""
-        self.patience = Patience(timeout_seconds)
+        self.patience = Patience(Phase("the start", timeout_seconds, "observe.start_timeout_seconds"))
         self.accelerator: Accelerator | None = None
         self.devices: Devices | None = None
         """Both set by `bind_accelerator`; groups made before are for tensors of the host."""
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
+        self._lane = self.oversight.recorder.add_group("world", range(self.size))
         self._rehearsal: Rehearsal | None = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
@@ -90,26 +93,33 @@ class World:
     def place(self) -> Place:
         return self.topology.places[self.rank]
 
+    def enter(self, phase: Phase) -> None:
+        """Begin another part of the run. All ranks should, at about the same time; nobody waits."""
+        self.patience.phase = phase
+        self.oversight.recorder.note_phase(phase.name)
+
     def group(self, ranks: Sequence[int], name: str = "") -> "Communicator":
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls."""
         from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been found
 
-        backend, journal = self._routes().backend(ranks), self._journal(name, ranks)
+        backend, journal = self._connect(ranks, name)
         return self._keep(Communicator(ranks, backend, self.patience, journal))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
         """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
         from hpctrain.comm.communicator import Lane
 
-        backend, journal = self._routes().backend(ranks), self._journal(name, ranks)
+        backend, journal = self._connect(ranks, name)
         return self._keep(Lane(ranks, backend, self._moving(), self.patience, journal))
 
     def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
         from hpctrain.comm.channel import RecordedChannel, make_channel
 
-        made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience)
-        return self._keep(RecordedChannel(made, self._journal("pipeline", sorted((self.rank, peer)))))
+        journal = self._journal("pipeline", sorted((self.rank, peer)))
+        with journal.recorded("connect"):
+            made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience)
+        return self._keep(RecordedChannel(made, journal))
 
     def rehearse(self, network: "Network", places: Sequence[Place]) -> "Clock":
         """Let groups made from now on be those of devices of a described network; return this rank's clock.
@@ -133,6 +143,19 @@ class World:
         """
         with self.all_or_none():
             self.oversight.recorder.move_to(folder)
+        self.oversight.tell_folder(folder)
+
+    def _connect(self, ranks: Sequence[int], name: str) -> "tuple[Backend | None, Journal | None]":
+        """Return what a group communicates by, and what records its operations, of which this is the first."""
+        journal = self._journal(name, ranks)
+        if journal is None:
+            return None, None
+        with journal.recorded("connect"):
+            return self._routes().backend(ranks), journal
+
+    def _together(self, operation: str):
+        """Record what all ranks do together in this block."""
+        return self.oversight.recorder.recorded(self._lane, operation)
 
     def _journal(self, name: str, ranks: Sequence[int]) -> "Journal | None":
         from hpctrain.comm.communicator import Journal
@@ -165,7 +188,8 @@ class World:
 
         For steps that can fail on some ranks only, such as writing files; the error of the lowest rank is raised.
         """
-        found = self._comm.allgather(None if error is None else (type(error), str(error)))
+        with self._together("agree"):
+            found = self._comm.allgather(None if error is None else (type(error), str(error)))
         for rank, failure in enumerate(found):
             if failure is not None:
                 kind, message = failure
@@ -185,19 +209,23 @@ class World:
 
     def broadcast_object(self, value):
         """Return rank 0's value on every rank. For small plain objects. All ranks must call."""
-        return self._comm.bcast(value)
+        with self._together("broadcast_object"):
+            return self._comm.bcast(value)
 
     def gather_objects(self, value) -> list | None:
         """Return every rank's value, in their order, on rank 0 (None on others). All ranks must call."""
-        return self._comm.gather(value)
+        with self._together("gather_objects"):
+            return self._comm.gather(value)
 
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""
-        return min(self._comm.allgather(value))
+        with self._together("smallest"):
+            return min(self._comm.allgather(value))
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values. All ranks must call."""
-        return max(self._comm.allgather(value))
+        with self._together("largest"):
+            return max(self._comm.allgather(value))
 
     @property
     def library(self) -> str:
@@ -211,6 +239,7 @@ class World:
 
     def close(self) -> None:
         """Free what was made, and end MPI if it was started here. All ranks must call."""
+        self.agree(None)  # nobody takes leave while another one may still be killed, or hang
         if self._progress is not None:
             self._progress.close()
         for made in reversed(self._made):
@@ -232,14 +261,16 @@ class World:
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         for made in self._made:  # nobody may wait in them any longer
             made.abandon()
-        self.oversight.note_failure(error)
+        is_first = self.oversight.note_failure(error)
         if self._everybody_failed():
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
             self._mpi.Finalize()
-            os._exit(code)
-        time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS))  # the first to speak ends the others
+            # MPICH takes leave of its launcher when the process exits; who skips that looks killed, and all are killed.
+            sys.exit(code)
+        time.sleep(min(self.rank * STAGGER_SECONDS, LONGEST_STAGGER_SECONDS) if is_first else SECOND_SECONDS)
         print(self._banner(error, everywhere=False), file=sys.stderr, flush=True)
+        time.sleep(HEARD_SECONDS)
         self._comm.Abort(code)
         os._exit(code)
 

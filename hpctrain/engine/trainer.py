@@ -16,6 +16,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.order import Sequences
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer, learning_rate
+from hpctrain.engine.phases import phases_of
 from hpctrain.engine.pipeline import Pipeline
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval
@@ -168,6 +169,8 @@ class Trainer:
         called when a checkpoint is due, at the end and before a stop too.
         """
         every, validate_every = self.job.checkpoint.every, self.job.train.validate_every
+        phases, enter = phases_of(self.job.observe), self.world.enter
+        enter(phases.first_step)
         with StopRequest().listening() as request:
             while self.steps_done < until:
                 metrics, stop = self.step(training, stop=request.received is not None)
@@ -175,10 +178,13 @@ class Trainer:
                 last = done == until or stop
                 due = validate_every and done % validate_every == 0
                 if validation is not None and (due or done == self.job.train.steps):
+                    enter(phases.validation)
                     metrics["validation_loss"] = self.validate(validation)
                 report(metrics)
                 if last or (every and done % every == 0):
+                    enter(phases.saving)
                     save()
+                enter(phases.end if last else phases.step)
                 if stop:
                     return request.received or "a signal on another rank"
         return None

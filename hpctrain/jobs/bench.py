@@ -41,10 +41,12 @@ def train(job, overrides, steps, warmup, rehearse, as_json):
         prepared = prepare_run(world, parsed)
 
         from hpctrain.comm.accelerator import bind_accelerator
+        from hpctrain.engine.phases import phases_of
         from hpctrain.engine.trainer import Trainer
 
         trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)
         trainer.initialise()
+        world.enter(phases_of(prepared.job.observe).first_step)
         timed = [trainer.step(prepared.training)[0] for _ in range(warmup + steps)][warmup:]
         seconds = [metrics["step_seconds"] for metrics in timed]
         told = {

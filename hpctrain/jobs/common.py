@@ -10,6 +10,7 @@ import click
 
 from hpctrain.comm.launcher import host_memory_bytes
 from hpctrain.comm.topology import Preferences
+from hpctrain.engine.phases import phases_of
 from hpctrain.errors import JobError
 from hpctrain.intervals import cut_evenly
 from hpctrain.job import Job, load_job
@@ -70,7 +71,7 @@ class Prepared:
 def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> Job:
     """Read a job on every rank; a file that only some of them can read is told by one of those that cannot."""
     job = load_job(reference, overrides)
-    world.patience.seconds = job.observe.timeout_seconds
+    world.enter(phases_of(job.observe).start)
     return job
 
 

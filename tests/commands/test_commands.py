@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 
@@ -198,3 +199,27 @@ def test_help_is_there_for_every_command(hpctrain, folder):
         done = hpctrain(name, "--help", cwd=folder)
         assert done.code == 0
         assert done.out.startswith("Usage: ")
+
+
+SLOW_DISK = """
+import sys, time
+from hpctrain.checkpoint import state
+from hpctrain.cli import main
+from hpctrain.comm.launcher import promised_rank
+
+write = state.write_part
+if promised_rank() == 1:
+    state.write_part = lambda *args: time.sleep(4) or write(*args)
+main()
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_writes_its_checkpoint_for_long_is_waited_for(folder):
+    """Longer than a step may take: saving has a timeout of its own."""
+    arguments = ["train", "job.toml", "--run", "runs/slow", "--sample", "0", "--stop-after", "2"]
+    arguments += ["--set", "observe.step_timeout_seconds=2"]
+    command = [BIN / "mpirun", "-n", "2", sys.executable, "-c", SLOW_DISK, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint runs/slow/checkpoints/step-00000002" in done.stdout

@@ -41,7 +41,10 @@ def test_two_families_on_two_hosts_become_a_cluster(tmp_path):
     assert (inside.between, across.between, across.fabric) == ("node", "fabric", "network")
     assert {time.flows for time in inside.times} == {1}
     assert {time.flows for time in across.times} == {1, 2}
-    assert [time.message_bytes for time in inside.times][:: len(inside.times) - 1] == [1 << 10, 1 << 24]
+    sizes = [time.message_bytes for time in inside.times]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 1 << 10
+    assert sizes[-1] >= 1 << 18
     assert links_of(cluster).across.latency_seconds > 0
     text = (tmp_path / "cluster.toml").read_text()
     assert "# 2 ranks; figures are the median rank's." in text

@@ -1,4 +1,5 @@
-"""Ranks that wait in vain: one report, by one of them, that names who is missing; and a killed rank is named too."""
+"""Ranks that wait in vain: one report, by one of them, that names who is missing; who was killed is named too; and
+whatever ends a run, mpirun returns the code that says what it was."""
 
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.flight import RUNNING, read_first_death, read_flights, record_path
-from hpctrain.errors import CommError
+from hpctrain.errors import CommError, DataError
 from tests.started import BIN, Finished
 
 SCRIPT = Path(__file__).with_name("waiting_ranks.py")
@@ -90,7 +91,8 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, hpctrain, culprit):
         done,
         f"hpctrain: CommError: {name} has not entered all_reduce number 4 on lane data [0-3], 4.2 MB;"
         " its last was all_reduce number 3 on lane data [0-3], 4.2 MB, finished ",
-        " s ago; 3 ranks wait for it\n  found by rank 0: an operation may take 1 s here (raise observe.timeout_seconds",
+        " s ago; 3 ranks wait for it\n  found by rank 0: in a test an operation may take 1 s (raise"
+        " observe.step_timeout_seconds if it was only slow); all ranks are stopped",
         f"\n    {name}  works  all_reduce 3 on data, 4.2 MB, done ",
         "  waits  all_reduce 4 on data, 4.2 MB, begun ",
         f"Python stacks of the ranks that answered: {tmp_path}/flight/stacks-*.txt",
@@ -101,6 +103,47 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, hpctrain, culprit):
         assert ("in together" in stacks) == (rank != culprit)
     told = hpctrain("inspect", tmp_path, cwd=tmp_path)
     assert f"rank 0 (host node0) reported: CommError: {name} has not entered all_reduce number 4" in told.out
+
+
+@pytest.mark.timeout(60)
+def test_where_files_are_waited_for_a_missing_rank_is_named_too(tmp_path, hpctrain):
+    done = run(tmp_path, "absent", 2)
+    check_report(
+        done,
+        "hpctrain: CommError: rank 2 (host node1) has not entered agree number ",
+        " on lane world [0-3]; its last was all_reduce number 3 on lane data [0-3], 4.2 MB, finished ",
+        "found by rank 0: in a test an operation may take 1 s (raise observe.step_timeout_seconds if",
+    )
+    told = hpctrain("inspect", tmp_path, cwd=tmp_path)
+    assert "not ended in order, 4 ranks, in a test\n" in told.out
+    assert "; in a test an operation may take 1 s (raise observe.step_timeout_seconds if it was only slow)" in told.out
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("folder_is_known", [False, True])
+def test_where_all_ranks_fail_alike_one_speaks_and_the_code_is_theirs(tmp_path, folder_is_known):
+    before = guardians()
+    done = run(tmp_path if folder_is_known else "-", "alike")
+    assert (done.code, done.out) == (DataError.exit_code, "")
+    assert done.err == "hpctrain: DataError: nothing to go on from\n"
+    assert set(guardians()) <= set(before)
+
+
+@pytest.mark.timeout(60)
+def test_where_one_rank_fails_it_speaks_and_the_code_is_its(tmp_path):
+    done = run(tmp_path, "fails", 2)
+    assert done.code == DataError.exit_code, done.out + done.err
+    banner = "hpctrain: DataError: nothing to go on from here\n  on rank 2 of 4, host node1; all ranks are stopped\n"
+    assert banner in done.err
+    assert done.err.count("hpctrain: ") == 1, done.err
+
+
+@pytest.mark.timeout(60)
+def test_where_several_ranks_fail_one_of_them_speaks(tmp_path):
+    done = run(tmp_path, "others", 0)
+    assert done.code == DataError.exit_code, done.out + done.err
+    assert done.err.count("hpctrain: DataError: nothing to go on from here") == 1, done.err
+    assert done.err.count("hpctrain: ") == 1, done.err
 
 
 @pytest.mark.timeout(60)

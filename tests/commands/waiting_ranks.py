@@ -1,8 +1,9 @@
 """Ranks whose operations move nothing, one of which does not come.
 
 `mpirun -n N python waiting_ranks.py FOLDER STORY R`; FOLDER "-" stands for none. Stories: "all" come; rank R "skips" an
-operation; R is "stuck" and never lets other Python threads run; R is "slow"; R is "killed"; "everybody" but R skips.
-All "rest" for long, and wait for nobody.
+operation; R is "absent" where all agree on something; R is "stuck" and never lets other Python threads run; R is
+"slow"; R is "killed"; R "fails"; "everybody" but R skips; all "others" fail. All "rest" for long, and wait for nobody;
+all fail "alike".
 """
 
 import ctypes
@@ -12,15 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-import mpi4py
-
-mpi4py.rc.initialize = False
-from mpi4py import MPI  # noqa: E402
-
-from hpctrain.comm import watchdog as watching  # noqa: E402
-from hpctrain.comm.guarded import Guarded  # noqa: E402
-from hpctrain.comm.recorder import Recorder  # noqa: E402
-from hpctrain.comm.watchdog import Watchdog  # noqa: E402
+from hpctrain.comm import watchdog as watching
+from hpctrain.comm.launcher import promised_rank
+from hpctrain.comm.recorder import Recorder
+from hpctrain.comm.waiting import Phase
+from hpctrain.comm.world import HOST_VARIABLE, World
+from hpctrain.errors import DataError
+from hpctrain.jobs.common import started_world
 
 PATIENCE_SECONDS = 1.0
 MESSAGE_BYTES = 4_200_000
@@ -42,49 +41,42 @@ def lock_python(seconds: int) -> None:
     ctypes.PyDLL(None).sleep(seconds)
 
 
-def main(folder: str, story: str, culprit: int) -> None:
-    watching.REACTION_SECONDS = watching.ANSWER_SECONDS = 1.0  # or the tests would wait for them
-    MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    comm = MPI.COMM_WORLD.Dup()
-    rank, size = comm.rank, comm.size
-    hosts = [f"node{i // 2}" for i in range(size)]
-    recorder = Recorder(None, rank, size, hosts[rank], "cpu", comm.bcast(time.time_ns()))
-    guarded = Guarded(comm, hosts[rank])
+def play(world: World, folder: str, story: str, culprit: int) -> None:
+    rank, size = world.rank, world.size
+    comm, recorder = world.raw_mpi.COMM_WORLD.Dup(), world.oversight.recorder
     everyone, data = (recorder.add_group(name, range(size)) for name in ("everyone", "data"))
     if folder != "-":
-        recorder.move_to(Path(folder) / "flight")
-        comm.Barrier()
-        guarded.tell_folder(Path(folder) / "flight")
-
-    def abort(code: int) -> None:
-        guarded.say_goodbye(has_told_error=True)
-        MPI.COMM_WORLD.Abort(code)  # of another communicator MPICH's mpirun may return 9, the signal of the others
-
-    watchdog = Watchdog(MPI, comm, recorder, hosts, lambda: PATIENCE_SECONDS, abort)
-    watchdog.start()
+        world.keep_records(Path(folder) / "flight")
+    patience = PATIENCE_SECONDS * (10 if story in ("fails", "others") else 1)  # who fails speaks after two seconds
+    world.enter(Phase("a test", patience, "observe.step_timeout_seconds"))
     together(comm, recorder, everyone, "broadcast")
     for _ in range(3):
         together(comm, recorder, data, "all_reduce")
+    if story == "alike":
+        raise DataError("nothing to go on from")
     if story == "rest":
         (Path(folder) / f"resting-{rank}").touch()
         time.sleep(60)
-    if (rank == culprit) != (story == "everybody"):
-        if story in ("skips", "everybody"):
+    if (rank == culprit) != (story in ("everybody", "others")):
+        if story in ("skips", "everybody", "absent"):
             lost_in_thought(60)
         elif story == "stuck":
             lock_python(60)
         elif story == "slow":
             lost_in_thought(PATIENCE_SECONDS / 2)
+        elif story in ("fails", "others"):
+            raise DataError("nothing to go on from here")
         elif story == "killed":
             time.sleep(PATIENCE_SECONDS / 4)
             os.kill(os.getpid(), signal.SIGKILL)
+    if story == "absent":
+        world.agree(None)
     together(comm, recorder, data, "all_reduce")
-    watchdog.stop()
-    recorder.close()
-    guarded.say_goodbye()
     comm.Free()
-    MPI.Finalize()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    watching.REACTION_SECONDS = watching.ANSWER_SECONDS = 1.0  # or the tests would wait for them
+    os.environ[HOST_VARIABLE] = f"node{promised_rank() // 2}"
+    with started_world() as started:
+        play(started, sys.argv[1], sys.argv[2], int(sys.argv[3]))

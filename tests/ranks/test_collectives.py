@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.shared import SLOT_BYTES
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.comm.waiting import Patience
+from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.errors import CommError
 from hpctrain.intervals import Interval
 from tests.ranks.given_on_ranks import given_on_ranks
@@ -212,7 +212,7 @@ def test_a_waiting_rank_does_not_burn_its_core(world):
 
 @pytest.mark.timeout(60)
 def test_a_missing_rank_is_named_after_the_timeout(world):
-    before, world.patience = world.patience, Patience(0.5)
+    before, world.patience = world.patience, Patience(Phase("a test", 0.5, "no.key"))
     comm = world.group(range(world.size))
     world.patience = before
     if comm.rank != comm.size - 1:
@@ -240,7 +240,7 @@ def test_lanes_move_while_the_main_thread_does_something_else(world):
 
 @pytest.mark.timeout(60)
 def test_a_lane_keeps_its_order_and_reports_what_it_waits_for(world):
-    before, world.patience = world.patience, Patience(0.5)
+    before, world.patience = world.patience, Patience(Phase("a test", 0.5, "no.key"))
     lane = world.lane(range(world.size))
     world.patience = before
     if world.rank:

@@ -96,7 +96,7 @@ def test_what_was_guessed_is_listed(cluster):
 
 def test_4096_devices_answer_at_once():
     """No pairs are enumerated: an order of magnitude more than is allowed would take minutes."""
-    start = time.perf_counter()
+    start = time.process_time()
     family = Family(
         origin="guessed",
         kind="cuda",
@@ -131,7 +131,7 @@ def test_4096_devices_answer_at_once():
         "across": 2048, "device": 1, "fabric": 2048 - 8, "node": 7
     }  # fmt: skip
     assert links_of(cluster).across.bandwidth_bytes_per_second == 1e9
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_the_device_itself_has_no_limit_but_its_memory(cluster):

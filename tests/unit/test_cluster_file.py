@@ -15,7 +15,7 @@ from tests.unit.described import FAMILY, NODE, TEXT
 def write(tmp_path):
     def write(text: str):
         path = tmp_path / "cluster.toml"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return path
 
     return write
@@ -122,6 +122,13 @@ def test_files_round_trip(cluster, comment, tmp_path_factory):
     comments = {"": comment, f"families.{name}": comment, "nodes.0": comment, "links.0.times": comment}
     path.write_text(dump_cluster(cluster, comments), encoding="utf-8")
     assert load_cluster(path) == cluster
+
+
+def test_text_that_toml_writes_otherwise_than_json_round_trips(write):
+    named = load_cluster(write(FAMILY + NODE))
+    family = named.families["mi250x"].model_copy(update={"model": 'a "b" \\ \x7f \n \U0001f600'})
+    changed = named.model_copy(update={"families": {"mi250x": family}})
+    assert load_cluster(write(dump_cluster(changed))) == changed
 
 
 def test_the_truth_is_kept_apart(cluster, write):

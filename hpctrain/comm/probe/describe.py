@@ -1,12 +1,11 @@
 """Makes a cluster, and the comments of its file, of what was measured. Pure."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
 from hpctrain.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Time
 from hpctrain.comm.probe.devices import DeviceFigures
-from hpctrain.comm.probe.messages import ACROSS, SIZES, Measured
+from hpctrain.comm.probe.messages import ACROSS, Measured
 from hpctrain.comm.topology import Place
 
 DIGITS = 4
@@ -25,10 +24,10 @@ def describe(
         ranks = [rank for rank, place in enumerate(places) if place.family == family]
         at_once = max(sum(place.host == places[rank].host for place in places) for rank in ranks)
         families[family] = _family([figures[rank] for rank in ranks], at_once, f"families.{family}", comments)
-    across = {m.pairs.fabric: [] for m in measured if m.pairs.fabric}
+    across: dict[str, list[Measured]] = {}
     for m in measured:
         if m.pairs.fabric:
-            across[m.pairs.fabric].append(m)
+            across.setdefault(m.pairs.fabric, []).append(m)
     described = {}
     for name, found in across.items():
         described[name] = Fabric(origin="measured", latency_seconds=_short(min(m.latency_seconds for m in found)))
@@ -104,7 +103,7 @@ def _nodes(
     for (own, counts), kind in alike.items():
         devices = dict(counts)
         pairs = [m for m in inside if set(m.pairs.families) <= set(devices)]
-        slowest = max(pairs, key=lambda m: m.seconds[1, SIZES[-1]], default=None)
+        slowest = max(pairs, key=lambda m: -m.bytes_per_second(1), default=None)
         several = sum(devices.values()) > 1 and slowest is not None
         key = f"nodes.{len(found)}"
         comments[key] = f"{', '.join(kind[:4])}{' and others' if len(kind) > 4 else ''}."
@@ -113,6 +112,7 @@ def _nodes(
         nics = tuple(_nic(name, across[name]) for name in (own, ACROSS) if name in across)
         if nics:
             comments[f"{key}.nics"] = "What all flows of a node got together, through however many NICs it has."
+        ranks = tuple(rank for host in kind for of_family in hosts[host].values() for rank in of_family)
         found.append(
             Nodes(
                 origin="measured" if several else None,
@@ -121,9 +121,7 @@ def _nodes(
                 link_latency_seconds=_short(slowest.latency_seconds) if several else None,
                 link_bytes_per_second=_short(slowest.bytes_per_second(1)) if several else None,
                 nics=nics,
-                ranks=None
-                if order == sorted(order)
-                else tuple(r for h in kind for some in hosts[h].values() for r in some),
+                ranks=None if order == sorted(order) else ranks,
             )
         )
     return tuple(found)
@@ -137,12 +135,14 @@ def _nic(fabric: str, measured: Sequence[Measured]) -> Nic:
 def _link(measured: Measured, key: str, comments: dict[str, str]) -> LinkClass:
     pairs = measured.pairs
     where = f"between nodes, by {pairs.fabric}" if pairs.fabric else "inside a node"
-    flows = f"up to {len(pairs.pairs)} of them" if len(pairs.pairs) > 1 else "there was one such pair"
-    comments[key] = f"From {pairs.families[0]} to {pairs.families[1]} {where}: measured from rank"
-    comments[key] += f" {pairs.pairs[0][0]} to rank {pairs.pairs[0][1]}, and for flows at once with {flows}."
+    flows = f", and up to {len(pairs.pairs)} such pairs at once" if len(pairs.pairs) > 1 else ", which stand for all"
+    source, target = pairs.pairs[0]
+    comments[key] = f"{pairs.families[0]} to {pairs.families[1]}, {where}: from rank {source} to rank {target}{flows}."
     comments[f"{key}.latency_seconds"] = "Half of what an empty message takes there and back."
     comments[f"{key}.bytes_per_second"] = "Of the largest message, once it is under way."
-    comments[f"{key}.times"] = "One way, the slowest flow; the best of some rounds."
+    comments[f"{key}.times"] = (
+        "One way, the slowest flow; the best of some rounds. What would have taken too long is left out."
+    )
     times = [
         Time(message_bytes=size, flows=flows, seconds=_short(seconds))
         for (flows, size), seconds in measured.seconds.items()
@@ -158,4 +158,4 @@ def _link(measured: Measured, key: str, comments: dict[str, str]) -> LinkClass:
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.{DIGITS - 1}e}") if math.isfinite(value) else value
+    return float(f"{value:.{DIGITS}g}")

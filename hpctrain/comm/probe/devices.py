@@ -60,9 +60,12 @@ class Schedule:
     def __init__(self, seconds: float, num_figures: int):
         self._end, self._left = time.monotonic() + seconds, num_figures
 
+    def seconds_left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
     def next_share(self) -> float:
         """Return how many seconds the next figure may take."""
-        share = max(0.0, self._end - time.monotonic()) / max(1, self._left)
+        share = self.seconds_left() / max(1, self._left)
         self._left -= 1
         return share
 

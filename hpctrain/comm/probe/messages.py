@@ -8,12 +8,15 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.links import round_trip
+from hpctrain.comm.links import bandwidth, round_trip
 from hpctrain.comm.probe.devices import Schedule
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
+ALWAYS_MEASURED = 1 << 18
+"""Bytes: larger messages are left out where they would take more than `LARGEST_PART` of the time that is left."""
+LARGEST_PART = 0.25
 MOST_FLOWS = 8
 ROUNDS, MOST_REPEATS = 3, 1000
 CALLS = ROUNDS + 1
@@ -51,8 +54,8 @@ class Measured:
 
     def bytes_per_second(self, flows: int) -> float:
         """Return what all flows together get of the largest messages, once they are under way."""
-        seconds = self.seconds[flows, SIZES[-1]]
-        return flows * SIZES[-1] / max(seconds - self.latency_seconds, seconds / 2)
+        size = max(size for f, size in self.seconds if f == flows)
+        return flows * bandwidth(size, self.seconds[flows, size], self.latency_seconds)
 
 
 def pair_classes(places: Sequence[Place], fabrics: Sequence[str]) -> list[PairClass]:
@@ -109,7 +112,7 @@ def measure_messages(
     for pair_class in classes:
         trips = {(1, 1): meter.seconds_of(pair_class.pairs[:1], 1)}
         for flows in pair_class.flows:
-            for size in SIZES:
+            for size in meter.affordable_sizes(trips, flows):
                 trips[flows, size] = meter.seconds_of(pair_class.pairs[:flows], size)
         measured.append(one_way(pair_class, trips))
     return measured
@@ -132,6 +135,15 @@ class _Meter:
         self._world, self._comm, self._accelerator, self._schedule = world, comm, accelerator, schedule
         self._memory = torch.zeros(SIZES[-1], dtype=torch.uint8, device=accelerator.device)
         self._answer = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
+
+    def affordable_sizes(self, trips: Mapping[tuple[int, int], float], flows: int) -> Iterator[int]:
+        """Yield sizes while there is time for them, by what is in `trips` of rank 0 so far. All ranks must call."""
+        for smaller, size in zip((1, *SIZES), SIZES, strict=False):
+            if size > ALWAYS_MEASURED:
+                expected = CALLS * trips[flows, smaller] * size / smaller
+                if self._world.broadcast_object(expected > LARGEST_PART * self._schedule.seconds_left()):
+                    return
+            yield size
 
     def seconds_of(self, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
         """Return the seconds of the slowest pair in the best round: what else goes on only adds. All ranks must call.

@@ -1,0 +1,40 @@
+"""Clusters for tests of rehearsals: two nodes of two devices, one family twice as fast as the other."""
+
+from hpctrain.cluster_file import parse_cluster
+
+CLUSTER = parse_cluster(
+    """
+    [families.fast]
+    origin = "datasheet"
+    kind = "cuda"
+    memory_bytes = 50_000_000
+    memory_bytes_per_second = 2e9
+    peak_flops_per_second = {fp32 = 2e9}
+
+    [families.slow]
+    origin = "datasheet"
+    kind = "rocm"
+    memory_bytes = 25_000_000
+    memory_bytes_per_second = 1e9
+    peak_flops_per_second = {fp32 = 1e9}
+
+    [fabrics.ib]
+    origin = "datasheet"
+    latency_seconds = 1e-3
+
+    [[nodes]]
+    origin = "datasheet"
+    devices = {fast = 2}
+    link_latency_seconds = 1e-4
+    link_bytes_per_second = 1e9
+    nics = [{fabric = "ib", send_bytes_per_second = 5e7, receive_bytes_per_second = 5e7, origin = "datasheet"}]
+
+    [[nodes]]
+    origin = "datasheet"
+    devices = {slow = 2}
+    link_latency_seconds = 1e-4
+    link_bytes_per_second = 1e9
+    nics = [{fabric = "ib", send_bytes_per_second = 5e7, receive_bytes_per_second = 5e7, origin = "datasheet"}]
+    """,
+    "a test",
+)

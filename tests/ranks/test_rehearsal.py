@@ -1,0 +1,115 @@
+"""Ranks that impersonate devices: the numbers of one rank, in the time and the memory of the cluster."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hpctrain.comm.rehearsal.network import network_of
+from hpctrain.comm.rehearsal.start import rehearse
+from hpctrain.comm.topology import Preferences
+from hpctrain.comm.world import World
+from hpctrain.errors import LaunchError, TopologyError, TrainingError
+from hpctrain.truth import PretendDevice, Truth
+from tests.pretended import CLUSTER
+from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job, make_trainer
+from tests.virtual_ranks import VirtualRanks, VirtualTransports
+
+FAST = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})
+SLOW = PretendDevice(memory_bytes=25_000_000, memory_bytes_per_second=1e9, flops_per_second={"fp32": 1e9})
+TRUTH = Truth(devices={"fast": FAST, "slow": SLOW})
+pytestmark = pytest.mark.ranks(4)
+
+
+@contextmanager
+def rehearsed(world, truth: Truth = TRUTH):
+    """A world of its own, whose ranks are the devices of CLUSTER."""
+    own = World(world.raw_mpi, False, world.topology.places, world.patience.seconds, watched=False)
+    rehearse(own, CLUSTER, truth)
+    yield own
+    own.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", [{"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"x": 2}, "data": 2}])
+def test_a_rehearsal_gives_the_losses_of_one_rank(world, tokens, plan):
+    expected = losses(Alone(), make_job(tokens, "llama"), steps=5)
+    with rehearsed(world) as own:
+        found = losses(own, make_job(tokens, "llama", plan), steps=5, accelerator=own.accelerator)
+    assert largest_relative_difference(found, expected) < 1e-5
+
+
+@pytest.mark.timeout(60)
+def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(world):
+    num_elements = 250_000
+    with rehearsed(world) as own:
+        own.preferences = Preferences(algorithm="exchange")
+        comm, device = own.group(range(4)), own.accelerator
+        virtual = VirtualRanks(network_of(CLUSTER))
+        domains = [VirtualTransports(virtual, (0, 1)), VirtualTransports(virtual, (2, 3))]
+        across = VirtualTransports(virtual, range(4))
+        predicted = virtual.run(
+            [
+                _hierarchical(domains[r // 2][r % 2], across[r]).all_reduce(torch.ones(num_elements), "sum")
+                for r in range(4)
+            ]
+        )
+        assert predicted > 2 * num_elements * 4 / 2 / 5e7
+        a, found = torch.ones(128, 128), []
+        for _ in range(9):
+            tensor = torch.ones(num_elements)
+            comm.barrier()
+            taken = device.stopwatch()
+            start = device.clock.moment
+            with device.running():
+                a @ a
+                comm.all_reduce(tensor)
+            every = world.broadcast_object(world.gather_objects((start, start + taken())))
+            computed = [
+                start + 2 * 128**3 / (FAST, SLOW)[rank // 2].flops_per_second["fp32"]
+                for rank, (start, _) in enumerate(every)
+            ]
+            found.append(max(end for _, end in every) - max(computed))
+            assert (tensor == 4).all()
+        if world.rank == 0:
+            print(f"predicted {predicted * 1e3:.2f} ms, pretended {[f'{1e3 * s:.2f}' for s in found]}")
+        assert 0.98 * predicted < min(found) < 1.05 * predicted  # a rank that gets no core is late
+
+
+def _hierarchical(inner, across):
+    from hpctrain.comm.flat import FlatCollectives
+    from hpctrain.comm.hierarchy import HierarchicalCollectives
+
+    flat = [FlatCollectives(transport, lambda *_: "exchange") for transport in (inner, across)]
+    return HierarchicalCollectives(*flat, across, [(0, 1), (2, 3)])
+
+
+@pytest.mark.timeout(60)
+def test_what_does_not_fit_says_which_rank_and_what_to_change(world, tokens):
+    small = Truth(devices={"fast": FAST, "slow": SLOW.model_copy(update={"memory_bytes": 150_000})})
+    with rehearsed(world, small) as own:
+        job = make_job(tokens, "llama", {"data": 4})
+        error = None
+        try:
+            make_trainer(own, job, own.accelerator)
+        except TrainingError as caught:
+            error = caught
+        for made in own._made:
+            made.abandon()
+    told = world.gather_objects(str(error) if error else None)
+    if world.rank == 0:
+        assert told[:2] == [None, None]
+        assert "rank 2 (cpu, items [0, 10], rows [8, 12]) is out of memory in making weights" in told[2]
+        assert "of 0 MiB are in use" in told[2] and "the pretended slow is out of memory" in told[2]
+
+
+@pytest.mark.timeout(30)
+def test_other_numbers_of_ranks_and_unknown_families_are_refused(world):
+    with pytest.raises(TopologyError, match=r"truth.devices.slow: missing; say how pretend devices of family 'slow'"):
+        rehearse(world, CLUSTER, Truth(devices={"fast": FAST}))
+    alone = World(world.raw_mpi, False, world.topology.places, 10.0, watched=False)
+    alone.size = 3
+    with pytest.raises(LaunchError, match=r"has 4 devices \(2 fast and 2 slow on 2 nodes, by ib\), but 3 ranks"):
+        rehearse(alone, CLUSTER, TRUTH)
+    alone.size = 4
+    alone.close()

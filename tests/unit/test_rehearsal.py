@@ -1,0 +1,134 @@
+"""Pretended devices: what operations cost, what memory is counted, and which network is between them."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from hpctrain.comm.rehearsal.clock import Clock, Pace
+from hpctrain.comm.rehearsal.device import RehearsedAccelerator
+from hpctrain.comm.rehearsal.network import network_of
+from hpctrain.comm.steps import Pending, complete
+from hpctrain.comm.waiting import Patience
+from hpctrain.links import link_between
+from hpctrain.truth import PretendDevice
+from tests.pretended import CLUSTER
+
+TRUTH = PretendDevice(memory_bytes=10**6, memory_bytes_per_second=1e12, flops_per_second={"fp32": 1e9})
+
+
+def device(**changes) -> RehearsedAccelerator:
+    return RehearsedAccelerator("pretended", TRUTH.model_copy(update=changes), Clock(), time_scale=1.0, seed=0)
+
+
+def seconds_for(made: RehearsedAccelerator, work) -> float:
+    taken = made.stopwatch()
+    with made.running():
+        work()
+    return taken()
+
+
+def test_a_product_is_computed_in_whole_tiles_and_slower_with_few_rows():
+    truth = TRUTH.model_copy(update={"tile": (64, 32), "half_speed_rows": 64.0})
+    assert truth.product_seconds("fp32", 64, 100, 32) == pytest.approx(2 * 64 * 100 * 32 / 1e9 * 2)
+    assert truth.product_seconds("fp32", 1, 100, 1) == truth.product_seconds("fp32", 64, 100, 32)
+    assert truth.product_seconds("fp32", 65, 100, 33) == pytest.approx(2 * 128 * 100 * 64 / 1e9 * 1.5)
+    assert truth.product_seconds("fp32", 64, 100, 32, batch=3) == pytest.approx(6 * 64 * 100 * 32 / 1e9 * 2)
+
+
+def test_small_operations_take_the_launch_and_large_ones_of_few_products_the_memory():
+    truth = TRUTH.model_copy(update={"launch_seconds": 1e-3, "memory_bytes_per_second": 1e6})
+    assert truth.product_seconds("fp32", 2, 2, 2) == 1e-3
+    assert truth.product_seconds("fp32", 1000, 1, 1000) == pytest.approx(4 * (2 * 1000 + 10**6) / 1e6)
+    assert truth.pass_seconds(100) == 1e-3 and truth.pass_seconds(10**4) == pytest.approx(1e-2)
+    with pytest.raises(ValueError, match="a device that computes in fp32 was given bf16"):
+        truth.product_seconds("bf16", 2, 2, 2)
+
+
+def test_forward_and_backward_of_a_product_are_three_products():
+    made = device()
+    x, weight = torch.randn(50, 40, requires_grad=True), torch.randn(30, 40, requires_grad=True)
+    once = 2 * 50 * 40 * 30 / 1e9
+    gradient = torch.ones(50, 30)
+    assert seconds_for(made, lambda: x @ weight.t()) == pytest.approx(once, rel=1e-3)
+    assert seconds_for(made, lambda: (x @ weight.t()).backward(gradient)) == pytest.approx(3 * once, rel=1e-3)
+    total = torch.zeros(30, 40)
+    assert seconds_for(made, lambda: total.addmm_(gradient.t(), x.detach())) == pytest.approx(once, rel=1e-3)
+
+
+def test_causal_attention_is_half_of_its_products_and_backward_five_of_them():
+    made = device()
+    q, k, v = (torch.randn(2, 3, 64, 16, requires_grad=True) for _ in range(3))
+    once = 2 * 2 * 3 * 64 * 16 * 64 / 1e9
+
+    def attend(causal):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    assert seconds_for(made, lambda: attend(False)) == pytest.approx(2 * once, rel=1e-3)
+    assert seconds_for(made, lambda: attend(True)) == pytest.approx(once, rel=1e-3)
+    gradient = torch.ones(2, 3, 64, 16)
+    assert seconds_for(made, lambda: attend(True).backward(gradient)) == pytest.approx(3.5 * once, rel=1e-2)
+
+
+def test_views_cost_nothing_and_passes_their_bytes():
+    made = device(memory_bytes_per_second=1e8)
+    x = torch.ones(1000)
+    assert seconds_for(made, lambda: x.view(10, 100).t().unsqueeze(0).detach()) == 0.0
+    assert seconds_for(made, lambda: x + x) == pytest.approx(3 * 4000 / 1e8)
+    assert seconds_for(made, lambda: x.mul_(2)) == pytest.approx(2 * 4000 / 1e8)
+
+
+def test_time_is_scaled_and_really_passes():
+    made = RehearsedAccelerator("pretended", TRUTH, Clock(), time_scale=10.0, seed=0)
+    a = torch.ones(100, 100)
+    start = time.monotonic()
+    assert seconds_for(made, lambda: a @ a) == pytest.approx(2e-3, rel=1e-3)
+    assert time.monotonic() - start > 18e-3
+
+
+def test_computing_is_slower_beside_communication_and_what_communicates_is_not_charged():
+    made = device(overlap_times=1.5)
+    a = torch.ones(100, 100)
+    pace = Pace(made.clock)
+    here = []
+
+    def communicate():
+        here.append(a @ a)
+        yield Pending(lambda: True, "nothing")
+
+    steps = pace.steps(communicate())
+    taken = made.stopwatch()
+    with made.running():
+        next(steps)
+        here.append(a @ a)
+        complete(steps, "a test", Patience(1.0))
+    assert taken() == pytest.approx(1.5 * 2e-3, rel=1e-3)
+
+
+def test_storages_count_as_long_as_they_live():
+    made = device()
+    with made.running():
+        a = torch.zeros(1000)
+        b = a[:500].view(50, 10)
+        assert made.memory().used == 4000
+        c = torch.zeros(500)
+        assert made.memory().used == 6000
+        del a, c
+        assert made.memory() == (10**6, 4000, 6000)
+        del b
+        assert made.memory().used == 0
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory: 4000000 bytes more than the 0 in use"):
+            torch.zeros(10**6)
+        torch.zeros(100)
+
+
+def test_the_network_is_that_of_the_clusters_links():
+    network = network_of(CLUSTER, dilation=2.0)
+    for source in range(4):
+        for target in range(4):
+            if source != target:
+                link, path = link_between(CLUSTER, source, target), network.paths[4 * source + target]
+                assert path.latency_seconds == pytest.approx(2 * link.latency_seconds)
+                assert min(network.bandwidths[port] for port in path.ports) == link.bytes_per_second / 2
+    assert math.isinf(link_between(CLUSTER, 0, 1).shared_bytes_per_second)
