@@ -11,6 +11,7 @@ from hpctrain.errors import HpctrainError
 COMMANDS = {
     "prepare": "turn text or source files into a token file",
     "train": "train a job; start it with mpirun or srun",
+    "plan": "write a plan for a job, or draw one",
     "generate": "write text with a trained model",
     "inspect": "tell what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "compare": "compare the losses (and weights) of two runs",

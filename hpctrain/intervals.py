@@ -22,6 +22,13 @@ class Interval(NamedTuple):
     def shift(self, offset: int) -> "Interval":
         return Interval(self.start + offset, self.stop + offset)
 
+    def scale(self, factor: int) -> "Interval":
+        return Interval(self.start * factor, self.stop * factor)
+
+    def part(self, some: "Interval", of: int) -> "Interval":
+        """Return the parts `some` of this interval, which is cut evenly into `of` parts."""
+        return Interval(self.start + self.size * some.start // of, self.start + self.size * some.stop // of)
+
 
 def cut_evenly(size: int, parts: int) -> tuple[Interval, ...]:
     """Cut `range(size)` into `parts` consecutive intervals whose sizes differ by one at most."""
@@ -37,3 +44,10 @@ def tiles_exactly(intervals: list[Interval], whole: Interval) -> bool:
             return False
         at = interval.stop
     return at == whole.stop
+
+
+def cut_by_shares(size: int, shares: tuple[int, ...]) -> tuple[Interval, ...]:
+    """Cut `range(size)` into consecutive intervals in proportion to `shares`, rounded; equal ones as `cut_evenly`."""
+    total = sum(shares)
+    bounds = [size * sum_before // total for sum_before in itertools.accumulate(shares, initial=0)]
+    return tuple(Interval(start, stop) for start, stop in itertools.pairwise(bounds))

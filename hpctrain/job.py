@@ -149,8 +149,8 @@ class PlanRequest(Table):
     microbatch: Annotated[Count | None, AUTO] = None
     """Sequences of one data replica that go through the pipeline at once; auto: chosen, with its reason."""
     recompute: Literal["none", "full"] = "none"
-    zero: Literal[0, 1] = 1
-    """0: every data replica updates every weight; 1: each updates its share and gathers the rest."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
 
     @property
     def num_ranks(self) -> int:
@@ -158,7 +158,9 @@ class PlanRequest(Table):
 
     @model_validator(mode="after")
     def _file_alone(self) -> Self:
-        if self.file and (others := self.model_fields_set - {"file"}):
+        fields = type(self).model_fields
+        others = {key for key in self.model_fields_set - {"file"} if getattr(self, key) != fields[key].default}
+        if self.file and others:  # a checkpoint's job has them all, at their defaults
             raise ValueError(f"plan.file stands alone; remove {', '.join(sorted(others))}")
         return self
 

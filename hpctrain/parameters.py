@@ -19,7 +19,7 @@ from functools import cached_property
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid
+from hpctrain.plan import TensorGrid
 
 Box = tuple[Interval, ...]
 
@@ -111,8 +111,6 @@ def whole_rows(parameter: Parameter, box: Box, elements: Interval) -> Iterator[t
 class Unit:
     """Parameters that are stored, gathered over z and exchanged among the same ranks together."""
 
-    index: int
-    """Position in the plan-wide order of units."""
     items: tuple[int, ...]
     """The items that use it: one, or the first and the last for a tied embedding."""
     parameters: tuple[Parameter, ...]
@@ -199,20 +197,27 @@ def count_parameters(model: Model) -> int:
     return sum(math.prod(p.shape) for p in all_parameters(model).values())
 
 
-def units(model: Model, grid: TensorGrid) -> tuple[Unit, ...]:
-    """Cut the model into units for tiles of this tensor grid, in the plan-wide order."""
+def item_units(model: Model, grid: TensorGrid, item: int) -> list[Unit]:
+    """Cut an item into units for tiles of this tensor grid; a tied embedding belongs to the first item."""
     last = model.num_items - 1
-    found: list[tuple[tuple[int, ...], list[Parameter], bool]] = []
-    for item in range(model.num_items):
-        parameters = item_parameters(model, item)
-        if model.tie_head:
-            if item == 0:
-                found.append(((0, last), [p for p in parameters if p.name == "embedding.weight"], False))
-            parameters = [p for p in parameters if p.name != "embedding.weight"]
-        shared = [p for p in parameters if p.is_shared_over_y(grid)]
-        own = [p for p in parameters if not p.is_shared_over_y(grid)]
-        found += [((item,), members, members is shared) for members in (own, shared) if members]
-    return tuple(Unit(i, items, tuple(members), shared) for i, (items, members, shared) in enumerate(found))
+    parameters = item_parameters(model, item)
+    found = []
+    if model.tie_head and item in (0, last):
+        if item == 0:
+            found.append(Unit((0, last), tuple(p for p in parameters if p.name == "embedding.weight")))
+        parameters = [p for p in parameters if p.name != "embedding.weight"]
+    own = tuple(p for p in parameters if not p.is_shared_over_y(grid))
+    shared = tuple(p for p in parameters if p.is_shared_over_y(grid))
+    if own:
+        found.append(Unit((item,), own))
+    if shared:
+        found.append(Unit((item,), shared, shared_over_y=True))
+    return found
+
+
+def units(model: Model, grid: TensorGrid) -> tuple[Unit, ...]:
+    """Cut the model into units for tiles of this tensor grid, in the order of the items."""
+    return tuple(unit for item in range(model.num_items) for unit in item_units(model, grid, item))
 
 
 def check_grid(model: Model, grid: TensorGrid) -> None:
@@ -239,36 +244,3 @@ def check_grid(model: Model, grid: TensorGrid) -> None:
             f"tensor y = {grid.y} is more than model.num_kv_heads {model.kv_heads} and not a multiple of it;"
             f" set y to a multiple or a divisor of {model.kv_heads}"
         )
-
-
-def check_holders(model: Model, plan: Plan) -> None:
-    """Refuse tiles that hold the same parameters by unlike tensor grids or ZeRO stages, which is not executed yet.
-
-    Raises PlanError.
-    """
-    ends = {0, model.num_items - 1} if model.tie_head else set()
-    for item in range(model.num_items):
-        users = [t for t in plan.tiles if t.holds(item) or (item in ends and any(map(t.holds, ends)))]
-        for what in ("tensor", "zero"):
-            values = {str(getattr(t, what)): t for t in users}
-            if len(values) > 1:
-                (a, first), (b, second), *_ = values.items()
-                raise PlanError(
-                    f"item {item} is held by tiles of unlike {what}: {a} (ranks {list(first.ranks)}) and {b} (ranks"
-                    f" {list(second.ranks)}); give tiles that share items{' (or a tied embedding)' * bool(ends)} the"
-                    f" same {what}"
-                )
-
-
-def holders(unit: Unit, model: Model, plan: Plan, rank: int) -> tuple[int, ...]:
-    """Return the ranks that keep the same piece of the unit as `rank` does, and sum its gradients, in order.
-
-    They sit at the same (x, y, z) of every tile that uses the unit, and for shared key/value heads also at the
-    other y of the same head. All tiles that use the unit must have the same tensor grid.
-    """
-    tile = plan.tile_of(rank)
-    x, y, z = tile.coordinate(rank)
-    group = tile.tensor.y // model.kv_heads if unit.shared_over_y else 1
-    ys = range(y // group * group, (y // group + 1) * group)
-    users = [t for t in plan.tiles if any(t.items.start <= item < t.items.stop for item in unit.items)]
-    return tuple(sorted(t.rank_at(x, other, z) for t in users for other in ys))

@@ -29,6 +29,12 @@ class TensorGrid:
     def size(self) -> int:
         return self.x * self.y * self.z
 
+    def coordinate(self, index: int) -> tuple[int, int, int]:
+        """Return the (x, y, z) of a place in the order z (slowest), x, y (fastest)."""
+        zx, y = divmod(index, self.y)
+        z, x = divmod(zx, self.x)
+        return x, y, z
+
     def __str__(self) -> str:
         return f"{self.x}x{self.y}x{self.z}"
 
@@ -47,13 +53,19 @@ class Tile:
     family: str = "cpu"
     recompute: str = "none"
     zero: int = 1
+    state_share: int = 1
+    """The share of each of its ranks when holders cut the state of the optimizer among them."""
+    substeps: int = 1
+    """In how many pieces the tile goes through its rows of a microbatch."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this stands for a rank that the plan does not use."""
+        return not self.items.size
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
         """Return the (x, y, z) of a rank of this tile."""
-        index = self.ranks.index(rank)
-        zx, y = divmod(index, self.tensor.y)
-        z, x = divmod(zx, self.tensor.x)
-        return x, y, z
+        return self.tensor.coordinate(self.ranks.index(rank))
 
     def rank_at(self, x: int, y: int, z: int) -> int:
         return self.ranks[(z * self.tensor.x + x) * self.tensor.y + y]
@@ -91,13 +103,16 @@ class Plan:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(rank for tile in self.tiles for rank in tile.ranks))
+        """All ranks that the plan is for, the unused ones too."""
+        return tuple(sorted([*self.unused, *(rank for tile in self.tiles for rank in tile.ranks)]))
 
     @cached_property
     def _tile_of(self) -> dict[int, Tile]:
-        return {rank: tile for tile in self.tiles for rank in tile.ranks}
+        idle = {rank: Tile(Interval(0, 0), Interval(0, 0), (rank,)) for rank in self.unused}
+        return idle | {rank: tile for tile in self.tiles for rank in tile.ranks}
 
     def tile_of(self, rank: int) -> Tile:
+        """Return the tile of a rank; that of an unused one is idle: it has no items and no neighbours."""
         return self._tile_of[rank]
 
     @cached_property
@@ -127,11 +142,11 @@ class Plan:
 
     def downstream(self, tile: Tile) -> tuple[Tile, ...]:
         """Return the tiles that take this tile's output: the next items, some of the same rows."""
-        return self._downstream[tile]
+        return self._downstream.get(tile, ())
 
     def upstream(self, tile: Tile) -> tuple[Tile, ...]:
         """Return the tiles whose output this tile takes."""
-        return self._upstream[tile]
+        return self._upstream.get(tile, ())
 
     def depth_to_loss(self, tile: Tile) -> int:
         """Return the number of tiles on the longest path from this one to the loss, not counting itself."""
@@ -139,11 +154,16 @@ class Plan:
 
     def describe(self) -> str:
         """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
-        stages = len({tile.items for tile in self.tiles})
-        grids = sorted({str(tile.tensor) for tile in self.tiles})
-        tiles = f"{_count(stages, 'stage')} x {_count(len(self.tiles) // stages, 'replica')}"
+        grids = "/".join(sorted({str(tile.tensor) for tile in self.tiles}))
         microbatches = f"{_count(self.microbatches, 'microbatch')} of {_count(self.rows, 'row')}"
-        return f"{tiles} of {'/'.join(grids)} (x,y,z), {microbatches}"
+        stages = {tile.items for tile in self.tiles}
+        replicas = {tile.rows for tile in self.tiles}
+        if len(self.tiles) == len(stages) * len(replicas) and "/" not in grids:
+            tiles = f"{_count(len(stages), 'stage')} x {_count(len(replicas), 'replica')} of {grids} (x,y,z)"
+        else:
+            tiles = f"{_count(len(self.tiles), 'tile')} of {grids} (x,y,z)"
+        unused = f", {_count(len(self.unused), 'rank')} unused" if self.unused else ""
+        return f"{tiles}, {microbatches}{unused}"
 
 
 def _count(number: int, what: str) -> str:
@@ -164,6 +184,11 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: a grid of {tile.tensor} needs {tile.tensor.size} ranks, {len(tile.ranks)} given")
         if tile.rows.size < tile.tensor.z:
             raise PlanError(f"{where}: z = {tile.tensor.z} splits {tile.rows.size} rows; give it rows or lower z")
+        if tile.rows.size < tile.tensor.z * tile.substeps:
+            raise PlanError(
+                f"{where}: z = {tile.tensor.z} and substeps = {tile.substeps} split {tile.rows.size} rows;"
+                " lower substeps"
+            )
         for rank in tile.ranks:
             if rank in seen:
                 raise PlanError(f"{where}: rank {rank} is already in tile {seen[rank]}")
@@ -214,7 +239,7 @@ def even_plan(num_items: int, grid: TensorGrid, pipeline: int, data: int, microb
 
 def check_ranks(plan: Plan, num_ranks: int) -> None:
     """Refuse a number of ranks other than the plan's. Raises LaunchError that says which number fits."""
-    wanted = len(plan.ranks) + len(plan.unused)
+    wanted = len(plan.ranks)
     if num_ranks != wanted:
         raise LaunchError(
             f"the plan is for {wanted} ranks ({plan.describe()}), but {num_ranks} were started;"
@@ -238,7 +263,9 @@ class _TileTable(Table):
     tensor: _GridTable = _GridTable()
     family: str = "cpu"
     recompute: Literal["none", "full"] = "none"
-    zero: Literal[0, 1] = 1
+    zero: Literal[0, 1, 2, 3] = 1
+    state_share: Annotated[int, Field(ge=1)] = 1
+    substeps: Annotated[int, Field(ge=1)] = 1
 
 
 class _PlanTable(Table):
@@ -270,6 +297,8 @@ def parse_plan(text: str, path: str) -> Plan:
             t.family,
             t.recompute,
             t.zero,
+            t.state_share,
+            t.substeps,
         )
         for t in table.tile
     )
@@ -294,4 +323,5 @@ def dump_plan(plan: Plan) -> str:
             f'recompute = "{tile.recompute}"',
             f"zero = {tile.zero}",
         ]
+        lines += [f"{key} = {value}" for key in ("state_share", "substeps") if (value := getattr(tile, key)) != 1]
     return "\n".join(lines) + "\n"

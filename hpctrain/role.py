@@ -6,8 +6,8 @@ groups one after the other never wait in a circle.
 
 from dataclasses import dataclass
 
+from hpctrain.holders import Holdings, holdings_of
 from hpctrain.job import Model
-from hpctrain.parameters import UnitLayout, holders, units
 from hpctrain.plan import Plan, Tile
 from hpctrain.schedule import channel_depth
 from hpctrain.transfers import Transfer, receives, sends
@@ -42,8 +42,8 @@ class Role:
     tile: Tile
     axes: dict[str, tuple[int, ...]]
     """The ranks along each axis of the tensor grid: x, y, z."""
-    groups: list[tuple[tuple[int, ...], list[UnitLayout]]]
-    """The units that this rank holds, by the ranks that hold the same pieces."""
+    held: Holdings
+    """The weights that this rank holds, by the ranks that hold the same."""
     transfers: Transfers
     channels: list[ChannelNeed]
 
@@ -58,18 +58,7 @@ def role_of(model: Model, plan: Plan, rank: int) -> Role:
         send_gradient=sends(plan, rank, model.hidden_size, forward=False),
     )
     axes = {axis: tuple(tile.axis_ranks(axis, rank)) for axis in "xyz"}
-    return Role(rank, tile, axes, group_units(model, plan, rank), transfers, _channels(plan, rank, transfers))
-
-
-def group_units(model: Model, plan: Plan, rank: int) -> list[tuple[tuple[int, ...], list[UnitLayout]]]:
-    """Return a rank's units by the ranks that hold the same pieces, in the plan-wide order."""
-    tile = plan.tile_of(rank)
-    x, y, _ = tile.coordinate(rank)
-    found: dict[tuple[int, ...], list[UnitLayout]] = {}
-    for unit in units(model, tile.tensor):
-        if any(tile.holds(item) for item in unit.items):
-            found.setdefault(holders(unit, model, plan, rank), []).append(unit.layout(tile.tensor, x, y))
-    return list(found.items())
+    return Role(rank, tile, axes, holdings_of(model, plan, rank), transfers, _channels(plan, rank, transfers))
 
 
 def _channels(plan: Plan, rank: int, transfers: Transfers) -> list[ChannelNeed]:

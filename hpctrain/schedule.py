@@ -30,9 +30,13 @@ class Op(Enum):
 class Instruction:
     op: Op
     microbatch: int = -1
+    substep: int = 0
+    """Which piece of the tile's rows, for forward and backward."""
 
     def __str__(self) -> str:
-        return self.op.value if self.microbatch < 0 else f"{self.op.value} {self.microbatch}"
+        if self.microbatch < 0:
+            return self.op.value
+        return f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
 
 
 def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
@@ -43,7 +47,7 @@ def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
 
 def forward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
     """Return the instructions of one microbatch's forward pass on a tile."""
-    steps = [Instruction(Op.FORWARD, m)]
+    steps = [Instruction(Op.FORWARD, m, s) for s in range(tile.substeps)]
     if plan.upstream(tile):
         steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m))
     if plan.downstream(tile):
@@ -52,11 +56,21 @@ def forward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
 
 
 def backward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
-    steps = [Instruction(Op.BACKWARD, m)]
+    steps = [Instruction(Op.BACKWARD, m, s) for s in range(tile.substeps)]
     if plan.downstream(tile):
         steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m))
     if plan.upstream(tile):
         steps.append(Instruction(Op.SEND_GRADIENT, m))
+    return steps
+
+
+def at_the_loss(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
+    """Return a whole microbatch on a tile with the loss: each substep forward and back, so that only one is kept."""
+    steps = []
+    for s in range(tile.substeps):
+        steps += [Instruction(Op.FORWARD, m, s), Instruction(Op.BACKWARD, m, s)]
+    if plan.upstream(tile):
+        return [Instruction(Op.RECEIVE_ACTIVATION, m), *steps, Instruction(Op.SEND_GRADIENT, m)]
     return steps
 
 
@@ -66,13 +80,17 @@ def one_f_one_b(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
     even pipeline and also right for tiles that are on paths of unlike length.
     """
+    if tile.is_idle:
+        return (Instruction(Op.UPDATE),)
     warmup = min(plan.depth_to_loss(tile), plan.microbatches)
     steps: list[Instruction] = []
     for m in range(warmup):
         steps += forward_part(plan, tile, m)
     for m in range(warmup, plan.microbatches):
-        steps += forward_part(plan, tile, m)
-        steps += backward_part(plan, tile, m - warmup)
+        if warmup:
+            steps += forward_part(plan, tile, m) + backward_part(plan, tile, m - warmup)
+        else:
+            steps += at_the_loss(plan, tile, m)
     for m in range(plan.microbatches - warmup, plan.microbatches):
         steps += backward_part(plan, tile, m)
     return (*steps, Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE))
@@ -80,6 +98,8 @@ def one_f_one_b(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
 
 def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     """Return the forward passes alone, for validation."""
+    if tile.is_idle:
+        return ()
     return tuple(step for m in range(plan.microbatches) for step in forward_part(plan, tile, m))
 
 
@@ -87,9 +107,14 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
     """Run all tiles' instructions against each other without ranks; raise PlanError where they would wait for ever.
 
     No step may end with a message that nobody took, a message must be the one that its receiver expects, and a
-    reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be.
+    reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be. Tiles with ZeRO 2
+    and 3 exchange in every forward and backward pass, and take each of these steps together.
     """
     at = dict.fromkeys(schedules, 0)
+    together = {
+        tile: [t for t in schedules if t is not tile and t.items == tile.items] if tile.zero >= 2 else []
+        for tile in schedules
+    }
     wires: dict[tuple[Tile, Tile, Op], deque[int]] = {}
     pairs = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
 
@@ -112,6 +137,11 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
                 for queue in queues:
                     if (got := queue.popleft()) != step.microbatch:
                         raise PlanError(f"{_name(tile)} expects microbatch {step.microbatch} and is sent {got}")
+            case Op.FORWARD | Op.BACKWARD:
+                for other in together[tile]:
+                    if (theirs := schedules[other][at[tile]]) != step:
+                        raise PlanError(f"{_name(tile)} exchanges in '{step}' while {_name(other)} is at '{theirs}'")
+                return all(at[other] >= at[tile] for other in together[tile])
             case Op.REDUCE_GRADIENTS:
                 return all(at[t] >= at_reduce[t] for t in schedules)
         return True

@@ -28,17 +28,28 @@ def held(tile: Tile, rank: int, hidden_size: int) -> tuple[Interval, Interval]:
 
 
 def _between(source: Tile, target: Tile, receiver: int, hidden_size: int) -> list[Transfer]:
-    """Return what `receiver` needs from the ranks of `source`, each piece from the counterpart nearest in y."""
+    """Return what `receiver` needs from the ranks of `source`.
+
+    The y of a tile hold the same. Each receives the whole of its part once, and they share the sending: of what two
+    parts have in common, the i-th of n senders brings what the i-th n-th of the receivers needs, or a piece of it.
+    """
     rows, features = held(target, receiver, hidden_size)
-    y = target.coordinate(receiver)[1] * source.tensor.y // target.tensor.y
+    ours = Interval(0, source.tensor.y).shift(target.coordinate(receiver)[1] * source.tensor.y)
+    senders = [(y, ours.intersect(Interval(y, y + 1).scale(target.tensor.y))) for y in range(source.tensor.y)]
+    senders = [(y, part.shift(-ours.start)) for y, part in senders if part.size]
     found = []
     for z in range(source.tensor.z):
         for x in range(source.tensor.x):
-            sender = source.rank_at(x, y, z)
-            their_rows, their_features = held(source, sender, hidden_size)
+            their_rows, their_features = held(source, source.rank_at(x, 0, z), hidden_size)
             shared_rows, shared_features = rows.intersect(their_rows), features.intersect(their_features)
-            if shared_rows.size and shared_features.size:
-                found.append(Transfer(sender, receiver, shared_rows, shared_features))
+            if not (shared_rows.size and shared_features.size):
+                continue
+            by_rows = shared_rows.size >= len(senders)
+            for y, part in senders:
+                piece_rows = shared_rows.part(part, ours.size) if by_rows else shared_rows
+                piece_features = shared_features if by_rows else shared_features.part(part, ours.size)
+                if piece_rows.size and piece_features.size:
+                    found.append(Transfer(source.rank_at(x, y, z), receiver, piece_rows, piece_features))
     return found
 
 

@@ -22,10 +22,9 @@ from hpctrain.checkpoint.format import (
 )
 from hpctrain.comm.world import World
 from hpctrain.errors import CheckpointError, describe_os_error
-from hpctrain.intervals import Interval
 from hpctrain.job import Job
+from hpctrain.model.groups import Piece
 from hpctrain.model.shard import Shard
-from hpctrain.model.store import Piece
 from hpctrain.parameters import all_parameters, whole_rows
 from hpctrain.plan import Plan, dump_plan, parse_plan
 from hpctrain.tables import explain
@@ -107,8 +106,8 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
     with world.all_or_none(), Index(checkpoint) as index:
         index.verify(slice(world.rank, None, world.size))
         for shard in shards:
-            for piece in shard.group.pieces(Interval(0, shard.group.size)):
-                shard.group.weights[slice(*piece.at)] = read_piece(index, "model", piece)
+            for piece in shard.group.pieces(shard.group.stored):
+                shard.group.weights_at(piece.at).copy_(read_piece(index, "model", piece))
             for kind, tensor in _tensors(shard).items():
                 for piece in shard.group.pieces(shard.updated):
                     shard.of(tensor, piece.at).copy_(read_piece(index, kind, piece))

@@ -9,12 +9,12 @@ from hpctrain.checkpoint.state import read_job, read_piece
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import CheckpointError
+from hpctrain.holders import whole_model
 from hpctrain.intervals import Interval
 from hpctrain.model.axes import Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
-from hpctrain.parameters import units
-from hpctrain.plan import TensorGrid, Tile
+from hpctrain.plan import Tile
 
 
 class Generator:
@@ -30,9 +30,7 @@ class Generator:
             model = self.job.model
             alone = Communicator([0])
             axes = Axes(alone, alone, alone)
-            grid = TensorGrid()
-            layouts = [unit.layout(grid, 0, 0) for unit in units(model, grid)]
-            store = Store([(alone, layouts)], axes, torch.float32, torch.device("cpu"))
+            store = Store([alone], whole_model(model), axes, torch.float32, torch.device("cpu"))
             self._stage = Stage(model, Tile(Interval(0, model.num_items), Interval(0, 1), (0,)), axes, store)
             for group in store.groups:
                 for piece in group.pieces(Interval(0, group.size)):

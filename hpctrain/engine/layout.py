@@ -7,6 +7,7 @@ import torch
 from hpctrain.comm.channel import Channel
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.world import World
+from hpctrain.holders import Holdings
 from hpctrain.job import Job
 from hpctrain.model.axes import Axes
 from hpctrain.model.stage import Stage
@@ -24,8 +25,9 @@ class Layout:
     tile: Tile
     everyone: Communicator
     axes: Axes
+    held: Holdings
     groups: list[Communicator]
-    """For each group of the store the ranks that hold the same pieces."""
+    """For each holding its ranks."""
     stage: Stage
     transfers: Transfers
     channels: dict[int, Channel]
@@ -50,11 +52,13 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     role = role_of(job.model, plan, world.rank)
     everyone = world.group(plan.ranks, "everyone")
     axes = Axes(*(world.group(role.axes[axis], axis) for axis in "xyz"))
-    groups = [world.group(ranks, "data") for ranks, _ in role.groups]
+    made = {ranks: world.group(ranks, "data") for ranks in dict.fromkeys(h.ranks for h in role.held.holdings)}
+    groups = [made[holding.ranks] for holding in role.held.holdings]
     element_bytes = job.data.sequence_length * dtype.itemsize
     channels = {
         need.peer: world.channel(need.peer, need.elements * element_bytes, need.depth) for need in role.channels
     }
-    held = [(made, layouts) for made, (_, layouts) in zip(groups, role.groups, strict=True)]
-    stage = Stage(job.model, role.tile, axes, Store(held, axes, dtype, device))
-    return Layout(plan, world.rank, role.tile, everyone, axes, groups, stage, role.transfers, channels, dtype)
+    stage = Stage(job.model, role.tile, axes, Store(groups, role.held, axes, dtype, device))
+    return Layout(
+        plan, world.rank, role.tile, everyone, axes, role.held, groups, stage, role.transfers, channels, dtype
+    )

@@ -1,7 +1,8 @@
 """AdamW over the pieces that a rank owns (ZeRO, Rajbhandari et al. 2020), with fp32 master weights.
 
 With `zero = 1` a rank gets the summed gradient of its own shard alone, updates that, and the weights are gathered;
-with `zero = 0` everybody sums and updates everything.
+with `zero = 0` everybody sums and updates everything. With 2 the gradients are summed into the shards after each item's
+backward pass, with 3 the weights are gathered for each item too.
 """
 
 import math
@@ -47,22 +48,25 @@ class Optimizer:
     def __init__(self, layout: Layout, train: Train):
         self._layout, self._train = layout, train
         self.shards = [
-            make_shard(group, holders, layout.tile.zero)
-            for group, holders in zip(layout.store.groups, layout.groups, strict=True)
+            make_shard(group, holders, holding)
+            for group, holders, holding in zip(layout.store.groups, layout.groups, layout.held.holdings, strict=True)
         ]
 
     def load_masters(self) -> None:
         """Take the weights in use as master weights, after they were initialised."""
         for shard in self.shards:
-            shard.master.copy_(shard.group.weights[slice(*shard.updated)])
+            shard.master.copy_(shard.group.weights_at(shard.updated))
 
     def reduce(self) -> None:
         """Sum gradients over the holders of each piece. All ranks of the plan must call."""
         for shard in self.shards:
-            if shard.grads is shard.group.grads:
-                shard.holders.all_reduce(shard.group.grads)
+            if shard.zero >= 2:  # summed after each item's backward pass
+                continue
+            grads = shard.group.own_grads()
+            if shard.grads is grads:
+                shard.holders.all_reduce(grads)
             else:
-                shard.holders.reduce_scatter(shard.group.grads, shard.grads, shard.cuts)
+                shard.holders.reduce_scatter(grads, shard.grads, shard.cuts)
 
     def squared_norm(self) -> float:
         """Return this rank's part of the squared global norm: each element of the model is counted on one rank."""
@@ -90,9 +94,9 @@ class Optimizer:
     def publish(self) -> None:
         """Bring updated master weights into use on all holders. All ranks of the plan must call."""
         for shard in self.shards:
-            in_use = shard.group.weights[slice(*shard.updated)]
+            in_use = shard.group.weights_at(shard.updated)
             if in_use.data_ptr() != shard.master.data_ptr():
                 in_use.copy_(shard.master)
-            if shard.zero:
+            if shard.zero in (1, 2):
                 shard.holders.all_gather(shard.group.weights, shard.cuts)
         self._layout.store.publish()

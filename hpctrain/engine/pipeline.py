@@ -11,7 +11,7 @@ import torch
 from hpctrain.engine.layout import Layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.errors import TrainingError
-from hpctrain.intervals import Interval
+from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.stage import Saved
 from hpctrain.schedule import Instruction, Op, forward_only, one_f_one_b
 from hpctrain.transfers import Transfer, held
@@ -45,6 +45,7 @@ class Pipeline:
         self._device = device
         self._positions = positions
         self._rows, self._features = held(layout.tile, layout.rank, hidden_size)
+        self._substeps = cut_evenly(self._rows.size, layout.tile.substeps)
 
     def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
         """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
@@ -62,35 +63,36 @@ class Pipeline:
         self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training: bool, stop: bool
     ) -> Totals:
         stage, transfers = self._layout.stage, self._layout.transfers
-        waiting: dict[int, torch.Tensor] = {}  # by microbatch: an activation, later a gradient, on its way in or out
-        saved: dict[int, Saved] = {}
+        given: dict[int, torch.Tensor] = {}  # by microbatch: an activation, later a gradient, that came in
+        made: dict[int, torch.Tensor] = {}  # and one that is to go out
+        saved: dict[tuple[int, int], Saved] = {}
         loss = 0.0
         totals = None
         for instruction in schedule:
-            m = instruction.microbatch
+            m, s = instruction.microbatch, instruction.substep
             match instruction.op:
                 case Op.RECEIVE_ACTIVATION:
-                    waiting[m] = self._receive(transfers.receive_activation)
+                    given[m] = self._receive(transfers.receive_activation)
                 case Op.FORWARD:
-                    ids, targets = self._tokens(batch, m)
-                    value, kept = stage.forward(waiting.pop(m, ids), targets, training)
+                    ids, targets = self._tokens(batch, m, s)
+                    value, kept = stage.forward(self._take(given, m, s) if ids is None else ids, targets, training)
                     if stage.is_last:
                         loss += float(value)
                     else:
-                        waiting[m] = value
+                        self._put(made, m, s, value)
                     if training:
-                        saved[m] = kept
+                        saved[m, s] = kept
                 case Op.SEND_ACTIVATION:
-                    self._send(transfers.send_activation, waiting.pop(m))
+                    self._send(transfers.send_activation, made.pop(m))
                 case Op.RECEIVE_GRADIENT:
-                    waiting[m] = self._receive(transfers.receive_gradient)
+                    given[m] = self._receive(transfers.receive_gradient)
                 case Op.BACKWARD:
-                    gradient = waiting.pop(m) if m in waiting else self._gradient_of_loss(loss_tokens)
-                    gradient = stage.backward(saved.pop(m), gradient)
+                    gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, m, s)
+                    gradient = stage.backward(saved.pop((m, s)), gradient)
                     if gradient is not None:
-                        waiting[m] = gradient
+                        self._put(made, m, s, gradient)
                 case Op.SEND_GRADIENT:
-                    self._send(transfers.send_gradient, waiting.pop(m))
+                    self._send(transfers.send_gradient, made.pop(m))
                 case Op.REDUCE_GRADIENTS:
                     self._optimizer.reduce()
                 case Op.UPDATE:
@@ -113,14 +115,29 @@ class Pipeline:
         total = self._layout.everyone.all_reduce(own).tolist()
         return Totals(total[0], math.sqrt(total[1]), total[2] > 0)
 
-    def _tokens(self, batch: Batch, microbatch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _tokens(self, batch: Batch, microbatch: int, substep: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return (ids, targets), each [rows, positions] or None where this stage does not need it."""
         stage = self._layout.stage
         if not (stage.is_first or stage.is_last):
             return None, None
-        rows = self._rows.shift(microbatch * self._layout.plan.rows)
+        rows = self._substeps[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
         tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
         return tokens[:, :-1] if stage.is_first else None, tokens[:, 1:] if stage.is_last else None
+
+    def _take(self, waiting: dict[int, torch.Tensor], microbatch: int, substep: int) -> torch.Tensor:
+        """Return the rows of a substep; the last substep takes what waits away."""
+        last = substep == len(self._substeps) - 1
+        value = waiting.pop(microbatch) if last else waiting[microbatch]
+        return value if len(self._substeps) == 1 else value[slice(*self._substeps[substep])]
+
+    def _put(self, waiting: dict[int, torch.Tensor], microbatch: int, substep: int, value: torch.Tensor) -> None:
+        """Add the rows of a substep to what waits to be sent."""
+        if len(self._substeps) == 1:
+            waiting[microbatch] = value
+            return
+        if microbatch not in waiting:
+            waiting[microbatch] = value.new_empty(self._rows.size, *value.shape[1:])
+        waiting[microbatch][slice(*self._substeps[substep])] = value
 
     def _inside(self, piece: Transfer) -> tuple[slice, slice, slice]:
         rows, features = piece.rows.shift(-self._rows.start), piece.features.shift(-self._features.start)

@@ -142,7 +142,7 @@ def _fits(plan: Plan, families: list[str]) -> bool:
     from hpctrain.planner.even import families_of
 
     tiles = [tile.family for tile in plan.tiles]
-    return len(plan.ranks) + len(plan.unused) == len(families) and families_of(plan, families) == tiles
+    return len(plan.ranks) == len(families) and families_of(plan, families) == tiles
 
 
 def _memory_bytes(world: "World") -> int:

@@ -1,15 +1,17 @@
 """Who updates what: the state of the optimizer, cut among the ranks that hold the same pieces.
 
-The flat array of each group is cut evenly among its holders; each is the owner of its cut in norms and checkpoints.
+The flat array of each group is cut among its holders, by their shares; each is the owner of its cut in norms and
+checkpoints.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.holders import Holding
+from hpctrain.intervals import Interval
 from hpctrain.model.axes import Axis
-from hpctrain.model.store import Group
+from hpctrain.model.groups import Group
 
 
 @dataclass
@@ -36,13 +38,13 @@ class Shard:
         return tensor[slice(*at.shift(-self.updated.start))]
 
 
-def make_shard(group: Group, holders: Axis, zero: int) -> Shard:
+def make_shard(group: Group, holders: Axis, holding: Holding) -> Shard:
     """Make this rank's shard of a group, with zero moments and the weights in use as master weights."""
-    cuts = cut_evenly(group.size, holders.size)
-    updated = cuts[holders.rank] if zero else Interval(0, group.size)
-    in_use = group.weights[slice(*updated)]
+    cuts = holding.cuts(group.size)
+    updated = cuts[holders.rank] if holding.zero else Interval(0, group.size)
+    in_use = group.weights_at(updated)
     master = in_use if in_use.dtype == torch.float32 else in_use.float()
-    whole = holders.size == 1 or not zero
-    grads = group.grads if whole else torch.zeros_like(master)
+    in_place = holders.size == 1 or holding.zero != 1
+    grads = group.own_grads() if in_place else torch.zeros_like(master)
     moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-    return Shard(group, holders, zero, cuts, updated, master, moments, grads)
+    return Shard(group, holders, holding.zero, cuts, updated, master, moments, grads)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
@@ -36,18 +35,18 @@ class Stage:
     def initialise(self, seed: int) -> None:
         """Set all weights to their initial values."""
         for group in self.store.groups:
-            for piece in group.pieces(Interval(0, group.size)):
+            for piece in group.pieces(group.stored):
                 values = torch.empty(piece.at.size)
                 fill_initial(piece.parameter, piece.box, piece.elements, self.model, seed, values)
-                group.weights[slice(*piece.at)] = values
+                group.weights_at(piece.at).copy_(values)
 
     @property
     def is_first(self) -> bool:
-        return isinstance(self.items[0], Embedding)
+        return bool(self.items) and isinstance(self.items[0], Embedding)
 
     @property
     def is_last(self) -> bool:
-        return isinstance(self.items[-1], Head)
+        return bool(self.items) and isinstance(self.items[-1], Head)
 
     def forward(self, value: torch.Tensor, targets: torch.Tensor | None, training: bool) -> tuple[torch.Tensor, Saved]:
         """Run all items on token ids (first stage) or hidden states; return hidden states or the summed loss.

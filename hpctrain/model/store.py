@@ -1,20 +1,21 @@
 """Where weights and gradients of a tile live: a few flat arrays, and views into them.
 
-The units (see `hpctrain.parameters`) whose pieces are exchanged among the same ranks form a *group*: one flat array
-of weights and one of fp32 gradients, so that gradients are reduced in one large message. With z > 1 a rank stores
-a z-th of each unit and scatters gradients back after each item's backward pass. The whole unit is in memory that all
-of z see, filled after each update, where there is such memory; else it is gathered while an item computes.
+The units (see `hpctrain.parameters`) whose pieces are exchanged among the same ranks form a group (see
+`hpctrain.model.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each item's
+backward pass. The whole unit is in memory that all of z see, filled after each update, where there is such memory;
+else it is gathered while an item computes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from hpctrain.holders import Holdings
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.parameters import Box, Parameter, UnitLayout
+from hpctrain.model.groups import Group, ShardedUnit, Slabs, UnitArrays, WholeUnits
+from hpctrain.parameters import UnitLayout
 
 
 class Weight:
@@ -31,20 +32,6 @@ class Weight:
         self.grad: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive elements of one parameter's box in a group's flat array."""
-
-    parameter: Parameter
-    box: Box
-    elements: Interval
-    """Within the flattened box."""
-    at: Interval
-    """Within the group's flat array."""
-    counts: bool
-    """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
-
-
 class WholeGradients:
     """Room for the whole gradients of the units of one item at a time, in memory that z exchanges at least cost."""
 
@@ -52,7 +39,7 @@ class WholeGradients:
         sizes: Counter[int] = Counter()
         for layout in layouts:
             sizes.update(dict.fromkeys(layout.unit.items, layout.size))
-        self._room = z.allocate(max(sizes.values()) if z.size > 1 else 0, torch.float32, device)
+        self._room = z.allocate(max(sizes.values(), default=0), torch.float32, device)
         self._at = self._users = 0
 
     def take(self, numel: int) -> torch.Tensor:
@@ -75,12 +62,19 @@ class UnitStore:
         layout: UnitLayout,
         axes: Axes,
         weights: torch.Tensor,
-        grads: torch.Tensor,
+        grads: torch.Tensor | None,
         whole: torch.Tensor | None,
         whole_grads: WholeGradients,
+        sharded: ShardedUnit | None = None,
     ):
-        """`weights` and `grads` are this rank's shard; `whole` is the unit in memory that all of z see, if any."""
+        """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
+
+        With `sharded` that has the gradients, and `weights` may be no more than what it has of them.
+        """
         self.layout = layout
+        self._sharded = sharded
+        self._stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
+        self._scatters = axes.z.size > 1 or sharded is not None
         self._z = axes.z
         self._whole, self._whole_grads = whole, whole_grads
         self._cuts = cut_evenly(layout.size, axes.z.size)
@@ -106,10 +100,9 @@ class UnitStore:
                 runs.append(([parameter.name], at, shape))
         found = [(Weight("+".join(held)), where, shape) for held, where, shape in runs]
         self._views += found
-        if self._z.size == 1:
-            self._set_views(found, self._shard, self._grad_shard)
-        elif self._whole is not None:
-            self._set_views(found, self._whole, None)
+        if self._stays:
+            whole = self._shard if self._whole is None else self._whole
+            self._set_views(found, whole, None if self._scatters else self._grad_shard)
         return [weight for weight, _, _ in found]
 
     @staticmethod
@@ -119,13 +112,15 @@ class UnitStore:
             weight.grad = None if grad is None else grad[slice(*at)].view(shape)
 
     def gather(self) -> None:
-        """Make the whole unit available; pair with `release`. All ranks of z must call."""
+        """Make the whole unit available; pair with `release`. All ranks of z, and holders of shards, must call."""
         self._users += 1
-        if self._z.size == 1 or self._whole is not None or self._users > 1:
+        if self._stays or self._users > 1:
             return
-        whole = self._shard.new_empty(self.layout.size)
-        whole[slice(*self._cuts[self._z.rank])] = self._shard
-        self._z.all_gather(whole, self._cuts)
+        whole = shard = self._sharded.all_weights() if self._sharded else self._shard
+        if self._z.size > 1:
+            whole = shard.new_empty(self.layout.size)
+            whole[slice(*self._cuts[self._z.rank])] = shard
+            self._z.all_gather(whole, self._cuts)
         self._set_views(self._views, whole, None)
 
     def publish(self) -> None:
@@ -135,90 +130,82 @@ class UnitStore:
 
     def begin_backward(self) -> None:
         """Make room for the gradient of the whole unit."""
-        if self._z.size > 1:
+        if self._scatters:
             self._whole_grad = self._whole_grads.take(self.layout.size)
             for weight, at, shape in self._views:
                 weight.grad = self._whole_grad[slice(*at)].view(shape)
 
     def end_backward(self) -> None:
-        """Sum the gradient over z and keep this rank's part. All ranks of z must call."""
+        """Sum the gradient and keep this rank's part. All ranks of z, and holders of shards, must call."""
+        if not self._scatters:
+            return
+        part = self._whole_grad
         if self._z.size > 1:
-            part = torch.empty_like(self._grad_shard)
+            part = part.new_empty(self._cuts[self._z.rank].size)
             self._z.reduce_scatter(self._whole_grad, part, self._cuts)
+        if self._sharded:
+            self._sharded.add_grads(part)
+        else:
             self._grad_shard += part
-            self._whole_grads.give_back()
+        self._whole_grads.give_back()
 
     def release(self) -> None:
         self._users -= 1
-        if self._z.size > 1 and self._whole is None and self._users == 0:
+        if not self._stays and self._users == 0:
             self._set_views(self._views, None, None)
 
 
-class Group:
-    """Flat arrays of the units that the same ranks hold: `weights` in the compute dtype, `grads` in fp32."""
-
-    def __init__(
-        self,
-        layouts: list[UnitLayout],
-        holders: Axis,
-        axes: Axes,
-        whole_grads: WholeGradients,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        shards = [cut_evenly(layout.size, axes.z.size)[axes.z.rank] for layout in layouts]
-        total = sum(shard.size for shard in shards)
-        self.weights = holders.allocate(total, dtype, device)
-        self.grads = holders.allocate(total, torch.float32, device)
-        whole = axes.z.allocate_common(sum(layout.size for layout in layouts), dtype, device)
-        self.units: list[UnitStore] = []
-        self._coordinate = (axes.x.rank, axes.y.rank)
-        self._placed: list[tuple[UnitLayout, Interval, int]] = []
-        at = at_whole = 0
-        for layout, shard in zip(layouts, shards, strict=True):
-            where = slice(at, at + shard.size)
-            unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
-            self.units.append(UnitStore(layout, axes, self.weights[where], self.grads[where], unit_whole, whole_grads))
-            self._placed.append((layout, shard, at))
-            at += shard.size
-            at_whole += layout.size
-
-    @property
-    def size(self) -> int:
-        return self.weights.numel()
-
-    def pieces(self, within: Interval) -> Iterator[Piece]:
-        """Yield what lies in an interval of the flat arrays, parameter by parameter, in order."""
-        for layout, shard, at in self._placed:
-            for parameter, box, placed in layout.placed():
-                stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
-                if stored.size:
-                    elements = stored.shift(shard.start - at - placed.start)
-                    yield Piece(parameter, box, elements, stored, parameter.counts_at(*self._coordinate))
-
-
 class Store:
-    """All weights of one tile on one rank, by groups of holders."""
+    """All weights of one tile on one rank, by the ranks that hold the same."""
 
-    def __init__(self, groups: list[tuple[Axis, list[UnitLayout]]], axes: Axes, dtype, device):
-        """`groups` pairs the holders of a group with the layouts of its units, in the plan-wide order.
-
-        All holders, and all ranks of z, must call.
-        """
-        whole_grads = WholeGradients((layout for _, layouts in groups for layout in layouts), axes.z, device)
+    def __init__(self, communicators: Sequence[Axis], held: Holdings, axes: Axes, dtype, device):
+        """`communicators` are those of the holdings, in their order. All holders, and all ranks of z, must call."""
         self._z = axes.z
-        self.groups = [Group(layouts, holders, axes, whole_grads, dtype, device) for holders, layouts in groups]
+        scattered = [u for h in held.holdings if axes.z.size > 1 or h.zero >= 2 for u in h.layouts]
+        scattered += held.cut_units if axes.z.size > 1 else ()
+        whole_grads = WholeGradients(scattered, axes.z, device)
+        self.groups: list[Group] = []
+        self._arrays: list[UnitArrays] = []
+        for holders, holding in zip(communicators, held.holdings, strict=True):
+            if holding.slabs:
+                weights = holders.allocate(sum(slab.size for slab in holding.slabs), dtype, device)
+                self.groups.append(Slabs(holding.slabs, axes, weights))
+            elif holding.zero >= 2:
+                self.groups.append(ShardedUnit(holding, holders, axes, dtype, device))
+            else:
+                self._arrays.append(UnitArrays(holding.layouts, axes, holders, dtype, device))
+                self.groups.append(WholeUnits(self._arrays[-1], axes))
+        if held.cut_units:
+            self._arrays.append(UnitArrays(held.cut_units, axes, None, dtype, device))
+            for group in self.groups:
+                if isinstance(group, Slabs):
+                    group.attach(self._arrays[-1])
+        self._units: list[UnitStore] = []
+        for arrays in self._arrays:  # after what is made among holders: ranks of z may have unlike ones
+            whole = axes.z.allocate_common(sum(layout.size for layout, _, _ in arrays.placed), dtype, device)
+            at_whole = 0
+            for layout, shard, at in arrays.placed:
+                where = slice(at, at + shard.size)
+                unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
+                weights, grads = arrays.weights[where], arrays.grads[where]
+                self._units.append(UnitStore(layout, axes, weights, grads, unit_whole, whole_grads))
+                at_whole += layout.size
+
+        for group in self.groups:
+            if isinstance(group, ShardedUnit):
+                self._units.append(UnitStore(group.layout, axes, group.weights, None, None, whole_grads, group))
 
     def publish(self) -> None:
-        """Bring changed weights into use on all of z, whose ranks must all call."""
-        self._z.barrier()  # the others may still be reading
+        """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""
         for group in self.groups:
-            for unit in group.units:
-                unit.publish()
+            group.spread_weights()
+        self._z.barrier()  # the others may still be reading
+        for unit in self._units:
+            unit.publish()
         self._z.barrier()
 
     def units_of(self, item: int) -> list[UnitStore]:
-        return [u for group in self.groups for u in group.units if item in u.layout.unit.items]
+        return [unit for unit in self._units if item in unit.layout.unit.items]
 
     def weights(self, item: int, names: Iterable[str]) -> list[Weight]:
         """Return handles for the named parameters of an item, neighbours as one. Empty if it has none of them."""
@@ -226,5 +213,8 @@ class Store:
         return [weight for unit in self.units_of(item) for weight in unit.weights(names)]
 
     def zero_grads(self) -> None:
+        for arrays in self._arrays:
+            arrays.grads.zero_()
         for group in self.groups:
-            group.grads.zero_()
+            if isinstance(group, ShardedUnit):
+                group.own_grads().zero_()

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.errors import LaunchError, PlanError
+from hpctrain.holders import check_zero
 from hpctrain.job import Job, PlanRequest, TensorSizes
-from hpctrain.parameters import check_grid, check_holders, count_parameters
+from hpctrain.parameters import check_grid, count_parameters
 from hpctrain.plan import Plan, TensorGrid, check_ranks, check_tiling, even_plan, load_plan
 
 # Floating-point operations that a rank does in the time in which it sends one byte to a neighbour, on unknown
@@ -66,21 +67,7 @@ def _resolve(job: Job, num_ranks: int, memory_bytes_per_rank: int | None) -> Res
         return _choose(job, num_ranks, memory_bytes_per_rank)
     if job.plan.file is not None:
         plan = load_plan(job.plan.file)
-        check_tiling(plan, job.model.num_items)
-        for tile in plan.tiles:
-            check_grid(job.model, tile.tensor)
-        check_holders(job.model, plan)
-        if plan.unused:
-            raise PlanError(
-                f"{job.plan.file}: unused = {list(plan.unused)}: this version runs no plan that leaves ranks unused;"
-                " give every rank a tile"
-            )
-        if plan.microbatches * plan.rows != job.train.global_batch:
-            raise PlanError(
-                f"{job.plan.file}: microbatches {plan.microbatches} x rows {plan.rows} ="
-                f" {plan.microbatches * plan.rows}, but train.global_batch is {job.train.global_batch};"
-                " make them equal"
-            )
+        check_plan(job, plan, str(job.plan.file))
         check_ranks(plan, num_ranks)
         return Resolved(plan, {})
     if job.plan.num_ranks != num_ranks:
@@ -91,6 +78,19 @@ def _resolve(job: Job, num_ranks: int, memory_bytes_per_rank: int | None) -> Res
             f' {job.plan.num_ranks}, or set plan = "auto"'
         )
     return _even(job, job.plan)
+
+
+def check_plan(job: Job, plan: Plan, where: str) -> None:
+    """Refuse a plan that cannot run this job; `where` is what the message calls it. Raises PlanError."""
+    check_tiling(plan, job.model.num_items)
+    for tile in plan.tiles:
+        check_grid(job.model, tile.tensor)
+    check_zero(plan, where)
+    if plan.microbatches * plan.rows != job.train.global_batch:
+        raise PlanError(
+            f"{where}: microbatches {plan.microbatches} x rows {plan.rows} = {plan.microbatches * plan.rows}, but"
+            f" train.global_batch is {job.train.global_batch}; make them equal"
+        )
 
 
 def _even(job: Job, request: PlanRequest) -> Resolved:

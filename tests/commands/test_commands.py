@@ -123,6 +123,57 @@ def test_inspect_tells_what_things_are(hpctrain, folder, whole_run):
     assert hpctrain("inspect", "nothing", cwd=folder).code == 11
 
 
+@pytest.mark.timeout(60)
+def test_a_plan_is_written_edited_drawn_and_run(hpctrain, folder):
+    done = hpctrain("plan", "job.toml", "--ranks", "3", "--uniform", "--set", "plan.data=2", cwd=folder)
+    assert done.code == 12, "the job asks for 2 ranks"
+    args = ["--uniform", "--set", "plan.data=2", "--set", "plan.microbatch=2"]
+    written = hpctrain("plan", "job.toml", "--ranks", "2", *args, "--out", "mine.toml", cwd=folder)
+    assert written.out == "mine.toml: 1 stage x 2 replicas of 1x1x1 (x,y,z), 2 microbatches of 4 rows\n"
+    text = (folder / "mine.toml").read_text()
+    (folder / "mine.toml").write_text(text.replace("rows = [0, 2]", "rows = [0, 3]"))
+    refused = hpctrain("plan", "--show", "mine.toml", cwd=folder)
+    assert refused.code == 15
+    assert "item 0 is computed for rows [[0, 3], [2, 4]], which is not [0, 4) once each" in refused.err
+    (folder / "mine.toml").write_text(text.replace("[0, 2]", "[0, 3]").replace("[2, 4]", "[3, 4]"))
+    shown = hpctrain("plan", "--show", "mine.toml", "--job", "job.toml", cwd=folder)
+    assert shown.code == 0
+    assert "3 ├──" in shown.out
+    trained = hpctrain(
+        "bench", "train", "job.toml", "--set", "plan.file=mine.toml", "--steps", "1", ranks=2, cwd=folder
+    )
+    assert trained.code == 0, trained.err
+
+
+MIXED = """
+microbatches = 2
+rows = 4
+unused = [2]
+[[tile]]
+items = [0, 4]
+rows = [0, 1]
+ranks = [0]
+[[tile]]
+items = [0, 4]
+rows = [1, 4]
+ranks = [1, 3]
+tensor = {y = 2}
+substeps = 3
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_mixed_plan_with_an_unused_rank_trains_stops_and_goes_on(hpctrain, folder, whole_run):
+    (folder / "mixed.toml").write_text(MIXED)
+    args = ["train", "job.toml", "--run", "runs/mixed", "--sample", "0"]
+    first = hpctrain(*args, "--set", "plan.file=mixed.toml", "--stop-after", "3", ranks=4, cwd=folder)
+    assert first.code == 0, first.err
+    assert "2 tiles of 1x1x1/1x2x1 (x,y,z), 2 microbatches of 4 rows, 1 rank unused; 4 ranks" in first.out
+    rest = hpctrain(*args, ranks=4, cwd=folder)
+    assert "1 rank unused: that of runs/mixed/checkpoints/step-00000003" in rest.out, "an auto plan is the saved one"
+    assert last_line(hpctrain("compare", "runs/whole", "runs/mixed", "--json", cwd=folder))["same"]
+
+
 @pytest.mark.timeout(120)
 def test_generate_is_a_function_of_the_seed(hpctrain, folder, whole_run):
     args = ["generate", "runs/whole", "--prompt", "def ", "--tokens", "20", "--json"]

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.checkpoint.format import Index, latest_checkpoint
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
+from hpctrain.plan import Plan
 from hpctrain.planner.even import resolve_plan
 
 VOCAB = 61  # prime: padded for every y
@@ -30,13 +32,13 @@ def write_tokens(path: Path) -> Path:
     return path
 
 
-def make_job(tokens: Path, model: str, plan: dict | None = None, **train) -> Job:
-    shape = {"num_layers": 8, "hidden_size": 32, "num_heads": 8, "vocab_size": VOCAB, "max_positions": 16}
+def make_job(tokens: Path, model: str, plan: dict | None = None, shape: dict | None = None, **train) -> Job:
+    common = {"num_layers": 8, "hidden_size": 32, "num_heads": 8, "vocab_size": VOCAB, "max_positions": 16}
     settings = {"steps": 20, "global_batch": 16, "learning_rate": 3e-3, "warmup_steps": 2, "dtype": "fp32"}
     return Job.model_validate(
         {
             "name": "small",
-            "model": shape | MODELS[model],
+            "model": common | MODELS[model] | (shape or {}),
             "data": {"tokens": tokens, "sequence_length": 16, "validation_fraction": 0.1},
             "train": settings | {"validation_sequences": 21} | train,
             "plan": plan or "auto",
@@ -48,6 +50,9 @@ class Alone:
     """A world of one rank, for references."""
 
     rank, size = 0, 1
+
+    def __init__(self):
+        self._made = []
 
     def group(self, ranks, name=""):
         return Communicator(ranks)
@@ -66,14 +71,25 @@ class Alone:
         return value
 
 
-def make_trainer(world, job: Job, accelerator: Accelerator | None = None) -> Trainer:
-    return Trainer(world, accelerator or CpuAccelerator(), job, resolve_plan(job, world.size).plan)
+def make_trainer(world, job: Job, plan: Plan | None = None, accelerator: Accelerator | None = None) -> Trainer:
+    """Make a trainer by a plan; by default the one that the job asks for."""
+    return Trainer(world, accelerator or CpuAccelerator(), job, plan or resolve_plan(job, world.size).plan)
+
+
+@contextlib.contextmanager
+def freed(world):
+    """Free the groups and channels that are made within, of which MPI has a limited number. All ranks must call."""
+    count = len(world._made)
+    yield
+    for made in reversed(world._made[count:]):
+        made.close()
+    del world._made[count:]
 
 
 def losses(world, job: Job, steps: int = 20, accelerator: Accelerator | None = None) -> list[float]:
     """Return the losses of `steps` steps from the start, then the validation loss."""
     _, training, validation = open_datasets(job.data, job.train.seed)
-    trainer = make_trainer(world, job, accelerator)
+    trainer = make_trainer(world, job, accelerator=accelerator)
     trainer.initialise()
     found = [trainer.step(training)[0] for _ in range(steps)]
     return [m["loss"] for m in found] + [found[-1]["grad_norm"], trainer.validate(validation)]
@@ -81,3 +97,11 @@ def losses(world, job: Job, steps: int = 20, accelerator: Accelerator | None = N
 
 def largest_relative_difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def whole(folder) -> dict[str, np.ndarray]:
+    """Return every parameter and moment of a run folder's newest checkpoint."""
+    with Index(latest_checkpoint(folder)) as index:
+        index.verify()
+        kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+        return {f"{kind}/{name}": index.whole(kind, name) for kind in kinds for name in index.names()}

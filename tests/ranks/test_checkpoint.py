@@ -4,10 +4,10 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format import Index, latest_checkpoint
+from hpctrain.checkpoint.format import latest_checkpoint
 from hpctrain.data.order import open_datasets
 from hpctrain.errors import CheckpointError
-from tests.ranks.small_runs import make_job, make_trainer
+from tests.ranks.small_runs import make_job, make_trainer, whole
 
 STEPS = 6
 
@@ -26,13 +26,6 @@ def run(world, job, folder, interrupt_after=None, resume=False):
         found.append((metrics["loss"], metrics["grad_norm"]))
     trainer.save(folder, {})
     return found
-
-
-def whole(folder) -> dict[str, np.ndarray]:
-    with Index(latest_checkpoint(folder)) as index:
-        index.verify()
-        kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
-        return {f"{kind}/{name}": index.whole(kind, name) for kind in kinds for name in index.names()}
 
 
 def layouts(size: int) -> list[dict]:

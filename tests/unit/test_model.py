@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.holders import whole_model
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.model.axes import Axes
@@ -12,8 +13,7 @@ from hpctrain.model.functions import swiglu
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import IGNORED
-from hpctrain.parameters import units
-from hpctrain.plan import TensorGrid, Tile
+from hpctrain.plan import Tile
 
 MODELS = {
     "gpt2": Model(architecture="gpt2", num_layers=2, hidden_size=24, num_heads=4, vocab_size=17, tie_head=True),
@@ -24,8 +24,7 @@ MODELS = {
 def make_stage(model: Model, recompute: str) -> Stage:
     alone = Communicator([0])
     axes = Axes(alone, alone, alone)
-    layouts = [unit.layout(TensorGrid(), 0, 0) for unit in units(model, TensorGrid())]
-    store = Store([(alone, layouts)], axes, torch.float32, torch.device("cpu"))
+    store = Store([alone], whole_model(model), axes, torch.float32, torch.device("cpu"))
     tile = Tile(Interval(0, model.num_items), Interval(0, 3), (0,), recompute=recompute)
     stage = Stage(model, tile, axes, store)
     stage.initialise(3)
@@ -36,8 +35,9 @@ def make_stage(model: Model, recompute: str) -> Stage:
 
 def by_name(stage: Stage, of: str) -> dict[str, torch.Tensor]:
     group = stage.store.groups[0]
+    flat = group.weights if of == "weights" else group.own_grads()
     return {
-        p.parameter.name: getattr(group, of)[slice(*p.at)].view(p.parameter.shape).clone()
+        p.parameter.name: flat[slice(*p.at)].view(p.parameter.shape).clone()
         for p in group.pieces(Interval(0, group.size))
     }
 

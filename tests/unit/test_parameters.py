@@ -8,86 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
 from hpctrain.job import Model, load_job
-from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial, initial_values
-from hpctrain.model.store import Store
-from hpctrain.parameters import Parameter, all_parameters, check_grid, count_parameters, holders, units, whole_rows
-from hpctrain.plan import TensorGrid, even_plan
+from hpctrain.parameters import Parameter, all_parameters, check_grid, count_parameters, whole_rows
+from hpctrain.plan import TensorGrid
 from hpctrain.presets import PRESETS
-from hpctrain.role import group_units
 
 MODELS = [
     Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13, tie_head=True),
     Model(architecture="llama", num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=24, vocab_size=13),
 ]
-PLANS = st.tuples(
-    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)
-)
-
-
-class Position(Communicator):
-    """A communicator that only knows where it is."""
-
-    def __init__(self, rank, size):
-        super().__init__(range(size))
-        self.rank = rank
-
-
-def store_of(model: Model, plan, rank: int) -> tuple[Store, list[tuple[int, ...]]]:
-    """Return a rank's store, and the holders of each of its groups."""
-    tile = plan.tile_of(rank)
-    sizes = (tile.tensor.x, tile.tensor.y, tile.tensor.z)
-    axes = Axes(*(Position(i, n) for i, n in zip(tile.coordinate(rank), sizes, strict=True)))
-    grouped = group_units(model, plan, rank)
-    groups = [(Position(ranks.index(rank), len(ranks)), layouts) for ranks, layouts in grouped]
-    return Store(groups, axes, torch.float32, torch.device("cpu")), [ranks for ranks, _ in grouped]
-
-
-@given(st.sampled_from(MODELS), PLANS)
-def test_owners_cover_every_element_once(model, sizes):
-    x, y, z, pipeline, data = sizes
-    plan = even_plan(model.num_items, TensorGrid(x, y, z), pipeline, data, 1, 12)
-    seen = {name: np.zeros(p.shape, int).reshape(p.shape[0], -1) for name, p in all_parameters(model).items()}
-    for rank in plan.ranks:
-        store, store_holders = store_of(model, plan, rank)
-        for group, ranks in zip(store.groups, store_holders, strict=True):
-            owned = cut_evenly(group.size, len(ranks))[ranks.index(rank)]
-            for piece in group.pieces(owned):
-                if piece.counts:
-                    for rows, columns, _ in whole_rows(piece.parameter, piece.box, piece.elements):
-                        seen[piece.parameter.name][slice(*rows), columns] += 1
-    assert all((count == 1).all() for count in seen.values())
-
-
-@given(st.sampled_from(MODELS), PLANS)
-def test_holders_agree_about_each_other_and_their_order(model, sizes):
-    x, y, z, pipeline, data = sizes
-    plan = even_plan(model.num_items, TensorGrid(x, y, z), pipeline, data, 1, 12)
-    of_rank = {rank: store_of(model, plan, rank) for rank in plan.ranks}
-    for rank, (store, store_holders) in of_rank.items():
-        for group, ranks in zip(store.groups, store_holders, strict=True):
-            assert rank in ranks
-            for other in ranks:
-                theirs, their_holders = of_rank[other]
-                assert theirs.groups[their_holders.index(ranks)].size == group.size
-        # the plan-wide order: any two ranks meet in their common groups in the same order
-        for other, (_, their_holders) in of_rank.items():
-            common = [h for h in store_holders if other in h]
-            assert common == [h for h in their_holders if rank in h]
-
-
-def test_shared_heads_and_tied_embeddings_have_more_holders():
-    gpt2, llama = MODELS
-    plan = even_plan(llama.num_items, TensorGrid(y=4), 2, 1, 1, 1)
-    shared = [u for u in units(llama, plan.tiles[0].tensor) if u.shared_over_y]
-    assert {p.name.split(".")[-2] for u in shared for p in u.parameters} == {"k", "v"}
-    assert holders(shared[0], llama, plan, 1) == (0, 1)
-    tied = next(u for u in units(gpt2, plan.tiles[0].tensor) if len(u.items) == 2)
-    assert holders(tied, gpt2, plan, 1) == (1, 5)
 
 
 @given(

@@ -4,8 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json, re, sys, time
+from dataclasses import replace
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.plan import TensorGrid, even_plan
 from hpctrain.presets import PRESETS
@@ -15,12 +18,16 @@ from hpctrain.role import role_of
 model = Model(**PRESETS["llama-70b"])
 start = time.perf_counter()
 grid = TensorGrid(x=2, y=4, z=2)
-plan = even_plan(model.num_items, grid, pipeline=8, data=32, microbatches=16, rows=32)
+plan = even_plan(model.num_items, grid, pipeline=8, data=32, microbatches=16, rows=64)
+if sys.argv[1] == "unlike":  # every other tile by another grid, so that every weight is cut
+    other = TensorGrid(x=1, y=16, z=1)
+    tiles = [replace(t, tensor=other) if i % 2 else t for i, t in enumerate(plan.tiles)]
+    plan = replace(plan, tiles=tuple(tiles))
 families = ["a100"] * 1024 + ["v100"] * 2048 + ["mi250x"] * 1024
 places = tuple(Place(f"node{rank // 8}", family) for rank, family in enumerate(families))
 topology = Topology(places)
 role = role_of(model, plan, 2077)
-groups = [tuple(plan.ranks), *role.axes.values(), *(ranks for ranks, _ in role.groups)]
+groups = [tuple(plan.ranks), *role.axes.values(), *(holding.ranks for holding in role.held.holdings)]
 groups += [tuple(sorted((2077, need.peer))) for need in role.channels]
 routes = [topology.route(ranks).kind for ranks in groups]
 seconds = time.perf_counter() - start
@@ -31,14 +38,16 @@ print(json.dumps({"ranks": len(places), "groups": len(groups), "routes": routes,
 """
 
 
-def test_a_rank_among_4096_knows_its_groups_and_routes():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("grids", ["alike", "unlike"])
+def test_a_rank_among_4096_knows_its_groups_and_routes(grids):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, grids], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     print(found)
     assert found["ranks"] == 4096
     assert found["groups"] >= 7
-    assert {"hierarchical", "shared", "messages"} <= set(found["routes"])
+    assert {"hierarchical", "messages"} <= set(found["routes"])
+    assert ("shared" in found["routes"]) == (grids == "alike"), "x and y of the other grid are on two nodes"
     assert found["seconds"] < 1.0
     assert found["bytes"] < 200e6
     assert found["heavy"] == []

@@ -74,6 +74,25 @@ def test_a_message_out_of_order_is_found():
         check_no_deadlock(plan, schedules)
 
 
+def test_tiles_that_exchange_while_they_compute_go_together():
+    plan = even_plan(6, TensorGrid(), 2, 2, 3, 2, zero=3)
+    schedules = {tile: list(one_f_one_b(plan, tile)) for tile in plan.tiles}
+    check_no_deadlock(plan, schedules)
+    first = schedules[plan.tiles[0]]
+    first.insert(first.index(Instruction(Op.FORWARD, 1)), first.pop(first.index(Instruction(Op.BACKWARD, 0))))
+    with pytest.raises(PlanError, match="exchanges in 'backward 0' while tile .* is at 'forward 1'"):
+        check_no_deadlock(plan, schedules)
+
+
+def test_substeps_keep_one_at_the_loss():
+    plan = even_plan(4, TensorGrid(), 2, 1, 1, 2, substeps=2)
+    check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
+    assert ", ".join(map(str, one_f_one_b(plan, plan.tiles[1]))) == (
+        "receive activation 0, forward 0, backward 0, forward 0.1, backward 0.1, send gradient 0, reduce gradients,"
+        " update"
+    )
+
+
 def test_instructions_can_be_read():
     plan = even_plan(4, TensorGrid(), 2, 1, 1, 1)
     assert ", ".join(map(str, one_f_one_b(plan, plan.tiles[0]))) == (

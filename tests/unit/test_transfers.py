@@ -65,6 +65,19 @@ def test_equal_grids_send_to_their_counterpart_alone():
         assert [t.receiver for t in sends(plan, rank, HIDDEN, forward=True)] == [rank + 8]
 
 
+@pytest.mark.parametrize(("source_y", "target_y"), [(4, 1), (4, 2), (3, 2), (2, 3), (1, 4)])
+def test_all_ranks_that_hold_the_same_share_the_sending(source_y, target_y):
+    source = Tile(Interval(0, 2), Interval(0, 12), tuple(range(source_y)), TensorGrid(y=source_y))
+    target_ranks = tuple(range(source_y, source_y + target_y))
+    plan = Plan((source, Tile(Interval(2, 4), Interval(0, 12), target_ranks, TensorGrid(y=target_y))), 1, 12)
+    sent = [
+        sum(piece.rows.size * piece.features.size for piece in sends(plan, rank, HIDDEN, forward=True))
+        for rank in source.ranks
+    ]
+    assert sum(sent) == target_y * 12 * HIDDEN, "conserved"
+    assert max(sent) == min(sent)
+
+
 @given(st.integers(0, 100), st.integers(1, 12))
 def test_even_cuts_are_even(size, parts):
     sizes = [cut.size for cut in cut_evenly(size, parts)]

@@ -1,0 +1,231 @@
+"""Which ranks keep the same elements of the weights: who sums gradients with whom, and who updates what.
+
+The *holders* of an element are the ranks that store it. Where all tiles that use an item have the same tensor grid,
+whole units have the same holders, at the same (x, y, z) of every tile, and what these exchange is one flat array.
+Where grids are unlike, what their ranks store are rectangles of the parameters that meet in smaller ones: *slabs*,
+each held by one exact set of ranks, which exchanges them packed side by side.
+
+Every rank finds its own holdings by itself, in one plan-wide order: by the first element of each.
+"""
+
+from dataclasses import dataclass
+
+from hpctrain.errors import PlanError
+from hpctrain.intervals import Interval, cut_by_shares, cut_evenly
+from hpctrain.job import Model
+from hpctrain.parameters import Box, Parameter, Unit, UnitLayout, all_parameters, item_units, units, whole_rows
+from hpctrain.plan import Plan, TensorGrid, Tile
+
+Rectangle = tuple[Interval, Interval]
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A rectangle of a parameter of one or two dims (which then has one column)."""
+
+    parameter: Parameter
+    rows: Interval
+    columns: Interval
+
+    @property
+    def box(self) -> Box:
+        return (self.rows, self.columns)[: len(self.parameter.shape)]
+
+    @property
+    def size(self) -> int:
+        return self.rows.size * self.columns.size
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one exact set of ranks holds: whole units, or slabs of them."""
+
+    ranks: tuple[int, ...]
+    """In the order of the plan's tiles, the same order for every y, so that the copies of a norm have like owners."""
+    shares: tuple[int, ...]
+    """For each of the ranks its share of the optimizer's state."""
+    zero: int
+    """The ZeRO stage in which they exchange."""
+    layouts: tuple[UnitLayout, ...] = ()
+    slabs: tuple[Slab, ...] = ()
+
+    def cuts(self, size: int) -> tuple[Interval, ...]:
+        """Return for each rank which of `size` elements it owns."""
+        return cut_by_shares(size, self.shares)
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All that one rank holds."""
+
+    holdings: tuple[Holding, ...]
+    cut_units: tuple[UnitLayout, ...] = ()
+    """The units whose elements are in slabs."""
+
+
+def holdings_of(model: Model, plan: Plan, rank: int) -> Holdings:
+    """Return what a rank holds, and with whom."""
+    tile = plan.tile_of(rank)
+    x, y, _ = tile.coordinate(rank)
+    number_of = {name: number for number, name in enumerate(all_parameters(model))}
+    cutter = _Cutter(model, plan, rank)
+    whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
+    slabs: dict[tuple[int, ...], list[Slab]] = {}
+    cut_units = []
+    for unit in units(model, tile.tensor):
+        if not any(map(tile.holds, unit.items)):
+            continue
+        users = tuple(t for t in plan.tiles if any(map(t.holds, unit.items)))
+        layout = unit.layout(tile.tensor, x, y)
+        if all(t.tensor == tile.tensor for t in users):
+            ranks = _counterparts(unit, model, users, tile.coordinate(rank))
+            zero = _zero(plan, ranks, unit)
+            by_itself = unit if zero >= 2 else None  # exchanged while it computes
+            whole.setdefault((ranks, zero, by_itself), []).append(layout)
+            continue
+        cut_units.append(layout)
+        for slab, ranks in cutter.slabs(unit, users):
+            slabs.setdefault(ranks, []).append(slab)
+
+    def place(slab: Slab) -> tuple[int, int, int]:
+        return number_of[slab.parameter.name], slab.rows.start, slab.columns.start
+
+    found = [
+        (_holding(plan, ranks, zero, layouts=tuple(kept)), _first(kept, number_of))
+        for (ranks, zero, _), kept in whole.items()
+    ]
+    for ranks, kept in slabs.items():
+        kept.sort(key=place)
+        found.append((_holding(plan, ranks, 1, slabs=tuple(kept)), place(kept[0])))
+    found.sort(key=lambda pair: pair[1])
+    return Holdings(tuple(holding for holding, _ in found), tuple(cut_units))
+
+
+def whole_model(model: Model) -> Holdings:
+    """Return what a rank holds that has the whole model to itself."""
+    whole = TensorGrid()
+    return Holdings((Holding((0,), (1,), 1, tuple(unit.layout(whole, 0, 0) for unit in units(model, whole))),))
+
+
+def _first(layouts: list[UnitLayout], number_of: dict[str, int]) -> tuple[int, int, int]:
+    return number_of[layouts[0].unit.parameters[0].name], 0, 0
+
+
+def _holding(plan: Plan, ranks: tuple[int, ...], zero: int, **held) -> Holding:
+    return Holding(ranks, tuple(plan.tile_of(rank).state_share for rank in ranks), zero, **held)
+
+
+def _zero(plan: Plan, ranks: tuple[int, ...], unit: Unit) -> int:
+    """Return the ZeRO stage in which ranks exchange a unit of the same grid: the highest of their tiles.
+
+    0, where everybody updates everything, is for one family, whose ranks compute the same bits. 2 and 3 need somebody
+    to share with, and the same items, since they exchange while they compute; so a tied embedding stays at 1.
+    """
+    tiles = [plan.tile_of(rank) for rank in ranks]
+    highest = max(tile.zero for tile in tiles)
+    if len(ranks) == 1 or len(unit.items) > 1:
+        highest = min(highest, 1)
+    families = {family for tile in tiles for family in tile.family.split("+")}  # a tile may have several
+    return highest if len(families) == 1 else max(1, highest)
+
+
+def check_zero(plan: Plan, where: str) -> None:
+    """Refuse ZeRO 2 and 3 where the tiles that share items do not go through them together. Raises PlanError."""
+    exchanging = [(number, tile) for number, tile in enumerate(plan.tiles) if tile.zero >= 2]
+    for number, tile in exchanging:
+        for other_number, other in enumerate(plan.tiles):
+            if not tile.items.intersect(other.items).size:
+                continue
+            for what, a, b in (
+                ("items", list(tile.items), list(other.items)),
+                ("tensor", tile.tensor, other.tensor),
+                ("zero", tile.zero, other.zero),
+                ("substeps", tile.substeps, other.substeps),
+                ("tiles until the loss", plan.depth_to_loss(tile), plan.depth_to_loss(other)),
+            ):
+                if a != b:
+                    raise PlanError(
+                        f"{where}: zero = {tile.zero} exchanges while tiles compute, and tiles"
+                        f" {number} and {other_number} share items but have unlike {what}: {a} and {b};"
+                        " make them alike, or set zero to 1 or 0 in both"
+                    )
+
+
+def _counterparts(
+    unit: Unit, model: Model, users: tuple[Tile, ...], coordinate: tuple[int, int, int]
+) -> tuple[int, ...]:
+    """Return the ranks at the same (x, y, z) of tiles of one grid; for shared heads also those of the same head."""
+    x, y, z = coordinate
+    group = users[0].tensor.y // model.kv_heads if unit.shared_over_y else 1
+    ys = range(y // group * group, (y // group + 1) * group)
+    return tuple(tile.rank_at(x, other, z) for tile in users for other in ys)
+
+
+class _Cutter:
+    """Cuts a rank's units where unlike grids meet. Blocks are alike: what is found for one is used for all."""
+
+    def __init__(self, model: Model, plan: Plan, rank: int):
+        self._model, self._tile = model, plan.tile_of(rank)
+        self._index = self._tile.ranks.index(rank)
+        self._stored: dict[tuple[int, TensorGrid], list[dict[Rectangle, list[int]]]] = {}
+        self._found: dict[tuple, list[tuple[int, Rectangle, tuple[int, ...]]]] = {}
+
+    def slabs(self, unit: Unit, users: tuple[Tile, ...]) -> list[tuple[Slab, tuple[int, ...]]]:
+        """Return the slabs of this rank's part of a unit, each with its holders in the order of tiles."""
+        item = unit.items[0]
+        like = min(item, 1) if item <= self._model.num_layers else item
+        parameters = _parameters(self._model, item)
+        wanted = {p.name for p in unit.parameters}
+        key = (like, users, tuple(p.name in wanted for p in parameters))
+        if key not in self._found:
+            numbers = [number for number, p in enumerate(parameters) if p.name in wanted]
+            self._found[key] = [found for number in numbers for found in self._cut(like, number, users)]
+        return [(Slab(parameters[number], *where), ranks) for number, where, ranks in self._found[key]]
+
+    def _cut(self, item: int, number: int, users: tuple[Tile, ...]):
+        grids = dict.fromkeys(tile.tensor for tile in users)
+        for own, members in self._cells(item, self._tile.tensor)[number].items():
+            if self._index not in members:
+                continue
+            regions: list[tuple[Rectangle, dict[TensorGrid, list[int]]]] = [(own, {})]
+            for grid in grids:
+                regions = [
+                    (both, held | {grid: cells})
+                    for region, held in regions
+                    for other, cells in self._cells(item, grid)[number].items()
+                    if (both := _meet(region, other))
+                ]
+            for region, held in regions:
+                yield number, region, tuple(tile.ranks[i] for tile in users for i in held[tile.tensor])
+
+    def _cells(self, item: int, grid: TensorGrid) -> list[dict[Rectangle, list[int]]]:
+        """Return for each parameter of an item the rectangles that a grid cuts it into, and who of a tile has each.
+
+        Rectangles do not overlap: what several ranks store is the same for them. Padding is in none.
+        """
+        if (item, grid) not in self._stored:
+            names = [p.name for p in _parameters(self._model, item)]
+            found: list[dict[Rectangle, list[int]]] = [{} for _ in names]
+            for index in range(grid.size):
+                x, y, z = grid.coordinate(index)
+                for unit in item_units(self._model, grid, item):
+                    layout = unit.layout(grid, x, y)
+                    shard = cut_evenly(layout.size, grid.z)[z]
+                    for parameter, box, placed in layout.placed():
+                        inside = placed.intersect(shard).shift(-placed.start)
+                        runs = whole_rows(parameter, box, inside) if inside.size else ()
+                        for rows, columns, _ in runs:
+                            where = rows, Interval(columns.start, columns.stop)
+                            found[names.index(parameter.name)].setdefault(where, []).append(index)
+            self._stored[item, grid] = found
+        return self._stored[item, grid]
+
+
+def _parameters(model: Model, item: int) -> list[Parameter]:
+    """Return the parameters of an item; a tied embedding is one of the first item alone."""
+    return [p for unit in item_units(model, TensorGrid(), item) for p in unit.parameters]
+
+
+def _meet(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    rows, columns = a[0].intersect(b[0]), a[1].intersect(b[1])
+    return (rows, columns) if rows.size and columns.size else None

@@ -1,0 +1,71 @@
+"""`hpctrain plan`: write a plan for a job, or draw one. Needs neither ranks nor torch: runs on a login node."""
+
+from pathlib import Path
+
+import click
+
+from hpctrain.errors import JobError, describe_os_error
+from hpctrain.job import Job, load_job
+from hpctrain.jobs.common import override_option
+from hpctrain.plan import Plan, check_tiling, dump_plan, load_plan
+from hpctrain.planner.draw import draw_plan
+from hpctrain.planner.even import check_plan, resolve_plan
+from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
+
+
+@click.command("plan")
+@click.argument("job", required=False)
+@override_option
+@click.option("--ranks", type=click.IntRange(1), metavar="N", help="How many ranks the plan is for.")
+@click.option("--uniform", is_flag=True, help="The even plan: that of the job's [plan], or chosen for the ranks.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to. Default: standard output.")
+@click.option("--show", type=click.Path(path_type=Path), metavar="PLAN", help="Draw a plan file instead.")
+@click.option("--job", "for_job", metavar="JOB", help="With --show: also check that the plan can run this job.")
+def command(job, overrides, ranks, uniform, out, show, for_job):
+    """Write a plan for JOB, or draw one.
+
+    \b
+    hpctrain plan tiny --ranks 4 --uniform --out plan.toml
+    hpctrain plan --show plan.toml --job tiny
+
+    A plan is a tiling of the work of a microbatch, items x rows. It is a file to be edited: give a tile more rows,
+    other items, another tensor grid, and `plan.file` of a job its path.
+    """
+    if show:
+        if job or uniform or out or ranks:
+            raise click.UsageError("--show stands alone, or with --job JOB")
+        plan = load_plan(show)
+        if for_job:
+            _check(load_job(for_job, overrides), plan, str(show))
+        else:
+            check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
+        print(draw_plan(plan))
+        return
+    if not job or not uniform or not ranks:
+        raise click.UsageError("give JOB, --ranks N and --uniform; or --show PLAN")
+    loaded = _with_vocabulary(load_job(job, overrides))
+    resolved = resolve_plan(loaded, ranks)
+    text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise JobError(f"{out}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+    print(f"{out}: {resolved.plan.describe()}")
+
+
+def _check(job: Job, plan: Plan, where: str) -> None:
+    check_plan(job, plan, where)
+    for schedule in (one_f_one_b, forward_only):
+        check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
+
+
+def _with_vocabulary(job: Job) -> Job:
+    if job.model.vocab_size is not None:
+        return job
+    from hpctrain.data.tokens import open_tokens
+
+    vocabulary = {"vocab_size": open_tokens(job.data.tokens).vocab_size}
+    return job.model_copy(update={"model": job.model.model_copy(update=vocabulary)})

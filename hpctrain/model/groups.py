@@ -1,0 +1,188 @@
+"""What the same ranks hold, as one flat array: what is reduced, updated and gathered in one large message.
+
+Whole units are such an array already, and the model computes with views of it. Slabs of units lie scattered in what
+the model computes with; they are packed for the exchange and spread out after it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.holders import Holding, Slab
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.model.axes import Axes, Axis
+from hpctrain.parameters import Box, Parameter, UnitLayout, box_size
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of one box of a parameter in a group's flat array."""
+
+    parameter: Parameter
+    box: Box
+    elements: Interval
+    """Within the flattened box."""
+    at: Interval
+    """Within the group's flat array."""
+    counts: bool
+    """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
+
+
+class UnitArrays:
+    """This rank's z-shards of some units, side by side: `weights` in the compute dtype, `grads` in fp32."""
+
+    def __init__(self, layouts: Sequence[UnitLayout], axes: Axes, holders: Axis | None, dtype, device):
+        """With `holders`, in memory that suits their collectives; all of them must call then."""
+        shards = [cut_evenly(layout.size, axes.z.size)[axes.z.rank] for layout in layouts]
+        total = sum(shard.size for shard in shards)
+        if holders:
+            self.weights = holders.allocate(total, dtype, device)
+            self.grads = holders.allocate(total, torch.float32, device)
+        else:
+            self.weights = torch.zeros(total, dtype=dtype, device=device)
+            self.grads = torch.zeros(total, dtype=torch.float32, device=device)
+        self.placed: list[tuple[UnitLayout, Interval, int]] = []
+        """Of each unit its layout, the shard of it that is here, and where in the arrays."""
+        at = 0
+        for layout, shard in zip(layouts, shards, strict=True):
+            self.placed.append((layout, shard, at))
+            at += shard.size
+
+
+class Group:
+    """Ranks that hold the same elements, as one flat array of `size`."""
+
+    def __init__(self, size: int, weights: torch.Tensor, stored: Interval | None = None):
+        self.size = size
+        self.weights = weights
+        self.stored = stored or Interval(0, size)
+        """The elements that `weights` has on this rank."""
+
+    def weights_at(self, at: Interval) -> torch.Tensor:
+        return self.weights[slice(*at.shift(-self.stored.start))]
+
+    def pieces(self, within: Interval) -> Iterator[Piece]:
+        """Yield what lies in an interval of the flat array, parameter by parameter, in order."""
+        raise NotImplementedError
+
+    def own_grads(self) -> torch.Tensor:
+        """Return what this rank adds to the sum of gradients, fp32."""
+        raise NotImplementedError
+
+    def spread_weights(self) -> None:
+        """Bring `weights` to where the model computes with them, where that is somewhere else."""
+
+
+class WholeUnits(Group):
+    """The group of ranks that hold the same units by the same tensor grid."""
+
+    def __init__(self, arrays: UnitArrays, axes: Axes):
+        super().__init__(arrays.weights.numel(), arrays.weights)
+        self._placed, self._grads = arrays.placed, arrays.grads
+        self._coordinate = (axes.x.rank, axes.y.rank)
+
+    def pieces(self, within: Interval) -> Iterator[Piece]:
+        return _unit_pieces(self._placed, self._coordinate, within)
+
+    def own_grads(self) -> torch.Tensor:
+        return self._grads
+
+
+class ShardedUnit(Group):
+    """The group of ranks that hold one unit, its gradients as shards only (ZeRO 2), or its weights too (ZeRO 3)."""
+
+    def __init__(self, holding: Holding, holders: Axis, axes: Axes, dtype, device):
+        (self.layout,) = holding.layouts
+        shard = cut_evenly(self.layout.size, axes.z.size)[axes.z.rank]
+        self.holders, self.cuts = holders, holding.cuts(shard.size)
+        own = self.cuts[holders.rank]
+        self.keeps_weights = holding.zero < 3
+        if self.keeps_weights:
+            super().__init__(shard.size, holders.allocate(shard.size, dtype, device))
+        else:
+            super().__init__(shard.size, torch.zeros(own.size, dtype=dtype, device=device), own)
+        self._placed, self._coordinate = [(self.layout, shard, 0)], (axes.x.rank, axes.y.rank)
+        self._grads = torch.zeros(own.size, dtype=torch.float32, device=device)
+
+    def pieces(self, within: Interval) -> Iterator[Piece]:
+        return _unit_pieces(self._placed, self._coordinate, within)
+
+    def own_grads(self) -> torch.Tensor:
+        """Return the sum over all holders of what this rank owns."""
+        return self._grads
+
+    def add_grads(self, grads: torch.Tensor) -> None:
+        """Add gradients of the whole unit, of all holders, to what each owns. All of them must call."""
+        own = torch.empty_like(self._grads)
+        self.holders.reduce_scatter(grads, own, self.cuts)
+        self._grads += own
+
+    def all_weights(self) -> torch.Tensor:
+        """Return the weights of the unit. All holders must call."""
+        if self.keeps_weights:
+            return self.weights
+        whole = self.weights.new_empty(self.size)
+        whole[slice(*self.stored)] = self.weights
+        return self.holders.all_gather(whole, self.cuts)
+
+
+def _unit_pieces(placed_units, coordinate: tuple[int, int], within: Interval) -> Iterator[Piece]:
+    for layout, shard, at in placed_units:
+        for parameter, box, placed in layout.placed():
+            stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
+            if stored.size:
+                elements = stored.shift(shard.start - at - placed.start)
+                yield Piece(parameter, box, elements, stored, parameter.counts_at(*coordinate))
+
+
+class Slabs(Group):
+    """The group of ranks that hold the same slabs, by unlike tensor grids."""
+
+    def __init__(self, slabs: Sequence[Slab], axes: Axes, weights: torch.Tensor):
+        super().__init__(weights.numel(), weights)
+        self._axes = axes
+        self._slabs: list[tuple[Slab, Interval]] = []
+        at = 0
+        for slab in slabs:
+            self._slabs.append((slab, Interval(at, at + slab.size)))
+            at += slab.size
+        self._scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """For each slab its weights and gradients in the arrays of the units, [rows, columns]."""
+
+    def attach(self, arrays: UnitArrays) -> None:
+        """Find the slabs in the arrays of the units that they are of."""
+        start_of: dict[str, tuple[Box, int]] = {}
+        for layout, shard, at in arrays.placed:
+            for parameter, box, placed in layout.placed():
+                start_of[parameter.name] = box, at + placed.start - shard.start
+        for slab, _ in self._slabs:
+            box, start = start_of[slab.parameter.name]
+            width = box_size(box[1:])
+            first_column = box[1].start if len(box) > 1 else 0
+            offset = start + (slab.rows.start - box[0].start) * width + slab.columns.start - first_column
+            shape = slab.rows.size, slab.columns.size
+            views = (
+                flat.as_strided(shape, (width, 1), flat.storage_offset() + offset)
+                for flat in (arrays.weights, arrays.grads)
+            )
+            self._scattered.append(tuple(views))
+
+    def pieces(self, within: Interval) -> Iterator[Piece]:
+        """Yield what lies in an interval of the packed array. Each element has one owner, so that all count."""
+        for slab, placed in self._slabs:
+            at = placed.intersect(within)
+            if at.size:
+                yield Piece(slab.parameter, slab.box, at.shift(-placed.start), at, counts=True)
+
+    def own_grads(self) -> torch.Tensor:
+        """Return what this rank adds to the sum of gradients, packed: zeros where another copy in the tile does."""
+        packed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
+        for (slab, at), (_, grads) in zip(self._slabs, self._scattered, strict=True):
+            if slab.parameter.counts_at(self._axes.x.rank, self._axes.y.rank):
+                packed[slice(*at)].view(grads.shape).copy_(grads)
+        return packed
+
+    def spread_weights(self) -> None:
+        for (_, at), (weights, _) in zip(self._slabs, self._scattered, strict=True):
+            weights.copy_(self.weights[slice(*at)].view(weights.shape))

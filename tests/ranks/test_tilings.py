@@ -1,0 +1,221 @@
+"""Any tiling gives the numbers of one rank: tiles of unlike grids, rows, depth, ZeRO stages, and ranks without one."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.data.order import open_datasets
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.planner.even import check_plan
+from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
+from tests.ranks.given_on_ranks import given_on_ranks
+from tests.ranks.small_runs import Alone, freed, largest_relative_difference, make_job, make_trainer, whole
+from tests.tilings import share_items_by_unlike_grids, tilings
+
+TOLERANCE = 1e-5
+STEPS = 5
+LAYERS, ROWS, MICROBATCHES = 3, 5, 3
+SHAPE = {"num_layers": LAYERS, "hidden_size": 16, "num_heads": 4}
+MODELS = {
+    "gpt2 tied": ("gpt2", {}),
+    "gpt2 untied, a key/value head for all": ("gpt2", {"tie_head": False, "num_kv_heads": 1}),
+    "llama": ("llama", {"ffn_size": 24}),
+    "llama tied": ("llama", {"ffn_size": 24, "tie_head": True}),
+}
+
+
+def tile(items, rows, ranks, grid=(1, 1, 1), **options) -> Tile:
+    return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **options)
+
+
+LAST = LAYERS + 2
+WHOLE = (tile((0, LAST), (0, ROWS), (0,)),)
+
+
+def plan_of(tiles: tuple[Tile, ...], num_ranks: int) -> Plan:
+    """Return the plan of these tiles; who is in none is unused."""
+    unused = set(range(num_ranks)) - {rank for each in tiles for rank in each.ranks}
+    return Plan(tiles, MICROBATCHES, ROWS, unused=tuple(sorted(unused)))
+
+
+def job_of(tokens, name: str, steps: int = STEPS, **more):
+    model, shape = MODELS[name]
+    return make_job(tokens, model, shape={**SHAPE, **shape}, global_batch=ROWS * MICROBATCHES, steps=steps, **more)
+
+
+def curve(world, job, plan: Plan) -> list[float]:
+    """Losses, norms of gradients, and the validation loss."""
+    _, training, validation = open_datasets(job.data, job.train.seed)
+    with freed(world):
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        found = [trainer.step(training)[0] for _ in range(job.train.steps)]
+        return [m[key] for m in found for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
+
+
+@functools.cache
+def one_rank(world, tokens, name: str, steps: int) -> list[float]:
+    alone = curve(Alone(), job_of(tokens, name, steps=steps), plan_of(WHOLE, 1)) if world.rank == 0 else None
+    return world.broadcast_object(alone)
+
+
+def check(world, tokens, name: str, plan: Plan, steps: int = STEPS) -> None:
+    job = job_of(tokens, name, steps=steps)
+    check_plan(job, plan, "drawn")
+    for schedule in (one_f_one_b, forward_only):
+        check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
+    expected = one_rank(world, tokens, name, steps)
+    difference = largest_relative_difference(curve(world, job, plan), expected)
+    if world.rank == 0:
+        print(f"{name}: {difference:.1e} {plan.describe()}")
+    assert difference < TOLERANCE, plan
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODELS)
+def test_random_tilings_give_the_losses_of_one_rank(world, tokens, name):
+    model = job_of(tokens, name).model
+
+    drawn = tilings(model, world.size, ROWS, MICROBATCHES)
+    if world.size > 2:  # fewer ranks cannot be unlike
+        drawn = drawn.filter(share_items_by_unlike_grids)
+
+    @given_on_ranks(drawn, max_examples=6)
+    def every(world, plan):
+        check(world, tokens, name, plan)
+
+    every(world)
+
+
+FIXED = {
+    "unlike grids in one stage": (
+        tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=0),
+        tile((0, LAST), (2, 5), (3, 2), (1, 1, 2), state_share=3),
+    ),
+    "ends of unlike vocabularies, and a rank that is not used": (
+        tile((0, 2), (0, 5), (3, 1), (1, 2, 1), recompute="full"),
+        tile((2, LAST), (0, 5), (0,), substeps=2),
+    ),
+    "stages of unlike data degree": (
+        tile((0, 2), (0, 5), (0,)),
+        tile((2, 3), (0, 3), (3,), substeps=3),
+        tile((2, 3), (3, 5), (1,), zero=0),
+        tile((3, LAST), (0, 5), (2,)),
+    ),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("tiling", FIXED)
+def test_tilings_of_four_ranks_for_twenty_steps(world, tokens, tiling):
+    check(world, tokens, "llama tied", plan_of(FIXED[tiling], 4), steps=20)
+
+
+CHECKPOINTED = {
+    2: [(tile((0, 3), (0, 5), (1,)), tile((3, LAST), (0, 5), (0,))), (tile((0, LAST), (0, 5), (0, 1), (1, 1, 2)),)],
+    4: [
+        FIXED["unlike grids in one stage"],
+        (tile((0, LAST), (0, 4), (3, 2, 1), (1, 1, 3)), tile((0, LAST), (4, 5), (0,), zero=0)),
+    ],
+    8: [
+        (tile((0, LAST), (0, 2), (0, 1, 2, 3), (1, 4, 1)), tile((0, LAST), (2, 5), (4, 5, 6, 7), (2, 1, 2))),
+        (tile((0, 2), (0, 5), (0, 1, 2, 3), (2, 2, 1)), tile((2, LAST), (0, 5), (4, 5), (1, 2, 1))),
+    ],
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["gpt2 tied", "gpt2 untied, a key/value head for all"])
+def test_a_checkpoint_of_one_tiling_is_that_of_any_other_bit_for_bit(world, tokens, folder, name):
+    job = job_of(tokens, name)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    first, second = (plan_of(tiles, world.size) for tiles in CHECKPOINTED[world.size])
+    with freed(world):
+        trainer = make_trainer(world, job, first)
+        trainer.initialise()
+        for _ in range(2):
+            trainer.step(training)
+        trainer.save(folder / "first", {})
+        continued = trainer.step(training)[0]["loss"]
+    with freed(world):
+        trainer = make_trainer(world, job, second)
+        trainer.resume(latest_checkpoint(folder / "first"))
+        trainer.save(folder / "second", {})
+        again = trainer.step(training)[0]["loss"]
+    assert abs(again / continued - 1) < TOLERANCE
+    if world.rank == 0:
+        trainer = make_trainer(Alone(), job, plan_of(WHOLE, 1))
+        trainer.resume(latest_checkpoint(folder / "second"))
+        trainer.save(folder / "alone", {})
+        assert abs(trainer.step(training)[0]["loss"] / continued - 1) < TOLERANCE
+        saved = [whole(folder / name) for name in ("first", "second", "alone")]
+        for name in saved[0]:
+            assert not np.isnan(saved[0][name]).any(), name
+            assert saved[0][name].tobytes() == saved[1][name].tobytes() == saved[2][name].tobytes(), name
+    world.agree(None)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama"])
+def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, zero):
+    """Uneven rows and shares, and z or y inside; saved as shards, and read by one rank."""
+    grid, substeps = ((1, 1, 2), 1) if name == "llama" else ((1, 2, 1), 2)
+    options = {"grid": grid, "zero": zero, "substeps": substeps}
+    plan = plan_of(
+        (tile((0, LAST), (0, 2), (0, 3), **options), tile((0, LAST), (2, 5), (2, 1), **options, state_share=3)), 4
+    )
+    check(world, tokens, name, plan)
+    job = job_of(tokens, name)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with freed(world):
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        trainer.step(training)
+        trainer.save(folder / "a", {})
+        trainer.resume(latest_checkpoint(folder / "a"))
+        trainer.save(folder / "b", {})
+    if world.rank == 0:
+        trainer = make_trainer(Alone(), job, plan_of(WHOLE, 1))
+        trainer.resume(latest_checkpoint(folder / "a"))
+        trainer.save(folder / "c", {})
+        a, b, c = (whole(folder / each) for each in "abc")
+        assert [each for each in a if not a[each].tobytes() == b[each].tobytes() == c[each].tobytes()] == []
+    world.agree(None)
+
+
+EXACT = {
+    "unlike grids": FIXED["unlike grids in one stage"],
+    "replicas that share weights": (
+        tile((0, LAST), (0, 3), (0, 1), (1, 2, 1), zero=3, state_share=2),
+        tile((0, LAST), (3, 5), (2, 3), (1, 2, 1), zero=3),
+    ),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tiling", EXACT)
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, tiling, dtype):
+    job = job_of(tokens, "gpt2 tied", dtype=dtype)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+
+    def run(steps: int, resume: bool) -> list[dict]:
+        with freed(world):
+            trainer = make_trainer(world, job, plan_of(EXACT[tiling], 4))
+            if resume:
+                trainer.resume(latest_checkpoint(folder))
+            else:
+                trainer.initialise()
+            found = [trainer.step(training)[0] for _ in range(steps)]
+            trainer.save(folder, {})
+        return [(m["loss"], m["grad_norm"]) for m in found]
+
+    uninterrupted = run(4, resume=False)
+    assert run(2, resume=False) + run(2, resume=True) == uninterrupted

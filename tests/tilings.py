@@ -1,0 +1,80 @@
+"""Random tilings: any cut of items x rows among unlike tensor grids, for tests on one rank and on many."""
+
+import itertools
+
+from hypothesis import strategies as st
+
+from hpctrain.errors import PlanError
+from hpctrain.intervals import Interval
+from hpctrain.job import Model
+from hpctrain.parameters import check_grid
+from hpctrain.plan import Plan, TensorGrid, Tile
+
+
+def grids_of(model: Model, size: int) -> list[TensorGrid]:
+    """All grids of `size` ranks that can cut the model."""
+    found = []
+    for x, y in itertools.product(range(1, size + 1), repeat=2):
+        if size % (x * y) == 0:
+            grid = TensorGrid(x, y, size // (x * y))
+            try:
+                check_grid(model, grid)
+            except PlanError:
+                continue
+            found.append(grid)
+    return found
+
+
+def share_items_by_unlike_grids(plan: Plan) -> bool:
+    last = max(tile.items.stop for tile in plan.tiles)
+    return any(len({tile.tensor for tile in plan.tiles if tile.holds(item)}) > 1 for item in range(last))
+
+
+def _shares(draw, total: int, parts: int) -> list[int]:
+    """Cut `total` into `parts` sizes of at least one."""
+    cuts = sorted(draw(st.permutations(range(1, total)))[: parts - 1])
+    return [stop - start for start, stop in itertools.pairwise([0, *cuts, total])]
+
+
+@st.composite
+def tilings(draw, model: Model, num_ranks: int, rows: int, microbatches: int, unused: bool = True) -> Plan:
+    """A plan for exactly `num_ranks` ranks: side by side pipelines of any depth, or stages of any data degree."""
+    left_out = draw(st.integers(0, 1)) if unused and num_ranks > 2 else 0
+    order = draw(st.permutations(range(num_ranks)))
+    used = num_ranks - left_out
+    parts = draw(st.integers(1, min(used, rows if used < 4 else 3)))
+    side_by_side = draw(st.booleans())
+    tiles: list[tuple[Interval, Interval, int]] = []
+    if side_by_side:  # columns of rows, each a pipeline of its own depth
+        parts = min(parts, rows)
+        widths = _intervals(_shares(draw, rows, parts))
+        for width, ranks in zip(widths, _shares(draw, used, parts), strict=True):
+            depth = draw(st.integers(1, min(ranks, model.num_layers)))
+            items = _intervals(_shares(draw, model.num_items, depth))
+            tiles += [(i, width, n) for i, n in zip(items, _shares(draw, ranks, depth), strict=True)]
+    else:  # stages, each with a data degree of its own
+        parts = min(parts, model.num_items)
+        stages = _intervals(_shares(draw, model.num_items, parts))
+        for items, ranks in zip(stages, _shares(draw, used, parts), strict=True):
+            degree = draw(st.integers(1, min(ranks, rows)))
+            widths = _intervals(_shares(draw, rows, degree))
+            tiles += [(items, w, n) for w, n in zip(widths, _shares(draw, ranks, degree), strict=True)]
+    made, ranks = [], iter(order)
+    for items, width, size in tiles:
+        fitting = [g for g in grids_of(model, size) if g.z <= width.size]
+        if not fitting:  # take one rank, and leave the others out
+            fitting = [TensorGrid()]
+        grid = draw(st.sampled_from(fitting))
+        members = tuple(itertools.islice(ranks, grid.size))
+        options = {
+            "zero": draw(st.integers(0, 1)),
+            "recompute": draw(st.sampled_from(["none", "full"])),
+            "state_share": draw(st.integers(1, 3)),
+            "substeps": draw(st.integers(1, max(1, width.size // grid.z // 2))),
+        }
+        made.append(Tile(items, width, members, grid, **options))
+    return Plan(tuple(made), microbatches, rows, unused=tuple(sorted(ranks)))
+
+
+def _intervals(sizes: list[int]) -> list[Interval]:
+    return [Interval(start, stop) for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0))]

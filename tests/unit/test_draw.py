@@ -1,0 +1,48 @@
+"""Drawings of plans: every tile is in its place, and nothing is cut off."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.intervals import Interval
+from hpctrain.job import Model
+from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.planner.draw import draw_plan, ranges
+from tests.tilings import tilings
+
+MODEL = Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13)
+
+
+def test_a_small_plan_as_it_is_drawn():
+    tiles = (
+        Tile(Interval(0, 3), Interval(0, 1), (0,), recompute="full"),
+        Tile(Interval(0, 3), Interval(1, 4), (1,)),
+        Tile(Interval(3, 6), Interval(0, 4), (2, 3), TensorGrid(y=2), "a100", zero=0),
+    )
+    drawing = draw_plan(Plan(tiles, 2, 4, unused=(4,)))
+    assert drawing.splitlines()[3:] == [
+        "  0                                   3                                   6",
+        "0 ┌───────────────────────────────────┬───────────────────────────────────┐",
+        "  │ 0: cpu 1x1x1                      │ 2: a100 1x2x1                     │",
+        "  │ rank 0                            │ ranks 2-3                         │",
+        "  │ recompute full                    │ zero 0                            │",
+        "1 ├───────────────────────────────────┤                                   │",
+        "  │ 1: cpu 1x1x1                      │                                   │",
+        "  │ rank 1                            │                                   │",
+        "4 └───────────────────────────────────┴───────────────────────────────────┘",
+        "unused: 4",
+    ]
+
+
+@given(st.integers(1, 12).flatmap(lambda n: tilings(MODEL, n, 8, 1)))
+def test_everything_that_is_in_a_plan_is_in_its_drawing(plan):
+    drawing = draw_plan(plan)
+    for number, tile in enumerate(plan.tiles):
+        assert f"{number}: {tile.family} {tile.tensor} " in drawing
+        if len(ranges(tile.ranks)) <= 24:
+            assert f" {ranges(tile.ranks)} " in drawing
+    lines = drawing.splitlines()[4:]
+    assert len({len(line) for line in lines if line[-1] in "┐┘│┤"}) == 1, "one right edge"
+
+
+def test_ranges():
+    assert ranges((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
