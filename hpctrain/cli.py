@@ -15,9 +15,10 @@ COMMANDS = {
     "generate": "write text with a trained model",
     "inspect": "tell what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "compare": "compare the losses (and weights) of two runs",
-    "bench": "measure the speed of a job's training step, or of collectives",
+    "bench": "measure the speed of a job's training step, of collectives, or of plans for a mixed cluster",
     "doctor": "tell what this machine has: versions, ranks, devices, and by which routes they communicate",
     "probe": "measure devices and links, and write a cluster file; start it with mpirun or srun",
+    "rehearse": "list the clusters that are ready to be rehearsed",
 }
 
 
