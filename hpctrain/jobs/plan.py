@@ -36,14 +36,14 @@ def command(job, overrides, ranks, uniform, out, show, for_job):
             raise click.UsageError("--show stands alone, or with --job JOB")
         plan = load_plan(show)
         if for_job:
-            _check(load_job(for_job, overrides), plan, str(show))
+            check_runs(load_job(for_job, overrides), plan, str(show))
         else:
             check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
         print(draw_plan(plan))
         return
     if not job or not uniform or not ranks:
         raise click.UsageError("give JOB, --ranks N and --uniform; or --show PLAN")
-    loaded = _with_vocabulary(load_job(job, overrides))
+    loaded = with_vocabulary(load_job(job, overrides))
     resolved = resolve_plan(loaded, ranks)
     text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
     if out is None:
@@ -56,13 +56,15 @@ def command(job, overrides, ranks, uniform, out, show, for_job):
     print(f"{out}: {resolved.plan.describe()}")
 
 
-def _check(job: Job, plan: Plan, where: str) -> None:
+def check_runs(job: Job, plan: Plan, where: str) -> None:
+    """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
     check_plan(job, plan, where)
     for schedule in (one_f_one_b, forward_only):
         check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
 
 
-def _with_vocabulary(job: Job) -> Job:
+def with_vocabulary(job: Job) -> Job:
+    """Return the job with the vocabulary size of its token file, where it says none."""
     if job.model.vocab_size is not None:
         return job
     from hpctrain.data.tokens import open_tokens
