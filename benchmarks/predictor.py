@@ -24,6 +24,7 @@ from hpctrain.schedule import one_f_one_b
 
 PUBLISHED = Path(__file__).parent / "published"
 A100 = "A100-80"
+VTRAIN_LINK = 150e9  # bytes/s inside a node, of vTrain's own configuration
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def vtrain() -> list[Row]:
                 int(r["global_batch"]),
                 A100,
                 recompute="full",
+                link_bytes_per_second=VTRAIN_LINK,
                 stack="megatron-deepspeed",
             ),
         )
@@ -221,11 +223,11 @@ def sailor() -> list[ProfiledRun]:
     ]
 
 
-def predict_profiled(run: ProfiledRun, profiles: dict, link_share: float = 0.5) -> float:
+def predict_profiled(run: ProfiledRun, profiles: dict, link_share: float = 0.8) -> float:
     """Return the step that the simulator finds for layers that take what the profile says."""
     hidden, vocabulary = SAILOR_MODELS[run.model]
     profile = profiles[run.model, run.microbatch]
-    last = max(profile)
+    _, first, middle, last = sorted(profile)
     stages = len(run.layers)
     plan = even_plan(stages + 2, TensorGrid(), stages, 1, run.microbatches, run.microbatch)
     bandwidth = NETWORKS["Slingshot-11"][0] * link_share
@@ -233,7 +235,7 @@ def predict_profiled(run: ProfiledRun, profiles: dict, link_share: float = 0.5) 
     for stage, tile in enumerate(plan.tiles):
         layers = range(at, last + 1 if stage == stages - 1 else at + run.layers[stage])
         at = layers.stop
-        parts = [profile[0 if i == 0 else last if i == last else 1 if i <= last // 2 else last // 2] for i in layers]
+        parts = [profile[0 if i == 0 else last if i == last else first if i < middle else middle] for i in layers]
         forward, backward, update = (sum(part[i] for part in parts) for i in range(3))
         tiles[tile] = TileCost((PassCost(forward),), (PassCost(backward),), update)
         weights = (len(layers) * 12 * hidden + vocabulary * (stage in (0, stages - 1))) * hidden / SAILOR_TENSOR
@@ -242,7 +244,7 @@ def predict_profiled(run: ProfiledRun, profiles: dict, link_share: float = 0.5) 
     message = run.microbatch * SAILOR_POSITIONS * hidden * 4 / bandwidth
     pairs = {(a, b): message for a in plan.tiles for b in plan.tiles}
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    return simulate(plan, schedules, Costs(tiles, pairs, tuple(sharings))).step_seconds
+    return simulate(plan, schedules, Costs(tiles, pairs, tuple(sharings), blocking_sends=True)).step_seconds
 
 
 def sailor_profiles() -> dict:

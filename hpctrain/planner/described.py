@@ -38,6 +38,8 @@ class DescribedRun:
     ffn: int | None = None
     devices_per_node: int = 8
     network: str = "HDR"
+    link_bytes_per_second: float | None = None
+    """Between devices of a node, where it is told; else the data sheet's."""
     dtype: str = "fp16"
     recompute: str = "none"
     sequence_parallel: bool = False
@@ -110,7 +112,7 @@ class DescribedRun:
             count=-(-self.num_devices // per_node),
             devices={self.accelerator: per_node},
             link_latency_seconds=COLLECTIVE_LATENCY_SECONDS,
-            link_bytes_per_second=accelerator.link_bytes_per_second,
+            link_bytes_per_second=self.link_bytes_per_second or accelerator.link_bytes_per_second,
             nics=(nic,),
         )
         return Cluster(

@@ -151,7 +151,8 @@ class Predictor:
             if key not in known:
                 known[key] = self._tile_cost(tile, [piece.size for piece in pieces])
             tiles[tile] = known[key]
-        return Costs(tiles, self._messages(), self._sharings(), self._agree_seconds())
+        blocking = self.setup.stack.blocking_sends
+        return Costs(tiles, self._messages(), self._sharings(), self._agree_seconds(), blocking)
 
     def _place(self, tile: Tile) -> tuple:
         """Return what makes tiles alike: their families, on which tables of nodes, and how their ranks are spread."""

@@ -59,6 +59,8 @@ class Costs:
     """In the order in which all ranks exchange them."""
     agree_seconds: float = 0.0
     """Until all ranks agree on the loss and the norm."""
+    blocking_sends: bool = False
+    """Whether a tile computes nothing while it sends."""
 
 
 @dataclass
@@ -211,6 +213,8 @@ class _Simulation:
             wire.under_way += 1
             wire.free_at = max(clock.now, wire.free_at) + self._costs.messages[tile, peer]
             wire.arriving.append((step.microbatch, wire.free_at))
+        if self._costs.blocking_sends:
+            clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))
         return True
 
     def _receive(self, tile: Tile, clock: _Clock, step: Instruction, peers: tuple[Tile, ...]) -> bool:

@@ -48,6 +48,8 @@ class Stack:
     """Whether `full` recomputing is also of embedding and head."""
     kept_inputs: float = 1.0
     """Of a hidden state, per block, that full recomputing keeps."""
+    blocking_sends: bool = False
+    """Whether messages between stages go through the stream that computes."""
     dispatch_seconds: float = 8e-6
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
     link_share: float = 0.8
@@ -86,5 +88,5 @@ MEGATRON = Stack(
     gradient_bytes=4,
 )
 # The same kernels, started by a heavier engine.
-DEEPSPEED = replace(MEGATRON, name="megatron-deepspeed", dispatch_seconds=14e-6)
+DEEPSPEED = replace(MEGATRON, name="megatron-deepspeed", dispatch_seconds=23e-6, blocking_sends=True)
 STACKS = {stack.name: stack for stack in (HPCTRAIN, MEGATRON, DEEPSPEED)}
