@@ -12,6 +12,7 @@ COMMANDS = {
     "prepare": "turn text or source files into a token file",
     "train": "train a job; start it with mpirun or srun",
     "plan": "write a plan for a job, or draw one",
+    "predict": "predict how long a step of a plan takes on a cluster, and its memory",
     "generate": "write text with a trained model",
     "inspect": "tell what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "compare": "compare the losses (and weights) of two runs",

@@ -42,7 +42,7 @@ def command(job, overrides, ranks, uniform, proportional, cluster, out, show, fo
             raise click.UsageError("--show stands alone, or with --job JOB")
         plan = load_plan(show)
         if for_job:
-            _check(load_job(for_job, overrides), plan, str(show))
+            check_runs(load_job(for_job, overrides), plan, str(show))
         else:
             check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
         print(draw_plan(plan))
@@ -51,7 +51,7 @@ def command(job, overrides, ranks, uniform, proportional, cluster, out, show, fo
         raise click.UsageError(
             "give JOB, --uniform or --proportional, and --cluster CLUSTER or --ranks N; or --show PLAN"
         )
-    loaded = _with_vocabulary(load_job(job, overrides))
+    loaded = with_vocabulary(load_job(job, overrides))
     described = load_cluster(find_cluster(cluster)) if cluster else None
     resolved = _by_speed(loaded, described) if proportional else _uniform(loaded, described, ranks)
     text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
@@ -84,13 +84,15 @@ def _by_speed(job: Job, cluster: Cluster) -> Resolved:
     return Resolved(found[0].plan, {"plan": reason})
 
 
-def _check(job: Job, plan: Plan, where: str) -> None:
+def check_runs(job: Job, plan: Plan, where: str) -> None:
+    """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
     check_plan(job, plan, where)
     for schedule in (one_f_one_b, forward_only):
         check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
 
 
-def _with_vocabulary(job: Job) -> Job:
+def with_vocabulary(job: Job) -> Job:
+    """Return the job with the vocabulary size of its token file, where it says none."""
     if job.model.vocab_size is not None:
         return job
     from hpctrain.data.tokens import open_tokens
