@@ -5,10 +5,15 @@ whole units have the same holders, at the same (x, y, z) of every tile, and what
 Where grids are unlike, what their ranks store are rectangles of the parameters that meet in smaller ones: *slabs*,
 each held by one exact set of ranks, which exchanges them packed side by side.
 
+What one set of ranks holds may be cut into several holdings, of whole items each: buckets, so that the gradients of the
+last items can be summed while those of the first are computed.
+
 Every rank finds its own holdings by itself, in one plan-wide order: by the first element of each.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_by_shares, cut_evenly
@@ -17,6 +22,8 @@ from hpctrain.parameters import Box, Parameter, Unit, UnitLayout, all_parameters
 from hpctrain.plan import Plan, TensorGrid, Tile
 
 Rectangle = tuple[Interval, Interval]
+Held = TypeVar("Held")
+GRADIENT_BYTES = 4  # fp32
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Holding:
     """The ZeRO stage in which they exchange."""
     layouts: tuple[UnitLayout, ...] = ()
     slabs: tuple[Slab, ...] = ()
+    final_after: int = 0
+    """The item of this rank's tile after whose backward pass the gradients of all this have what a microbatch adds."""
 
     def cuts(self, size: int) -> tuple[Interval, ...]:
         """Return for each rank which of `size` elements it owns."""
@@ -63,14 +72,18 @@ class Holdings:
     """The units whose elements are in slabs."""
 
 
-def holdings_of(model: Model, plan: Plan, rank: int) -> Holdings:
-    """Return what a rank holds, and with whom."""
+def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Holdings:
+    """Return what a rank holds, and with whom.
+
+    What the same ranks hold is cut into holdings of at least `bucket_bytes` of gradients each, which must be the same
+    for all ranks; without it there is one.
+    """
     tile = plan.tile_of(rank)
     x, y, _ = tile.coordinate(rank)
     number_of = {name: number for number, name in enumerate(all_parameters(model))}
     cutter = _Cutter(model, plan, rank)
     whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
-    slabs: dict[tuple[int, ...], list[Slab]] = {}
+    slabs: dict[tuple[int, ...], list[tuple[Unit, Slab]]] = {}
     cut_units = []
     for unit in units(model, tile.tensor):
         if not any(map(tile.holds, unit.items)):
@@ -85,18 +98,26 @@ def holdings_of(model: Model, plan: Plan, rank: int) -> Holdings:
             continue
         cut_units.append(layout)
         for slab, ranks in cutter.slabs(unit, users):
-            slabs.setdefault(ranks, []).append(slab)
+            slabs.setdefault(ranks, []).append((unit, slab))
 
     def place(slab: Slab) -> tuple[int, int, int]:
         return number_of[slab.parameter.name], slab.rows.start, slab.columns.start
 
-    found = [
-        (_holding(plan, ranks, zero, layouts=tuple(kept)), _first(kept, number_of))
-        for (ranks, zero, _), kept in whole.items()
-    ]
+    def final_after(held: Sequence[Unit]) -> int:
+        return min(item for unit in held for item in unit.items if tile.holds(item))
+
+    found = []
+    for (ranks, zero, _), kept in whole.items():
+        for bucket in _buckets(kept, bucket_bytes, lambda u: u.unit, lambda u: u.size / tile.tensor.z):
+            final = final_after([layout.unit for layout in bucket])
+            holding = _holding(plan, ranks, zero, layouts=tuple(bucket), final_after=final)
+            found.append((holding, _first(bucket, number_of)))
     for ranks, kept in slabs.items():
-        kept.sort(key=place)
-        found.append((_holding(plan, ranks, 1, slabs=tuple(kept)), place(kept[0])))
+        kept.sort(key=lambda pair: place(pair[1]))
+        for bucket in _buckets(kept, bucket_bytes, lambda pair: pair[0], lambda pair: pair[1].size):
+            final = final_after([unit for unit, _ in bucket])
+            holding = _holding(plan, ranks, 1, slabs=tuple(slab for _, slab in bucket), final_after=final)
+            found.append((holding, place(bucket[0][1])))
     found.sort(key=lambda pair: pair[1])
     return Holdings(tuple(holding for holding, _ in found), tuple(cut_units))
 
@@ -105,6 +126,27 @@ def whole_model(model: Model) -> Holdings:
     """Return what a rank holds that has the whole model to itself."""
     whole = TensorGrid()
     return Holdings((Holding((0,), (1,), 1, tuple(unit.layout(whole, 0, 0) for unit in units(model, whole))),))
+
+
+def _buckets(
+    held: Sequence[Held], bucket_bytes: int | None, unit_of: Callable[[Held], Unit], size_of: Callable[[Held], float]
+) -> Iterator[list[Held]]:
+    """Cut what is in the order of items into runs of at least so many bytes of gradients, each of whole items.
+
+    From the last to the first, so that what is left over is final last: nothing hides it. All holders of the same find
+    the same, for it depends on nothing else.
+    """
+    bucket: list[Held] = []
+    num_bytes = 0.0
+    for i, each in reversed(list(enumerate(held))):
+        bucket.append(each)
+        num_bytes += size_of(each) * GRADIENT_BYTES
+        starts_item = i > 0 and unit_of(held[i - 1]).items[0] != unit_of(each).items[0]
+        if bucket_bytes is not None and num_bytes >= bucket_bytes and starts_item:
+            yield bucket[::-1]
+            bucket, num_bytes = [], 0.0
+    if bucket:
+        yield bucket[::-1]
 
 
 def _first(layouts: list[UnitLayout], number_of: dict[str, int]) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """The job: what to train, on which data, how long. One TOML file, read into one frozen object.
 
-A job file has the sections `[model] [data] [train] [plan] [checkpoint] [observe]`; it may start from another file
-(`extends = "base.toml"`, relative to itself) and from a model preset; the command line has the last word
+A job file has the sections `[model] [data] [train] [plan] [overlap] [checkpoint] [comm] [observe]`; it may start from
+another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line has the last word
 (`--set train.steps=10`). Whatever is wrong with it is told as one `JobError` with the file, the key, the value and
 what to set.
 """
@@ -165,6 +165,20 @@ class PlanRequest(Table):
         return self
 
 
+class Overlap(Table):
+    """What goes on between ranks while they compute. Results are the same bits, on or off."""
+
+    tensor: Annotated[Switch | None, AUTO] = None
+    """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
+    data: Annotated[Switch | None, AUTO] = None
+    """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
+    bucket_bytes: Count = 4 << 20
+    """Gradients (fp32) are summed over their holders in pieces of whole items, of at least so many bytes each.
+
+    On and off: it decides who owns which element, and with it the last bit of the gradient's norm.
+    """
+
+
 class Checkpoint(Table):
     every: WholeNumber = 0
     """Steps between checkpoints; 0: at the end only."""
@@ -219,6 +233,7 @@ class Job(Table):
     train: Train = Train()
     plan: Annotated[PlanRequest | None, AUTO] = None
     """auto: chosen for the ranks that there are, with its reason."""
+    overlap: Overlap = Overlap()
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     observe: Observe = Observe()

@@ -48,8 +48,10 @@ class Role:
     channels: list[ChannelNeed]
 
 
-def role_of(model: Model, plan: Plan, rank: int) -> Role:
-    """Return what a rank takes part in. Takes time and memory by the rank's own groups, not by all pairs of ranks."""
+def role_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Role:
+    """Return what a rank takes part in; `bucket_bytes` as in `holdings_of`.
+
+    Takes time and memory by the rank's own groups, not by all pairs of ranks."""
     tile = plan.tile_of(rank)
     transfers = Transfers(
         receive_activation=receives(plan, rank, model.hidden_size, forward=True),
@@ -58,7 +60,8 @@ def role_of(model: Model, plan: Plan, rank: int) -> Role:
         send_gradient=sends(plan, rank, model.hidden_size, forward=False),
     )
     axes = {axis: tuple(tile.axis_ranks(axis, rank)) for axis in "xyz"}
-    return Role(rank, tile, axes, holdings_of(model, plan, rank), transfers, _channels(plan, rank, transfers))
+    held = holdings_of(model, plan, rank, bucket_bytes)
+    return Role(rank, tile, axes, held, transfers, _channels(plan, rank, transfers))
 
 
 def _channels(plan: Plan, rank: int, transfers: Transfers) -> list[ChannelNeed]:

@@ -6,7 +6,8 @@ waits only while `channel_depth` messages are on their way, each in a slot that 
 """
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hpctrain.errors import PlanError
@@ -32,11 +33,17 @@ class Instruction:
     microbatch: int = -1
     substep: int = 0
     """Which piece of the tile's rows, for forward and backward."""
+    starts_reducing: bool = False
+    """Whether this backward pass, the last of the step, starts to sum each item's gradients when it has passed it.
+
+    Nobody waits for that before REDUCE_GRADIENTS.
+    """
 
     def __str__(self) -> str:
         if self.microbatch < 0:
             return self.op.value
-        return f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
+        text = f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
+        return f"{text} and start to reduce" if self.starts_reducing else text
 
 
 def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
@@ -74,8 +81,10 @@ def at_the_loss(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
     return steps
 
 
-def one_f_one_b(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
+def one_f_one_b(plan: Plan, tile: Tile, reduce_early: bool = False) -> tuple[Instruction, ...]:
     """Return a step by 1F1B (PipeDream-flush, Narayanan et al. 2021): warm up, alternate, drain.
+
+    With `reduce_early` (of all tiles alike) the last backward pass starts to reduce gradients.
 
     The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
     even pipeline and also right for tiles that are on paths of unlike length.
@@ -93,6 +102,9 @@ def one_f_one_b(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
             steps += at_the_loss(plan, tile, m)
     for m in range(plan.microbatches - warmup, plan.microbatches):
         steps += backward_part(plan, tile, m)
+    if reduce_early:
+        last = max(i for i, step in enumerate(steps) if step.op is Op.BACKWARD)
+        steps[last] = replace(steps[last], starts_reducing=True)
     return (*steps, Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE))
 
 
@@ -108,8 +120,11 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
 
     No step may end with a message that nobody took, a message must be the one that its receiver expects, and a
     reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be. Tiles with ZeRO 2
-    and 3 exchange in every forward and backward pass, and take each of these steps together.
+    and 3 exchange in every forward and backward pass, and take each of these steps together. What is started early
+    waits for nobody, but must be final and be waited for: by one backward pass, the last, before the reduction.
     """
+    for tile, steps in schedules.items():
+        _check_early_reduction(tile, steps)
     at = dict.fromkeys(schedules, 0)
     together = {
         tile: [t for t in schedules if t is not tile and t.items == tile.items] if tile.zero >= 2 else []
@@ -164,6 +179,19 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
     for (sender, receiver, op), queue in wires.items():
         if queue:
             raise PlanError(f"{_name(sender)}: '{op.value} {queue[0]}' to {_name(receiver)} is never received")
+
+
+def _check_early_reduction(tile: Tile, steps: Sequence[Instruction]) -> None:
+    starts = [i for i, step in enumerate(steps) if step.starts_reducing]
+    if not starts:
+        return
+    later = [step for step in steps[starts[0] + 1 :] if step.op is Op.BACKWARD or step.starts_reducing]
+    if later:
+        raise PlanError(f"{_name(tile)}: '{steps[starts[0]]}' comes before '{later[0]}', which adds to the gradients")
+    if Instruction(Op.REDUCE_GRADIENTS) not in steps[starts[0] :]:
+        raise PlanError(
+            f"{_name(tile)}: what '{steps[starts[0]]}' starts is never waited for: nothing reduces after it"
+        )
 
 
 def _name(tile: Tile) -> str:

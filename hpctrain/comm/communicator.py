@@ -7,14 +7,14 @@ every rank and in every run. A `Communicator` blocks; a `Lane` offers the same a
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from hpctrain.comm.hierarchy import Collectives
-from hpctrain.comm.lanes import Progress, Work
+from hpctrain.comm.lanes import ENDED, Ended, Progress, Work
 from hpctrain.comm.oversight.recorder import Recorder
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.shared import SharedCollectives
@@ -104,13 +104,12 @@ class Operations(ABC, Generic[Result]):
         if self._journal:
             self._journal.finish(handle)
 
-    def _paced(self, steps: Steps) -> Steps:
-        return self._backend.pace.steps(steps) if self._backend and self._backend.pace else steps
-
-    def _meet(self) -> None:
-        """Let what this rank computes from now on come after what the group has done."""
-        if self._backend and self._backend.pace:
-            self._backend.pace.meet()
+    def _paced(self, operation: str, tensor: torch.Tensor, steps: Steps) -> tuple[Steps, Callable[[], None]]:
+        """Return the steps, and what is to be called by who has waited for them."""
+        if not (self._backend and self._backend.pace):
+            return steps, _do_nothing
+        paced = self._backend.pace.steps(steps, operation, tensor.numel() * tensor.element_size())
+        return paced, paced.meet
 
     @property
     def bytes_sent(self) -> Sequence[int]:
@@ -213,7 +212,11 @@ class Operations(ABC, Generic[Result]):
 
 
 class Communicator(Operations[torch.Tensor]):
-    """Blocking operations; each returns the tensor that it was given. A group of one does nothing, at no cost."""
+    """Blocking operations; each returns the tensor that it was given. A group of one does nothing, at no cost.
+
+    What is *started* goes on beside where the group has a lane, and blocks where it has none: the same bits, and the
+    same code for who calls.
+    """
 
     def __init__(
         self,
@@ -221,16 +224,41 @@ class Communicator(Operations[torch.Tensor]):
         backend: Backend | None = None,
         patience: Patience = ENDLESS,
         journal: Journal | None = None,
+        lane: "Lane | None" = None,
     ):
+        """`lane` is over the same ranks in the same order; it is closed by who made it."""
         super().__init__(ranks, backend, journal)
-        self._patience = patience
+        self._patience, self._lane = patience, lane
 
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> torch.Tensor:
         handle = self._start(operation, tensor, peer)
-        complete(self._paced(steps), operation, self._patience)
-        self._meet()
+        steps, meet = self._paced(operation, tensor, steps)
+        complete(steps, operation, self._patience)
+        meet()
         self._finish(handle)
         return tensor
+
+    @property
+    def bytes_sent(self) -> Sequence[int]:
+        """As without a lane: what was started is counted with the rest."""
+        own = super().bytes_sent
+        return own if self._lane is None else [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Work | Ended:
+        """Sum in place over all ranks; leave the tensor alone until the work is done."""
+        if self._lane is not None:
+            return self._lane.all_reduce(tensor)
+        self.all_reduce(tensor)
+        return ENDED
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
+    ) -> Work | Ended:
+        """As `reduce_scatter`; leave both tensors alone until the work is done."""
+        if self._lane is not None:
+            return self._lane.reduce_scatter(tensor, out, cuts)
+        self.reduce_scatter(tensor, out, cuts)
+        return ENDED
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return zeros [numel] in memory that this group's collectives work on with the fewest copies.
@@ -279,9 +307,14 @@ class Lane(Operations[Work]):
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Work:
         handle = self._start(operation, tensor, peer)
         finish = partial(self._finish, handle)
-        work = Work(self._progress, operation, self._paced(steps), self._patience, finish, self._meet)
+        steps, meet = self._paced(operation, tensor, steps)
+        work = Work(self._progress, operation, steps, self._patience, finish, meet)
         self._progress.submit(self._queue, work)
         return work
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Steps:

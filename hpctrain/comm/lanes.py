@@ -82,6 +82,19 @@ class Work:
         return True
 
 
+class Ended:
+    """What was done before it was asked for whether it is: stands for a `Work` where there is no lane."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+ENDED = Ended()
+
+
 class Progress:
     """Moves all lanes of one rank."""
 

@@ -98,12 +98,16 @@ class World:
         self.patience.phase = phase
         self.oversight.recorder.note_phase(phase.name)
 
-    def group(self, ranks: Sequence[int], name: str = "") -> "Communicator":
-        """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls."""
+    def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False) -> "Communicator":
+        """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls.
+
+        If `overlapped`, what is started on it goes on while the ranks compute, on a lane of its own.
+        """
         from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been found
 
+        lane = self.lane(ranks, name) if overlapped and len(ranks) > 1 else None
         backend, journal = self._connect(ranks, name)
-        return self._keep(Communicator(ranks, backend, self.patience, journal))
+        return self._keep(Communicator(ranks, backend, self.patience, journal, lane))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
         """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
@@ -160,7 +164,10 @@ class World:
         if journal is None:
             return None, None
         with journal.recorded("connect"):
-            return self._routes().backend(ranks), journal
+            backend = self._routes().backend(ranks)
+        if backend.pace is not None:
+            backend.pace.group = name
+        return backend, journal
 
     def _together(self, operation: str):
         """Record what all ranks do together in this block."""

@@ -33,6 +33,8 @@ class Layout:
     channels: dict[int, Channel]
     """By the rank at the other end."""
     dtype: torch.dtype
+    reduces_early: bool
+    """Whether gradients are summed over their holders while the last microbatch goes back."""
 
     @property
     def store(self) -> Store:
@@ -49,10 +51,13 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     Communicators are made in the order in which the role lists them, each by its own ranks only, so that nobody waits
     for somebody who waits for him, and 4,096 ranks make no more than they use.
     """
-    role = role_of(job.model, plan, world.rank)
+    overlap = job.overlap
+    role = role_of(job.model, plan, world.rank, overlap.bucket_bytes)
     everyone = world.group(plan.ranks, "everyone")
-    axes = Axes(*(world.group(role.axes[axis], axis) for axis in "xyz"))
-    made = {ranks: world.group(ranks, "data") for ranks in dict.fromkeys(h.ranks for h in role.held.holdings)}
+    x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
+    axes = Axes(x, y, world.group(role.axes["z"], "z"))
+    sets = dict.fromkeys(holding.ranks for holding in role.held.holdings)
+    made = {ranks: world.group(ranks, "data", overlapped=bool(overlap.data)) for ranks in sets}
     groups = [made[holding.ranks] for holding in role.held.holdings]
     element_bytes = job.data.sequence_length * dtype.itemsize
     channels = {
@@ -60,5 +65,16 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     }
     stage = Stage(job.model, role.tile, axes, Store(groups, role.held, axes, dtype, device))
     return Layout(
-        plan, world.rank, role.tile, everyone, axes, role.held, groups, stage, role.transfers, channels, dtype
+        plan,
+        world.rank,
+        role.tile,
+        everyone,
+        axes,
+        role.held,
+        groups,
+        stage,
+        role.transfers,
+        channels,
+        dtype,
+        bool(overlap.data),
     )

@@ -11,7 +11,8 @@ import torch
 
 from hpctrain.engine.layout import Layout
 from hpctrain.job import Train
-from hpctrain.model.shard import make_shard
+from hpctrain.model.axes import Work
+from hpctrain.model.shard import Shard, make_shard
 
 CHUNK = 1 << 15  # elements that stay in a processor's cache
 
@@ -52,21 +53,37 @@ class Optimizer:
             for group, holders, holding in zip(layout.store.groups, layout.groups, layout.held.holdings, strict=True)
         ]
 
+        self._under_way: dict[int, Work] = {}
+        """By number of the shard, what was started and not waited for."""
+
     def load_masters(self) -> None:
         """Take the weights in use as master weights, after they were initialised."""
         for shard in self.shards:
             shard.master.copy_(shard.group.weights_at(shard.updated))
 
+    def start_reduce(self, item: int) -> None:
+        """Start to sum the gradients that are final when the last backward pass of a step has gone through an item.
+
+        Tiles go through their items in the same order, so that any two ranks start what they share in the same one.
+        """
+        for number, shard in enumerate(self.shards):
+            if shard.final_after == item:
+                self._start_reduce(number, shard)
+
+    def _start_reduce(self, number: int, shard: Shard) -> None:
+        if shard.zero < 2 and number not in self._under_way:  # others are summed after each item's backward pass
+            self._under_way[number] = shard.start_reduce()
+
     def reduce(self) -> None:
-        """Sum gradients over the holders of each piece. All ranks of the plan must call."""
-        for shard in self.shards:
-            if shard.zero >= 2:  # summed after each item's backward pass
-                continue
-            grads = shard.group.own_grads()
-            if shard.grads is grads:
-                shard.holders.all_reduce(grads)
-            else:
-                shard.holders.reduce_scatter(grads, shard.grads, shard.cuts)
+        """Have gradients summed over the holders of each piece: start what was not, wait for all.
+
+        All ranks of the plan must call.
+        """
+        for number, shard in enumerate(self.shards):
+            self._start_reduce(number, shard)
+        for work in self._under_way.values():
+            work.wait()
+        self._under_way.clear()
 
     def squared_norm(self) -> float:
         """Return this rank's part of the squared global norm: each element of the model is counted on one rank."""

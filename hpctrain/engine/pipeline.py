@@ -52,7 +52,8 @@ class Pipeline:
 
         Raises TrainingError, on all ranks alike, if loss or gradient is not finite; the weights are untouched then.
         """
-        schedule = one_f_one_b(self._layout.plan, self._layout.tile)
+        layout = self._layout
+        schedule = one_f_one_b(layout.plan, layout.tile, layout.reduces_early)
         return self._run(schedule, batch, step, loss_tokens, training=True, stop=stop)
 
     def evaluate(self, batch: Batch) -> Totals:
@@ -88,7 +89,8 @@ class Pipeline:
                     given[m] = self._receive(transfers.receive_gradient)
                 case Op.BACKWARD:
                     gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, m, s)
-                    gradient = stage.backward(saved.pop((m, s)), gradient)
+                    passed = self._optimizer.start_reduce if instruction.starts_reducing else None
+                    gradient = stage.backward(saved.pop((m, s)), gradient, passed)
                     if gradient is not None:
                         self._put(made, m, s, gradient)
                 case Op.SEND_GRADIENT:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import click
 
 from hpctrain.comm.launcher import host_memory_bytes
 from hpctrain.comm.topology import Preferences
+from hpctrain.engine.overlap import resolve_overlap
 from hpctrain.engine.phases import phases_of
 from hpctrain.errors import JobError
 from hpctrain.intervals import cut_evenly
@@ -107,6 +109,12 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
             reasons["train.dtype"] = f"{theirs.train.dtype}: that of {resume_from}"
         if job.comm.links is None:
             job = _with(job, "comm", links=theirs.comm.links)
+        for key in ("tensor", "data"):
+            if getattr(job.overlap, key) is None and (value := getattr(theirs.overlap, key)) is not None:
+                job = _with(job, "overlap", **{key: value})
+                reasons[f"overlap.{key}"] = f"{'on' if value else 'off'}: that of {resume_from}"
+    overlap, chosen = resolve_overlap(job.overlap, world.topology)
+    job, reasons = job.model_copy(update={"overlap": overlap}), reasons | chosen
     resolved = None
     memory_bytes = world.smallest(_memory_bytes(world))
     families = [place.family for place in world.topology.places]
@@ -116,7 +124,8 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
                 resolved = Resolved(saved_plan, {"plan": f"{saved_plan.describe()}: that of {resume_from}"})
             else:
                 resolved = resolve_plan(job, world.size, memory_bytes, families)
-            for schedule in (one_f_one_b, forward_only):
+            of_a_step = partial(one_f_one_b, reduce_early=bool(job.overlap.data))
+            for schedule in (of_a_step, forward_only):
                 check_no_deadlock(resolved.plan, {t: schedule(resolved.plan, t) for t in resolved.plan.tiles})
     resolved = world.broadcast_object(resolved)
     reasons |= resolved.reasons

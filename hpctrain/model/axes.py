@@ -9,15 +9,33 @@ import torch
 from hpctrain.intervals import Interval
 
 
+class Work(Protocol):
+    """What was started, and may go on while the rank computes."""
+
+    def wait(self) -> None:
+        """Return when it has ended. Raises its error."""
+        ...
+
+
 class Axis(Protocol):
-    """Collectives over the ranks that differ in one coordinate only; every one of them must call."""
+    """Collectives over the ranks that differ in one coordinate only; every one of them must call.
+
+    What is started may go on beside: its tensors are to be left alone until its work was waited for. All ranks start
+    the same things in the same order.
+    """
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
 
+    def start_all_reduce(self, tensor: torch.Tensor) -> Work: ...
+
     def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None): ...
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
+    ) -> Work: ...
 
     def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor: ...
 

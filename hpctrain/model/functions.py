@@ -25,7 +25,8 @@ def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) 
 class _Linear(Function):
     """y = x W^T + b where W is cut by `into` over its input and by `out` over its output (Agarwal's 3D product).
 
-    Forward all-reduces over `into`, the gradient of x is all-reduced over `out`.
+    Forward all-reduces over `into`, the gradient of x is all-reduced over `out`, while those of the weights are
+    computed where the axis lets it (AxoNN, arXiv 2305.13525).
     """
 
     @staticmethod
@@ -51,13 +52,14 @@ class _Linear(Function):
         dx_NI = parts[0] @ ctx.weights[0].data
         for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
             dx_NI.addmm_(part, weight.data)
-        ctx.out.all_reduce(dx_NI)
+        summed = ctx.out.start_all_reduce(dx_NI)
         for weight, part in zip(ctx.weights, parts, strict=True):
             add_product(weight.grad, part, x_NI)
         if ctx.biases:
             db_O = dy_NO.sum(0, dtype=torch.float32)
             for bias, part in zip(ctx.biases, db_O.split([b.data.numel() for b in ctx.biases]), strict=True):
                 bias.grad += part
+        summed.wait()
         return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.holders import Holding
 from hpctrain.intervals import Interval
-from hpctrain.model.axes import Axis
+from hpctrain.model.axes import Axis, Work
 from hpctrain.model.groups import Group
 
 
@@ -21,17 +21,26 @@ class Shard:
     group: Group
     holders: Axis
     zero: int
+    final_after: int
+    """The item after whose backward pass the group's gradients have what a microbatch adds to them."""
     cuts: tuple[Interval, ...]
     updated: Interval
     master: torch.Tensor
     moments: dict[str, torch.Tensor]
     grads: torch.Tensor
-    """fp32, of the `updated` elements, summed over the holders after `reduce`."""
+    """fp32, of the `updated` elements, summed over the holders after `start_reduce`."""
 
     @property
     def owned(self) -> Interval:
         """The elements that this rank answers for in norms and checkpoints."""
         return self.cuts[self.holders.rank]
+
+    def start_reduce(self) -> Work:
+        """Sum the gradients over the holders, all of whom must call; `grads` is there when the work is done."""
+        grads = self.group.own_grads()
+        if self.grads is grads:
+            return self.holders.start_all_reduce(grads)
+        return self.holders.start_reduce_scatter(grads, self.grads, self.cuts)
 
     def of(self, tensor: torch.Tensor, at: Interval) -> torch.Tensor:
         """Return the given elements of the group's flat array in a tensor that holds the `updated` ones."""
@@ -47,4 +56,4 @@ def make_shard(group: Group, holders: Axis, holding: Holding) -> Shard:
     in_place = holders.size == 1 or holding.zero != 1
     grads = group.own_grads() if in_place else torch.zeros_like(master)
     moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-    return Shard(group, holders, holding.zero, cuts, updated, master, moments, grads)
+    return Shard(group, holders, holding.zero, holding.final_after, cuts, updated, master, moments, grads)

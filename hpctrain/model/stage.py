@@ -4,6 +4,7 @@ Each item is a graph of its own. That makes it plain when weights are gathered a
 scattered, and what recomputing means: keep the input, run the item again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -69,12 +70,15 @@ class Stage:
                 unit.release()
         return value.detach(), saved
 
-    def backward(self, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
+    def backward(
+        self, saved: Saved, gradient: torch.Tensor, passed: Callable[[int], None] | None = None
+    ) -> torch.Tensor | None:
         """Run all items backward from the gradient of the stage's output; return that of its input.
 
-        Gradients of weights are added to the store's. The first stage returns None.
+        Gradients of weights are added to the store's; `passed` is told the number of each item whose are. The first
+        stage returns None.
         """
-        for item in reversed(self.items):
+        for number, item in reversed(list(enumerate(self.items, self.tile.items.start))):
             given, output = saved.inputs.pop(), saved.outputs.pop()
             for unit in item.units:
                 unit.gather()
@@ -88,6 +92,8 @@ class Stage:
             for unit in item.units:
                 unit.end_backward()
                 unit.release()
+            if passed is not None:
+                passed(number)
         return gradient
 
     @staticmethod

@@ -194,6 +194,8 @@ class Store:
         for group in self.groups:
             if isinstance(group, ShardedUnit):
                 self._units.append(UnitStore(group.layout, axes, group.weights, None, None, whole_grads, group))
+        # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
+        self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_over_y))
 
     def publish(self) -> None:
         """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""

@@ -6,14 +6,18 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.checkpoint.format import Index, latest_checkpoint
+from hpctrain.cluster import Cluster
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.rehearsal.start import rehearse
+from hpctrain.comm.world import World
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
 from hpctrain.plan import Plan
 from hpctrain.planner.even import resolve_plan
+from hpctrain.truth import Truth
 
 VOCAB = 61  # prime: padded for every y
 MODELS = {
@@ -54,7 +58,7 @@ class Alone:
     def __init__(self):
         self._made = []
 
-    def group(self, ranks, name=""):
+    def group(self, ranks, name="", overlapped=False):
         return Communicator(ranks)
 
     def all_or_none(self):
@@ -84,6 +88,15 @@ def freed(world):
     for made in reversed(world._made[count:]):
         made.close()
     del world._made[count:]
+
+
+@contextlib.contextmanager
+def rehearsed_world(world, cluster: Cluster, truth: Truth):
+    """A world of its own, whose ranks are the devices of a cluster. All ranks must call."""
+    own = World(world.raw_mpi, False, world.topology.places, world.patience.phase.seconds, watched=False)
+    rehearse(own, cluster, truth)
+    yield own
+    own.close()
 
 
 def losses(

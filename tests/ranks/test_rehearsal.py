@@ -1,7 +1,5 @@
 """Ranks that impersonate devices: the numbers of one rank, in the time and the memory of the cluster."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -14,7 +12,14 @@ from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
-from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job, make_trainer
+from tests.ranks.small_runs import (
+    Alone,
+    largest_relative_difference,
+    losses,
+    make_job,
+    make_trainer,
+    rehearsed_world,
+)
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 
 FAST = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})
@@ -23,13 +28,8 @@ TRUTH = Truth(devices={"fast": FAST, "slow": SLOW})
 pytestmark = pytest.mark.ranks(4)
 
 
-@contextmanager
 def rehearsed(world, truth: Truth = TRUTH):
-    """A world of its own, whose ranks are the devices of CLUSTER."""
-    own = World(world.raw_mpi, False, world.topology.places, 60.0, watched=False)
-    rehearse(own, CLUSTER, truth)
-    yield own
-    own.close()
+    return rehearsed_world(world, CLUSTER, truth)
 
 
 @pytest.mark.timeout(120)

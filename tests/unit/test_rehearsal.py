@@ -10,7 +10,7 @@ from hpctrain.comm.rehearsal.clock import Clock, Pace
 from hpctrain.comm.rehearsal.device import RehearsedAccelerator
 from hpctrain.comm.rehearsal.network import network_of
 from hpctrain.comm.steps import Pending, complete
-from hpctrain.comm.waiting import Patience
+from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.links import link_between
 from hpctrain.truth import PretendDevice
 from tests.pretended import CLUSTER
@@ -102,7 +102,7 @@ def test_computing_is_slower_beside_communication_and_what_communicates_is_not_c
     with made.running():
         next(steps)
         here.append(a @ a)
-        complete(steps, "a test", Patience(1.0))
+        complete(steps, "a test", Patience(Phase("a test", 1.0, "no.key")))
     assert taken() == pytest.approx(1.5 * 2e-3, rel=1e-3)
 
 

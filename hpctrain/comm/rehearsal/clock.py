@@ -33,19 +33,31 @@ class Stream:
         self.moment = max(self.moment, moment)
 
 
+class Mark(NamedTuple):
+    """A place in what one rank's device does."""
+
+    number: int
+    """Of one rank's places in their order."""
+    busy_seconds: float
+    """That the device had been asked to compute."""
+
+
 class Clock:
     """The stream on which one rank's device computes, and how much of its lanes is under way beside."""
 
     def __init__(self):
         self.compute = Stream()
-        self.num_under_way = 0
-        """Operations of lanes that have begun and not ended: they slow down what is computed meanwhile."""
+        self.under_way: set[Paced] = set()
+        """Operations that have begun and not ended: they slow down what is computed meanwhile. Of several threads."""
+        self.log: list[Paced] | None = None
+        """Where operations are listed when they were waited for, if anybody wants to know."""
         self.busy_seconds = 0.0
         """That the device computed."""
         self.late_seconds = 0.0
         """By which steps really ended after they should have."""
         self.measured_seconds = 0.0
         """Of all steps together."""
+        self._num_marks = 0
         self._is_running = False
         self._here = threading.local()
 
@@ -54,6 +66,11 @@ class Clock:
         self.compute.moment += seconds
         self.busy_seconds += seconds
         self._wait(LONGEST_LEAD_SECONDS)
+
+    def mark(self) -> "Mark":
+        """Return where the device is in what it does: each call another mark."""
+        self._num_marks += 1
+        return Mark(self._num_marks, self.busy_seconds)
 
     @property
     def is_communicating(self) -> bool:
@@ -107,22 +124,44 @@ class Clock:
 class Pace:
     """Lets the operations of one group begin and end when they would on pretended devices."""
 
-    def __init__(self, clock: Clock):
-        self._clock = clock
+    def __init__(self, clock: Clock, group: str = ""):
+        self.clock, self.group = clock, group
         self.stream = Stream()
         """The group's; its transports start messages at its moment, and move it on to where they arrive."""
 
-    def steps(self, steps: Steps) -> Steps:
+    def steps(self, steps: Steps, operation: str = "", num_bytes: int = 0) -> "Paced":
         """Return steps that begin when all is done that the device was asked to compute before this call."""
-        return self._paced(steps, self._clock.moment)
+        return Paced(self, steps, operation, num_bytes)
 
-    def _paced(self, steps: Steps, asked: float) -> Steps:
-        stream = self.stream
-        stream.reach(asked)
+
+class Paced:
+    """One operation of a group, as its steps: when it was asked for, what it took, when it was waited for.
+
+    Any thread may take the steps; it is made and met on the thread that computes.
+    """
+
+    def __init__(self, pace: Pace, steps: Steps, operation: str, num_bytes: int):
+        self.pace, self.operation, self.num_bytes = pace, operation, num_bytes
+        clock = pace.clock
+        self.begun = self.ended = clock.moment
+        """When the group could begin, and when it had done it."""
+        self.asked_at = clock.mark()
+        self.met_at: Mark | None = None
+        self._steps = self._paced(steps)
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> Pending:
+        return next(self._steps)
+
+    def _paced(self, steps: Steps) -> Steps:
+        clock, stream = self.pace.clock, self.pace.stream
+        stream.reach(self.begun)
+        self.begun = stream.moment
         if time.monotonic() < stream.moment:
             yield Pending(lambda: time.monotonic() >= stream.moment, "the pretended device", lambda: stream.moment)
-        clock = self._clock
-        clock.num_under_way += 1
+        clock.under_way.add(self)
         try:
             while True:
                 clock.is_communicating = True
@@ -133,11 +172,16 @@ class Pace:
                 yield pending
         finally:
             clock.is_communicating = False
-            clock.num_under_way -= 1
+            clock.under_way.discard(self)
+            self.ended = stream.moment
 
     def meet(self) -> None:
         """Let the device wait for what the group has done: called by who has waited for it."""
-        self._clock.compute.reach(self.stream.moment)
+        clock = self.pace.clock
+        self.met_at = clock.mark()
+        clock.compute.reach(self.ended)
+        if clock.log is not None:
+            clock.log.append(self)
 
 
 class Rehearsal(NamedTuple):

@@ -31,7 +31,7 @@ class RehearsedAccelerator(CpuAccelerator):
         super().__init__(family)
         self.model = f"{family}, pretended by {self.model}"
         self.clock = clock
-        self._truth, self._time_scale = device, time_scale
+        self._truth, self.time_scale = device, time_scale
         self._random = random.Random(seed)
         self._live: dict[int, weakref.ref] = {}
         self._used = self._peak = 0
@@ -54,7 +54,7 @@ class RehearsedAccelerator(CpuAccelerator):
 
     def stopwatch(self) -> Callable[[], float]:
         read = self.clock.stopwatch()
-        return lambda: read() / self._time_scale
+        return lambda: read() / self.time_scale
 
     @property
     def overrun(self) -> float | None:
@@ -85,11 +85,11 @@ class RehearsedAccelerator(CpuAccelerator):
             return
         seconds = seconds_of(func, args, outputs, truth)
         if seconds:
-            if clock.num_under_way:
+            if clock.under_way:
                 seconds *= truth.overlap_times
             if truth.jitter_share:
                 seconds *= max(0.0, self._random.gauss(1.0, truth.jitter_share))
-            clock.charge(seconds * self._time_scale)
+            clock.charge(seconds * self.time_scale)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor for as long as it lives. Raises torch.OutOfMemoryError as a device would."""

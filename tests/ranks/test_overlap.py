@@ -1,0 +1,201 @@
+"""What goes on beside computation: the same bits, the same bytes, in less time."""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpctrain.comm.topology import Preferences
+from hpctrain.data.order import open_datasets
+from hpctrain.intervals import Interval
+from hpctrain.job import Overlap
+from hpctrain.jobs.bench_overlap import VARIANTS, compare, measure
+from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.truth import PretendDevice, Truth
+from tests.pretended import CLUSTER
+from tests.ranks.small_runs import (
+    Alone,
+    freed,
+    largest_relative_difference,
+    make_job,
+    make_trainer,
+    rehearsed_world,
+)
+
+STEPS = 4
+SMALL = 3000  # bytes of a bucket: a block is in two or more of them
+LAYOUTS = {
+    2: [{"tensor": {"y": 2}}, {"tensor": {"x": 2}}, {"data": 2}, {"data": 2, "zero": 0}],
+    4: [
+        {"tensor": {"x": 2, "y": 2}, "recompute": "full"},
+        {"tensor": {"y": 2}, "data": 2},
+        {"tensor": {"y": 4}},
+        {"tensor": {"z": 2}, "data": 2, "zero": 2},
+        {"pipeline": 2, "data": 2, "microbatch": 2},
+    ],
+    8: [{"tensor": {"x": 2, "y": 2}, "data": 2}, {"tensor": {"y": 2}, "pipeline": 2, "data": 2, "microbatch": 2}],
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        from mpi4py import MPI
+
+        metafunc.parametrize("layout", LAYOUTS.get(MPI.COMM_WORLD.size, []), ids=str)
+
+
+def plan_of(tiles, rows: int) -> Plan:
+    made = (Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid)) for items, rows, ranks, grid in tiles)
+    return Plan(tuple(made), microbatches=1, rows=rows)
+
+
+def overlapped(job, **switches):
+    return job.model_copy(update={"overlap": Overlap(bucket_bytes=SMALL, **switches)})
+
+
+def curve(world, job, plan: Plan | None = None) -> list[float]:
+    """Losses and norms of gradients."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with freed(world):
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        found = [trainer.step(training)[0] for _ in range(STEPS)]
+    return [m[key] for m in found for key in ("loss", "grad_norm")]
+
+
+@functools.cache
+def one_rank(world, tokens, model: str) -> list[float]:
+    return world.broadcast_object(curve(Alone(), make_job(tokens, model)) if world.rank == 0 else None)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("route", ["auto", "messages"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_on_and_off_are_bit_equal_and_those_of_one_rank(world, tokens, model, layout, route, monkeypatch):
+    monkeypatch.setattr(world, "preferences", Preferences(route=route))
+    job = make_job(tokens, model, layout)
+    exposed = curve(world, overlapped(job, tensor=False, data=False))
+    assert largest_relative_difference(exposed, one_rank(world, tokens, model)) < 1e-5
+    for switches in ({"tensor": True}, {"data": True}, {"tensor": True, "data": True}):
+        assert curve(world, overlapped(job, **switches)) == exposed, switches
+
+
+UNLIKE = (((0, 10), (0, 6), (0, 1), (1, 2, 1)), ((0, 10), (6, 16), (3, 2), (1, 1, 2)))
+DEEP = (((0, 3), (0, 6), (0,), (1, 1, 1)), ((3, 10), (0, 6), (1,), (1, 1, 1)), ((0, 10), (6, 16), (3, 2), (1, 2, 1)))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("tiles", [UNLIKE, DEEP], ids=["unlike grids", "unlike depths"])
+def test_uneven_tilings_are_bit_equal_on_and_off(world, tokens, tiles):
+    plan, job = plan_of(tiles, 16), make_job(tokens, "gpt2")
+    exposed = curve(world, overlapped(job, tensor=False, data=False), plan)
+    assert largest_relative_difference(exposed, one_rank(world, tokens, "gpt2")) < 1e-5
+    assert curve(world, overlapped(job, tensor=True, data=True), plan) == exposed
+
+
+def bytes_of_a_step(world, job, which) -> int:
+    """Return what all ranks send in a step, in the groups that `which` takes from a layout."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with freed(world):
+        trainer = make_trainer(world, job)
+        trainer.initialise()
+        groups = dict.fromkeys(which(trainer.layout))
+        before = sum(sum(group.bytes_sent) for group in groups)
+        trainer.step(training)
+        sent = sum(sum(group.bytes_sent) for group in groups) - before
+    return sum(world.broadcast_object(world.gather_objects(sent)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, monkeypatch):
+    """fp32; n ranks of an axis send together 2 (n - 1) times what they all-reduce, (n - 1) times what they gather."""
+    monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
+    n, microbatches = world.size, 2
+
+    def job_of(**plan):
+        shape = {"num_kv_heads": 8, "vocab_size": 64}
+        return overlapped(make_job(tokens, "llama", {"microbatch": 8, **plan}, shape=shape), tensor=on, data=on)
+
+    model = job_of().model
+    h, f, blocks, vocabulary = model.hidden_size, model.ffn, model.num_layers, model.vocab_size
+    parameters = 2 * vocabulary * h + h + blocks * (4 * h * h + 3 * h * f + 2 * h)
+    numbers = 16 * 16  # tokens of a step: rows x positions
+    pairs = 4 * (n - 1)
+
+    # data: reduce-scatter of gradients and all-gather of weights, 2 (n - 1) / n of the shard a rank
+    job = job_of(data=n, microbatch=16 // n // microbatches or 1)
+    assert bytes_of_a_step(world, job, lambda layout: layout.groups) == 2 * pairs * parameters
+    # y: of each block the sums of o and down forward, of the inputs of qkv and up backward; embedding and head; loss
+    summed = (4 * blocks + 2) * numbers * h + 3 * numbers
+    assert bytes_of_a_step(world, job_of(tensor={"y": n}), lambda layout: [layout.axes.y]) == 2 * pairs * summed
+    # x: of each block the sums of qkv and up forward, of the inputs of o and down backward; the logits; norms
+    summed = blocks * numbers * (3 * h + 2 * f + h + f) + numbers * vocabulary + 2 * (2 * blocks + 1) * numbers
+    assert bytes_of_a_step(world, job_of(tensor={"x": n}), lambda layout: [layout.axes.x]) == 2 * pairs * summed
+    # z: weights forward and backward, gradients backward, of each microbatch: 3 (n - 1) / n; two barriers after it
+    barriers = 2 * n * math.ceil(math.log2(n))
+    expected = 3 * microbatches * pairs * parameters + barriers
+    assert bytes_of_a_step(world, job_of(tensor={"z": n}), lambda layout: [layout.axes.z]) == expected
+
+
+DEVICE = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 5e8})
+TRUTH = Truth(devices={"fast": DEVICE, "slow": DEVICE})
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(60)
+def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
+    with rehearsed_world(world, CLUSTER, TRUTH) as own:
+        own.preferences = Preferences(algorithm="exchange")
+        beside, blocking = own.group(range(4), "a", overlapped=True), own.group(range(4), "b")
+        device, a, tensor = own.accelerator, torch.ones(256, 256), torch.ones(100_000)
+
+        def seconds(comm, computing: bool) -> float:
+            found = []
+            for _ in range(7):
+                blocking.barrier()
+                taken = device.stopwatch()
+                with device.running():
+                    work = comm.start_all_reduce(tensor)
+                    if computing:
+                        a @ a
+                    work.wait()
+                found.append(taken())
+            return own.smallest(min(found))  # a rank that gets no core is late
+
+        computing = 2 * 256**3 / DEVICE.flops_per_second["fp32"]
+        alone, exposed, hidden = seconds(blocking, False), seconds(blocking, True), seconds(beside, True)
+    if world.rank == 0:
+        print(f"computing {computing:.4f} communicating {alone:.4f} exposed {exposed:.4f} hidden {hidden:.4f}")
+    assert exposed == pytest.approx(computing + alone, rel=0.1)
+    assert hidden == pytest.approx(max(computing, alone), rel=0.1)
+
+
+# Where what is to be hidden goes through the NICs.
+ACROSS = {
+    "tensor": (((0, 6), (0, 4), (0, 2), (1, 2, 1)), ((0, 6), (4, 8), (1, 3), (1, 2, 1))),
+    "data": tuple(((0, 6), (2 * rank, 2 * rank + 2), (rank,), (1, 1, 1)) for rank in range(4)),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_rehearsed_step_is_shorter_by_what_can_be_hidden(world, tokens, name):
+    job = make_job(tokens, "llama", shape={"num_layers": 4, "hidden_size": 128}, global_batch=8)
+    plan = plan_of(ACROSS[name], 8)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with rehearsed_world(world, CLUSTER, TRUTH.model_copy(update={"time_scale": 3.0})) as own:
+        own.preferences = Preferences(algorithm="exchange")
+        prepared = SimpleNamespace(job=overlapped(job), plan=plan, training=training)
+        told = compare(own, {each: measure(own, prepared, VARIANTS[each], 5) for each in ("exposed", name)})
+    if world.rank == 0:
+        print(told)
+    assert told["same_bits"]
+    assert told["step_seconds"][name] < told["step_seconds"]["exposed"]
+    assert (
+        0.4 < told["hidden_share"][name] < 1.6
+    )  # a rank that gets no core is late; what one operation takes is tested above

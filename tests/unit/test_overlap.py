@@ -1,0 +1,120 @@
+"""What communicates beside computation: what `auto` becomes, how gradients are cut into buckets, what can be hidden."""
+
+import pytest
+
+from hpctrain.comm.topology import Place, Topology
+from hpctrain.engine.overlap import resolve_overlap
+from hpctrain.errors import PlanError
+from hpctrain.holders import holdings_of
+from hpctrain.intervals import Interval
+from hpctrain.job import Model, Overlap
+from hpctrain.jobs.bench_overlap import Operation, exposed_seconds, seconds_alone
+from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.schedule import Instruction, Op, check_no_deadlock, one_f_one_b
+
+MODEL = Model(architecture="llama", num_layers=6, hidden_size=16, num_heads=4, vocab_size=64)
+TIED = Model(architecture="gpt2", num_layers=6, hidden_size=16, num_heads=4, vocab_size=64, tie_head=True)
+HERE, THERE = Place("a", "cpu"), Place("b", "cpu")
+
+
+@pytest.mark.parametrize(
+    "topology, expected, reason",
+    [
+        (Topology((HERE, HERE)), (False, False), "off: all ranks compute on the cores of one host"),
+        (Topology((HERE, THERE)), (True, True), "on: 2 hosts"),
+        (Topology((HERE, HERE), shares_memory=False), (True, True), "on: a rehearsal's devices"),
+        (Topology((HERE, Place("a", "h200", "cuda"))), (True, False), "on: devices compute while bytes move"),
+    ],
+)
+def test_auto_becomes_a_value_with_a_reason(topology, expected, reason):
+    found, reasons = resolve_overlap(Overlap(), topology)
+    assert (found.tensor, found.data) == expected
+    assert reasons["overlap.tensor"].startswith(reason) and set(reasons) == {"overlap.tensor", "overlap.data"}
+
+
+def test_what_was_asked_for_stays():
+    found, reasons = resolve_overlap(Overlap(tensor=True, bucket_bytes=7), Topology((HERE, HERE)))
+    assert (found.tensor, found.data, found.bucket_bytes) == (True, False, 7) and set(reasons) == {"overlap.data"}
+
+
+def test_buckets_are_whole_items_of_enough_bytes_and_the_first_has_what_is_left_over():
+    plan = even_plan(MODEL.num_items, TensorGrid(), 1, 2, 1, 2)
+    whole = holdings_of(MODEL, plan, 0).holdings
+    assert len(whole) == 1 and whole[0].final_after == 0
+    block = next(layout.size for layout in whole[0].layouts if layout.unit.items == (2,))
+    cut = holdings_of(MODEL, plan, 0, bucket_bytes=4 * 2 * block).holdings
+    assert [[unit.unit.items[0] for unit in h.layouts] for h in cut] == [[0], [1, 2], [3, 4], [5, 6, 7]]
+    assert [h.final_after for h in cut] == [0, 1, 3, 5]
+    assert sum((h.layouts for h in cut), ()) == whole[0].layouts
+
+
+def test_a_tied_embedding_is_final_after_the_first_of_its_items_that_a_tile_has():
+    whole = even_plan(TIED.num_items, TensorGrid(), 1, 1, 1, 1)
+    two = even_plan(TIED.num_items, TensorGrid(), 2, 1, 1, 1)
+
+    def final(plan, rank):
+        held = holdings_of(TIED, plan, rank, bucket_bytes=1).holdings
+        return next(h.final_after for h in held if len(h.layouts[0].unit.items) == 2)
+
+    assert (final(whole, 0), final(two, 0), final(two, 1)) == (0, 0, TIED.num_items - 1)
+
+
+def test_holders_of_slabs_find_the_same_buckets():
+    tiles = (
+        Tile(Interval(0, 8), Interval(0, 2), (0, 1), TensorGrid(1, 2, 1)),
+        Tile(Interval(0, 8), Interval(2, 4), (2, 3), TensorGrid(1, 1, 2)),
+    )
+    told: dict = {}
+    for rank in range(4):
+        for holding in holdings_of(TIED, Plan(tiles, 1, 4), rank, bucket_bytes=2000).holdings:
+            key = tuple((slab.parameter.name, slab.rows, slab.columns) for slab in holding.slabs)
+            told.setdefault((holding.ranks, key), []).append(rank)
+            items = {int(n.split(".")[1]) + 1 for n, *_ in key if n.startswith("blocks")}
+            assert holding.final_after <= min(items, default=0)
+    assert all(sorted(ranks) == sorted(found) for (ranks, _), found in told.items())
+    assert len(told) > len({ranks for ranks, _ in told})
+
+
+def schedules(plan: Plan) -> dict:
+    return {tile: list(one_f_one_b(plan, tile, reduce_early=True)) for tile in plan.tiles}
+
+
+def test_the_last_backward_pass_starts_to_reduce_and_nobody_waits_for_it():
+    plan = even_plan(4, TensorGrid(), 2, 2, 3, 4, substeps=2)
+    for steps in schedules(plan).values():
+        assert [str(s) for s in steps if s.starts_reducing] == ["backward 2.1 and start to reduce"]
+    check_no_deadlock(plan, schedules(plan))
+
+
+def test_a_start_before_gradients_are_final_is_found():
+    plan = even_plan(4, TensorGrid(), 1, 1, 2, 1)
+    made = schedules(plan)
+    steps = made[plan.tiles[0]]
+    early = Instruction(Op.BACKWARD, 0, starts_reducing=True)
+    steps[steps.index(Instruction(Op.BACKWARD, 0))] = early
+    with pytest.raises(PlanError, match="'backward 0 and start to reduce' comes before 'backward 1 and start"):
+        check_no_deadlock(plan, made)
+
+
+def test_a_start_that_nobody_waits_for_is_found():
+    plan = even_plan(4, TensorGrid(), 1, 1, 1, 1)
+    made = schedules(plan)
+    made[plan.tiles[0]].remove(Instruction(Op.REDUCE_GRADIENTS))
+    with pytest.raises(PlanError, match="starts is never waited for"):
+        check_no_deadlock(plan, made)
+
+
+def operation(asked, met, seconds, stream=0, group="y"):
+    return Operation(group, "all_reduce", 100, stream, asked, met, seconds)
+
+
+def test_what_is_computed_between_start_and_end_hides_it():
+    blocking = [operation((1, 1.0), (2, 1.0), 0.5)]
+    alone = seconds_alone(blocking)
+    assert exposed_seconds(blocking, alone) == 0.5
+    assert exposed_seconds([operation((1, 1.0), (2, 1.3), 9.0)], alone) == pytest.approx(0.2)
+    assert exposed_seconds([operation((1, 1.0), (2, 2.0), 9.0)], alone) == 0.0
+    # one after the other on a stream, beside each other on two
+    both = [operation((1, 0.0), (3, 0.6), 9.0), operation((2, 0.0), (4, 0.6), 9.0)]
+    assert exposed_seconds(both, alone) == pytest.approx(0.4)
+    assert exposed_seconds([both[0], both[1]._replace(stream=1)], alone) == 0.0
