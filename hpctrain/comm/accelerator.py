@@ -8,7 +8,7 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.find import DEVICE_VARIABLE, FAMILY_VARIABLE, family_of
-from hpctrain.comm.device.table import learn_devices
+from hpctrain.comm.device.learn import learn_devices
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.errors import TopologyError

@@ -10,8 +10,8 @@ from hpctrain.comm.device.table import Devices, device_route, message_route
 from hpctrain.comm.device.transport import DeviceTransport
 from hpctrain.comm.flat import Choose, FlatCollectives
 from hpctrain.comm.hierarchy import Collectives, HierarchicalCollectives
-from hpctrain.comm.rehearsal.clock import Pace, Rehearsal
-from hpctrain.comm.rehearsal.shaped import ShapedTransport
+from hpctrain.comm.rehearsal.clock import Pace
+from hpctrain.comm.rehearsal.shaped import Rehearsal, ShapedTransport
 from hpctrain.comm.shared import SharedCollectives
 from hpctrain.comm.topology import Preferences, Topology
 from hpctrain.comm.transport import HostTransport, Transport

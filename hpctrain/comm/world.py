@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Backend, Communicator, Journal, Lane
     from hpctrain.comm.device.table import Devices
     from hpctrain.comm.lanes import Progress
-    from hpctrain.comm.rehearsal.clock import Clock, Rehearsal
+    from hpctrain.comm.rehearsal.clock import Clock
     from hpctrain.comm.rehearsal.network import Network
+    from hpctrain.comm.rehearsal.shaped import Rehearsal
 
 # What a rank is told about where it is, for tests; of its device see hpctrain.comm.accelerators.find.
 HOST_VARIABLE = "HPCTRAIN_HOST"
@@ -131,8 +132,8 @@ class World:
         `places` are the devices' by rank. All ranks must call. Raises TopologyError on all of them if they are not on
         one host, or not as many as the network has devices.
         """
-        from hpctrain.comm.rehearsal.clock import Clock, Rehearsal
-        from hpctrain.comm.rehearsal.shaped import ShapedNetwork
+        from hpctrain.comm.rehearsal.clock import Clock
+        from hpctrain.comm.rehearsal.shaped import Rehearsal, ShapedNetwork
 
         if len({place.host for place in self.topology.places}) > 1:
             raise TopologyError("a rehearsal runs on one host: its ranks see each other's messages in its memory")

@@ -8,13 +8,10 @@ follows late too, as long as it catches up.
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.waiting import WAKE_SECONDS
-
-if TYPE_CHECKING:
-    from hpctrain.comm.rehearsal.shaped import ShapedNetwork
 
 # A rank does not run ahead of its device by more than this: what it sees of others would be of an earlier time.
 LONGEST_LEAD_SECONDS = 2e-3
@@ -182,10 +179,3 @@ class Paced:
         clock.compute.reach(self.ended)
         if clock.log is not None:
             clock.log.append(self)
-
-
-class Rehearsal(NamedTuple):
-    """What all ranks of a rehearsal share, and this rank's part of it."""
-
-    network: "ShapedNetwork"
-    clock: Clock

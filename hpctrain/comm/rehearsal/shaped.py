@@ -14,11 +14,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.rehearsal.clock import Stream
+from hpctrain.comm.rehearsal.clock import Clock, Stream
 from hpctrain.comm.rehearsal.fluid import Fluid
 from hpctrain.comm.rehearsal.network import Network
 from hpctrain.comm.steps import Ready
@@ -266,3 +267,10 @@ class ShapedTransport:
     def close(self) -> None:
         """All ranks must call."""
         self._inner.close()
+
+
+class Rehearsal(NamedTuple):
+    """What all ranks of a rehearsal share, and this rank's part of it."""
+
+    network: ShapedNetwork
+    clock: Clock
