@@ -91,7 +91,7 @@ def test_what_does_not_fit_says_which_rank_and_what_to_change(world, tokens):
         job = make_job(tokens, "llama", {"data": 4})
         error = None
         try:
-            make_trainer(own, job, own.accelerator)
+            make_trainer(own, job, accelerator=own.accelerator)
         except TrainingError as caught:
             error = caught
         for made in own._made:
