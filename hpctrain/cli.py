@@ -12,12 +12,14 @@ COMMANDS = {
     "prepare": "turn text or source files into a token file",
     "train": "train a job; start it with mpirun or srun",
     "plan": "write a plan for a job, or draw one",
+    "predict": "predict how long a step of a plan takes on a cluster, and its memory",
     "generate": "write text with a trained model",
     "inspect": "tell what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "compare": "compare the losses (and weights) of two runs",
-    "bench": "measure the speed of a job's training step, or of collectives",
+    "bench": "measure the speed of a job's training step, of collectives, or of plans for a mixed cluster",
     "doctor": "tell what this machine has: versions, ranks, devices, and by which routes they communicate",
     "probe": "measure devices and links, and write a cluster file; start it with mpirun or srun",
+    "rehearse": "list the clusters that are ready to be rehearsed",
 }
 
 

@@ -9,16 +9,33 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.cluster import Cluster
-from hpctrain.errors import TopologyError
+from hpctrain.errors import TopologyError, did_you_mean
 from hpctrain.tables import Table, explain, parse_toml, read_text
 from hpctrain.truth import Truth
 
 LINE = 110
 DIGITS = 6
+READY_MADE = Path(__file__).parent / "jobs" / "clusters"
 
 
 class _File(Cluster):
     truth: Truth | None = None
+
+
+def ready_clusters() -> dict[str, Path]:
+    """Return the cluster files that come with hpctrain, by name."""
+    return {path.stem: path for path in sorted(READY_MADE.glob("*.toml"))}
+
+
+def find_cluster(reference: str | Path) -> Path:
+    """Return the path of a cluster file, or of the ready one of that name. Raises TopologyError if there is neither."""
+    path, ready = Path(reference), ready_clusters()
+    if path.is_file() or path.suffix == ".toml":  # a file that is missing is told by who reads it
+        return path
+    if str(reference) not in ready:
+        hint = did_you_mean(str(reference), ready)
+        raise TopologyError(f"{reference}: no such cluster file, nor a ready one of that name{hint}")
+    return ready[str(reference)]
 
 
 def load_cluster(path: Path) -> Cluster:

@@ -140,6 +140,15 @@ class World:
         self.topology = Topology(tuple(places), shares_memory=False)
         return self._rehearsal.clock
 
+    @contextmanager
+    def freeing(self):
+        """Free at its end what is made in this block, of which MPI has a limited number. All ranks must call."""
+        count = len(self._made)
+        yield
+        for made in reversed(self._made[count:]):
+            made.close()
+        del self._made[count:]
+
     def keep_records(self, folder: Path) -> None:
         """Keep the flight records in a folder, where they survive the ranks. All ranks must call.
 

@@ -5,6 +5,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -146,6 +147,7 @@ def gloo_calls(world: "World"):
     import torch
     import torch.distributed as dist
 
+    warnings.simplefilter("ignore", FutureWarning)  # of functions that torch is about to rename
     folder = world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else None)
     store = f"file://{os.path.join(folder, 'store')}"
     dist.init_process_group("gloo", init_method=store, rank=world.rank, world_size=world.size)

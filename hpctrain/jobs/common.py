@@ -21,6 +21,7 @@ from hpctrain.plan import Plan
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 
 if TYPE_CHECKING:
+    from hpctrain.cluster import Cluster
     from hpctrain.comm.world import World
     from hpctrain.data.order import Sequences
     from hpctrain.data.tokens import TokenSource
@@ -37,9 +38,8 @@ override_option = click.option(
 
 rehearse_option = click.option(
     "--rehearse",
-    type=click.Path(path_type=Path),
     metavar="CLUSTER",
-    help="A cluster file, whose devices the ranks impersonate: a rank for each.",
+    help="A cluster file, or the name of a ready one, whose devices the ranks impersonate: a rank for each.",
 )
 
 
@@ -165,16 +165,18 @@ def _memory_bytes(world: "World") -> int:
     return host_memory_bytes() // world.topology.ranks_on_host(world.rank)
 
 
-def start_rehearsal(world: "World", path: Path) -> None:
-    """Let the ranks be the devices of a cluster file from now on. All ranks must call."""
-    from hpctrain.cluster_file import load_cluster, load_truth
+def start_rehearsal(world: "World", reference: str) -> "Cluster":
+    """Let the ranks be the devices of a cluster, a file or a ready one's name, from now on. All ranks must call."""
+    from hpctrain.cluster_file import find_cluster, load_cluster, load_truth
 
     with world.all_or_none():
+        path = find_cluster(reference)
         cluster, truth = load_cluster(path), load_truth(path)
 
     from hpctrain.comm.rehearsal.start import rehearse  # torch, when nothing is wrong with the file
 
     rehearse(world, cluster, truth)
+    return cluster
 
 
 def _with(job: Job, section: str, **values) -> Job:

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cluster import Cluster
+from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import override_option
 from hpctrain.plan import Plan, check_tiling, dump_plan, load_plan
 from hpctrain.planner.draw import draw_plan
-from hpctrain.planner.even import check_plan, resolve_plan
+from hpctrain.planner.even import Resolved, check_plan, resolve_plan
+from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 
 
@@ -18,33 +21,39 @@ from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 @override_option
 @click.option("--ranks", type=click.IntRange(1), metavar="N", help="How many ranks the plan is for.")
 @click.option("--uniform", is_flag=True, help="The even plan: that of the job's [plan], or chosen for the ranks.")
+@click.option("--proportional", is_flag=True, help="The plan by the speed of each family; with --cluster.")
+@click.option("--cluster", metavar="CLUSTER", help="A cluster file, or the name of a ready one, that the plan is for.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to. Default: standard output.")
 @click.option("--show", type=click.Path(path_type=Path), metavar="PLAN", help="Draw a plan file instead.")
 @click.option("--job", "for_job", metavar="JOB", help="With --show: also check that the plan can run this job.")
-def command(job, overrides, ranks, uniform, out, show, for_job):
+def command(job, overrides, ranks, uniform, proportional, cluster, out, show, for_job):
     """Write a plan for JOB, or draw one.
 
     \b
     hpctrain plan tiny --ranks 4 --uniform --out plan.toml
+    hpctrain plan tiny --cluster v100-t4 --proportional --out plan.toml
     hpctrain plan --show plan.toml --job tiny
 
     A plan is a tiling of the work of a microbatch, items x rows. It is a file to be edited: give a tile more rows,
     other items, another tensor grid, and `plan.file` of a job its path.
     """
     if show:
-        if job or uniform or out or ranks:
+        if job or uniform or proportional or cluster or out or ranks:
             raise click.UsageError("--show stands alone, or with --job JOB")
         plan = load_plan(show)
         if for_job:
-            _check(load_job(for_job, overrides), plan, str(show))
+            check_runs(load_job(for_job, overrides), plan, str(show))
         else:
             check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
         print(draw_plan(plan))
         return
-    if not job or not uniform or not ranks:
-        raise click.UsageError("give JOB, --ranks N and --uniform; or --show PLAN")
-    loaded = _with_vocabulary(load_job(job, overrides))
-    resolved = resolve_plan(loaded, ranks)
+    if not job or uniform == proportional or bool(ranks) == bool(cluster) or (proportional and not cluster):
+        raise click.UsageError(
+            "give JOB, --uniform or --proportional, and --cluster CLUSTER or --ranks N; or --show PLAN"
+        )
+    loaded = with_vocabulary(load_job(job, overrides))
+    described = load_cluster(find_cluster(cluster)) if cluster else None
+    resolved = _by_speed(loaded, described) if proportional else _uniform(loaded, described, ranks)
     text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
     if out is None:
         print(text, end="")
@@ -56,13 +65,34 @@ def command(job, overrides, ranks, uniform, out, show, for_job):
     print(f"{out}: {resolved.plan.describe()}")
 
 
-def _check(job: Job, plan: Plan, where: str) -> None:
+def _uniform(job: Job, cluster: Cluster | None, num_ranks: int | None) -> Resolved:
+    """Return the even plan, with the families of a cluster's devices where there is one."""
+    if cluster is None:
+        return resolve_plan(job, num_ranks)
+    memory_bytes = min(cluster.families[device.family].memory_bytes for device in cluster.devices)
+    return resolve_plan(job, cluster.num_devices, memory_bytes, [device.family for device in cluster.devices])
+
+
+def _by_speed(job: Job, cluster: Cluster) -> Resolved:
+    """Return the best plan by speed, as far as an estimate of computation and bubble tells."""
+    work = Work(job.model, job.data.sequence_length, job.train.global_batch)
+    parties = parties_of(cluster, job.train.dtype or "bf16")
+    found = proportional_candidates(work, parties, cluster.num_devices)
+    check_plan(job, found[0].plan, "the plan by speed")
+    speeds = ", ".join(f"{party.family} {party.speed:.3g} FLOP/s" for party in parties)
+    reason = f"{found[0].describe}: least estimated computation and bubble of {len(found)} plans, by {speeds}"
+    return Resolved(found[0].plan, {"plan": reason})
+
+
+def check_runs(job: Job, plan: Plan, where: str) -> None:
+    """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
     check_plan(job, plan, where)
     for schedule in (one_f_one_b, forward_only):
         check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
 
 
-def _with_vocabulary(job: Job) -> Job:
+def with_vocabulary(job: Job) -> Job:
+    """Return the job with the vocabulary size of its token file, where it says none."""
     if job.model.vocab_size is not None:
         return job
     from hpctrain.data.tokens import open_tokens

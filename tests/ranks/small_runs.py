@@ -99,10 +99,12 @@ def rehearsed_world(world, cluster: Cluster, truth: Truth):
     own.close()
 
 
-def losses(world, job: Job, steps: int = 20, accelerator: Accelerator | None = None) -> list[float]:
-    """Return the losses of `steps` steps from the start, then the validation loss."""
+def losses(
+    world, job: Job, steps: int = 20, accelerator: Accelerator | None = None, plan: Plan | None = None
+) -> list[float]:
+    """Return the losses of `steps` steps from the start, the last norm of the gradient, and the validation loss."""
     _, training, validation = open_datasets(job.data, job.train.seed)
-    trainer = make_trainer(world, job, accelerator=accelerator)
+    trainer = make_trainer(world, job, plan, accelerator)
     trainer.initialise()
     found = [trainer.step(training)[0] for _ in range(steps)]
     return [m["loss"] for m in found] + [found[-1]["grad_norm"], trainer.validate(validation)]

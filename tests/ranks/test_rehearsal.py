@@ -8,6 +8,8 @@ from hpctrain.comm.rehearsal.start import rehearse
 from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
 from hpctrain.errors import LaunchError, TopologyError, TrainingError
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import (
@@ -39,10 +41,26 @@ def test_a_rehearsal_gives_the_losses_of_one_rank(world, tokens, plan):
     assert largest_relative_difference(found, expected) < 1e-5
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_unlike_families_in_unlike_tiles_give_them_too(world, tokens, model):
+    """Tensor parallelism on one family, uneven replicas on the other; a tied embedding is held by both."""
+    job = make_job(tokens, model)
+    expected = losses(Alone(), job, steps=5)
+    tiles = (
+        Tile(Interval(0, 7), Interval(0, 8), (0, 1), TensorGrid(y=2), family="fast"),
+        Tile(Interval(7, 10), Interval(0, 5), (2,), family="slow"),
+        Tile(Interval(7, 10), Interval(5, 8), (3,), family="slow"),
+    )
+    with rehearsed(world) as own:
+        found = losses(own, job, steps=5, accelerator=own.accelerator, plan=Plan(tiles, microbatches=2, rows=8))
+    assert largest_relative_difference(found, expected) < 1e-5
+
+
 @pytest.mark.timeout(60)
 def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(world):
-    num_elements = 250_000
-    with rehearsed(world) as own:
+    num_elements, scale = 250_000, 10.0  # slow enough for a busy machine
+    with rehearsed(world, TRUTH.model_copy(update={"time_scale": scale})) as own:
         own.preferences = Preferences(algorithm="exchange")
         comm, device = own.group(range(4)), own.accelerator
         virtual = VirtualRanks(network_of(CLUSTER))
@@ -56,11 +74,11 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
         )
         assert predicted > 2 * num_elements * 4 / 2 / 5e7
         a, found = torch.ones(128, 128), []
-        for _ in range(9):
+        for _ in range(5):
             tensor = torch.ones(num_elements)
             comm.barrier()
             taken = device.stopwatch()
-            start = device.clock.moment
+            start = device.clock.moment / scale
             with device.running():
                 a @ a
                 comm.all_reduce(tensor)

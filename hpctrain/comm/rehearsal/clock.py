@@ -97,6 +97,10 @@ class Clock:
             self.compute.reach(time.monotonic())
         return self.compute.moment
 
+    def forget(self) -> None:
+        """Start to sum up anew."""
+        self.busy_seconds = self.late_seconds = self.measured_seconds = 0.0
+
     def stopwatch(self) -> Callable[[], float]:
         """Start to measure; return what tells the pretended seconds since, and notes how late the rank is."""
         start, self._is_running = self.moment, True

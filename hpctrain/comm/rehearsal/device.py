@@ -35,6 +35,8 @@ class RehearsedAccelerator(CpuAccelerator):
         self._random = random.Random(seed)
         self._live: dict[int, weakref.ref] = {}
         self._used = self._peak = 0
+        self.overcommits = False
+        """Whether it only notes what does not fit, as its peak, and goes on."""
 
     def memory(self) -> Memory:
         return Memory(self._truth.memory_bytes, self._used, self._peak)
@@ -57,6 +59,16 @@ class RehearsedAccelerator(CpuAccelerator):
     @property
     def overrun(self) -> float | None:
         return self.clock.overrun
+
+    @property
+    def busy_seconds(self) -> float:
+        """That the described device computed."""
+        return self.clock.busy_seconds / self.time_scale
+
+    def start_anew(self) -> None:
+        """Forget the peak of memory and the overrun so far, and how long it computed."""
+        self._peak = self._used
+        self.clock.forget()
 
     def products_per_second(self, dtype: torch.dtype) -> float:
         """Measure it by the pretended clock, as on a real device."""
@@ -85,7 +97,7 @@ class RehearsedAccelerator(CpuAccelerator):
         key, size = id(storage), storage.nbytes()
         if not size or key in self._live:
             return
-        if self._used + size > self._truth.memory_bytes:
+        if self._used + size > self._truth.memory_bytes and not self.overcommits:
             raise torch.OutOfMemoryError(
                 f"the pretended {self.family} is out of memory: {size} bytes more than the {self._used} in use are"
                 f" beyond its {self._truth.memory_bytes}"

@@ -1,0 +1,172 @@
+"""`hpctrain bench mixed`: what a mixed cluster does, as a share of what its families do each on its own."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from hpctrain.errors import PlanError
+from hpctrain.jobs.common import load_job_on, override_option, start_rehearsal, started_world
+from hpctrain.planner.proportional import (
+    IN_A_ROW,
+    SIDE_BY_SIDE,
+    even_candidates,
+    parties_of,
+    proportional_candidates,
+)
+
+OWN_JOB = "mixed"
+NUM_TOKENS = 200_000
+
+
+@click.command("mixed")
+@click.argument("cluster")
+@click.option("--job", "reference", default=OWN_JOB, show_default=True, help="What to train; its [plan] is not used.")
+@override_option
+@click.option("--plans", default=2, show_default=True, type=click.IntRange(1), help="Plans measured of each kind.")
+@click.option("--steps", default=2, show_default=True, type=click.IntRange(1), help="Steps timed, after one more.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(cluster, reference, overrides, plans, steps, as_json):
+    """Rehearse CLUSTER, a file or the name of a ready one: each family alone, all evenly, all by speed.
+
+    \b
+    mpirun -n 8 hpctrain bench mixed v100-t4
+
+    All train the same global batch, each by the best of a few plans. The yardstick is the sum of what the families do
+    alone (HetHub, arXiv 2405.16256).
+    """
+    with started_world() as world, _own_tokens(world, reference) as tokens:
+        job = load_job_on(world, reference, (*overrides, *tokens))
+        described = start_rehearsal(world, cluster)
+
+        from hpctrain.jobs.stand import Stand
+
+        stand = Stand(world, described, job, steps, _teller(world))
+        told = {"cluster": cluster, "ranks": world.size} | _yardstick(stand, plans)
+        if world.rank == 0:
+            print(json.dumps(told) if as_json else _table(told), flush=True)
+
+
+def _yardstick(stand, plans: int) -> dict:
+    """Measure everything; return it as plain data, the same on all ranks."""
+    job, cluster, work = stand.job, stand.cluster, stand.work
+    parties = parties_of(cluster, job.train.dtype)
+    alone = {}
+    for party in parties:
+        name = f"{party.family} alone"
+        listed = _listed(stand, name, proportional_candidates, work, [party], cluster.num_devices)
+        alone[party.family] = stand.best(name, plans, listed)
+    told: dict = {"alone": {name: _about(best, cluster.num_of(name)) for name, best in alone.items()}}
+    without = [name for name, best in alone.items() if best is None]
+    speeds = None
+    if not without:
+        speeds = {name: best.tokens_per_second / cluster.num_of(name) for name, best in alone.items()}
+    even = stand.best("even", plans, _listed(stand, "even", even_candidates, work, parties))
+    by_speed = parties_of(cluster, job.train.dtype, speeds)
+    listed = _listed(stand, "by speed", proportional_candidates, work, by_speed, cluster.num_devices)
+    mixed = [
+        stand.best(f"by speed, {kind}", plans, [candidate for candidate in listed if candidate.kind == kind])
+        for kind in (SIDE_BY_SIDE, IN_A_ROW)
+    ]
+    mixed = [measured for measured in mixed if measured is not None]
+    told |= {"even": _about(even, cluster.num_devices), "by_speed": [_about(m, cluster.num_devices) for m in mixed]}
+    told["loss_difference"] = stand.loss_difference()
+    told["overrun"] = stand.overrun()
+    if without:
+        told["no_ratio"] = f"{', '.join(without)} alone cannot hold the model"
+    elif not mixed:
+        told["no_ratio"] = "no plan by speed fits"
+    else:
+        best = max(mixed, key=lambda measured: measured.tokens_per_second)
+        told |= _ratios(cluster, alone, even, best, speeds)
+    return told
+
+
+def _listed(stand, name: str, make, *arguments) -> list:
+    """Return the plans to be tried; where there can be none, say why."""
+    try:
+        return make(*arguments)
+    except PlanError as error:
+        stand.tell(f"{name}: {error}")
+        return []
+
+
+def _ratios(cluster, alone, even, best, speeds) -> dict:
+    total = sum(measured.tokens_per_second for measured in alone.values())
+    found = {
+        "of_sum": best.tokens_per_second / total,
+        "of_best_family": best.tokens_per_second / max(m.tokens_per_second for m in alone.values()),
+        "possible_of_even": total / (cluster.num_devices * min(speeds.values())),
+    }
+    if even is not None:
+        found["of_even"] = best.tokens_per_second / even.tokens_per_second
+    lost = best.lost(best.tokens / total)
+    return found | {"lost": lost, "cause": max(lost, key=lost.get)}
+
+
+def _about(measured, num_devices: int) -> dict | None:
+    """Return what is told of a measured plan."""
+    if measured is None:
+        return None
+    return {
+        "plan": measured.candidate.describe,
+        "tokens_per_second": measured.tokens_per_second,
+        "per_device": measured.tokens_per_second / num_devices,
+        "step_seconds": measured.step_seconds,
+        "overrun": measured.overrun,
+        "memory_share": measured.memory_share,
+    }
+
+
+@contextmanager
+def _own_tokens(world, reference: str) -> Iterator[tuple[str, ...]]:
+    """Make tokens for the job of this benchmark, and return what sets them; nothing for other jobs."""
+    if reference != OWN_JOB:
+        yield ()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(world.broadcast_object(folder)) / "mixed.bin"
+        if world.rank == 0:
+            import numpy as np
+
+            noise = np.random.default_rng(0).integers(0, 3, NUM_TOKENS)
+            ((3 * np.arange(NUM_TOKENS) + noise) % 512).astype("<u2").tofile(path)
+        world.agree(None)
+        yield (f"data.tokens={path}",)
+        world.agree(None)
+
+
+def _teller(world):
+    """Return what tells of each plan that was measured, on standard error."""
+    return (lambda text: click.echo(text, err=True)) if world.rank == 0 else (lambda text: None)
+
+
+def _table(told: dict) -> str:
+    lines = [f"{'':24} {'tokens/s':>10} {'overrun':>8} {'memory':>7}  plan"]
+    rows = [(f"{name} alone", about) for name, about in told["alone"].items()]
+    rows += [("all, evenly", told["even"]), *(("all, by speed", about) for about in told["by_speed"])]
+    for name, about in rows:
+        if about is None:
+            lines.append(f"{name:24} no plan fits")
+        else:
+            figures = f"{about['tokens_per_second']:>10,.0f} {about['overrun']:>8.2%} {about['memory_share']:>7.0%}"
+            lines.append(f"{name:24} {figures}  {about['plan']}")
+    lines.append(f"losses differ by {told['loss_difference']:.1e} at most; overrun {told['overrun']:.2%} at most")
+    if "no_ratio" in told:
+        lines.append(f"no ratio: {told['no_ratio']}")
+    else:
+        for key, what in (
+            ("of_sum", "of the sum of the families alone"),
+            ("of_best_family", "times the best family alone"),
+            ("of_even", "times the even cut"),
+        ):
+            if key in told:
+                lines.append(f"{told[key]:6.3f} {what}")
+        parts = ", ".join(f"{name} {share:.1%}" for name, share in told["lost"].items())
+        lines.append(f"lost, of the step: {parts}; most by {told['cause']}")
+    if told["overrun"] > 0.01:
+        lines.append("the overrun is above 1 %: do not quote ratios; raise truth.time_scale, or use a quieter machine")
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""`hpctrain predict`: how long a step of a plan would take on a cluster. Needs neither ranks nor torch."""
+
+import json
+from pathlib import Path
+
+import click
+
+from hpctrain.cluster import Cluster
+from hpctrain.cluster_file import load_cluster
+from hpctrain.errors import TopologyError
+from hpctrain.job import Job, load_job
+from hpctrain.jobs.common import override_option
+from hpctrain.jobs.plan import check_runs, with_vocabulary
+from hpctrain.plan import Plan, load_plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.predict import Prediction, predict
+from hpctrain.planner.stack import HPCTRAIN
+
+TRAINED_DTYPES = ("bf16", "fp32")
+
+
+@click.command("predict")
+@click.argument("job")
+@override_option
+@click.option("--cluster", type=click.Path(path_type=Path), required=True, help="A cluster file.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), required=True, help="A plan file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(job, overrides, cluster, plan_file, as_json):
+    """Predict a training step of JOB by a plan on a cluster: seconds by part, memory by stage.
+
+    \b
+    hpctrain predict tiny --cluster cluster.toml --plan plan.toml --json
+
+    Figures of the cluster file that were measured count more than those of data sheets; what was guessed is listed.
+    """
+    loaded, machine, plan = with_vocabulary(load_job(job, overrides)), load_cluster(cluster), load_plan(plan_file)
+    check_runs(loaded, plan, str(plan_file))
+    dtype, reason = _dtype(loaded, machine, plan, str(cluster))
+    setup = Setup(loaded.model, loaded.data.sequence_length, dtype, HPCTRAIN)
+    told = describe(predict(setup, plan, machine), dtype)
+    if reason:
+        told["guessed"].append(reason)
+    print(json.dumps(told) if as_json else text(told, plan, machine))
+
+
+def _dtype(job: Job, cluster: Cluster, plan: Plan, where: str) -> tuple[str, str]:
+    """Return the dtype of a job, and the reason where it is `auto`: what the slowest device computes best."""
+    if job.train.dtype is not None:
+        return job.train.dtype, ""
+    ranks = [rank for rank in plan.ranks if rank < cluster.num_devices]
+    used = {cluster.devices[rank].family for rank in ranks}
+    devices = [DeviceModel(name, cluster.families[name]) for name in sorted(used)]
+    speeds = {}
+    for dtype in TRAINED_DTYPES:
+        having = [d for d in devices if dtype in d.family.sustained_flops_per_second | d.family.peak_flops_per_second]
+        if len(having) == len(devices):
+            speeds[dtype] = min(device.speed(dtype) for device in devices)
+    if not speeds:
+        raise TopologyError(
+            f"{where}: families {', '.join(sorted(used))} have no dtype in common to train in"
+            f" ({' or '.join(TRAINED_DTYPES)}); set their peak_flops_per_second or sustained_flops_per_second"
+        )
+    best = max(speeds, key=speeds.get)
+    return best, f"train.dtype: {best}, what all of {', '.join(sorted(used))} compute best"
+
+
+def describe(prediction: Prediction, dtype: str) -> dict:
+    """Return a prediction as plain data, for JSON."""
+    stages = []
+    for stage in prediction.memory:
+        tile, memory = stage.tile, stage.memory
+        where = {"items": list(tile.items), "rows": list(tile.rows), "family": tile.family}
+        available = {"total": memory.total, "available": stage.available_bytes, "fits": stage.fits}
+        stages.append(where | vars(memory) | available)
+    return {
+        "step_seconds": prediction.step_seconds,
+        "interval_seconds": list(prediction.interval_seconds),
+        "breakdown_seconds": prediction.breakdown_seconds,
+        "memory_bytes": stages,
+        "fits": prediction.fits,
+        "tokens_per_second": prediction.tokens_per_second,
+        "mfu": prediction.mfu,
+        "dtype": dtype,
+        "guessed": list(prediction.guessed),
+    }
+
+
+def text(told: dict, plan: Plan, cluster: Cluster) -> str:
+    """Write a prediction for people."""
+    low, high = told["interval_seconds"]
+    lines = [
+        f"{plan.describe()}, on {cluster.describe()}, in {told['dtype']}",
+        f"step      {told['step_seconds']:.4g} s, between {low:.4g} and {high:.4g}",
+        f"speed     {told['tokens_per_second']:,.0f} tokens/s, {told['mfu']:.1%} of peak (MFU)",
+        "where the time goes, on the mean over ranks",
+    ]
+    for part, seconds in told["breakdown_seconds"].items():
+        lines.append(f"  {part:10}{seconds:12.4g} s {seconds / told['step_seconds']:8.1%}")
+    lines.append("memory of a rank, MiB")
+    for stage in told["memory_bytes"]:
+        parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers")
+        held = ", ".join(f"{part} {stage[part] / 2**20:,.0f}" for part in parts if stage[part])
+        verdict = "fits" if stage["fits"] else "DOES NOT FIT"
+        total, available = stage["total"] / 2**20, stage["available"] / 2**20
+        lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({held})")
+    lines += ["guessed", *(f"  {guess}" for guess in told["guessed"] or ["nothing"])]
+    return "\n".join(lines)

@@ -1,0 +1,243 @@
+"""What an item of the model costs a rank, operator by operator: products, passes over memory, what is exchanged. Pure.
+
+The same for every device; `seconds` then says how long one takes. It follows hpctrain/model/transformer.py: weights
+are cut by x over one dim and by y over the other; blocks go from features cut by x to heads cut by y and back.
+With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from hpctrain.errors import PlanError
+from hpctrain.job import Model
+from hpctrain.parameters import item_units, padded_vocabulary
+from hpctrain.plan import TensorGrid
+from hpctrain.planner.devices import ITEM_BYTES, DeviceModel
+from hpctrain.planner.stack import Passes, Stack
+
+RECOMPUTE = ("none", "selective", "full")
+STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
+
+
+class Product(NamedTuple):
+    """`batch` products [m, k] @ [k, n] at once, of which only `share` is computed."""
+
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+    share: float = 1.0
+
+
+class Exchange(NamedTuple):
+    """A collective over an axis of the tensor grid, or over the holders of the weights ("data")."""
+
+    axis: str
+    operation: str
+    num_bytes: int
+    """Of the whole tensor."""
+
+
+@dataclass
+class Work:
+    """What a rank does in one pass over one item."""
+
+    products: list[Product] = field(default_factory=list)
+    passed_bytes: float = 0.0
+    operations: int = 0
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.products + other.products,
+            self.passed_bytes + other.passed_bytes,
+            self.operations + other.operations,
+            self.exchanges + other.exchanges,
+        )
+
+    def seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
+        """Return what computing takes: the device's time, or the host's to start it all, whichever is longer."""
+        computed = sum(device.product_seconds(dtype, p.m, p.k, p.n, p.batch) * p.share for p in self.products)
+        computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
+        dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
+        return max(computed, (len(self.products) + self.operations) * dispatch)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and by which software: everything about a run but its plan and its cluster."""
+
+    model: Model
+    positions: int
+    dtype: str
+    stack: Stack
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def passes(self) -> Passes:
+        return self.stack.passes[4 if self.item_bytes >= 4 else 2]
+
+
+@dataclass(frozen=True)
+class ItemCost:
+    """The passes over one item."""
+
+    forward: Work
+    backward: Work
+    """What is recomputed included."""
+
+
+def unit_elements(model: Model, grid: TensorGrid, item: int) -> int:
+    """Return how many weights of an item the ranks at one (x, y) have together; a tied head's are the embedding's."""
+    return sum(unit.layout(grid, 0, 0).size for unit in item_units(model, grid, item))
+
+
+def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: str = "none", zero: int = 1) -> ItemCost:
+    """Return what an item costs one rank of a tensor grid for `rows` sequences of its own.
+
+    Raises PlanError for an unknown way to recompute.
+    """
+    if recompute not in RECOMPUTE:
+        raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
+    model, stack = setup.model, setup.stack
+    is_block = 0 < item <= model.num_layers
+    if is_block:
+        forward, backward, core = _block(setup, grid, rows)
+    else:
+        forward, backward = (_embedding if item == 0 else _head)(setup, grid, rows)
+        core = Work()
+    if recompute == "full" and (is_block or stack.recomputes_ends):
+        backward = forward + backward
+    elif recompute == "selective":
+        backward = core + backward
+    return ItemCost(*_with_weights(setup, grid, item, zero, forward, backward))
+
+
+def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, forward: Work, backward: Work):
+    """Add what is exchanged of the weights while an item computes: over z, and over holders for ZeRO 2 and 3."""
+    elements = unit_elements(setup.model, grid, item)
+    before: list[Exchange] = []
+    after: list[Exchange] = []
+    if zero == 3:
+        before.append(Exchange("data", "all_gather", elements // grid.z * setup.item_bytes))
+    if grid.z > 1:
+        before.append(Exchange("z", "all_gather", elements * setup.item_bytes))
+        after.append(Exchange("z", "reduce_scatter", elements * 4))
+    if zero >= 2:
+        after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.stack.gradient_bytes))
+    return (
+        replace(forward, exchanges=before + forward.exchanges),
+        replace(backward, exchanges=before + backward.exchanges + after),
+    )
+
+
+def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str], sizes: dict[str, int]):
+    """Return the passes of a layer whose weight [out, in] is cut by the axes (of in, of out)."""
+    of_in, of_out = axes
+    num_bytes = setup.item_bytes
+    forward = Work([Product(tokens, into, out)])
+    if sizes[of_in] > 1:
+        forward.exchanges.append(Exchange(of_in, "all_reduce", tokens * out * num_bytes))
+    backward = Work(
+        [Product(tokens, out, into), Product(out, tokens, into)],
+        setup.passes.weight * into * out,
+        1 if setup.passes.weight else 0,
+    )
+    if sizes[of_out] > 1:
+        backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes))
+    return forward, backward
+
+
+def _norm(setup: Setup, grid: TensorGrid, tokens: int):
+    features = setup.model.hidden_size // grid.x
+    if setup.stack.sequence_parallel:
+        tokens = -(-tokens // grid.y)
+    statistics = 1 if setup.model.architecture == "llama" else 2
+    passes = setup.passes.norm
+    forward, backward = (Work(passed_bytes=tokens * features * each) for each in passes)
+    if grid.x > 1:
+        forward.exchanges += [Exchange("x", "all_reduce", tokens * STATISTIC_BYTES)] * statistics
+        backward.exchanges.append(Exchange("x", "all_reduce", tokens * STATISTIC_BYTES * statistics))
+    return forward, backward
+
+
+def _block(setup: Setup, grid: TensorGrid, rows: int) -> tuple[Work, Work, Work]:
+    """Return forward, backward, and the core of attention, which selective recomputing runs again."""
+    model, stack, passes = setup.model, setup.stack, setup.passes
+    tokens, size = rows * setup.positions, model.head_size
+    hidden, heads = model.hidden_size // grid.x, model.num_heads // grid.y
+    query, key = heads * size, max(1, model.kv_heads // grid.y) * size
+    inner = model.ffn // grid.y
+    up = 2 * inner if model.architecture == "llama" else inner
+    sizes = {"x": grid.x, "y": grid.y}
+    layers = [
+        _linear(setup, tokens, hidden, query + 2 * key, ("x", "y"), sizes),
+        _linear(setup, tokens, query, hidden, ("y", "x"), sizes),
+        _linear(setup, tokens, hidden, up, ("x", "y"), sizes),
+        _linear(setup, tokens, inner, hidden, ("y", "x"), sizes),
+        *[_norm(setup, grid, tokens)] * 2,
+    ]
+    forward, backward = (sum((layer[i] for layer in layers), Work()) for i in (0, 1))
+    core, core_backward = _attention(setup, rows, heads)
+    forward, backward = forward + core, backward + core_backward
+    cut = grid.y if stack.sequence_parallel else 1
+    rotary = tokens * (query + key) if model.architecture == "llama" else 0
+    for i, work in enumerate((forward, backward)):
+        work.passed_bytes += tokens * hidden / cut * passes.residual[i] + tokens * inner * passes.inner[i]
+        work.passed_bytes += rotary * passes.rotary[i]
+        work.operations += stack.block_operations[i]
+    return forward, backward, Work() if stack.flash else core
+
+
+def _attention(setup: Setup, rows: int, heads: int) -> tuple[Work, Work]:
+    """Return the products between heads: two forward; backward four, and the scores' again where they were not kept."""
+    positions, size, batch = setup.positions, setup.model.head_size, rows * heads
+    share = 0.5 if setup.stack.flash else 1.0
+    scores = Product(positions, size, positions, batch, share)
+    mixed = Product(positions, positions, size, batch, share)
+    elements = batch * positions * positions
+    forward = Work([scores, mixed], elements * setup.passes.scores[0])
+    products = [mixed, mixed, scores, scores] + ([scores] if setup.stack.flash else [])
+    return forward, Work(products, elements * setup.passes.scores[1])
+
+
+def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> tuple[Work, Work]:
+    tokens, features = rows * setup.positions, setup.model.hidden_size // grid.x
+    num_bytes = tokens * features * setup.item_bytes
+    forward, backward = Work(passed_bytes=3 * num_bytes, operations=3), Work(passed_bytes=5 * num_bytes, operations=3)
+    if grid.y > 1:
+        forward.exchanges.append(Exchange("y", "all_reduce", num_bytes))
+    return forward, backward
+
+
+def _head(setup: Setup, grid: TensorGrid, rows: int) -> tuple[Work, Work]:
+    model, passes = setup.model, setup.passes
+    tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
+    norm = _norm(setup, grid, tokens)
+    sizes = {"x": grid.x, "y": grid.y}
+    linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
+    forward, backward = norm[0] + linear[0], norm[1] + linear[1]
+    for i, work in enumerate((forward, backward)):
+        work.passed_bytes += tokens * vocabulary * passes.logits[i]
+        work.operations += 12
+    if grid.y > 1:
+        forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
+    return forward, backward
+
+
+def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:
+    """Return what a rank's part of the optimizer takes, for the elements that it updates."""
+    return device.pass_seconds(num_elements * setup.stack.update_bytes)
+
+
+def model_flops(setup: Setup, tokens: int) -> float:
+    """Return the FLOP of a step by the usual count (Chowdhery et al. 2022): 6 for each weight of a product and token,
+    and 12 x layers x hidden x positions for attention; embeddings look up and count nothing."""
+    model = setup.model
+    block = model.hidden_size * (model.hidden_size + 2 * model.kv_heads * model.head_size)
+    block += model.hidden_size**2 + model.hidden_size * model.ffn * (3 if model.architecture == "llama" else 2)
+    weights = model.num_layers * block + model.hidden_size * model.vocab_size
+    return tokens * (6.0 * weights + 12.0 * model.num_layers * model.hidden_size * setup.positions)

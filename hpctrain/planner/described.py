@@ -1,0 +1,127 @@
+"""Other people's training runs, in the words of their papers, as a setup, a plan and a cluster of ours.
+
+For judging the predictor by published measurements: 1D tensor parallelism with or without sequence parallelism, a
+pipeline with interleaving, replicas, full, selective or no recomputing, a distributed optimizer or not.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.errors import PlanError, did_you_mean
+from hpctrain.job import Model
+from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS, Efficiency
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.stack import STACKS, Stack
+
+COLLECTIVE_LATENCY_SECONDS = 10e-6
+"""Of a message of a collective library between devices of a node: NCCL's by its own tests."""
+
+
+@dataclass(frozen=True)
+class DescribedRun:
+    """A run as a paper tells it. `accelerator` and `network` are names of `hpctrain.planner.catalogue`."""
+
+    hidden: int
+    layers: int
+    heads: int
+    positions: int
+    tensor: int
+    pipeline: int
+    data: int
+    microbatch: int
+    global_batch: int
+    accelerator: str
+    vocabulary: int = 51200
+    ffn: int | None = None
+    devices_per_node: int = 8
+    network: str = "HDR"
+    link_bytes_per_second: float | None = None
+    """Between devices of a node, where it is told; else the data sheet's."""
+    dtype: str = "fp16"
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    zero: int = 0
+    """1: a distributed optimizer."""
+    interleave: int = 1
+    stack: str = "megatron-lm"
+
+    def __post_init__(self):
+        for name, known in (("accelerator", ACCELERATORS), ("network", NETWORKS), ("stack", STACKS)):
+            if getattr(self, name) not in known:
+                raise PlanError(f"no {name} '{getattr(self, name)}'{did_you_mean(getattr(self, name), known)}")
+        if self.global_batch % (self.data * self.microbatch):
+            raise PlanError(
+                f"a global batch of {self.global_batch} is not divisible by data {self.data} x microbatch"
+                f" {self.microbatch}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @cached_property
+    def model(self) -> Model:
+        return Model(
+            architecture="gpt2",
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_heads=self.heads,
+            ffn_size=self.ffn,
+            vocab_size=self.vocabulary,
+            max_positions=self.positions,
+            tie_head=True,
+        )
+
+    def setup(self, stack: Stack | None = None) -> Setup:
+        """Return what is trained; `stack` in place of the named one, for fitting its constants."""
+        stack = replace(stack or STACKS[self.stack], sequence_parallel=self.sequence_parallel)
+        return Setup(self.model, self.positions, self.dtype, stack)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Return the even plan; raises PlanError as `even_plan` does."""
+        return even_plan(
+            self.model.num_items,
+            TensorGrid(y=self.tensor),
+            self.pipeline,
+            self.data,
+            self.global_batch // self.data // self.microbatch,
+            self.microbatch * self.data,
+            family=self.accelerator,
+            recompute=self.recompute,
+            zero=self.zero,
+        )
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Return as many nodes as are needed, with a NIC for each device."""
+        accelerator, (bandwidth, latency) = ACCELERATORS[self.accelerator], NETWORKS[self.network]
+        per_node = min(self.devices_per_node, self.num_devices)
+        nic = Nic(
+            origin="datasheet",
+            fabric=self.network,
+            count=per_node,
+            send_bytes_per_second=bandwidth,
+            receive_bytes_per_second=bandwidth,
+        )
+        nodes = Nodes(
+            origin="datasheet",
+            count=-(-self.num_devices // per_node),
+            devices={self.accelerator: per_node},
+            link_latency_seconds=COLLECTIVE_LATENCY_SECONDS,
+            link_bytes_per_second=self.link_bytes_per_second or accelerator.link_bytes_per_second,
+            nics=(nic,),
+        )
+        return Cluster(
+            families={self.accelerator: accelerator.family(self.accelerator)},
+            fabrics={self.network: Fabric(origin="datasheet", latency_seconds=latency)},
+            nodes=(nodes,),
+        )
+
+    def predict(self, stack: Stack | None = None, efficiency: Efficiency | None = None) -> Prediction:
+        """Predict a step; `stack` and `efficiency` are for fitting."""
+        efficiencies = {self.accelerator: efficiency} if efficiency else {}
+        return Predictor(self.setup(stack), self.plan, self.cluster, efficiencies).predict(self.interleave)

@@ -1,0 +1,124 @@
+"""How long a device takes for an operation of a given shape: from what was measured, else from its data sheet. Pure.
+
+From data sheets: a product is cut into tiles of its result; tiles are computed by so many processors in waves, the last
+of which may be partly empty; each tile fills a pipeline before it computes (`FILL`); no product is faster than its
+operands are read. Where products were measured, the same formula is stretched to go through the measured points.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpctrain.cluster import Family
+from hpctrain.errors import PlanError, did_you_mean
+from hpctrain.planner.catalogue import Efficiency, efficiency_of
+
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+# Tiles of a result that libraries choose from, and the share of the largest one's speed that the others reach (cuBLAS
+# and CUTLASS; smaller ones read their operands more often).
+TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.82), (64, 64, 0.65), (64, 32, 0.45))
+SPLITS = (1, 2, 4, 8)
+"""Into how many parts a long sum may be cut to keep more processors busy."""
+SHORTEST_SPLIT = 512
+FILL = 96.0
+"""Terms of a sum in whose time a tile's pipeline fills and drains."""
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """One device of a family."""
+
+    name: str
+    family: Family
+    fitted: Efficiency | None = None
+    """In place of the catalogue's."""
+
+    @cached_property
+    def efficiency(self) -> Efficiency:
+        return self.fitted or efficiency_of(self.family.kind, self.family.model)
+
+    def speed(self, dtype: str) -> float:
+        """Return FLOP/s of large products. Raises PlanError for a dtype that the family does not have."""
+        family = self.family
+        if dtype in family.sustained_flops_per_second:
+            return family.sustained_flops_per_second[dtype]
+        if dtype in family.peak_flops_per_second:
+            return family.peak_flops_per_second[dtype] * self.efficiency.product_share
+        known = sorted({*family.sustained_flops_per_second, *family.peak_flops_per_second})
+        raise PlanError(
+            f"families.{self.name} has no speed in {dtype}{did_you_mean(dtype, known)};"
+            " set its sustained_flops_per_second or peak_flops_per_second, or train.dtype"
+        )
+
+    def peak(self, dtype: str) -> float:
+        """Return what MFU is a share of: the maker's figure, else the best measured one."""
+        return self.family.peak_flops_per_second.get(dtype) or self.speed(dtype)
+
+    @cached_property
+    def memory_bytes_per_second(self) -> float:
+        measured = self.family.origin_of("memory_bytes_per_second") == "measured"
+        return self.family.memory_bytes_per_second * (1.0 if measured else self.efficiency.memory_share)
+
+    @cached_property
+    def _cache(self) -> dict[tuple, float]:
+        return {}
+
+    def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1) -> float:
+        """Return what `batch` products [m, k] @ [k, n] take at once. Raises PlanError for an unknown dtype."""
+        key = dtype, m, k, n, batch
+        if key not in self._cache:
+            self._cache[key] = self._modelled(*key) * self._correction(dtype, m * batch, k, n)
+        return self._cache[key]
+
+    def pass_seconds(self, num_bytes: float) -> float:
+        """Return what reading and writing so many bytes takes."""
+        return num_bytes / self.memory_bytes_per_second
+
+    def _modelled(self, dtype: str, m: int, k: int, n: int, batch: int) -> float:
+        speed, processors = self.speed(dtype), self.efficiency.processors
+        moved = ITEM_BYTES[dtype] * batch * (m * k + k * n + m * n) / self.memory_bytes_per_second
+        if processors == 1:
+            return max(2.0 * batch * m * k * n / speed, moved) + self.efficiency.launch_seconds
+        best = math.inf
+        for rows, columns, share in TILES:
+            tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+            for split in SPLITS:
+                if split > 1 and (k < split * SHORTEST_SPLIT or tiles * split > processors):
+                    break
+                waves = math.ceil(tiles * split / processors)
+                best = min(best, waves * 2.0 * rows * columns * (k / split + FILL) * processors / (speed * share))
+        return max(best, moved) + self.efficiency.launch_seconds
+
+    @cached_property
+    def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:
+        """By dtype, for each measured shape its place and by how much the formula is wrong there, in logarithms."""
+        found: dict[str, list] = {}
+        for product in self.family.products:
+            m, k, n = product.shape
+            real = 2.0 * m * k * n / product.flops_per_second
+            ratio = math.log(real / self._modelled(product.dtype, m, k, n, 1))
+            found.setdefault(product.dtype, []).append((_place(m, k, n), ratio))
+        return found
+
+    def _correction(self, dtype: str, m: int, k: int, n: int) -> float:
+        """Interpolate between measured shapes by inverse squared distance (Shepard 1968) of their logarithms."""
+        points = self._measured.get(dtype)
+        if not points:
+            return 1.0
+        place = _place(m, k, n)
+        weights = [(1.0 / (math.dist(place, where) ** 2 + 1e-9), ratio) for where, ratio in points]
+        return math.exp(sum(w * ratio for w, ratio in weights) / sum(w for w, _ in weights))
+
+    @cached_property
+    def guesses(self) -> list[str]:
+        """Return what was assumed of the family rather than given or known of its model."""
+        found = []
+        if not self.efficiency.known:
+            found.append(f"families.{self.name}.model: unknown, so how near it comes to its data sheet")
+        if not self.family.products:
+            found.append(f"families.{self.name}.products: speed by shape, by formula")
+        return found
+
+
+def _place(m: int, k: int, n: int) -> tuple[float, float, float]:
+    return math.log2(m), math.log2(k), math.log2(n)

@@ -1,0 +1,113 @@
+"""Bytes that a rank needs, part by part: what the engine keeps (`model/store.py`, `model/stage.py`, `model/shard.py`).
+
+For other software the same parts, with half-precision gradients where it has them. Nothing is known here of what an
+allocator cannot use.
+"""
+
+from dataclasses import dataclass
+
+from hpctrain.holders import Holdings
+from hpctrain.intervals import cut_evenly
+from hpctrain.parameters import padded_vocabulary
+from hpctrain.plan import Plan, Tile
+from hpctrain.planner.cost import Setup, unit_elements
+
+MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at their peak, by part."""
+
+    weights: int
+    gradients: int
+    moments: int
+    """And master weights, where those in use are half precision."""
+    activations: int
+    """Kept between forward and backward passes, of all microbatches under way."""
+    gathered: int
+    """Whole weights and gradients of the items in the making, where they are stored in shards."""
+    buffers: int
+    """What an item computes with and does not keep, and what waits to be sent."""
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int) -> Memory:
+    """Return what one rank of a tile needs."""
+    weights = gradients = moments = 0
+    mixed = setup.item_bytes < MASTER_BYTES
+    z = tile.coordinate(rank)[2]
+    for holding in held.holdings:
+        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in holding.layouts)
+        stored += sum(slab.size for slab in holding.slabs)
+        place = holding.ranks.index(rank)
+        updated = holding.cuts(stored)[place].size if holding.zero else stored
+        weights += (updated if holding.zero == 3 else stored) * setup.item_bytes
+        gradients += (updated if holding.zero >= 2 else stored) * GRADIENT_BYTES
+        if holding.zero == 1 and len(holding.ranks) > 1:
+            gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
+        moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
+    kept, largest = _activations(setup, plan, tile)
+    return Memory(weights, gradients, moments, kept, _gathered(setup, tile, held), largest)
+
+
+def _gathered(setup: Setup, tile: Tile, held: Holdings) -> int:
+    """Return the room for the largest item's whole weights and gradients."""
+    zero = max((holding.zero for holding in held.holdings), default=0)
+    if tile.is_idle or (tile.tensor.z == 1 and zero < 2):
+        return 0
+    largest = max(unit_elements(setup.model, tile.tensor, item) for item in range(*tile.items))
+    weights = setup.item_bytes if tile.tensor.z > 1 or zero == 3 else 0
+    return largest * (weights + GRADIENT_BYTES)
+
+
+def microbatches_kept(plan: Plan, tile: Tile) -> int:
+    """Return of how many microbatches a tile keeps activations at once by 1F1B."""
+    return min(plan.depth_to_loss(tile) + 1, plan.microbatches)
+
+
+def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
+    """Return the bytes kept, and those of the item that needs the most while it computes."""
+    if tile.is_idle:
+        return 0, 0
+    rows = max(tile.rows_at(z).size for z in range(tile.tensor.z))
+    at_once = -(-rows // tile.substeps)
+    items = range(*tile.items)
+    at_loss = not plan.downstream(tile)
+    kept_rows = at_once if at_loss else rows * microbatches_kept(plan, tile)
+    inputs = sum(item_kept(setup, tile, item, "full") for item in items)
+    kept = sum(item_kept(setup, tile, item, tile.recompute) for item in items)
+    whole = max(item_kept(setup, tile, item, "none") for item in items)
+    received = setup.positions * setup.model.hidden_size // tile.tensor.x * setup.item_bytes
+    buffers = at_once * (whole // 2 if tile.recompute == "none" else whole) + rows * received
+    return int(kept_rows * (kept if tile.recompute != "full" else inputs)), int(buffers)
+
+
+def item_kept(setup: Setup, tile: Tile, item: int, recompute: str) -> float:
+    """Return the bytes that an item keeps for its backward pass, for one row of a rank.
+
+    For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
+    """
+    model, grid, stack, b = setup.model, tile.tensor, setup.stack, setup.item_bytes
+    cut = grid.y if stack.sequence_parallel else 1
+    hidden = setup.positions * model.hidden_size / grid.x
+    if item == 0:
+        return setup.positions * 8 + (hidden * b if recompute == "none" else 0)
+    if recompute == "full":
+        return hidden * b * stack.kept_inputs
+    if item > model.num_layers:
+        logits = setup.positions * padded_vocabulary(model, grid) / grid.y
+        return hidden * 2 * b + logits * 4
+    query = setup.positions * model.hidden_size / grid.y
+    key = setup.positions * max(1, model.kv_heads // grid.y) * model.head_size
+    inner = setup.positions * model.ffn / grid.y
+    if stack.flash:  # input, normed twice, the middle of the residual stream; queries, keys, values, mixed; gate and up
+        gated = 3 if model.architecture == "llama" else 2
+        rotated = query + key if model.architecture == "llama" else 0
+        return b * (4 * hidden + 2 * query + 2 * key + rotated + gated * inner)
+    masks = 2 * hidden
+    scores = model.num_heads / grid.y * setup.positions**2 * (2 * b + 1) if recompute == "none" else 0.0
+    return (4 * hidden * b + masks) / cut + b * (2 * query + 2 * key + 2 * inner) + scores

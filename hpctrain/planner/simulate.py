@@ -1,0 +1,258 @@
+"""Runs the instructions of `hpctrain.schedule` against a clock: the very lists that the engine executes. Pure.
+
+Time passes for each tile on its own: a message leaves when it is sent and arrives after its seconds, those of a channel
+one after the other; a receive waits for it; a send waits while the channel is full. All tiles meet where gradients are
+summed and where the step is agreed on. Where a tile's time goes is noted part by part, so that the parts add up.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpctrain.errors import PlanError
+from hpctrain.plan import Plan, Tile
+from hpctrain.schedule import Instruction, Op, channel_depth
+
+PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
+SENDS = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Seconds of one pass over a tile's items, for one piece of its rows."""
+
+    compute: float
+    tensor: float = 0.0
+    """Collectives over the axes of its tensor grid."""
+    data: float = 0.0
+    """Collectives over the holders of its weights, in ZeRO 2 and 3."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What the same ranks exchange of their gradients and weights in a step."""
+
+    tiles: tuple[Tile, ...]
+    reduce_seconds: float
+    gather_seconds: float
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """What the instructions of a tile take, in seconds."""
+
+    forward: tuple[PassCost, ...]
+    """For each substep."""
+    backward: tuple[PassCost, ...]
+    update_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that a simulation needs to know of model and machine."""
+
+    tiles: Mapping[Tile, TileCost]
+    messages: Mapping[tuple[Tile, Tile], float]
+    """Of an activation, or its gradient, from a tile to another."""
+    sharings: tuple[Sharing, ...] = ()
+    """In the order in which all ranks exchange them."""
+    agree_seconds: float = 0.0
+    """Until all ranks agree on the loss and the norm."""
+    blocking_sends: bool = False
+    """Whether a tile computes nothing while it sends."""
+
+
+@dataclass
+class _Clock:
+    now: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    def spend(self, part: str, seconds: float) -> None:
+        self.now += seconds
+        self.parts[part] += seconds
+
+    def wait_until(self, moment: float) -> float:
+        """Return how long nothing is done until a moment."""
+        waited = max(0.0, moment - self.now)
+        self.now += waited
+        return waited
+
+
+@dataclass
+class _Wire:
+    """Messages of one kind from a tile to another."""
+
+    depth: int
+    arriving: deque[tuple[int, float]] = field(default_factory=deque)
+    free_at: float = 0.0
+    """When the last one has left."""
+    taken: deque[float] = field(default_factory=deque)
+    """When slots became free again."""
+    under_way: int = 0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step: how long it took, and where each tile's time went; `hidden` is negative, the parts add up to the step."""
+
+    step_seconds: float
+    parts: dict[Tile, dict[str, float]]
+    busy_until: dict[Tile, float]
+    """When each tile had done its last backward pass."""
+
+
+def simulate(plan: Plan, schedules: Mapping[Tile, tuple[Instruction, ...]], costs: Costs) -> Simulated:
+    """Run a step. Raises PlanError where the schedule deadlocks."""
+    return _Simulation(plan, schedules, costs).run()
+
+
+def _alike(plan: Plan, costs: Costs) -> dict[Tile, Tile]:
+    """Return for each tile of a plain pipeline the one in whose place it is in the first pipeline that takes as long.
+
+    Replicas that are alike are run once, which makes the time of even plans independent of how many there are.
+    """
+    first: dict[tuple, tuple[Tile, ...]] = {}
+    like: dict[Tile, Tile] = {}
+    for tile in plan.tiles:
+        if plan.upstream(tile):
+            continue
+        chain = [tile]
+        while len(following := plan.downstream(chain[-1])) == 1 and len(plan.upstream(following[0])) == 1:
+            chain.append(following[0])
+        if following:
+            continue  # pipelines that meet
+        ways = [(costs.messages[a, b], costs.messages[b, a]) for a, b in itertools.pairwise(chain)]
+        key = tuple(costs.tiles[t] for t in chain), tuple(ways), tuple(t.substeps for t in chain)
+        like |= dict(zip(chain, first.setdefault(key, tuple(chain)), strict=True))
+    return like
+
+
+class _Simulation:
+    def __init__(self, plan: Plan, schedules: Mapping[Tile, tuple[Instruction, ...]], costs: Costs):
+        self._plan, self._schedules, self._costs = plan, schedules, costs
+        self._clocks = {tile: _Clock() for tile in schedules}
+        self._at = dict.fromkeys(schedules, 0)
+        self._wires: dict[tuple[Tile, Tile, Op], _Wire] = {}
+        self._upstream = {tile: plan.upstream(tile) for tile in schedules}
+        self._downstream = {tile: plan.downstream(tile) for tile in schedules}
+
+    def run(self) -> Simulated:
+        like = _alike(self._plan, self._costs)
+        runnable = deque(tile for tile in self._schedules if like.get(tile, tile) is tile)
+        waiting = set(runnable)
+        while runnable:
+            tile = runnable.popleft()
+            waiting.discard(tile)
+            for woken in self._advance(tile):
+                if woken not in waiting:
+                    waiting.add(woken)
+                    runnable.append(woken)
+        for tile, other in like.items():
+            if other is not tile:
+                self._at[tile] = self._at[other]
+                self._clocks[tile] = _Clock(self._clocks[other].now, dict(self._clocks[other].parts))
+        stuck = [t for t, at in self._at.items() if at < len(self._schedules[t]) and not self._is_at_end(t)]
+        if stuck:
+            tile = stuck[0]
+            raise PlanError(
+                f"the schedule deadlocks: tile items {list(tile.items)} rows {list(tile.rows)} waits at"
+                f" '{self._schedules[tile][self._at[tile]]}'"
+            )
+        busy = {tile: clock.now for tile, clock in self._clocks.items()}
+        self._finish()
+        end = max(clock.now for clock in self._clocks.values())
+        for clock in self._clocks.values():
+            clock.parts["bubble"] += clock.wait_until(end)
+        return Simulated(end, {tile: clock.parts for tile, clock in self._clocks.items()}, busy)
+
+    def _is_at_end(self, tile: Tile) -> bool:
+        return self._schedules[tile][self._at[tile]].op in (Op.REDUCE_GRADIENTS, Op.UPDATE)
+
+    def _advance(self, tile: Tile) -> set[Tile]:
+        """Execute what a tile can; return the tiles that may go on because of it."""
+        woken: set[Tile] = set()
+        schedule, clock, cost = self._schedules[tile], self._clocks[tile], self._costs.tiles[tile]
+        while self._at[tile] < len(schedule):
+            step = schedule[self._at[tile]]
+            match step.op:
+                case Op.FORWARD | Op.BACKWARD:
+                    passes = cost.forward if step.op is Op.FORWARD else cost.backward
+                    one = passes[step.substep]
+                    for part, seconds in (("compute", one.compute), ("tensor", one.tensor), ("data", one.data)):
+                        clock.spend(part, seconds)
+                case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
+                    peers = (self._downstream if step.op is Op.SEND_ACTIVATION else self._upstream)[tile]
+                    if not self._send(tile, clock, step, peers):
+                        return woken
+                    woken.update(peers)
+                case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
+                    peers = (self._upstream if step.op is Op.RECEIVE_ACTIVATION else self._downstream)[tile]
+                    if not self._receive(tile, clock, step, peers):
+                        return woken
+                    woken.update(peers)
+                case _:
+                    return woken
+            self._at[tile] += 1
+        return woken
+
+    def _wire(self, source: Tile, target: Tile, op: Op) -> _Wire:
+        key = source, target, op
+        if key not in self._wires:
+            self._wires[key] = _Wire(channel_depth(self._plan, source, target))
+        return self._wires[key]
+
+    def _send(self, tile: Tile, clock: _Clock, step: Instruction, peers: tuple[Tile, ...]) -> bool:
+        wires = [self._wire(tile, peer, step.op) for peer in peers]
+        if any(wire.under_way >= wire.depth and not wire.taken for wire in wires):
+            return False
+        for peer, wire in zip(peers, wires, strict=True):
+            if wire.under_way >= wire.depth:
+                clock.parts["bubble"] += clock.wait_until(wire.taken.popleft())
+                wire.under_way -= 1
+            wire.under_way += 1
+            wire.free_at = max(clock.now, wire.free_at) + self._costs.messages[tile, peer]
+            wire.arriving.append((step.microbatch, wire.free_at))
+        if self._costs.blocking_sends:
+            clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))
+        return True
+
+    def _receive(self, tile: Tile, clock: _Clock, step: Instruction, peers: tuple[Tile, ...]) -> bool:
+        wires = [self._wire(peer, tile, SENDS[step.op]) for peer in peers]
+        if not all(wire.arriving for wire in wires):
+            return False
+        longest, arrival = 0.0, clock.now
+        for peer, wire in zip(peers, wires, strict=True):
+            got, arrives = wire.arriving.popleft()
+            if got != step.microbatch:
+                raise PlanError(f"tile items {list(tile.items)} expects microbatch {step.microbatch} and is sent {got}")
+            longest, arrival = max(longest, self._costs.messages[peer, tile]), max(arrival, arrives)
+        waited = clock.wait_until(arrival)
+        seen = min(waited, longest)
+        clock.parts["pipeline"] += longest
+        clock.parts["hidden"] -= longest - seen
+        clock.parts["bubble"] += waited - seen
+        for wire in wires:
+            wire.taken.append(clock.now)
+        return True
+
+    def _finish(self) -> None:
+        """Sum gradients, agree, update, gather weights: all tiles together, as all ranks call it in one order."""
+        clocks = self._clocks
+        for sharing in self._costs.sharings:
+            self._exchange(sharing.tiles, sharing.reduce_seconds)
+        together = max(clock.now for clock in clocks.values())
+        for tile, clock in clocks.items():
+            clock.parts["bubble"] += clock.wait_until(together)
+            clock.spend("optimizer", self._costs.agree_seconds + self._costs.tiles[tile].update_seconds)
+        for sharing in self._costs.sharings:
+            self._exchange(sharing.tiles, sharing.gather_seconds)
+
+    def _exchange(self, tiles: tuple[Tile, ...], seconds: float) -> None:
+        if not seconds:
+            return
+        start = max(self._clocks[tile].now for tile in tiles)
+        for tile in tiles:
+            clock = self._clocks[tile]
+            clock.parts["bubble"] += clock.wait_until(start)
+            clock.spend("data", seconds)

@@ -1,0 +1,92 @@
+"""How a training software carries out what a model says: how often it passes over memory, what it leaves to the host.
+
+What is the same for all software (products, what is exchanged) is in `hpctrain.planner.cost`. A stack has facts, which
+its source tells, and three constants that are fitted.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes read and written per element, forward and backward, by everything in a model that is no product."""
+
+    norm: tuple[float, float]
+    """Per hidden feature of a token, for one norm."""
+    residual: tuple[float, float]
+    """Per hidden feature of a token, for all of a block outside its norms, dropout included."""
+    rotary: tuple[float, float]
+    """Per feature of queries and keys, where there are rotary positions."""
+    inner: tuple[float, float]
+    """Per inner feature of a token: activation function, gate, bias."""
+    scores: tuple[float, float]
+    """Per pair of positions and head; 0 where a fused kernel never writes them."""
+    logits: tuple[float, float]
+    """Per token and id of the vocabulary."""
+    weight: float
+    """Per weight and backward pass, to add its gradient, beside the product itself."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A training software. The last three are fitted constants, `product_share` aside those of devices."""
+
+    name: str
+    passes: dict[int, Passes]
+    """By bytes of a number: 2 and 4."""
+    update_bytes: float
+    """Read and written per weight that a rank updates."""
+    block_operations: tuple[int, int]
+    """How many operations a block starts, forward and backward."""
+    flash: bool
+    """Whether attention is one kernel, which computes only the causal half and keeps no scores."""
+    sequence_parallel: bool = False
+    """Whether norms and residuals are cut over y too (Korthikanti et al. 2022)."""
+    gradient_bytes: int = 4
+    """Of a gradient that replicas exchange."""
+    recomputes_ends: bool = False
+    """Whether `full` recomputing is also of embedding and head."""
+    kept_inputs: float = 1.0
+    """Of a hidden state, per block, that full recomputing keeps."""
+    blocking_sends: bool = False
+    """Whether messages between stages go through the stream that computes."""
+    dispatch_seconds: float = 8e-6
+    """That the host needs to start an operation: what small ones take at the least, one after the other."""
+    link_share: float = 0.8
+    """Of a link's bandwidth that its collectives reach."""
+    step_seconds: float = 0.0
+    """Of a step that no part of the model accounts for: reading data, agreeing on the norm."""
+
+
+# Counted by hand in hpctrain/model/functions.py and hpctrain/engine/optimizer.py: one pass for each operation of torch.
+_EAGER = {
+    4: Passes((20, 64), (24, 24), (32, 36), (20, 52), (0, 0), (32, 16), 0),
+    2: Passes((32, 82), (12, 12), (16, 18), (10, 26), (0, 0), (34, 18), 10),
+}
+HPCTRAIN = Stack(
+    "hpctrain",
+    _EAGER,
+    update_bytes=100,
+    block_operations=(28, 60),
+    flash=True,
+    recomputes_ends=True,
+    link_share=1.0,
+)
+
+# Fused kernels of Megatron-LM (Shoeybi et al. 2019, Narayanan et al. 2021): norms read and write once; bias, dropout
+# and residual are one kernel; scores are written by the product, read and written by softmax and by dropout.
+_FUSED = {
+    2: Passes((4, 6), (14, 12), (4, 4), (6, 8), (12, 14), (12, 6), 8),
+    4: Passes((8, 12), (26, 24), (8, 8), (12, 16), (22, 26), (16, 8), 8),
+}
+MEGATRON = Stack(
+    "megatron-lm",
+    _FUSED,
+    update_bytes=40,
+    block_operations=(30, 50),
+    flash=False,
+    gradient_bytes=4,
+)
+# The same kernels, started by a heavier engine.
+DEEPSPEED = replace(MEGATRON, name="megatron-deepspeed", dispatch_seconds=23e-6, blocking_sends=True)
+STACKS = {stack.name: stack for stack in (HPCTRAIN, MEGATRON, DEEPSPEED)}

@@ -1,0 +1,256 @@
+"""The predictor: its parts add up, it scales as physics does, and it is as fast as a search needs."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cluster import Cluster, Nodes
+from hpctrain.cluster_file import dump_cluster, parse_cluster
+from hpctrain.errors import LaunchError, PlanError, TopologyError
+from hpctrain.intervals import Interval
+from hpctrain.job import load_job
+from hpctrain.jobs.predict import command
+from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan, even_plan
+from hpctrain.planner.cost import Setup, item_cost
+from hpctrain.planner.described import DescribedRun
+from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.predict import predict
+from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.schedule import one_f_one_b
+from tests.pretended import CLUSTER
+
+JOB = load_job("tiny", ["model.vocab_size=1024"])
+SETUP = Setup(JOB.model, 128, "fp32", HPCTRAIN)
+NUM_ITEMS = JOB.model.num_items
+
+
+def plan_of(grid=(1, 1, 1), pipeline=2, data=2, microbatches=4, **tile) -> Plan:
+    families = ["fast", "fast", "slow", "slow"]
+    plan = even_plan(NUM_ITEMS, TensorGrid(*grid), pipeline, data, microbatches, 8, **tile)
+    tiles = (replace(t, family="+".join(dict.fromkeys(families[r] for r in t.ranks))) for t in plan.tiles)
+    return replace(plan, tiles=tuple(tiles), unused=tuple(range(len(plan.ranks), 4)))
+
+
+LAYOUTS = [
+    plan_of(),
+    plan_of((1, 2, 1), pipeline=2, data=1),
+    plan_of((2, 1, 1), pipeline=2, data=1, recompute="full"),
+    plan_of((1, 1, 2), pipeline=2, data=1),
+    plan_of((1, 1, 1), 1, 4, zero=3),
+    plan_of((1, 1, 1), 1, 4, zero=0),
+    plan_of((1, 1, 1), 4, 1),
+    Plan(
+        (
+            Tile(Interval(0, NUM_ITEMS), Interval(0, 3), (2,), family="slow", substeps=2),
+            Tile(Interval(0, 3), Interval(3, 8), (0,), family="fast"),
+            Tile(Interval(3, NUM_ITEMS), Interval(3, 8), (1,), family="fast"),
+        ),
+        4,
+        8,
+        unused=(3,),
+    ),
+]
+
+
+@pytest.mark.parametrize("plan", LAYOUTS)
+def test_the_parts_add_up_to_the_step(plan):
+    found = predict(SETUP, plan, CLUSTER)
+    assert sum(found.breakdown_seconds.values()) == pytest.approx(found.step_seconds)
+    assert all(seconds >= 0 for part, seconds in found.breakdown_seconds.items() if part != "hidden")
+    assert found.breakdown_seconds["hidden"] <= 0
+    assert found.interval_seconds[0] < found.step_seconds < found.interval_seconds[1]
+    assert found.tokens_per_second == pytest.approx(32 * 128 / found.step_seconds)
+    assert 0 < found.mfu < 1
+
+
+def scaled(times: float) -> Cluster:
+    """The cluster, `times` as slow in everything."""
+    families = {
+        name: f.model_copy(
+            update={
+                "memory_bytes_per_second": f.memory_bytes_per_second / times,
+                "sustained_flops_per_second": {d: v / times for d, v in f.peak_flops_per_second.items()},
+                "kind": "cpu",  # no host whose speed is not described
+                "peak_flops_per_second": {},
+            }
+        )
+        for name, f in CLUSTER.families.items()
+    }
+    fabrics = {
+        n: f.model_copy(update={"latency_seconds": f.latency_seconds * times}) for n, f in CLUSTER.fabrics.items()
+    }
+    nodes = tuple(
+        n.model_copy(
+            update={
+                "link_latency_seconds": n.link_latency_seconds * times,
+                "link_bytes_per_second": n.link_bytes_per_second / times,
+                "nics": tuple(
+                    nic.model_copy(
+                        update={
+                            "send_bytes_per_second": nic.send_bytes_per_second / times,
+                            "receive_bytes_per_second": nic.receive_bytes_per_second / times,
+                        }
+                    )
+                    for nic in n.nics
+                ),
+            }
+        )
+        for n in CLUSTER.nodes
+    )
+    plain = [{name: getattr(table, name) for name in type(table).model_fields} for table in nodes]
+    return Cluster(families=families, fabrics=fabrics, nodes=tuple(Nodes.model_validate(table) for table in plain))
+
+
+@pytest.mark.parametrize("plan", LAYOUTS)
+def test_a_cluster_that_is_slower_in_everything_takes_as_much_longer(plan):
+    once, thrice = (predict(SETUP, plan, scaled(times)).step_seconds for times in (1.0, 3.0))
+    assert thrice == pytest.approx(3 * once, rel=1e-3), "but for launches, of microseconds"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 16, 64])
+def test_the_bubble_of_equal_stages_is_that_of_the_literature(microbatches):
+    stages = 4
+    plan = even_plan(stages + 2, TensorGrid(), stages, 1, microbatches, 1)
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
+    pairs = {(a, b): 0.0 for a in plan.tiles for b in plan.tiles}
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), pairs))
+    assert found.step_seconds == pytest.approx(3.0 * (microbatches + stages - 1))
+    for parts in found.parts.values():
+        assert parts["bubble"] / found.step_seconds == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+def test_messages_are_hidden_behind_what_is_computed_meanwhile():
+    plan = even_plan(4, TensorGrid(), 2, 1, 8, 1)
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
+    steps = []
+    for seconds in (0.0, 0.1, 5.0):
+        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): seconds for a in plan.tiles for b in plan.tiles})
+        steps.append(simulate(plan, schedules, costs))
+    assert steps[0].step_seconds < steps[1].step_seconds < steps[2].step_seconds
+    first = steps[1].parts[plan.tiles[1]]
+    assert first["pipeline"] == pytest.approx(0.8)
+    for step in steps:
+        for parts in step.parts.values():
+            assert sum(parts.values()) == pytest.approx(step.step_seconds)
+
+
+def test_memory_falls_with_each_zero_stage_and_with_recomputing():
+    totals = []
+    for zero in range(4):
+        (stage,) = predict(SETUP, plan_of((1, 1, 1), 1, 2, zero=zero), CLUSTER).memory
+        totals.append(sum(getattr(stage.memory, part) for part in ("weights", "gradients", "moments")))
+    assert totals[0] > totals[1] > totals[2] > totals[3]
+    kept = [predict(SETUP, plan_of(recompute=how), CLUSTER).memory[0].memory.activations for how in ("none", "full")]
+    assert kept[0] > 2 * kept[1]
+
+
+def test_a_plan_that_does_not_fit_says_so():
+    assert predict(replace(SETUP, positions=16), plan_of(), CLUSTER).fits
+    assert not predict(replace(SETUP, positions=20_000), plan_of(), CLUSTER).fits
+
+
+def test_measured_products_are_met_exactly_and_interpolated_between():
+    text = """
+    [families.cpu]
+    kind = "cpu"
+    origin = "measured"
+    memory_bytes = 1e9
+    memory_bytes_per_second = 1e12
+    sustained_flops_per_second = {fp32 = 1e9}
+    products = [
+      {dtype = "fp32", shape = [64, 64, 64], flops_per_second = 2e8},
+      {dtype = "fp32", shape = [1024, 1024, 1024], flops_per_second = 1e9},
+    ]
+    [[nodes]]
+    devices = {cpu = 1}
+    """
+    device = DeviceModel("cpu", parse_cluster(text, "a test").families["cpu"])
+    small, large = (2 * n**3 / device.product_seconds("fp32", n, n, n) for n in (64, 1024))
+    assert small == pytest.approx(2e8, rel=1e-3)
+    assert large == pytest.approx(1e9, rel=1e-3)
+    assert 2e8 < 2 * 256**3 / device.product_seconds("fp32", 256, 256, 256) < 1e9
+
+
+def test_larger_products_are_more_efficient_and_waves_show():
+    run = DescribedRun(1024, 4, 16, 1024, 1, 1, 1, 1, 1, "A100-80")
+    device = DeviceModel("a", run.cluster.families["A100-80"])
+    speeds = [2 * n**3 / device.product_seconds("fp16", n, n, n) for n in (256, 1024, 4096, 8192)]
+    assert speeds == sorted(speeds)
+    assert 0.5 * 312e12 < speeds[-1] < 0.9 * 312e12
+    with pytest.raises(PlanError, match="families.a has no speed in fp8.*set its sustained_flops_per_second"):
+        device.speed("fp8")
+
+
+def test_4096_ranks_take_seconds():
+    run = DescribedRun(12288, 96, 96, 2048, 8, 8, 64, 1, 2048, "A100-80", zero=1)
+    start = time.process_time()
+    found = run.predict()
+    assert time.process_time() - start < 4
+    assert 0.2 < found.mfu < 0.7
+
+
+def test_other_peoples_runs_can_be_told():
+    base = DescribedRun(6144, 48, 64, 2048, 8, 1, 1, 4, 4, "A100-80")
+    full, selective = (
+        replace(base, recompute=how, sequence_parallel=sp).predict()
+        for how, sp in (("full", False), ("selective", True))
+    )
+    assert full.step_seconds > 1.15 * selective.step_seconds
+    bubbles = [
+        replace(base, pipeline=4, global_batch=16, interleave=n).predict().breakdown_seconds["bubble"] for n in (1, 3)
+    ]
+    assert bubbles[0] == pytest.approx(3 * bubbles[1])
+    with pytest.raises(PlanError, match="no accelerator 'A100'; did you mean"):
+        replace(base, accelerator="A100")
+    with pytest.raises(PlanError, match="a global batch of 5 is not divisible by data 1 x microbatch 4"):
+        replace(base, global_batch=5)
+    with pytest.raises(PlanError, match="recompute = 'some': set it to one of none, selective, full"):
+        item_cost(SETUP, TensorGrid(), 1, 1, "some")
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(
+        LaunchError, match=r"the plan is for 8 ranks, and the cluster has 4 devices \(2 fast and 2 slow"
+    ):
+        predict(SETUP, even_plan(NUM_ITEMS, TensorGrid(), 1, 8, 1, 8), CLUSTER)
+    plan = plan_of()
+    wrong = replace(plan, tiles=(replace(plan.tiles[0], family="slow"), *plan.tiles[1:]))
+    with pytest.raises(PlanError, match="tile 0 is for family 'slow', but its ranks .0. are of 'fast' in this cluster"):
+        predict(SETUP, wrong, CLUSTER)
+
+
+def run_command(tmp_path, *more: str, cluster: Cluster = CLUSTER, plan: Plan | None = None):
+    (tmp_path / "c.toml").write_text(dump_cluster(cluster))
+    (tmp_path / "p.toml").write_text(dump_plan(plan or plan_of()))
+    arguments = ["tiny", "--set", "model.vocab_size=1024", "--cluster", str(tmp_path / "c.toml")]
+    return CliRunner().invoke(command, [*arguments, "--plan", str(tmp_path / "p.toml"), *more])
+
+
+def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
+    told = json.loads(run_command(tmp_path, "--json").stdout)
+    assert {"step_seconds", "interval_seconds", "breakdown_seconds", "memory_bytes"} < set(told)
+    assert {"tokens_per_second", "mfu", "guessed", "fits"} < set(told)
+    assert sum(told["breakdown_seconds"].values()) == pytest.approx(told["step_seconds"])
+    stage = told["memory_bytes"][0]
+    parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers")
+    assert sum(stage[part] for part in parts) == stage["total"]
+    assert any("families.fast.model: unknown" in guess for guess in told["guessed"])
+    assert any("train.dtype: fp32" in guess for guess in told["guessed"])
+    shown = run_command(tmp_path).stdout
+    assert "where the time goes" in shown
+    assert "bubble" in shown
+    assert "fits" in shown
+
+
+def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):
+    families = dict(CLUSTER.families)
+    families["slow"] = families["slow"].model_copy(update={"peak_flops_per_second": {"fp16": 1e9}})
+    result = run_command(tmp_path, cluster=CLUSTER.model_copy(update={"families": families}))
+    assert isinstance(result.exception, TopologyError)
+    assert "families fast, slow have no dtype in common to train in (bf16 or fp32)" in str(result.exception)

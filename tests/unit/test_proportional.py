@@ -1,0 +1,140 @@
+"""Plans by speed: cuts are exact, everything is computed once, and what cannot be is refused with the numbers."""
+
+import itertools
+import random
+
+import pytest
+
+from hpctrain.cluster_file import load_cluster, ready_clusters
+from hpctrain.errors import PlanError
+from hpctrain.job import load_job
+from hpctrain.plan import check_tiling
+from hpctrain.planner.even import check_plan
+from hpctrain.planner.proportional import (
+    IN_A_ROW,
+    SIDE_BY_SIDE,
+    Party,
+    Work,
+    cut_items,
+    cut_rows,
+    estimate,
+    even_candidates,
+    in_a_row,
+    needed_bytes,
+    parties_of,
+    proportional_candidates,
+    side_by_side,
+)
+from hpctrain.schedule import check_no_deadlock, one_f_one_b
+
+JOB = load_job("mixed")
+WORK = Work(JOB.model, JOB.data.sequence_length, JOB.train.global_batch)
+FAST, SLOW = Party("fast", (0, 1), 3.0, 1e9), Party("slow", (2, 3), 1.0, 1e9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_are_cut_as_brute_force_would(seed):
+    drawn = random.Random(seed)
+    speeds = [drawn.choice([0.5, 1.0, 1.7, 3.0]) for _ in range(drawn.randint(1, 4))]
+    total = drawn.randint(len(speeds), 9)
+    cuts = [cut for cut in itertools.product(range(1, total + 1), repeat=len(speeds)) if sum(cut) == total]
+    found = cut_rows(total, speeds)
+    assert found in [list(cut) for cut in cuts]
+    assert slowest(found, speeds) == min(slowest(cut, speeds) for cut in cuts)
+
+
+def slowest(rows, speeds) -> float:
+    return max(size / speed for size, speed in zip(rows, speeds, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_are_cut_as_brute_force_would(seed):
+    drawn = random.Random(seed)
+    speeds = [drawn.choice([0.5, 1.0, 1.7, 3.0]) for _ in range(drawn.randint(1, 4))]
+    num_blocks = drawn.randint(len(speeds), 8)
+    costs = [drawn.choice([0.0, 0.5]), *[1.0] * num_blocks, drawn.choice([0.1, 0.7, 2.5])]
+
+    def seconds(bounds) -> float:
+        stages = zip(itertools.pairwise(bounds), speeds, strict=True)
+        return max(sum(costs[start:stop]) / speed for (start, stop), speed in stages)
+
+    every = itertools.combinations(range(2, num_blocks + 1), len(speeds) - 1)
+    best = min(seconds((0, *inner, len(costs))) for inner in every)
+    found = cut_items(costs, speeds)
+    assert seconds((found[0].start, *(items.stop for items in found))) == pytest.approx(best)
+    assert all(any(1 <= item <= num_blocks for item in range(*items)) for items in found), "a block for each stage"
+
+
+def test_fast_devices_get_more_rows_or_more_blocks():
+    beside = side_by_side(WORK, [FAST, SLOW], (1, 2), 6)
+    rows = {tile.ranks[0]: tile.rows.size for tile in beside.tiles}
+    assert rows[0] + rows[1] + rows[2] == 16 and rows[2] == rows[3]
+    assert (rows[0], rows[1], rows[2]) == (6, 6, 4), "speeds 3, 3, and 2 less what the cut of the pipeline loses"
+    row = in_a_row(WORK, [FAST, SLOW], (1, 1), 12)
+    assert [list(tile.items) for tile in row.tiles] == [[0, 8], [0, 8], [8, 10], [8, 10]]
+    assert [list(tile.rows) for tile in row.tiles] == [[0, 4], [4, 8]] * 2
+    assert [tile.family for tile in row.tiles] == ["fast", "fast", "slow", "slow"]
+
+
+def test_the_head_counts_as_work():
+    assert WORK.costs[0] == 0 and WORK.costs[1] == 1 and 0.5 < WORK.costs[-1] < 0.8
+    assert sum(WORK.parameters) == 468_032
+
+
+def test_what_activations_take_counts_too():
+    """A microbatch of all rows does not fit, where the states do."""
+    listed = proportional_candidates(WORK, [Party("fast", (0, 1), 3.0, 2 * 10**7)], 2)
+    assert max(candidate.plan.rows for candidate in listed) < 24
+    assert max(needed_bytes(WORK, listed[0].plan).values()) > 0.5 * 2 * 10**7
+
+
+def test_a_family_alone_leaves_the_others_unused():
+    listed = proportional_candidates(WORK, [SLOW], 4)
+    assert {candidate.kind for candidate in listed} == {SIDE_BY_SIDE}
+    for candidate in listed:
+        check_plan(JOB, candidate.plan, "a candidate")
+        assert candidate.plan.unused == (0, 1) and candidate.plan.ranks == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("name", ready_clusters())
+def test_every_candidate_of_a_ready_cluster_can_run(name):
+    cluster = load_cluster(ready_clusters()[name])
+    parties = parties_of(cluster, "fp32")
+    listed = proportional_candidates(WORK, parties, cluster.num_devices)
+    assert {candidate.kind for candidate in listed} == {SIDE_BY_SIDE, IN_A_ROW}
+    assert [c.seconds for c in listed] == sorted(c.seconds for c in listed)
+    families = {device.rank: device.family for device in cluster.devices}
+    for candidate in [*listed[:40], *even_candidates(WORK, parties)[:10]]:
+        plan = candidate.plan
+        check_plan(JOB, plan, candidate.describe)
+        check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
+        assert all(families[rank] == tile.family for tile in plan.tiles for rank in tile.ranks) or (
+            candidate.kind == "even"
+        )
+
+
+def test_by_speed_is_estimated_faster_than_evenly_where_speeds_differ():
+    listed = proportional_candidates(WORK, [FAST, SLOW], 4)
+    even = even_candidates(WORK, [FAST, SLOW])
+    check_tiling(even[0].plan, JOB.model.num_items)
+    assert listed[0].seconds < 0.6 * even[0].seconds
+    assert estimate(WORK, listed[0].plan, {"fast": 3.0, "slow": 1.0}) == listed[0].seconds
+
+
+def test_what_cannot_be_is_refused_with_the_numbers():
+    with pytest.raises(PlanError, match="3 rows of a microbatch are too few for 4 replicas"):
+        cut_rows(3, [1.0] * 4)
+    with pytest.raises(PlanError, match="5 stages need as many blocks, the model has 4"):
+        cut_items([0.0, 1.0, 1.0, 1.0, 1.0, 0.5], [1.0] * 5)
+    many = Party("many", tuple(range(97)), 1.0, 1e9)
+    with pytest.raises(PlanError, match="no plan of 97 ranks by speed for this job; .* 97 stages need as many blocks"):
+        proportional_candidates(WORK, [many], 97)
+    small = [Party("fast", (0, 1), 3.0, 2**20), Party("slow", (2, 3), 1.0, 2**20)]
+    with pytest.raises(
+        PlanError,
+        match=r"no plan .* fits in memory: .* need about \d.\d MiB on a device of family '\w+', which has 1.0",
+    ):
+        proportional_candidates(WORK, small, 4)
+    cluster = load_cluster(ready_clusters()["v100-t4"])
+    with pytest.raises(PlanError, match=r"families.v100-16: its speed in bf16 is not known, only in fp32; set train.d"):
+        parties_of(cluster, "bf16")
