@@ -5,12 +5,18 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hpctrain.jobs.common import load_job_on, override_option, prepare_run, start_rehearsal, started_world
+from hpctrain.jobs.common import (
+    load_job_on,
+    override_option,
+    prepare_run,
+    rehearse_option,
+    start_rehearsal,
+    started_world,
+)
 
 if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Paced
@@ -29,13 +35,7 @@ VARIANTS = {
 @click.command("overlap")
 @click.argument("job")
 @override_option
-@click.option(
-    "--rehearse",
-    type=click.Path(path_type=Path),
-    metavar="CLUSTER",
-    required=True,
-    help="A cluster file, whose devices the ranks impersonate: a rank for each.",
-)
+@rehearse_option
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(1), help="Steps of each that are timed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(job, overrides, rehearse, steps, as_json):
@@ -48,6 +48,8 @@ def command(job, overrides, rehearse, steps, as_json):
     \b
     mpirun -n 4 hpctrain bench overlap tiny --rehearse cluster.toml --set plan.tensor.y=2 --set plan.data=2 --json
     """
+    if not rehearse:
+        raise click.UsageError("overlaps are measured on a rehearsed cluster: say which by --rehearse CLUSTER")
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
         start_rehearsal(world, rehearse)

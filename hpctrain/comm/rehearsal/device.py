@@ -63,7 +63,7 @@ class RehearsedAccelerator(CpuAccelerator):
     @property
     def busy_seconds(self) -> float:
         """That the described device computed."""
-        return self.clock.busy_seconds / self._time_scale
+        return self.clock.busy_seconds / self.time_scale
 
     def start_anew(self) -> None:
         """Forget the peak of memory and the overrun so far, and how long it computed."""
