@@ -14,12 +14,12 @@ from hpctrain.engine.phases import phases_of
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
 from hpctrain.links import links_of
+from hpctrain.observe.console import QUOTED_OVERRUN
 from hpctrain.plan import Plan
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, Work, state_bytes
 from hpctrain.schedule import check_no_deadlock, one_f_one_b
 
-HIGHEST_OVERRUN = 0.01  # docs/rehearsal.md: beyond it ratios are not to be quoted
 AGAIN = 1  # times that a plan is measured once more where the overrun was higher
 MOST_TRIES = 8  # of one kind: who has found none until then has no room for the model
 
@@ -178,7 +178,7 @@ class Stand:
                 seconds = world.largest(mean(metrics["step_seconds"] for metrics in timed))
                 loss, overrun = measured.loss or timed[0]["loss"], trainer.overrun()
                 measured = replace(measured, step_seconds=seconds, busy_seconds=busy, overrun=overrun, loss=loss)
-                if overrun <= HIGHEST_OVERRUN:
+                if overrun <= QUOTED_OVERRUN:
                     break
             del trainer
         if measured.fits:

@@ -27,7 +27,7 @@ from hpctrain.planner.proportional import (
 )
 from hpctrain.schedule import check_no_deadlock, one_f_one_b
 
-JOB = load_job("mixed")
+JOB = load_job("mixed", ["train.global_batch=96"])
 WORK = Work(JOB.model, JOB.data.sequence_length, JOB.train.global_batch)
 FAST, SLOW = Party("fast", (0, 1), 3.0, 1e9), Party("slow", (2, 3), 1.0, 1e9)
 

@@ -118,6 +118,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._accelerator = accelerator
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's own question. Nothing is compiled here; its wrapper is a call for each operation, and an import."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         listed = result if isinstance(result, (tuple, list)) else (result,)

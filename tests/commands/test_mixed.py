@@ -1,0 +1,121 @@
+"""Mixed clusters from end to end: plans by speed, their benchmark, and what happens where a device has no room."""
+
+import json
+
+import pytest
+
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, Tile, dump_plan, load_plan
+
+CLUSTER = """
+[families.fast]
+kind = "cuda"
+origin = "datasheet"
+memory_bytes = 50_000_000
+memory_bytes_per_second = 2e9
+sustained_flops_per_second = {fp32 = 1.2e8}
+
+[families.slow]
+kind = "rocm"
+origin = "datasheet"
+memory_bytes = SLOW_BYTES
+memory_bytes_per_second = 2e9
+sustained_flops_per_second = {fp32 = 4e7}
+
+[fabrics.ib]
+origin = "datasheet"
+latency_seconds = 1e-5
+
+[[nodes]]
+devices = {fast = 1}
+nics = [{fabric = "ib", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "datasheet"}]
+
+[[nodes]]
+devices = {slow = 1}
+nics = [{fabric = "ib", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "datasheet"}]
+
+[truth.devices.fast]
+memory_bytes = 50_000_000
+memory_bytes_per_second = 2e9
+flops_per_second = {fp32 = 1.2e8}
+
+[truth.devices.slow]
+memory_bytes = SLOW_BYTES
+memory_bytes_per_second = 2e9
+flops_per_second = {fp32 = 4e7}
+"""
+SMALL_BYTES = 850_000  # room for weights, gradients and moments of the test's model, and for nothing else
+
+
+@pytest.fixture(scope="module")
+def clusters(folder):
+    """A cluster of one fast and one slow device, and one whose slow device cannot hold the model alone."""
+    (folder / "two.toml").write_text(CLUSTER.replace("SLOW_BYTES", "50_000_000"))
+    (folder / "small.toml").write_text(CLUSTER.replace("SLOW_BYTES", str(SMALL_BYTES)))
+    return folder
+
+
+@pytest.mark.timeout(120)
+def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, clusters):
+    arguments = ["bench", "mixed", "two.toml", "--job", "job.toml", "--steps", "1", "--plans", "1", "--json"]
+    done = hpctrain(*arguments, ranks=2, cwd=clusters)
+    assert done.code == 0, done.out + done.err
+    told = json.loads(done.out.splitlines()[-1])
+    print(done.out, done.err)
+    alone = {name: told["alone"][name]["per_device"] for name in ("fast", "slow")}
+    assert alone["fast"] / alone["slow"] == pytest.approx(3, rel=0.1), "products are most of the work"
+    assert told["loss_difference"] < 1e-5
+    assert told["possible_of_even"] == pytest.approx(2, rel=0.1)
+    assert 0.85 < told["of_sum"] < 1.05 and told["of_even"] > 1.6
+    assert len(told["by_speed"]) == 2 and told["cause"] in told["lost"]
+    missing = 1 - told["of_sum"]
+    best = max(told["by_speed"], key=lambda about: about["tokens_per_second"])
+    assert sum(told["lost"].values()) == pytest.approx(missing, abs=1e-6), best
+
+
+@pytest.mark.timeout(120)
+def test_a_family_that_cannot_hold_the_model_is_named_instead_of_a_ratio(hpctrain, clusters):
+    arguments = ["bench", "mixed", "small.toml", "--job", "job.toml", "--steps", "1", "--plans", "1"]
+    done = hpctrain(*arguments, ranks=2, cwd=clusters)
+    assert done.code == 0, done.out + done.err
+    assert "no ratio: slow alone cannot hold the model" in done.out
+    assert "slow alone               no plan fits" in done.out and "of the sum" not in done.out
+    told = "slow alone: no plan of these ranks fits in memory: states and activations need about 1.0 MiB on a device"
+    assert f"{told} of family 'slow', which has 0.8 MiB; use more devices" in done.err
+
+
+@pytest.mark.timeout(60)
+def test_a_plan_by_speed_is_a_file_with_the_families_of_the_cluster(hpctrain, clusters):
+    arguments = ["plan", "job.toml", "--cluster", "two.toml", "--out", "by-speed.toml"]
+    done = hpctrain(*arguments, "--proportional", cwd=clusters)
+    assert done.code == 0, done.err
+    plan = load_plan(clusters / "by-speed.toml")
+    assert [(tile.family, tile.rows.size * plan.microbatches) for tile in plan.tiles] == [("fast", 6), ("slow", 2)]
+    assert "by fast 1.2e+08 FLOP/s, slow 4e+07 FLOP/s" in (clusters / "by-speed.toml").read_text()
+    assert hpctrain(*arguments, "--uniform", cwd=clusters).code == 0
+    assert [tile.family for tile in load_plan(clusters / "by-speed.toml").tiles] == ["fast", "slow"]
+    assert hpctrain(*arguments, "--uniform", "--proportional", cwd=clusters).code == 2
+
+
+@pytest.mark.timeout(60)
+def test_what_does_not_fit_a_device_ends_the_run_with_one_message(hpctrain, clusters):
+    tiles = (
+        Tile(Interval(0, 4), Interval(0, 5), (0,), family="fast"),
+        Tile(Interval(0, 4), Interval(5, 8), (1,), family="slow"),
+    )
+    (clusters / "much.toml").write_text(dump_plan(Plan(tiles, 1, 8)))
+    arguments = ["--set", "plan.file=much.toml", "--rehearse", "small.toml", "--run", "never"]
+    done = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=clusters)
+    assert done.code not in (0, 1), done.out + done.err
+    said = "rank 1 (slow, items [0, 4], rows [5, 8]) is out of memory in step 0: "
+    assert done.err.count(said) == 1 and "Traceback" not in done.err
+    assert "the pretended slow is out of memory: " in done.err and "beyond its 850000;" in done.err
+    assert 'give its tile fewer rows or items, set plan.recompute to "full"' in done.err
+
+
+@pytest.mark.timeout(60)
+def test_ready_clusters_are_listed_and_a_wrong_name_is_refused(hpctrain, folder):
+    done = hpctrain("rehearse", "--list", cwd=folder)
+    assert done.code == 0 and "v100-t4         8 ranks, " in done.out and len(done.out.splitlines()) == 7
+    done = hpctrain("train", "job.toml", "--rehearse", "v100-t5", "--run", "never", cwd=folder)
+    assert done.code == 13 and "did you mean 'v100-t4'?" in done.err
