@@ -1,25 +1,25 @@
 """Scores the predictor against published measurements (benchmarks/published/), beside a trivial baseline.
 
-    python benchmarks/predictor.py            score, with the constants that are shipped
-    python benchmarks/predictor.py --fit      fit them again, on all sets and on all but each
+    python benchmarks/predictor.py --rows
 
-The baseline is one efficiency for all devices, fitted to the same rows, and (P - 1) / M of bubble.
+The baseline is one efficiency for all devices, the best for the same set or for all others, and (P - 1) / M of bubble.
+The predictor's constants (`planner/catalogue.py`, `planner/stack.py`) are those that are shipped; which of them were
+chosen by looking at which set is in docs/benchmarks.md.
 """
 
 import argparse
 import csv
 import itertools
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.plan import TensorGrid, even_plan
-from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS, Efficiency
+from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
 from hpctrain.planner.cost import model_flops
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
-from hpctrain.planner.stack import STACKS, Stack
 from hpctrain.schedule import one_f_one_b
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -106,61 +106,8 @@ def sc21() -> list[Row]:
     return found
 
 
-@dataclass(frozen=True)
-class Constants:
-    """All that is fitted."""
-
-    a100: Efficiency
-    stacks: dict[str, Stack]
-
-    def predict(self, row: Row) -> float:
-        return row.run.predict(self.stacks[row.run.stack], self.a100).step_seconds
-
-
-SHIPPED = Constants(ACCELERATORS[A100].efficiency, STACKS)
-
-
-def fit(rows: list[Row], start: Constants) -> Constants:
-    """Return the constants with the least mean absolute error, found one after the other, on at most 60 rows a set."""
-    used = {row.run.stack for row in rows}
-    best, constants = error_of([start.predict(r) for r in rows], rows), start
-    for _ in range(3):
-        for change in [
-            _share,
-            _memory,
-            *(_constant(n, f) for n in used for f in ("dispatch_seconds", "link_share", "step_seconds")),
-        ]:
-            for times in (0.7, 0.85, 0.93, 0.97, 1.03, 1.07, 1.15, 1.4):
-                tried = change(constants, times)
-                error = error_of([tried.predict(r) for r in rows], rows)
-                if error < best:
-                    best, constants = error, tried
-    return constants
-
-
-def _share(c: Constants, times: float) -> Constants:
-    return replace(c, a100=replace(c.a100, product_share=min(0.95, c.a100.product_share * times)))
-
-
-def _memory(c: Constants, times: float) -> Constants:
-    return replace(c, a100=replace(c.a100, memory_share=min(0.95, c.a100.memory_share * times)))
-
-
-def _constant(name: str, field: str) -> Callable[[Constants, float], Constants]:
-    def change(c: Constants, times: float) -> Constants:
-        value = (getattr(c.stacks[name], field) or 1e-3) * times
-        value = min(1.0, value) if field == "link_share" else value
-        return replace(c, stacks=c.stacks | {name: replace(c.stacks[name], **{field: value})})
-
-    return change
-
-
 def errors(predicted: list[float], rows: list) -> list[float]:
     return [abs(p / row.measured - 1) for p, row in zip(predicted, rows, strict=True)]
-
-
-def error_of(predicted: list[float], rows: list) -> float:
-    return statistics.mean(errors(predicted, rows))
 
 
 def kendall(predicted: list[float], measured: list[float]) -> float:
@@ -259,22 +206,14 @@ def sailor_profiles() -> dict:
 def main() -> None:
     """Print the scores of each set."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fit", action="store_true", help="fit the constants again, and without each set")
     parser.add_argument("--rows", action="store_true", help="print each row of the small sets")
     arguments = parser.parse_args()
     sets = {"vTrain, one node": vtrain(), "Korthikanti": korthikanti(), "SC21": sc21()}
-    constants = SHIPPED
-    if arguments.fit:
-        constants = fit([r for rows in sets.values() for r in rows[:: len(rows) // 60 + 1]], SHIPPED)
-        print(constants.a100, *(s for s in constants.stacks.values()), sep="\n")
     for name, rows in sets.items():
         others = [row for other, theirs in sets.items() if other != name for row in theirs]
-        predicted = [constants.predict(row) for row in rows]
+        predicted = [row.run.predict().step_seconds for row in rows]
         print(f"{name}, {len(rows)} rows")
         print(f"  predictor                {told(predicted, rows)}")
-        if arguments.fit:
-            left_out = fit([r for o, rs in sets.items() if o != name for r in rs[:: len(rs) // 60 + 1]], SHIPPED)
-            print(f"    fitted without it      {told([left_out.predict(row) for row in rows], rows)}")
         print(f"  trivial baseline         {told(baseline(rows, rows), rows)}")
         print(f"    fitted without it      {told(baseline(rows, others), rows)}")
         if arguments.rows and len(rows) < 50:

@@ -82,7 +82,8 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     kept = sum(item_kept(setup, tile, item, tile.recompute) for item in items)
     whole = max(item_kept(setup, tile, item, "none") for item in items)
     received = setup.positions * setup.model.hidden_size // tile.tensor.x * setup.item_bytes
-    buffers = at_once * (whole // 2 if tile.recompute == "none" else whole) + rows * received
+    # While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
+    buffers = at_once * whole * (0.5 if tile.recompute == "none" else 1.5) + rows * received
     return int(kept_rows * (kept if tile.recompute != "full" else inputs)), int(buffers)
 
 

@@ -15,7 +15,7 @@ from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.simulate import PARTS, Costs, PassCost, Sharing, Simulated, TileCost, simulate
-from hpctrain.schedule import one_f_one_b
+from hpctrain.schedule import Instruction, one_f_one_b
 from hpctrain.transfers import receives
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
@@ -95,7 +95,7 @@ class Predictor:
         return found
 
     def predict(self, interleave: int) -> Prediction:
-        simulated = simulate(self.plan, {tile: one_f_one_b(self.plan, tile) for tile in self.plan.tiles}, self.costs)
+        simulated = simulate(self.plan, self._schedules(), self.costs)
         breakdown = self._mean_parts(simulated)
         step = simulated.step_seconds + self.setup.stack.step_seconds
         breakdown["optimizer"] += self.setup.stack.step_seconds
@@ -115,6 +115,18 @@ class Predictor:
             model_flops(self.setup, tokens) / step / peak,
             self.guessed,
         )
+
+    def _schedules(self) -> dict[Tile, tuple[Instruction, ...]]:
+        """Return each tile's instructions, made once for tiles that have the same."""
+        made: dict[tuple, tuple[Instruction, ...]] = {}
+        found = {}
+        for tile in self.plan.tiles:
+            ends = bool(self.plan.upstream(tile)), bool(self.plan.downstream(tile))
+            key = self.plan.depth_to_loss(tile), ends, tile.substeps
+            if key not in made:
+                made[key] = one_f_one_b(self.plan, tile)
+            found[tile] = made[key]
+        return found
 
     def _mean_parts(self, simulated: Simulated) -> dict[str, float]:
         num_ranks = sum(len(tile.ranks) for tile in self.plan.tiles)
@@ -259,9 +271,10 @@ class Predictor:
         found: dict[tuple[Tile, Tile], float] = {}
         for tile in self.plan.tiles:
             for forward in (True, False):
-                if not (self.plan.upstream(tile) if forward else self.plan.downstream(tile)):
-                    continue
-                for rank in tile.ranks:
+                sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
+                like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
+                # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
+                for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks if sources else ():
                     self._receive_one(found, tile, rank, forward)
         return found
 

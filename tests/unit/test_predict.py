@@ -191,7 +191,7 @@ def test_4096_ranks_take_seconds():
     run = DescribedRun(12288, 96, 96, 2048, 8, 8, 64, 1, 2048, "A100-80", zero=1)
     start = time.process_time()
     found = run.predict()
-    assert time.process_time() - start < 4
+    assert time.process_time() - start < 3, "0.4 s on an idle core"
     assert 0.2 < found.mfu < 0.7
 
 

@@ -1,0 +1,72 @@
+"""The predictor against steps that were rehearsed: it is told the pretended devices' true figures, and no more.
+
+Recorded by `mpirun -n 4 hpctrain bench train tiny --set train.dtype=fp32 --rehearse TEXT`, whose pretended devices
+(`[truth]`) have the speeds and memory bandwidths below and need 20 us for an operation.
+"""
+
+import pytest
+
+from hpctrain.cluster_file import parse_cluster
+from hpctrain.job import load_job
+from hpctrain.planner.catalogue import Efficiency
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.even import resolve_plan
+from hpctrain.planner.predict import Predictor
+from hpctrain.planner.stack import HPCTRAIN
+
+NODE = """
+[families.{name}]
+origin = "datasheet"
+kind = "cuda"
+memory_bytes = 300e6
+memory_bytes_per_second = {speed}
+peak_flops_per_second = {{fp32 = {speed}}}
+
+[[nodes]]
+origin = "datasheet"
+devices = {{{name} = 2}}
+link_latency_seconds = 20e-6
+link_bytes_per_second = 1e9
+nics = [{{fabric = "ib", send_bytes_per_second = 2e8, receive_bytes_per_second = 2e8, origin = "datasheet"}}]
+"""
+FABRIC = """
+[fabrics.ib]
+origin = "datasheet"
+latency_seconds = 50e-6
+"""
+TEXT = NODE.format(name="fast", speed="4e9") + NODE.format(name="slow", speed="2e9") + FABRIC
+TRUE = Efficiency(product_share=1.0, memory_share=1.0, launch_seconds=20e-6, processors=1)
+
+
+def predictor(*layout: str) -> Predictor:
+    cluster = parse_cluster(TEXT, "a test")
+    job = load_job("tiny", [*layout, "train.dtype=fp32", "model.vocab_size=1024"])
+    plan = resolve_plan(job, 4, families=[device.family for device in cluster.devices]).plan
+    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
+    return Predictor(setup, plan, cluster, {"fast": TRUE, "slow": TRUE})
+
+
+@pytest.mark.parametrize(
+    ("layout", "rehearsed_seconds"),
+    [
+        (["plan.pipeline=2", "plan.data=2"], 7.04),
+        (["plan.tensor.y=2", "plan.data=2"], 6.2285),
+        (["plan.tensor.z=2", "plan.pipeline=2"], 7.288),
+        (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], 10.2886),
+    ],
+)
+def test_predictions_are_near_what_was_rehearsed(layout, rehearsed_seconds):
+    found = predictor(*layout).predict(interleave=1)
+    assert found.step_seconds == pytest.approx(rehearsed_seconds, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("layout", "counted_bytes"),
+    [
+        (["plan.pipeline=2", "plan.data=2"], (28_593_188, 22_817_448)),
+        (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], (17_758_276, 17_165_872)),
+    ],
+)
+def test_memory_is_near_what_pretended_devices_counted(layout, counted_bytes):
+    found = [stage.memory.total for stage in predictor(*layout).memory]
+    assert found == pytest.approx(counted_bytes, rel=0.04)
