@@ -43,7 +43,8 @@ def command(job, overrides, rehearse, steps, as_json):
 
     Times are the rehearsed cluster's. `best_seconds` is what a step would take if each operation went on beside what
     is computed between its start and its end, and took what it takes when it is exposed; `hidden_share` is how much of
-    what that saves was saved. `ideal_seconds` is the longer of all computation and all communication.
+    what that saves was saved. `ideal_seconds` is the longer of all computation and all communication,
+    in which ranks that wait for slower ones are counted: compare ranks that are alike.
 
     \b
     mpirun -n 4 hpctrain bench overlap tiny --rehearse cluster.toml --set plan.tensor.y=2 --set plan.data=2 --json
