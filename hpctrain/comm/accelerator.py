@@ -1,5 +1,6 @@
 """Which device each rank takes, and what all of them compute well in."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -108,7 +109,7 @@ def agree_on_dtype(world: World, accelerator: Accelerator) -> tuple[str, str]:
     bf16 only if it is worthwhile on every rank, since all must use the same.
     """
     fp32, bf16 = (accelerator.products_per_second(DTYPES[name]) for name in ("fp32", "bf16"))
-    speedup = world.smallest(bf16 / fp32)
+    speedup = world.smallest(bf16 / fp32 if fp32 else math.inf)
     chosen = "bf16" if speedup > WORTHWHILE_SPEEDUP else "fp32"
     measured = f"{fp32 / 1e9:.1f} GFLOP/s in fp32, {bf16 / 1e9:.1f} in bf16"
     return chosen, f"{chosen}: products measured at {measured}; bf16 is {speedup:.2g}x as fast on the least suited rank"

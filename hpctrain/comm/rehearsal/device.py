@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpctrain.comm.accelerators.base import Event, Memory
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.comm.rehearsal.clock import Clock
-from hpctrain.comm.rehearsal.work import seconds_of
+from hpctrain.comm.rehearsal.work import DTYPE_NAMES, seconds_of
 from hpctrain.truth import PretendDevice
 
 MEASURED_SIZE = 256
@@ -71,7 +71,9 @@ class RehearsedAccelerator(CpuAccelerator):
         self.clock.forget()
 
     def products_per_second(self, dtype: torch.dtype) -> float:
-        """Measure it by the pretended clock, as on a real device."""
+        """Measure it by the pretended clock, as on a real device; 0 for a dtype that it does not have."""
+        if DTYPE_NAMES[dtype] not in self._truth.flops_per_second:
+            return 0.0
         a, b = (torch.ones(MEASURED_SIZE, MEASURED_SIZE, dtype=dtype) for _ in range(2))
         read = self.stopwatch()
         with self.running():
