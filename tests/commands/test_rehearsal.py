@@ -33,12 +33,12 @@ def test_a_rehearsal_trains_as_any_run_and_says_what_its_times_are(hpctrain, fol
 
 @pytest.mark.timeout(60)
 def test_a_rehearsal_needs_a_rank_for_each_device_and_a_truth(hpctrain, folder, cluster):
-    done = hpctrain("train", "job.toml", "--run", "never", "--rehearse", cluster, ranks=2, cwd=folder)
+    done = hpctrain("train", "job.toml", "--run", "nowhere", "--rehearse", cluster, ranks=2, cwd=folder)
     assert done.code == 12, done.err
     assert "has 4 devices (2 fast and 2 slow on 2 nodes, by ib), but 2 ranks were started" in done.err
     cluster.write_text(dump_cluster(CLUSTER))
-    done = hpctrain("train", "job.toml", "--run", "never", "--rehearse", cluster, ranks=4, cwd=folder)
+    done = hpctrain("train", "job.toml", "--run", "nowhere", "--rehearse", cluster, ranks=4, cwd=folder)
     assert done.code == 13, done.err
     assert "cluster.toml: truth: missing; a rehearsal's pretend devices need it" in done.err
     assert done.err.count("hpctrain: ") == 1
-    assert not (folder / "never").exists()
+    assert not (folder / "nowhere").exists()
