@@ -56,8 +56,10 @@ class Pretended:
         topology, preferences = Topology(tuple(places)), Preferences(route, algorithm)
         self.routes = RouteMaker(mpi, mpi.COMM_WORLD, topology, preferences, devices, nccl=self.nccl)
 
-    def group(self, ranks, name: str = "") -> Communicator:
-        return Communicator(ranks, self.routes.backend(ranks), self.patience)
+    def group(self, ranks, name: str = "", overlapped: bool = False) -> Communicator:
+        several = overlapped and len(ranks) > 1
+        lane = Lane(ranks, self.routes.backend(ranks), self.progress, self.patience) if several else None
+        return Communicator(ranks, self.routes.backend(ranks), self.patience, lane=lane)
 
     def channel(self, peer: int, num_bytes: int, depth: int):
         return make_channel(self.routes, self.progress, peer, num_bytes, depth, self.patience)
