@@ -136,6 +136,7 @@ def test_only_the_newest_are_kept_and_the_latest_is_among_them(world, tokens, fo
         trainer.steps_done = step
         trainer.save(folder, {})
     assert step_names(folder) == ["step-00000002", "step-00000003"]
+    world.agree(None)  # all have looked
     # going on from an older one: what came after it is of another past, and an interrupted save is litter
     if world.rank == 0:
         (folder / "checkpoints/step-00000009.partial").mkdir()
