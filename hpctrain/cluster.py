@@ -17,6 +17,7 @@ from hpctrain.tables import Table
 Origin = Literal["measured", "datasheet", "guessed"]
 ORIGINS = "'measured', 'datasheet' or 'guessed'"
 DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
 
 

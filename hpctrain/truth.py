@@ -9,10 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hpctrain.cluster import Bytes, Count, DType, Name, NotNegative, Positive
+from hpctrain.cluster import ITEM_BYTES, Bytes, Count, DType, Name, NotNegative, Positive
 from hpctrain.tables import Table
-
-ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 class PretendDevice(Table):

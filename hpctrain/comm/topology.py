@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hpctrain.cluster import Cluster
 from hpctrain.job import Links
 
 ROUTES = ("auto", "messages", "hierarchical")
@@ -17,6 +18,11 @@ class Place(NamedTuple):
     family: str
     kind: str = "cpu"
     """Of its device: cpu, cuda or rocm. Tensors of other kinds than cpu are in memory that MPI may not touch."""
+
+
+def places_of(cluster: Cluster) -> tuple[Place, ...]:
+    """Return where the devices of a described cluster are, by rank."""
+    return tuple(Place(f"node{device.node}", device.family) for device in cluster.devices)
 
 
 @dataclass(frozen=True)

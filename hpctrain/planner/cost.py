@@ -8,11 +8,12 @@ With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from hpctrain.cluster import ITEM_BYTES
 from hpctrain.errors import PlanError
 from hpctrain.job import Model
 from hpctrain.parameters import item_units, padded_vocabulary
 from hpctrain.plan import TensorGrid
-from hpctrain.planner.devices import ITEM_BYTES, DeviceModel
+from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.stack import Passes, Stack
 
 RECOMPUTE = ("none", "selective", "full")

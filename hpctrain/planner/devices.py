@@ -9,11 +9,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpctrain.cluster import Family
+from hpctrain.cluster import ITEM_BYTES, Family
 from hpctrain.errors import PlanError, did_you_mean
 from hpctrain.planner.catalogue import Efficiency, efficiency_of
 
-ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # Tiles of a result that libraries choose from, and the share of the largest one's speed that the others reach (cuBLAS
 # and CUTLASS; smaller ones read their operands more often).
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.82), (64, 64, 0.65), (64, 32, 0.45))

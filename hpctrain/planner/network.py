@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from hpctrain.cluster import Cluster
 from hpctrain.comm.costs import cheapest_flat, flat_seconds
-from hpctrain.comm.topology import Place, Topology
+from hpctrain.comm.topology import Topology, places_of
 from hpctrain.errors import LaunchError
 from hpctrain.job import Link
 from hpctrain.links import PairLink, link_between, message_seconds, nic_of
@@ -25,8 +25,7 @@ class ClusterNetwork:
 
     def __init__(self, cluster: Cluster, link_share: float = 1.0):
         self.cluster, self._share = cluster, link_share
-        places = tuple(Place(f"node{device.node}", device.family) for device in cluster.devices)
-        self._topology = Topology(places, shares_memory=False)
+        self._topology = Topology(places_of(cluster), shares_memory=False)
         self.link = lru_cache(KEPT)(self._link)
         self.collective_seconds = lru_cache(KEPT)(self._collective_seconds)
 

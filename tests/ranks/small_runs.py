@@ -81,16 +81,6 @@ def make_trainer(world, job: Job, plan: Plan | None = None, accelerator: Acceler
 
 
 @contextlib.contextmanager
-def freed(world):
-    """Free the groups and channels that are made within, of which MPI has a limited number. All ranks must call."""
-    count = len(world._made)
-    yield
-    for made in reversed(world._made[count:]):
-        made.close()
-    del world._made[count:]
-
-
-@contextlib.contextmanager
 def rehearsed_world(world, cluster: Cluster, truth: Truth):
     """A world of its own, whose ranks are the devices of a cluster. All ranks must call."""
     own = World(world.raw_mpi, False, world.topology.places, world.patience.phase.seconds, watched=False)

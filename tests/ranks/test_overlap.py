@@ -17,7 +17,6 @@ from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import (
     Alone,
-    freed,
     largest_relative_difference,
     make_job,
     make_trainer,
@@ -58,7 +57,7 @@ def overlapped(job, **switches):
 def curve(world, job, plan: Plan | None = None) -> list[float]:
     """Losses and norms of gradients."""
     _, training, _ = open_datasets(job.data, job.train.seed)
-    with freed(world):
+    with world.freeing():
         trainer = make_trainer(world, job, plan)
         trainer.initialise()
         found = [trainer.step(training)[0] for _ in range(STEPS)]
@@ -98,7 +97,7 @@ def test_uneven_tilings_are_bit_equal_on_and_off(world, tokens, tiles):
 def bytes_of_a_step(world, job, which) -> int:
     """Return what all ranks send in a step, in the groups that `which` takes from a layout."""
     _, training, _ = open_datasets(job.data, job.train.seed)
-    with freed(world):
+    with world.freeing():
         trainer = make_trainer(world, job)
         trainer.initialise()
         groups = dict.fromkeys(which(trainer.layout))

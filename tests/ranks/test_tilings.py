@@ -12,7 +12,7 @@ from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.even import check_plan
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 from tests.ranks.given_on_ranks import given_on_ranks
-from tests.ranks.small_runs import Alone, freed, largest_relative_difference, make_job, make_trainer, whole
+from tests.ranks.small_runs import Alone, largest_relative_difference, make_job, make_trainer, whole
 from tests.tilings import share_items_by_unlike_grids, tilings
 
 TOLERANCE = 1e-5
@@ -49,7 +49,7 @@ def job_of(tokens, name: str, steps: int = STEPS, **more):
 def curve(world, job, plan: Plan) -> list[float]:
     """Losses, norms of gradients, and the validation loss."""
     _, training, validation = open_datasets(job.data, job.train.seed)
-    with freed(world):
+    with world.freeing():
         trainer = make_trainer(world, job, plan)
         trainer.initialise()
         found = [trainer.step(training)[0] for _ in range(job.train.steps)]
@@ -134,14 +134,14 @@ def test_a_checkpoint_of_one_tiling_is_that_of_any_other_bit_for_bit(world, toke
     job = job_of(tokens, name)
     _, training, _ = open_datasets(job.data, job.train.seed)
     first, second = (plan_of(tiles, world.size) for tiles in CHECKPOINTED[world.size])
-    with freed(world):
+    with world.freeing():
         trainer = make_trainer(world, job, first)
         trainer.initialise()
         for _ in range(2):
             trainer.step(training)
         trainer.save(folder / "first", {})
         continued = trainer.step(training)[0]["loss"]
-    with freed(world):
+    with world.freeing():
         trainer = make_trainer(world, job, second)
         trainer.resume(latest_checkpoint(folder / "first"))
         trainer.save(folder / "second", {})
@@ -173,7 +173,7 @@ def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, 
     check(world, tokens, name, plan)
     job = job_of(tokens, name)
     _, training, _ = open_datasets(job.data, job.train.seed)
-    with freed(world):
+    with world.freeing():
         trainer = make_trainer(world, job, plan)
         trainer.initialise()
         trainer.step(training)
@@ -207,7 +207,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, fol
     _, training, _ = open_datasets(job.data, job.train.seed)
 
     def run(steps: int, resume: bool) -> list[dict]:
-        with freed(world):
+        with world.freeing():
             trainer = make_trainer(world, job, plan_of(EXACT[tiling], 4))
             if resume:
                 trainer.resume(latest_checkpoint(folder))

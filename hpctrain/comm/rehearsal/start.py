@@ -3,7 +3,7 @@
 from hpctrain.cluster import Cluster
 from hpctrain.comm.rehearsal.device import RehearsedAccelerator
 from hpctrain.comm.rehearsal.network import network_of
-from hpctrain.comm.topology import Place
+from hpctrain.comm.topology import places_of
 from hpctrain.comm.world import World
 from hpctrain.errors import LaunchError, TopologyError
 from hpctrain.truth import Truth
@@ -25,8 +25,7 @@ def rehearse(world: World, cluster: Cluster, truth: Truth) -> RehearsedAccelerat
                 f"truth.devices.{device.family}: missing; say how pretend devices of family '{device.family}' behave"
             )
     own = cluster.devices[world.rank]
-    places = [Place(f"node{device.node}", device.family) for device in cluster.devices]
-    clock = world.rehearse(network_of(cluster, truth.time_scale), places)
+    clock = world.rehearse(network_of(cluster, truth.time_scale), places_of(cluster))
     device = RehearsedAccelerator(own.family, truth.devices[own.family], clock, truth.time_scale, world.rank)
     world.accelerator = device
     device.bind()
