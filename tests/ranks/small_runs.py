@@ -55,8 +55,8 @@ class Alone:
 
     rank, size = 0, 1
 
-    def __init__(self):
-        self._made = []
+    def freeing(self):
+        return contextlib.nullcontext()
 
     def group(self, ranks, name="", overlapped=False):
         return Communicator(ranks)
