@@ -44,7 +44,7 @@ class Candidate:
     """A plan, and what is thought of it."""
 
     seconds: float
-    """Of a step; in the time that a device of speed 1 takes for one row of one block."""
+    """Of a step; where it is an estimate by speeds of any unit, in the time of one row of one block at speed 1."""
     kind: str
     depths: tuple[int, ...]
     """Stages of each party, or of all."""
@@ -69,13 +69,21 @@ class Work:
     global_batch: int
 
     @cached_property
+    def _block(self) -> int:
+        """Return the multiplications of a block for one token, forward."""
+        matrices = sum(math.prod(p.shape) for p in item_parameters(self.model, 1) if p.decay)
+        return matrices + self.model.hidden_size * self.positions  # causal: half of the products with keys and values
+
+    @property
+    def flops(self) -> float:
+        """Of one row of one block, forward and back."""
+        return 6.0 * self.positions * self._block
+
+    @cached_property
     def costs(self) -> tuple[float, ...]:
         """Return the operations of each item on one row, in blocks: products by their weights, and attention's own."""
-        model = self.model
-        matrices = sum(math.prod(p.shape) for p in item_parameters(model, 1) if p.decay)
-        block = matrices + model.hidden_size * self.positions  # causal: half of the products with keys and values
-        head = model.hidden_size * model.vocab_size
-        return 0.0, *[1.0] * model.num_layers, head / block
+        head = self.model.hidden_size * self.model.vocab_size
+        return 0.0, *[1.0] * self.model.num_layers, head / self._block
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:
