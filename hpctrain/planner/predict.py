@@ -232,7 +232,8 @@ class Predictor:
         node = self.cluster.devices[ranks[0]].node
         own = {rank for rank in ranks if self.cluster.devices[rank].node == node}
         others = [rank for rank in beside if rank not in own]
-        flows = self.network.flows(ranks[0], [ranks[0], *others])
+        elsewhere = next((rank for rank in ranks if rank not in own), ranks[0])
+        flows = self.network.flows(ranks[0], [ranks[0], *others], elsewhere)
         return self.network.collective_seconds(operation, int(num_bytes), tuple(ranks), flows)
 
     def _held(self, tile: Tile) -> Holdings:
@@ -318,7 +319,7 @@ class Predictor:
         for piece in receives(self.plan, rank, self.setup.model.hidden_size, forward):
             source = self.plan.tile_of(piece.sender)
             num_bytes = piece.rows.size * piece.features.size * element
-            flows = self.network.flows(piece.sender, source.ranks)
+            flows = self.network.flows(piece.sender, source.ranks, rank)
             seconds = self.network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
         for source, seconds in arriving.items():

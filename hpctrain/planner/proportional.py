@@ -207,7 +207,10 @@ def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
 
     An estimate of computation and bubble, from above where paths are unlike; communication is left out.
     """
-    seconds = {tile: work.cost(tile.items) * (tile.rows.size + ROWS_LOST) / speeds[tile.family] for tile in plan.tiles}
+    seconds = {
+        tile: work.cost(tile.items) * (tile.rows.size + ROWS_LOST * tile.substeps) / speeds[tile.family]
+        for tile in plan.tiles
+    }
     path: dict[Tile, float] = {}
     for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
         path[tile] = seconds[tile] + max((path[other] for other in plan.downstream(tile)), default=0.0)
@@ -225,17 +228,35 @@ def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
 
 
 def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
-    """Return roughly what a rank of each tile needs: states, and activations of the microbatches that 1F1B keeps."""
+    """Return roughly what a rank of each tile needs: states, and activations of the microbatches that 1F1B keeps.
+
+    At the loss a tile keeps those of one substep alone.
+    """
     states = state_bytes(work, plan)
     model, last = work.model, work.model.num_items - 1
 
     def activations(tile: Tile) -> float:
         blocks = tile.items.intersect(Interval(1, last)).size
         each = blocks * BLOCK_BYTES * model.hidden_size + tile.holds(last) * HEAD_BYTES * model.vocab_size
-        kept = min(plan.depth_to_loss(tile) + 1, plan.microbatches)
-        return tile.rows.size * work.positions * each * kept
+        depth = plan.depth_to_loss(tile)
+        rows = tile.rows.size * min(depth + 1, plan.microbatches) if depth else -(-tile.rows.size // tile.substeps)
+        return rows * work.positions * each
 
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
+
+
+def with_substeps(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Plan:
+    """Return the plan with tiles at the loss in as few pieces as fit into memory; by family, of one device."""
+    needed, states = needed_bytes(work, plan), state_bytes(work, plan)
+
+    def fitting(tile: Tile) -> Tile:
+        room = memory_bytes[tile.family] - states[tile]
+        if plan.depth_to_loss(tile) or needed[tile] - states[tile] <= room or room <= 0:
+            return tile
+        rows_at_once = math.floor(room / (needed[tile] - states[tile]) * tile.rows.size)
+        return replace(tile, substeps=-(-tile.rows.size // rows_at_once)) if rows_at_once else tile
+
+    return replace(plan, tiles=tuple(map(fitting, plan.tiles)))
 
 
 def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int) -> list[Candidate]:
@@ -244,6 +265,7 @@ def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int
     Raises PlanError, with the numbers, where there are too few rows or blocks, or no memory for the states.
     """
     speeds = {party.family: party.speed for party in parties}
+    memory_bytes = {party.family: party.memory_bytes for party in parties}
     used = {rank for party in parties for rank in party.ranks}
     unused = tuple(rank for rank in range(num_ranks) if rank not in used)
     # First stages keep the activations of most microbatches: those with memory go first.
@@ -256,14 +278,15 @@ def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int
         for depths in itertools.product(*(divisors(len(party.ranks)) for party in order)):
             for microbatches in divisors(work.global_batch):
                 try:
-                    plan = replace(make(work, order, depths, microbatches), unused=unused)
+                    plan = with_substeps(work, make(work, order, depths, microbatches), memory_bytes)
                 except PlanError as error:
                     refusal = error
                     break  # more microbatches have fewer rows
+                plan = replace(plan, unused=unused)
                 made.append(Candidate(estimate(work, plan, speeds), kind, depths, plan))
     if not made:
         raise PlanError(f"no plan of {len(used)} ranks by speed for this job; the last one tried says: {refusal}")
-    return _that_fit(work, made, {party.family: party.memory_bytes for party in parties})
+    return _that_fit(work, made, memory_bytes)
 
 
 def even_candidates(work: Work, parties: Sequence[Party]) -> list[Candidate]:

@@ -286,10 +286,13 @@ class _Simulation:
             self._spend_beside(clock, sum(seconds for seconds, _, _ in gathers), max(0.0, late - clock.now))
 
     def _reduce(self) -> None:
-        """Sum gradients, each sharing when all its tiles have made them and the one before it is done."""
+        """Sum gradients, each sharing when all its tiles have made them and the one before it is done.
+
+        What is made first, by the last items, is summed first.
+        """
         lane = dict.fromkeys(self._clocks, 0.0)
         taken = dict.fromkeys(self._clocks, 0.0)
-        for sharing in self._costs.sharings:
+        for sharing in sorted(self._costs.sharings, key=lambda each: -max(each.ready_seconds.values(), default=0.0)):
             if sharing.reduce_seconds:
                 ready = (self._clocks[t].now - sharing.ready_seconds.get(t, 0.0) for t in sharing.tiles)
                 end = max(*ready, *(lane[tile] for tile in sharing.tiles)) + sharing.reduce_seconds

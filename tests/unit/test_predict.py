@@ -259,6 +259,7 @@ def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):
 BESIDE = [  # (ready, needed) of two sums and gathers of 1 s each, and what they add to a step of 2 x (1 + 2) s
     ((0.0, 0.0), None, 4.0),
     ((1.5, 0.0), None, 3.0),
+    ((0.0, 1.5), None, 3.0),
     ((1.5, 0.0), (0.9, 0.9), 2.1),
     ((0.5, 0.0), (0.0, 1.0), 2.5),
     ((2.0, 1.0), (1.0, 2.0), 0.0),
@@ -289,10 +290,11 @@ def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
 
 @pytest.mark.parametrize("plan", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[7], plan_of((1, 1, 2), pipeline=1, data=2)])
 def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
-    exposed, beside = (Predictor(SETUP, plan, CLUSTER, None, size).predict(1) for size in (None, 100_000))
+    exposed, beside = (Predictor(SETUP, plan, CLUSTER, None, size).predict(1) for size in (None, 1_000_000))
     assert sum(beside.breakdown_seconds.values()) == pytest.approx(beside.step_seconds)
     saved = exposed.step_seconds - beside.step_seconds
     if all(tile.zero < 3 for tile in plan.tiles):
-        assert 0 < saved < exposed.breakdown_seconds["data"] + exposed.breakdown_seconds["bubble"]
+        latencies = 0.001 * exposed.step_seconds  # each bucket has its own
+        assert -latencies < saved < exposed.breakdown_seconds["data"] + exposed.breakdown_seconds["bubble"]
     else:
         assert saved == 0, "whose weights are gathered in every pass"

@@ -31,10 +31,13 @@ def test_communication_is_added_to_what_the_estimate_has():
 
 
 def test_where_two_fabrics_meet_over_a_slow_one_the_pipeline_crosses_it():
-    """Holmes (arXiv 2312.03549): sums of gradients stay inside a fabric, activations go between them."""
+    """Holmes (arXiv 2312.03549): sums of gradients stay inside a fabric, activations go between them.
+
+    Beside computation the slow network has time enough here, with all rows in one microbatch.
+    """
     cluster, speeds, listed = candidates("ib-roce")
     listed = [replace(c, seconds=0.0) for c in listed]  # in no order
-    best = timed(listed, JOB, cluster, speeds, beside=True)[0].plan
+    best = timed(listed, JOB, cluster, speeds, beside=False)[0].plan
     fabric_of = {device.rank: device.table for device in cluster.devices}
     for item in range(JOB.model.num_items):
         tables = {fabric_of[rank] for tile in best.tiles if tile.holds(item) for rank in tile.ranks}
