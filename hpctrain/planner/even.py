@@ -126,6 +126,7 @@ def _even(job: Job, request: PlanRequest) -> Resolved:
         request.data,
         per_replica // microbatch,
         microbatch * request.data,
+        request.schedule,
         recompute=request.recompute,
         zero=request.zero,
     )

@@ -15,7 +15,7 @@ from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.simulate import PARTS, Costs, PassCost, Sharing, Simulated, TileCost, simulate
-from hpctrain.schedule import Instruction, one_f_one_b
+from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
 from hpctrain.transfers import receives
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
@@ -122,11 +122,15 @@ class Predictor:
         found = {}
         for tile in self.plan.tiles:
             ends = bool(self.plan.upstream(tile)), bool(self.plan.downstream(tile))
-            key = self.plan.depth_to_loss(tile), ends, tile.substeps
+            delay = self._weight_delay(tile)
+            key = self.plan.depth_to_loss(tile), ends, tile.substeps, delay
             if key not in made:
-                made[key] = one_f_one_b(self.plan, tile)
+                made[key] = one_f_one_b(self.plan, tile, weight_delay=delay)
             found[tile] = made[key]
         return found
+
+    def _weight_delay(self, tile: Tile) -> int | None:
+        return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None
 
     def _mean_parts(self, simulated: Simulated) -> dict[str, float]:
         num_ranks = sum(len(tile.ranks) for tile in self.plan.tiles)
@@ -159,9 +163,10 @@ class Predictor:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
             pieces = tuple(cut_evenly(max(tile.rows_at(z).size for z in range(tile.tensor.z)), tile.substeps))
-            key = (tile.items, tuple(p.size for p in pieces), tile.tensor, tile.recompute, self._place(tile))
+            splits = self._weight_delay(tile) is not None
+            key = (tile.items, tuple(p.size for p in pieces), tile.tensor, tile.recompute, self._place(tile), splits)
             if key not in known:
-                known[key] = self._tile_cost(tile, [piece.size for piece in pieces])
+                known[key] = self._tile_cost(tile, [piece.size for piece in pieces], splits)
             tiles[tile] = known[key]
         blocking = self.setup.stack.blocking_sends
         return Costs(tiles, self._messages(), self._sharings(), self._agree_seconds(), blocking)
@@ -176,22 +181,23 @@ class Predictor:
     def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
         return next((h.ranks for h in self._held(tile).holdings if h.zero >= 2), ())
 
-    def _tile_cost(self, tile: Tile, pieces: list[int]) -> TileCost:
-        forward, backward = [], []
+    def _tile_cost(self, tile: Tile, pieces: list[int], splits: bool) -> TileCost:
+        passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
+        if splits:
+            passes |= {"backward_input": [], "backward_weight": []}
         for rows in pieces:
-            costs = {}
+            costs: dict[int, tuple[dict[str, PassCost], int]] = {}
             for item in range(*tile.items):
                 like = item if item in (0, self.setup.model.num_items - 1) else 1
                 if like not in costs:
                     zero = max((h.zero for h in self._held(tile).holdings), default=0)
                     cost = item_cost(self.setup, tile.tensor, item, rows, tile.recompute, zero)
-                    costs[like] = [self._pass(tile, work) for work in (cost.forward, cost.backward)], 0
+                    costs[like] = {name: self._pass(tile, getattr(cost, name)) for name in passes}, 0
                 costs[like] = costs[like][0], costs[like][1] + 1
-            for passes, i in ((forward, 0), (backward, 1)):
-                passes.append(
-                    PassCost(*(sum(getattr(c[i], part) * n for c, n in costs.values()) for part in vars(PassCost(0))))
-                )
-        return TileCost(tuple(forward), tuple(backward), self._update_seconds(tile))
+            for name, made in passes.items():
+                parts = vars(PassCost(0))
+                made.append(PassCost(*(sum(getattr(c[name], p) * n for c, n in costs.values()) for p in parts)))
+        return TileCost(update_seconds=self._update_seconds(tile), **{n: tuple(made) for n, made in passes.items()})
 
     def _pass(self, tile: Tile, work: Work) -> PassCost:
         compute = max(
