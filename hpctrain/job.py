@@ -172,6 +172,10 @@ class Overlap(Table):
     """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
     data: Annotated[Switch | None, AUTO] = None
     """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
+    z: Annotated[Switch | None, AUTO] = None
+    """Gather the weights of the next item over z, and scatter the gradients of the last one, while one computes."""
+    keep_gathered: WholeNumber = 0
+    """Of how many of a tile's first items the gathered weights are kept until they change: gathered once a step."""
     bucket_bytes: Count = 4 << 20
     """Gradients (fp32) are summed over their holders in pieces of whole items, of at least so many bytes each.
 

@@ -6,7 +6,7 @@ waits only while `channel_depth` messages are on their way, each in a slot that 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -113,6 +113,16 @@ def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     if tile.is_idle:
         return ()
     return tuple(step for m in range(plan.microbatches) for step in forward_part(plan, tile, m))
+
+
+def items_in_order(schedule: Sequence[Instruction], tile: Tile) -> Iterator[int]:
+    """Yield the items whose weights a tile needs, pass by pass: in their order forward, from the last to the first
+    backward."""
+    for instruction in schedule:
+        if instruction.op is Op.FORWARD:
+            yield from range(*tile.items)
+        elif instruction.op is Op.BACKWARD:
+            yield from reversed(range(*tile.items))
 
 
 def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]) -> None:

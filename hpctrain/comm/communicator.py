@@ -244,6 +244,11 @@ class Communicator(Operations[torch.Tensor]):
         own = super().bytes_sent
         return own if self._lane is None else [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
 
+    @property
+    def goes_beside(self) -> bool:
+        """Whether what is started goes on while the rank computes."""
+        return self._lane is not None
+
     def start_all_reduce(self, tensor: torch.Tensor) -> Work | Ended:
         """Sum in place over all ranks; leave the tensor alone until the work is done."""
         if self._lane is not None:
@@ -258,6 +263,13 @@ class Communicator(Operations[torch.Tensor]):
         if self._lane is not None:
             return self._lane.reduce_scatter(tensor, out, cuts)
         self.reduce_scatter(tensor, out, cuts)
+        return ENDED
+
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Work | Ended:
+        """As `all_gather`; leave the tensor alone until the work is done."""
+        if self._lane is not None:
+            return self._lane.all_gather(tensor, cuts)
+        self.all_gather(tensor, cuts)
         return ENDED
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

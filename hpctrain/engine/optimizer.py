@@ -79,6 +79,7 @@ class Optimizer:
 
         All ranks of the plan must call.
         """
+        self._layout.store.traffic.collect()
         for number, shard in enumerate(self.shards):
             self._start_reduce(number, shard)
         for work in self._under_way.values():

@@ -13,7 +13,7 @@ from hpctrain.engine.optimizer import Optimizer
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.stage import Saved
-from hpctrain.schedule import Instruction, Op, forward_only, one_f_one_b
+from hpctrain.schedule import Instruction, Op, forward_only, items_in_order, one_f_one_b
 from hpctrain.transfers import Transfer, held
 
 
@@ -69,6 +69,7 @@ class Pipeline:
         saved: dict[tuple[int, int], Saved] = {}
         loss = 0.0
         totals = None
+        self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tile))
         for instruction in schedule:
             m, s = instruction.microbatch, instruction.substep
             match instruction.op:

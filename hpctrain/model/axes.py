@@ -26,6 +26,8 @@ class Axis(Protocol):
 
     rank: int
     size: int
+    goes_beside: bool
+    """Whether what is started goes on while the rank computes; else it is done when `start_...` returns."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
 
@@ -38,6 +40,8 @@ class Axis(Protocol):
     ) -> Work: ...
 
     def all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> torch.Tensor: ...
+
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Work: ...
 
     def barrier(self) -> None: ...
 

@@ -55,10 +55,10 @@ class Stage:
         `targets` are for the last stage. Without `training` nothing is saved.
         """
         saved = Saved(targets=targets)
+        traffic = self.store.traffic
         keep = training and self.tile.recompute == "none"
-        for item in self.items:
-            for unit in item.units:
-                unit.gather()
+        for number, item in enumerate(self.items, self.tile.items.start):
+            traffic.gather(number)
             given = value.detach()
             given.requires_grad_(training and given.is_floating_point())
             with torch.set_grad_enabled(keep):
@@ -66,8 +66,7 @@ class Stage:
             if training:
                 saved.inputs.append(given)
                 saved.outputs.append(value if keep else None)
-            for unit in item.units:
-                unit.release()
+            traffic.release(number)
         return value.detach(), saved
 
     def backward(
@@ -75,25 +74,21 @@ class Stage:
     ) -> torch.Tensor | None:
         """Run all items backward from the gradient of the stage's output; return that of its input.
 
-        Gradients of weights are added to the store's; `passed` is told the number of each item whose are. The first
-        stage returns None.
+        Gradients of weights are added to the store's; `passed` is told the number of each item whose are there, which
+        for those that are scattered may be after this call (see `Traffic.collect`). The first stage returns None.
         """
+        traffic = self.store.traffic
         for number, item in reversed(list(enumerate(self.items, self.tile.items.start))):
             given, output = saved.inputs.pop(), saved.outputs.pop()
-            for unit in item.units:
-                unit.gather()
+            traffic.gather(number)
             if output is None:
                 with torch.enable_grad():
                     output = self._run(item, given, saved.targets)
-            for unit in item.units:
-                unit.begin_backward()
+            traffic.begin_backward(number)
             torch.autograd.backward(output, gradient)
             gradient = given.grad
-            for unit in item.units:
-                unit.end_backward()
-                unit.release()
-            if passed is not None:
-                passed(number)
+            traffic.end_backward(number, passed)
+            traffic.release(number)
         return gradient
 
     @staticmethod
