@@ -199,6 +199,10 @@ class Observe(Table):
     """How long in the first step, which allocates and starts what others find there, and in validation."""
     step_timeout_seconds: Timeout = 600.0
     """How long in every other step."""
+    trace: Switch = False
+    """Whether to keep what every rank did and when, in trace.json of the run folder."""
+    trace_steps: Count = 10
+    """How many steps are traced, from where the run starts or goes on."""
 
 
 class Link(Table):

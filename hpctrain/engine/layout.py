@@ -64,7 +64,7 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
         need.peer: world.channel(need.peer, need.elements * element_bytes, need.depth) for need in role.channels
     }
     store = Store(groups, role.held, axes, dtype, device, range(*role.tile.items)[: overlap.keep_gathered])
-    stage = Stage(job.model, role.tile, axes, store)
+    stage = Stage(job.model, role.tile, axes, store, world.tracer)
     return Layout(
         plan,
         world.rank,

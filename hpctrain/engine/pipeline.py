@@ -14,6 +14,7 @@ from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.stage import Saved
 from hpctrain.schedule import Instruction, Op, forward_only, items_in_order, one_f_one_b
+from hpctrain.tracing import UNTRACED, Tracer
 from hpctrain.transfers import Transfer, held
 
 
@@ -40,8 +41,16 @@ class Totals:
 class Pipeline:
     """Executes the instructions of one tile on one rank."""
 
-    def __init__(self, layout: Layout, optimizer: Optimizer, hidden_size: int, positions: int, device: torch.device):
-        self._layout, self._optimizer = layout, optimizer
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: Optimizer,
+        hidden_size: int,
+        positions: int,
+        device: torch.device,
+        tracer: Tracer = UNTRACED,
+    ):
+        self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
         self._device = device
         self._positions = positions
         self._rows, self._features = held(layout.tile, layout.rank, hidden_size)
@@ -72,6 +81,7 @@ class Pipeline:
         self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tile))
         for instruction in schedule:
             m, s = instruction.microbatch, instruction.substep
+            since = self._tracer.now()
             match instruction.op:
                 case Op.RECEIVE_ACTIVATION:
                     given[m] = self._receive(transfers.receive_activation)
@@ -106,6 +116,7 @@ class Pipeline:
                             f" {totals.norm}; lower train.learning_rate or clip (train.clip_norm)"
                         )
                     self._optimizer.update(step, totals.norm)
+            self._tracer.computed(instruction, since)
         return totals or self._agree(loss, 0.0, stop)
 
     def _gradient_of_loss(self, loss_tokens: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hpctrain.model.initialise import fill_initial
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
 from hpctrain.plan import Tile
+from hpctrain.tracing import UNTRACED, Tracer
 
 
 @dataclass
@@ -29,8 +30,8 @@ class Saved:
 class Stage:
     """The items of one tile on one rank."""
 
-    def __init__(self, model: Model, tile: Tile, axes: Axes, store: Store):
-        self.model, self.tile, self.store = model, tile, store
+    def __init__(self, model: Model, tile: Tile, axes: Axes, store: Store, tracer: Tracer = UNTRACED):
+        self.model, self.tile, self.store, self._tracer = model, tile, store, tracer
         self.items: list[Item] = [make_item(model, i, axes, store) for i in range(*tile.items)]
 
     def initialise(self, seed: int) -> None:
@@ -58,6 +59,7 @@ class Stage:
         traffic = self.store.traffic
         keep = training and self.tile.recompute == "none"
         for number, item in enumerate(self.items, self.tile.items.start):
+            since = self._tracer.now()
             traffic.gather(number)
             given = value.detach()
             given.requires_grad_(training and given.is_floating_point())
@@ -67,6 +69,7 @@ class Stage:
                 saved.inputs.append(given)
                 saved.outputs.append(value if keep else None)
             traffic.release(number)
+            self._tracer.computed(f"item {number} forward", since)
         return value.detach(), saved
 
     def backward(
@@ -79,6 +82,7 @@ class Stage:
         """
         traffic = self.store.traffic
         for number, item in reversed(list(enumerate(self.items, self.tile.items.start))):
+            since = self._tracer.now()
             given, output = saved.inputs.pop(), saved.outputs.pop()
             traffic.gather(number)
             if output is None:
@@ -89,6 +93,7 @@ class Stage:
             gradient = given.grad
             traffic.end_backward(number, passed)
             traffic.release(number)
+            self._tracer.computed(f"item {number} backward", since)
         return gradient
 
     @staticmethod
