@@ -203,6 +203,8 @@ def _axes_of(trace: RankTrace) -> dict[str, dict[str, float]]:
 
 def table(summary: dict) -> str:
     """Return the summary for people."""
+    if not summary["axes"]:
+        return "nothing is communicated"
     lines = [f"a rank in one step, mean of {summary['steps']}: communication = hidden + exposed"]
     for axis, each in summary["axes"].items():
         total, hidden, exposed = (each[f"{key}_seconds"] * 1e3 for key in ("communication", "hidden", "exposed"))
