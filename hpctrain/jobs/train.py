@@ -88,7 +88,7 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
     from hpctrain.observe.trace import RunTrace
 
     accelerator = bind_accelerator(world)
-    trace = RunTrace(world, path, job.observe.trace_steps) if job.observe.trace else None
+    trace = RunTrace(world, accelerator, path, job.observe.trace_steps) if job.observe.trace else None
     trainer = Trainer(world, accelerator, job, prepared.plan)
     if checkpoint:
         trainer.resume(checkpoint)

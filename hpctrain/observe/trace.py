@@ -15,6 +15,7 @@ from hpctrain.errors import TrainingError, describe_os_error
 from hpctrain.tracing import Tracer
 
 if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.world import World
 
 TRACE, SUMMARY = "trace.json", "trace-summary.json"
@@ -70,11 +71,11 @@ class Recording(Tracer):
 class RunTrace:
     """The trace of the first steps of a run, as one rank sees it. All ranks must call the same."""
 
-    def __init__(self, world: "World", folder: Path, num_steps: int):
+    def __init__(self, world: "World", accelerator: "Accelerator", folder: Path, num_steps: int):
         """Groups of the world that are made from now on are traced."""
-        self._world, self._folder, self._steps_left = world, folder, num_steps
-        self._num_steps = 0
-        self._recording = world.tracer = Recording(world.accelerator.moment)
+        self._world, self._accelerator, self._folder = world, accelerator, folder
+        self._num_steps, self._steps_left = 0, num_steps
+        self._recording = world.tracer = Recording(accelerator.moment)
 
     def start(self) -> None:
         self._recording.is_running = True
@@ -109,7 +110,7 @@ class RunTrace:
         self._recording.spans = []
 
         def moment(seconds: float) -> float:
-            return (seconds + offset - first) / world.accelerator.time_scale
+            return (seconds + offset - first) / self._accelerator.time_scale
 
         kept = [s._replace(name=str(s.name), begin=moment(s.begin), end=moment(s.end)) for s in spans]
         return RankTrace(f"{world.place.family} on {world.place.host}", kept)
