@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from collections import defaultdict
 
 import pytest
@@ -114,6 +115,18 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
             assert each["hidden_seconds"] <= each["communication_seconds"]
             assert switches["z"] or each["hidden_seconds"] == 0.0
     world.agree(None)
+
+
+@pytest.mark.timeout(60)
+def test_clocks_of_hosts_are_aligned(world, monkeypatch):
+    """All ranks have one clock here, of which those of every other pretended host are told to be ahead."""
+    hosts = [f"host {rank // 2}" for rank in range(world.size)]
+    monkeypatch.setattr(world, "_hosts", hosts)
+    ahead, real = 100.0 * (world.rank // 2), time.monotonic
+    monkeypatch.setattr("hpctrain.comm.clocks.time.monotonic", lambda: real() + ahead)
+    offset = world.clock_offset()
+    assert offset == pytest.approx(-ahead, abs=0.05)  # ranks may share a core
+    assert (offset == 0.0) == (world.rank < 2)
 
 
 DEVICE = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 5e8})
