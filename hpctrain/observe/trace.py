@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TRACE, SUMMARY = "trace.json", "trace-summary.json"
 COMPUTE = "compute"
+# Of all ranks together: some 300 MB, more than which viewers do not open.
+MOST_SPANS = 2_000_000
 # What a span is of, the "category" of Chrome's format.
 COMPUTED, EXPOSED, WAITED, BESIDE = "compute", "exposed", "waited", "beside"
 
@@ -81,9 +83,15 @@ class RunTrace:
         self._recording.is_running = True
 
     def step_is_done(self) -> str | None:
-        """Count a step; after the last that is traced write the files, and return on rank 0 what is to be said."""
+        """Count a step; after the last that is traced write the files, and return on rank 0 what is to be said.
+
+        Fewer steps are traced than were asked for where they have too many spans for a file.
+        """
         self._num_steps, self._steps_left = self._num_steps + 1, self._steps_left - 1
-        return self.finish() if self._steps_left == 0 else None
+        if self._num_steps == 1:  # the others will have as many
+            spans = int(self._world.largest(len(self._recording.spans))) * self._world.size
+            self._steps_left = min(self._steps_left, MOST_SPANS // max(1, spans) - 1)
+        return self.finish() if self._steps_left <= 0 else None
 
     def finish(self) -> str | None:
         """Write what was not written; return on rank 0 what is to be said.

@@ -1,20 +1,26 @@
 """The trace of a run: what is written, what is summed up, and that it costs nothing where nobody asked for it."""
 
+import contextlib
 import io
 import json
 
 import pytest
 
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.clocks import EXCHANGES, offset_to_first
 from hpctrain.comm.steps import Pending
+from hpctrain.comm.topology import Place
 from hpctrain.comm.traced import Timed
+from hpctrain.errors import TrainingError
 from hpctrain.observe.trace import (
     BESIDE,
     COMPUTED,
     EXPOSED,
+    SUMMARY,
     WAITED,
     RankTrace,
     Recording,
+    RunTrace,
     Span,
     summarise,
     table,
@@ -138,3 +144,48 @@ def test_the_quickest_answer_tells_how_far_a_clock_is_off(monkeypatch):
     delays = [(0.5, 0.1)] * (EXCHANGES - 1) + [(0.01, 0.01)]
     assert offset_to_first(PretendedRanks(clock, 7.0, delays), ["a", "b"]) == pytest.approx(7.0)
     assert offset_to_first(PretendedRanks(clock, 7.0, ()), ["a", "a"]) == 0.0
+
+
+class Lonely:
+    """A world of one rank."""
+
+    rank, size, tracer = 0, 1, UNTRACED
+    place = Place("a", "cpu")
+
+    def largest(self, value):
+        return value
+
+    smallest = largest
+
+    def clock_offset(self):
+        return 0.0
+
+    def gather_objects(self, value):
+        return [value]
+
+    def all_or_none(self):
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1000, 5), (30, 3), (1, 1)])
+def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, most, expected):
+    monkeypatch.setattr("hpctrain.observe.trace.MOST_SPANS", most)
+    world = Lonely()
+    trace = RunTrace(world, CpuAccelerator(), tmp_path, num_steps=5)
+    assert trace.finish() is None and not list(tmp_path.iterdir())
+    trace.start()
+    said = []
+    for step in range(8):
+        for _ in range(10):
+            world.tracer.computed(f"step {step}", world.tracer.now())
+        said.append(trace.step_is_done())
+    assert [number for number, text in enumerate(said, 1) if text] == [expected]
+    assert json.loads((tmp_path / SUMMARY).read_text())["steps"] == expected
+
+
+def test_a_trace_that_cannot_be_written_is_told(tmp_path):
+    world = Lonely()
+    trace = RunTrace(world, CpuAccelerator(), tmp_path / "gone", num_steps=1)
+    trace.start()
+    with pytest.raises(TrainingError, match=r"gone/trace.json: cannot be written: No such file or directory"):
+        trace.step_is_done()
