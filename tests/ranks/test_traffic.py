@@ -108,7 +108,7 @@ def test_substeps_and_unlike_grids_are_bit_equal_too(world, tokens, folder, monk
 def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
     """The item in use and, where that goes on beside, the next one; in their room for gradients as many."""
     monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
-    job = make_job(tokens, "llama", {"tensor": {"z": world.size}, "microbatch": 4}, shape=SHAPE)
+    job = make_job(tokens, "llama", {"tensor": {"z": world.size}, "microbatch": 8}, shape=SHAPE)
     _, training, _ = open_datasets(job.data, job.train.seed)
     for switches, most in ((OFF, 1), ({**OFF, "z": True}, 2), ({**OFF, "z": True, "keep_gathered": 3}, 5)):
         with world.freeing():
@@ -154,7 +154,7 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
     What is kept is gathered once a step. What is recomputed is with the weights that the backward pass has anyway.
     """
     monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
-    n, microbatches, kept = world.size, 4, 3
+    n, microbatches, kept = world.size, min(4, 16 // world.size), 3
 
     def job_of(**overlap):
         plan = {"tensor": {"z": n}, "microbatch": 16 // microbatches, "recompute": recompute}
