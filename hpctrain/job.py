@@ -174,6 +174,10 @@ class Overlap(Table):
     """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
     data: Annotated[Switch | None, AUTO] = None
     """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
+    z: Annotated[Switch | None, AUTO] = None
+    """Gather the weights of the next item over z, and scatter the gradients of the last one, while one computes."""
+    keep_gathered: WholeNumber = 0
+    """Of how many of a tile's first items the gathered weights are kept until they change: gathered once a step."""
     bucket_bytes: Count = 4 << 20
     """Gradients (fp32) are summed over their holders in pieces of whole items, of at least so many bytes each.
 
@@ -197,6 +201,10 @@ class Observe(Table):
     """How long in the first step, which allocates and starts what others find there, and in validation."""
     step_timeout_seconds: Timeout = 600.0
     """How long in every other step."""
+    trace: Switch = False
+    """Whether to keep what every rank did and when, in trace.json of the run folder."""
+    trace_steps: Count = 10
+    """How many steps are traced, from where the run starts or goes on."""
 
 
 class Link(Table):

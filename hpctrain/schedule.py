@@ -6,7 +6,7 @@ waits only while `channel_depth` messages are on their way, each in a slot that 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -164,6 +164,16 @@ def check_schedules(plan: Plan, reduce_early: bool = False) -> None:
     """Refuse a plan by which a step of training or validation would wait for ever. Raises PlanError."""
     check_no_deadlock(plan, {tile: schedule_of(plan, tile, reduce_early) for tile in plan.tiles})
     check_no_deadlock(plan, {tile: forward_only(plan, tile) for tile in plan.tiles})
+
+
+def items_in_order(schedule: Sequence[Instruction], tile: Tile) -> Iterator[int]:
+    """Yield the items whose weights a tile needs, pass by pass: in their order forward, from the last to the first
+    backward."""
+    for instruction in schedule:
+        if instruction.op is Op.FORWARD:
+            yield from range(*tile.items)
+        elif instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            yield from reversed(range(*tile.items))
 
 
 def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]) -> None:

@@ -8,6 +8,7 @@ from hpctrain.comm.communicator import Journal, Lane
 from hpctrain.comm.lanes import Progress, Work
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes import RouteMaker
+from hpctrain.comm.traced import GroupTrace
 from hpctrain.comm.waiting import Patience, wait_until
 from hpctrain.comm.window import SharedWindow
 from hpctrain.errors import CommError
@@ -94,20 +95,26 @@ class LaneChannel:
 
 
 class RecordedChannel:
-    """A channel whose messages are in the rank's flight record."""
+    """A channel whose messages are in the rank's flight record, and in its trace if there is one."""
 
-    def __init__(self, inner: SharedChannel | LaneChannel, journal: Journal):
-        self._inner, self._journal = inner, journal
+    def __init__(self, inner: SharedChannel | LaneChannel, journal: Journal, trace: GroupTrace | None = None):
+        self._inner, self._journal, self._trace = inner, journal, trace
 
     def send(self, tensor: torch.Tensor) -> None:
-        handle = self._journal.start("send", tensor.numel() * tensor.element_size(), None)
+        since, num_bytes = self._trace.now() if self._trace else 0.0, tensor.numel() * tensor.element_size()
+        handle = self._journal.start("send", num_bytes, None)
         self._inner.send(tensor)
         self._journal.finish(handle)
+        if self._trace:
+            self._trace.exposed("send", num_bytes, since)
 
     def receive(self, tensor: torch.Tensor) -> None:
+        since = self._trace.now() if self._trace else 0.0
         handle = self._journal.start("receive", tensor.numel() * tensor.element_size(), None)
         self._inner.receive(tensor)
         self._journal.finish(handle)
+        if self._trace:  # for the sender, too: what it did until then is no communication
+            self._trace.waited("receive", since)
 
     def abandon(self) -> None:
         self._inner.abandon()
@@ -120,11 +127,21 @@ Channel = SharedChannel | LaneChannel | RecordedChannel
 
 
 def make_channel(
-    routes: RouteMaker, progress: Progress, peer: int, num_bytes: int, depth: int, patience: Patience
+    routes: RouteMaker,
+    progress: Progress,
+    peer: int,
+    num_bytes: int,
+    depth: int,
+    patience: Patience,
+    trace: GroupTrace | None = None,
 ) -> SharedChannel | LaneChannel:
-    """Make a channel between this rank and `peer`, for `depth` messages each way. Both must call."""
+    """Make a channel between this rank and `peer`, for `depth` messages each way. Both must call.
+
+    `trace` is told of messages that go out while the rank computes.
+    """
     ranks = sorted((routes.rank, peer))
     if routes.shares_memory(ranks):
         return SharedChannel(routes.mpi, routes.sub_communicator(ranks), num_bytes, depth, patience)
     backend = routes.message_backend(ranks)
-    return LaneChannel(*(Lane(ranks, backend, progress, patience) for _ in range(2)), depth)
+    outgoing = Lane(ranks, backend, progress, patience, trace=trace)
+    return LaneChannel(outgoing, Lane(ranks, backend, progress, patience), depth)

@@ -19,6 +19,7 @@ from hpctrain.comm.oversight.recorder import Recorder
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.shared import SharedCollectives
 from hpctrain.comm.steps import Steps, complete, until_all
+from hpctrain.comm.traced import GroupTrace, Timed, TracedWork
 from hpctrain.comm.transport import Transport
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.errors import CommError
@@ -27,6 +28,7 @@ from hpctrain.intervals import Interval, cut_evenly
 if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Pace
 
+Started = Work | TracedWork | Ended
 OPERATIONS = ("sum", "max", "min")
 # Of how many sizes the even cuts are kept: computing them takes as long as moving a small message.
 KEPT_CUTS = 64
@@ -83,9 +85,15 @@ class Journal:
 class Operations(ABC, Generic[Result]):
     """The operations of a group, on its ranks by position; what they return is up to who carries them out."""
 
-    def __init__(self, ranks: Sequence[int], backend: Backend | None, journal: Journal | None):
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        backend: Backend | None,
+        journal: Journal | None,
+        trace: GroupTrace | None = None,
+    ):
         """`backend` is None for a group of one."""
-        self._journal = journal
+        self._journal, self._trace = journal, trace
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = backend.collectives.rank if backend else 0
@@ -98,7 +106,7 @@ class Operations(ABC, Generic[Result]):
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Result: ...
 
     def _start(self, operation: str, tensor: torch.Tensor, peer: int | None) -> int:
-        return self._journal.start(operation, tensor.numel() * tensor.element_size(), peer) if self._journal else 0
+        return self._journal.start(operation, _num_bytes(tensor), peer) if self._journal else 0
 
     def _finish(self, handle: int) -> None:
         if self._journal:
@@ -108,7 +116,7 @@ class Operations(ABC, Generic[Result]):
         """Return the steps, and what is to be called by who has waited for them."""
         if not (self._backend and self._backend.pace):
             return steps, _do_nothing
-        paced = self._backend.pace.steps(steps, operation, tensor.numel() * tensor.element_size())
+        paced = self._backend.pace.steps(steps, operation, _num_bytes(tensor))
         return paced, paced.meet
 
     @property
@@ -225,17 +233,21 @@ class Communicator(Operations[torch.Tensor]):
         patience: Patience = ENDLESS,
         journal: Journal | None = None,
         lane: "Lane | None" = None,
+        trace: GroupTrace | None = None,
     ):
         """`lane` is over the same ranks in the same order; it is closed by who made it."""
-        super().__init__(ranks, backend, journal)
+        super().__init__(ranks, backend, journal, trace)
         self._patience, self._lane = patience, lane
 
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> torch.Tensor:
+        since = self._trace.now() if self._trace else 0.0
         handle = self._start(operation, tensor, peer)
         steps, meet = self._paced(operation, tensor, steps)
         complete(steps, operation, self._patience)
         meet()
         self._finish(handle)
+        if self._trace:
+            self._trace.exposed(operation, _num_bytes(tensor), since)
         return tensor
 
     @property
@@ -244,7 +256,12 @@ class Communicator(Operations[torch.Tensor]):
         own = super().bytes_sent
         return own if self._lane is None else [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Work | Ended:
+    @property
+    def goes_beside(self) -> bool:
+        """Whether what is started goes on while the rank computes."""
+        return self._lane is not None
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Started:
         """Sum in place over all ranks; leave the tensor alone until the work is done."""
         if self._lane is not None:
             return self._lane.all_reduce(tensor)
@@ -253,14 +270,14 @@ class Communicator(Operations[torch.Tensor]):
 
     def start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
-    ) -> Work | Ended:
+    ) -> Started:
         """As `reduce_scatter`; leave both tensors alone until the work is done."""
         if self._lane is not None:
             return self._lane.reduce_scatter(tensor, out, cuts)
         self.reduce_scatter(tensor, out, cuts)
         return ENDED
 
-    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Work | Ended:
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Started:
         """As `all_gather`; leave the tensor alone until the work is done."""
         if self._lane is not None:
             return self._lane.all_gather(tensor, cuts)
@@ -293,7 +310,7 @@ class Communicator(Operations[torch.Tensor]):
         return collectives if isinstance(collectives, SharedCollectives) and device.type == "cpu" else None
 
 
-class Lane(Operations[Work]):
+class Lane(Operations[Started]):
     """Operations that go on while the rank computes, one after the other; each returns a `Work` at once.
 
     Tensors must be left alone until their work is done.
@@ -306,24 +323,32 @@ class Lane(Operations[Work]):
         progress: Progress,
         patience: Patience,
         journal: Journal | None = None,
+        trace: GroupTrace | None = None,
     ):
-        super().__init__(ranks, backend, journal)
+        super().__init__(ranks, backend, journal, trace)
         self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
 
-    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Work:
+    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Started:
         handle = self._start(operation, tensor, peer)
         finish = partial(self._finish, handle)
         steps, meet = self._paced(operation, tensor, steps)
+        if self._trace:
+            steps = Timed(steps) if self._backend.pace is None else steps
+            finish = self._trace.telling(operation, _num_bytes(tensor), steps, finish)
         work = Work(self._progress, operation, steps, self._patience, finish, meet)
         self._progress.submit(self._queue, work)
-        return work
+        return TracedWork(work, self._trace) if self._trace else work
 
     def close(self) -> None:
         """Wait for what is under way, and free what it uses. All ranks must call; a second call does nothing."""
         while self._queue:
             self._queue[0].wait()
         super().close()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _do_nothing() -> None:

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.comm.accelerators.find import find_device
+from hpctrain.comm.clocks import offset_to_first
 from hpctrain.comm.launcher import promised_size
+from hpctrain.comm.oversight.flight import write_ranks
 from hpctrain.comm.oversight.oversight import Oversight
 from hpctrain.comm.oversight.watchdog import HEARD_SECONDS
 from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.errors import HpctrainError, LaunchError, TopologyError
+from hpctrain.tracing import UNTRACED
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Clock
     from hpctrain.comm.rehearsal.network import Network
     from hpctrain.comm.rehearsal.shaped import Rehearsal
+    from hpctrain.comm.traced import GroupTrace
 
 # What a rank is told about where it is, for tests; of its device see hpctrain.comm.accelerators.find.
 HOST_VARIABLE = "HPCTRAIN_HOST"
@@ -56,8 +60,11 @@ class World:
         self.accelerator: Accelerator | None = None
         self.devices: Devices | None = None
         """Both set by `bind_accelerator`; groups made before are for tensors of the host."""
+        self.tracer = UNTRACED
+        """Takes spans of groups made from now on."""
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
         self._lane = self.oversight.recorder.add_group("world", range(self.size))
+        self._hosts = [place.host for place in places]
         self._rehearsal: Rehearsal | None = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
@@ -108,23 +115,24 @@ class World:
 
         lane = self.lane(ranks, name) if overlapped and len(ranks) > 1 else None
         backend, journal = self._connect(ranks, name)
-        return self._keep(Communicator(ranks, backend, self.patience, journal, lane))
+        return self._keep(Communicator(ranks, backend, self.patience, journal, lane, self._trace(name, ranks)))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
         """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
         from hpctrain.comm.communicator import Lane
 
         backend, journal = self._connect(ranks, name)
-        return self._keep(Lane(ranks, backend, self._moving(), self.patience, journal))
+        return self._keep(Lane(ranks, backend, self._moving(), self.patience, journal, self._trace(name, ranks)))
 
     def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
         from hpctrain.comm.channel import RecordedChannel, make_channel
 
-        journal = self._journal("pipeline", sorted((self.rank, peer)))
+        ranks = sorted((self.rank, peer))
+        journal, trace = self._journal("pipeline", ranks), self._trace("pipeline", ranks)
         with journal.recorded("connect"):
-            made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience)
-        return self._keep(RecordedChannel(made, journal))
+            made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, trace)
+        return self._keep(RecordedChannel(made, journal, trace))
 
     def rehearse(self, network: "Network", places: Sequence[Place]) -> "Clock":
         """Let groups made from now on be those of devices of a described network; return this rank's clock.
@@ -178,6 +186,13 @@ class World:
         from hpctrain.comm.communicator import Journal
 
         return Journal(self.oversight.recorder, name or "group", ranks) if len(ranks) > 1 else None
+
+    def _trace(self, name: str, ranks: Sequence[int]) -> "GroupTrace | None":
+        if self.tracer is UNTRACED or len(ranks) == 1:
+            return None
+        from hpctrain.comm.traced import GroupTrace
+
+        return GroupTrace(self.tracer, name or "group", f"{name or 'group'} {write_ranks(ranks)}")
 
     def _routes(self):
         from hpctrain.comm.routes import RouteMaker
@@ -243,6 +258,11 @@ class World:
         """Return the largest of all ranks' values. All ranks must call."""
         with self._together("largest"):
             return max(self._comm.allgather(value))
+
+    def clock_offset(self) -> float:
+        """Return what to add to this rank's `time.monotonic` to get rank 0's, in seconds. All ranks must call."""
+        with self._together("align clocks"):
+            return offset_to_first(self._comm, self._hosts)
 
     @property
     def library(self) -> str:

@@ -55,7 +55,7 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     role = role_of(job.model, plan, world.rank, overlap.bucket_bytes)
     everyone = world.group(plan.ranks, "everyone")
     x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
-    axes = Axes(x, y, world.group(role.axes["z"], "z"))
+    axes = Axes(x, y, world.group(role.axes["z"], "z", overlapped=bool(overlap.z)))
     sets = dict.fromkeys(holding.ranks for holding in role.held.holdings)
     made = {ranks: world.group(ranks, "data", overlapped=bool(overlap.data)) for ranks in sets}
     groups = [made[holding.ranks] for holding in role.held.holdings]
@@ -63,7 +63,8 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     channels = {
         need.peer: world.channel(need.peer, need.elements * element_bytes, need.depth) for need in role.channels
     }
-    stage = Stage(job.model, role.tile, axes, Store(groups, role.held, axes, dtype, device))
+    store = Store(groups, role.held, axes, dtype, device, range(*role.tile.items)[: overlap.keep_gathered])
+    stage = Stage(job.model, role.tile, axes, store, world.tracer)
     return Layout(
         plan,
         world.rank,

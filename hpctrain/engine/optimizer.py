@@ -79,6 +79,7 @@ class Optimizer:
 
         All ranks of the plan must call.
         """
+        self._layout.store.traffic.collect()
         for number, shard in enumerate(self.shards):
             self._start_reduce(number, shard)
         for work in self._under_way.values():
@@ -125,4 +126,4 @@ class Optimizer:
             store.expect(item, work)
         if not store.is_in_place:
             store.await_weights()
-            store.publish()
+        store.publish()

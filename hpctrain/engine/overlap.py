@@ -13,16 +13,17 @@ def resolve_overlap(overlap: Overlap, topology: Topology) -> tuple[Overlap, dict
     shared = "all ranks compute on the cores of one host, which would move the bytes too"
     hosts = len({place.host for place in topology.places})
     if not topology.shares_memory:
-        tensor = data = (True, "a rehearsal's devices and its network are described apart")
+        tensor = data = z = (True, "a rehearsal's devices and its network are described apart")
     elif topology.has_devices:
         tensor = (True, "devices compute while bytes move")
-        data = (False, "collectives of several groups that are under way together may wait for each other on a device")
+        several = "collectives of several groups that are under way together may wait for each other on a device"
+        data = z = (False, several)
     elif hosts > 1:
-        tensor = data = (True, f"{hosts} hosts: bytes are on the network meanwhile")
+        tensor = data = z = (True, f"{hosts} hosts: bytes are on the network meanwhile")
     else:
-        tensor = data = (False, shared)
+        tensor = data = z = (False, shared)
     values, reasons = {}, {}
-    for key, (value, reason) in {"tensor": tensor, "data": data}.items():
+    for key, (value, reason) in {"tensor": tensor, "data": data, "z": z}.items():
         if getattr(overlap, key) is None:
             values[key], reasons[f"overlap.{key}"] = value, f"{'on' if value else 'off'}: {reason}"
     return overlap.model_copy(update=values), reasons

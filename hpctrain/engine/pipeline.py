@@ -13,7 +13,8 @@ from hpctrain.engine.optimizer import Optimizer
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.stage import Saved
-from hpctrain.schedule import Instruction, Op, forward_only, schedule_of
+from hpctrain.schedule import Instruction, Op, forward_only, items_in_order, schedule_of
+from hpctrain.tracing import UNTRACED, Tracer
 from hpctrain.transfers import Transfer, held
 
 
@@ -40,8 +41,16 @@ class Totals:
 class Pipeline:
     """Executes the instructions of one tile on one rank."""
 
-    def __init__(self, layout: Layout, optimizer: Optimizer, hidden_size: int, positions: int, device: torch.device):
-        self._layout, self._optimizer = layout, optimizer
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: Optimizer,
+        hidden_size: int,
+        positions: int,
+        device: torch.device,
+        tracer: Tracer = UNTRACED,
+    ):
+        self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
         self._device = device
         self._positions = positions
         self._rows, self._features = held(layout.tile, layout.rank, hidden_size)
@@ -69,9 +78,11 @@ class Pipeline:
         saved: dict[tuple[int, int], Saved] = {}
         loss = 0.0
         totals = None
+        self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tile))
         for instruction in schedule:
             m, s = instruction.microbatch, instruction.substep
             passed = self._optimizer.start_reduce if instruction.starts_reducing else None
+            since = self._tracer.now()
             match instruction.op:
                 case Op.RECEIVE_ACTIVATION:
                     given[m] = self._receive(transfers.receive_activation)
@@ -110,6 +121,7 @@ class Pipeline:
                             f" {totals.norm}; lower train.learning_rate or clip (train.clip_norm)"
                         )
                     self._optimizer.update(step, totals.norm)
+            self._tracer.computed(instruction, since)
         return totals or self._agree(loss, 0.0, stop)
 
     def _gradient_of_loss(self, loss_tokens: int) -> torch.Tensor:

@@ -86,7 +86,8 @@ class Trainer:
             self.layout: Layout = make_layout(world, job, plan, DTYPES[job.train.dtype], accelerator.device)
             self.optimizer = Optimizer(self.layout, job.train)
             length = job.data.sequence_length
-            self.pipeline = Pipeline(self.layout, self.optimizer, job.model.hidden_size, length, accelerator.device)
+            hidden, device = job.model.hidden_size, accelerator.device
+            self.pipeline = Pipeline(self.layout, self.optimizer, hidden, length, device, world.tracer)
         self.tokens_per_step = job.train.global_batch * length
         self.steps_done = 0
 
@@ -122,8 +123,9 @@ class Trainer:
         step = self.steps_done
         batch = TrainingBatch(sequences, step, self.job.train.global_batch)
         with self._running(f"step {step}"):
-            taken = self.accelerator.stopwatch()
+            taken, since = self.accelerator.stopwatch(), self.world.tracer.now()
             totals = self.pipeline.train(batch, step, self.tokens_per_step, stop)
+            self.world.tracer.computed(f"step {step}", since)
             seconds = taken()
         self.steps_done += 1
         metrics = {

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from hpctrain.jobs.common import Prepared
 
 EXPOSED = "exposed"
+SWITCHES = ("tensor", "data", "z")
 VARIANTS = {
-    EXPOSED: {"tensor": False, "data": False},
-    "tensor": {"tensor": True, "data": False},
-    "data": {"tensor": False, "data": True},
-    "all": {"tensor": True, "data": True},
+    EXPOSED: dict.fromkeys(SWITCHES, False),
+    **{name: {each: each == name for each in SWITCHES} for name in SWITCHES},
+    "all": dict.fromkeys(SWITCHES, True),
 }
 
 

@@ -108,7 +108,7 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
             reasons["train.dtype"] = f"{theirs.train.dtype}: that of {resume_from}"
         if job.comm.links is None:
             job = _with(job, "comm", links=theirs.comm.links)
-        for key in ("tensor", "data"):
+        for key in ("tensor", "data", "z"):
             if getattr(job.overlap, key) is None and (value := getattr(theirs.overlap, key)) is not None:
                 job = _with(job, "overlap", **{key: value})
                 reasons[f"overlap.{key}"] = f"{'on' if value else 'off'}: that of {resume_from}"

@@ -25,10 +25,11 @@ LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one ran
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME-DATE-TIME.")
 @click.option("--stop-after", type=click.IntRange(1), metavar="STEP", help="Stop (with a checkpoint) after this step.")
 @rehearse_option
+@click.option("--trace", is_flag=True, help="Same as --set observe.trace=true: write a trace of the first steps.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar. Default: if a terminal is seen.")
 @click.option("--sample", default=200, show_default=True, help="Tokens of sample text at the end; 0: none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON last, and nothing else on stdout.")
-def command(job, overrides, run_path, stop_after, rehearse, progress, sample, as_json):
+def command(job, overrides, run_path, stop_after, rehearse, trace, progress, sample, as_json):
     """Train JOB, a job file or the name of a ready-made job, on all ranks that were started.
 
     \b
@@ -42,7 +43,7 @@ def command(job, overrides, run_path, stop_after, rehearse, progress, sample, as
     with a checkpoint and exit code 75.
     """
     with started_world() as world:
-        parsed = load_job_on(world, job, overrides)
+        parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)
         if rehearse:
             start_rehearsal(world, rehearse)
         summary, signal_name = _train(world, parsed, run_path, stop_after, progress, sample, as_json)
@@ -84,8 +85,11 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
     from hpctrain.comm.accelerator import bind_accelerator  # heavy imports from here on, when nothing is wrong
     from hpctrain.engine.trainer import Trainer
     from hpctrain.observe.console import Console
+    from hpctrain.observe.trace import RunTrace
 
-    trainer = Trainer(world, bind_accelerator(world), job, prepared.plan)
+    accelerator = bind_accelerator(world)
+    trace = RunTrace(world, accelerator, path, job.observe.trace_steps) if job.observe.trace else None
+    trainer = Trainer(world, accelerator, job, prepared.plan)
     if checkpoint:
         trainer.resume(checkpoint)
     else:
@@ -110,11 +114,17 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
         if folder and (metrics["step"] % job.observe.log_every == 0 or "validation_loss" in metrics):
             folder.log(metrics)
         console.step(metrics, until)
+        if trace and (told := trace.step_is_done()):
+            console.say(told)
 
     def save() -> None:
         saved[0] = trainer.save(path, about)
 
+    if trace:
+        trace.start()
     signal_name = trainer.fit(prepared.training, prepared.validation, until, save, report)
+    if trace and (told := trace.finish()):
+        console.say(told)
     summary = console.finish(last, path, saved[0], prepared.source, signal_name, trainer.overrun())
     if sample and world.rank == 0 and saved[0] and tokenizer and not signal_name:
         _show_sample(console, job, saved[0], sample)

@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.holders import Holding, Slab
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.axes import Axes, Axis, Work
 from hpctrain.parameters import Box, Parameter, UnitLayout, box_size
 
 
@@ -112,19 +112,23 @@ class ShardedUnit(Group):
         """Return the sum over all holders of what this rank owns."""
         return self._grads
 
-    def add_grads(self, grads: torch.Tensor) -> None:
-        """Add gradients of the whole unit, of all holders, to what each owns. All of them must call."""
+    def start_sum(self, grads: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """Sum gradients of the whole unit over all holders, all of whom must call; return what this rank owns of it,
+        which is there when the work is done."""
         own = torch.empty_like(self._grads)
-        self.holders.reduce_scatter(grads, own, self.cuts)
+        return own, self.holders.start_reduce_scatter(grads, own, self.cuts)
+
+    def add(self, own: torch.Tensor) -> None:
         self._grads += own
 
-    def all_weights(self) -> torch.Tensor:
-        """Return the weights of the unit. All holders must call."""
-        if self.keeps_weights:
-            return self.weights
+    def start_gather(self) -> tuple[torch.Tensor, Work]:
+        """Return the weights of a unit of which each holder has a part, which are there when the work is done.
+
+        All holders must call.
+        """
         whole = self.weights.new_empty(self.size)
         whole[slice(*self.stored)] = self.weights
-        return self.holders.all_gather(whole, self.cuts)
+        return whole, self.holders.start_all_gather(whole, self.cuts)
 
 
 def _unit_pieces(placed_units, coordinate: tuple[int, int], within: Interval) -> Iterator[Piece]:

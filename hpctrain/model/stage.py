@@ -16,6 +16,7 @@ from hpctrain.model.initialise import fill_initial
 from hpctrain.model.store import Deferred, Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
 from hpctrain.plan import Tile
+from hpctrain.tracing import UNTRACED, Tracer
 
 
 @dataclass
@@ -33,8 +34,8 @@ class Saved:
 class Stage:
     """The items of one tile on one rank."""
 
-    def __init__(self, model: Model, tile: Tile, axes: Axes, store: Store):
-        self.model, self.tile, self.store = model, tile, store
+    def __init__(self, model: Model, tile: Tile, axes: Axes, store: Store, tracer: Tracer = UNTRACED):
+        self.model, self.tile, self.store, self._tracer = model, tile, store, tracer
         self.items: list[Item] = [make_item(model, i, axes, store) for i in range(*tile.items)]
 
     def initialise(self, seed: int) -> None:
@@ -60,11 +61,12 @@ class Stage:
         `targets` are for the last stage. Without `training` nothing is saved.
         """
         saved = Saved(targets=targets)
+        traffic = self.store.traffic
         keep = training and self.tile.recompute == "none"
         for number, item in enumerate(self.items, self.tile.items.start):
+            since = self._tracer.now()
             self.store.await_weights(number)
-            for unit in item.units:
-                unit.gather()
+            traffic.gather(number)
             given = value.detach()
             given.requires_grad_(training and given.is_floating_point())
             with torch.set_grad_enabled(keep):
@@ -72,8 +74,8 @@ class Stage:
             if training:
                 saved.inputs.append(given)
                 saved.outputs.append(value if keep else None)
-            for unit in item.units:
-                unit.release()
+            traffic.release(number)
+            self._tracer.computed(f"item {number} forward", since)
         return value.detach(), saved
 
     def backward(
@@ -81,48 +83,46 @@ class Stage:
     ) -> torch.Tensor | None:
         """Run all items backward from the gradient of the stage's output; return that of its input.
 
-        Gradients of weights are added to the store's; `passed` is told the number of each item whose are. The first
-        stage returns None.
+        Gradients of weights are added to the store's; `passed` is told the number of each item whose are there, which
+        for those that are scattered may be after this call (see `Traffic.collect`). The first stage returns None.
         """
+        traffic = self.store.traffic
         for number, item in self._backwards():
-            for unit in item.units:
-                unit.gather()
-                unit.begin_backward()
+            since = self._tracer.now()
+            traffic.gather(number)
+            traffic.begin_backward(number)
             gradient = self._differentiate(item, saved, gradient)
-            for unit in item.units:
-                unit.end_backward()
-                unit.release()
-            if passed is not None:
-                passed(number)
+            traffic.end_backward(number, passed)
+            traffic.release(number)
+            self._tracer.computed(f"item {number} backward", since)
         return gradient
 
     def backward_input(self, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of the stage's input as `backward` does; what is to be added to those of weights is kept
         in `saved`: of each product both operands."""
-        for _, item in self._backwards():
+        for number, item in self._backwards():
+            since = self._tracer.now()
             kept: list[Deferred] = []
-            for unit in item.units:
-                unit.gather()
-                unit.defer(kept)
+            self.store.traffic.gather(number)
+            self.store.defer(number, kept)
             gradient = self._differentiate(item, saved, gradient)
-            for unit in item.units:
-                unit.defer(None)
-                unit.release()
+            self.store.defer(number, None)
+            self.store.traffic.release(number)
             saved.deferred.append(kept)
+            self._tracer.computed(f"item {number} backward input", since)
         return gradient
 
     def backward_weight(self, saved: Saved, passed: Callable[[int], None] | None = None) -> None:
         """Add to the gradients of weights what `backward_input` has kept, in the order in which `backward` does it:
         the same bits. `passed` as there."""
-        for number, item in self._backwards():
-            for unit in item.units:
-                unit.begin_backward()
+        traffic = self.store.traffic
+        for number, _ in self._backwards():
+            since = self._tracer.now()
+            traffic.begin_backward(number)
             for addition in saved.deferred.popleft():
                 addition.do()
-            for unit in item.units:
-                unit.end_backward()
-            if passed is not None:
-                passed(number)
+            traffic.end_backward(number, passed)
+            self._tracer.computed(f"item {number} backward weight", since)
 
     def _backwards(self) -> Iterator[tuple[int, Item]]:
         return reversed(list(enumerate(self.items, self.tile.items.start)))

@@ -3,11 +3,10 @@
 The units (see `hpctrain.parameters`) whose pieces are exchanged among the same ranks form a group (see
 `hpctrain.model.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each item's
 backward pass. The whole unit is in memory that all of z see, filled after each update, where there is such memory;
-else it is gathered while an item computes.
+else it is gathered for an item (when, says `hpctrain.model.traffic`).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from hpctrain.holders import Holdings
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis, Work
 from hpctrain.model.groups import Group, ShardedUnit, Slabs, UnitArrays, WholeUnits
+from hpctrain.model.traffic import Traffic, UnderWay
 from hpctrain.parameters import UnitLayout
 
 
@@ -56,28 +56,6 @@ class Deferred(NamedTuple):
         self.add(self.weight.grad, *self.operands)
 
 
-class WholeGradients:
-    """Room for the whole gradients of the units of one item at a time, in memory that z exchanges at least cost."""
-
-    def __init__(self, layouts: Iterable[UnitLayout], z: Axis, device: torch.device):
-        sizes: Counter[int] = Counter()
-        for layout in layouts:
-            sizes.update(dict.fromkeys(layout.unit.items, layout.size))
-        self._room = z.allocate(max(sizes.values(), default=0), torch.float32, device)
-        self._at = self._users = 0
-
-    def take(self, numel: int) -> torch.Tensor:
-        """Return zeros; pair with `give_back`."""
-        self._users += 1
-        self._at += numel
-        return self._room[self._at - numel : self._at].zero_()
-
-    def give_back(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self._at = 0
-
-
 class UnitStore:
     """One unit on one rank: its z-shard of weights and gradients, and its views while gathered."""
 
@@ -88,7 +66,6 @@ class UnitStore:
         weights: torch.Tensor,
         grads: torch.Tensor | None,
         whole: torch.Tensor | None,
-        whole_grads: WholeGradients,
         sharded: ShardedUnit | None = None,
     ):
         """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
@@ -96,15 +73,22 @@ class UnitStore:
         With `sharded` that has the gradients, and `weights` may be no more than what it has of them.
         """
         self.layout = layout
-        self._sharded = sharded
+        self._sharded, self._z = sharded, axes.z
         self._stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
-        self._scatters = axes.z.size > 1 or sharded is not None
-        self._z = axes.z
-        self._whole, self._whole_grads = whole, whole_grads
+        self.scatters = axes.z.size > 1 or sharded is not None
+        """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
+        over_z = axes.z.size > 1 and axes.z.goes_beside
+        over_holders = sharded is not None and sharded.holders.goes_beside
+        self.scatters_beside = int(over_z) + int(over_holders)
+        """How many operations of a scatter go on while the rank computes."""
+        self._gathers_beside = int(over_z) + int(over_holders and not sharded.keeps_weights)
+        self._whole = whole
         self._cuts = cut_evenly(layout.size, axes.z.size)
         self._shard, self._grad_shard = weights, grads
         self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
         self._users = 0
+        self._gathering: UnderWay | None = None
+        self._is_gathered = False
 
     def weights(self, names: Iterable[str]) -> list[Weight]:
         """Return handles for the named parameters, as few as can be: neighbours with equal trailing dims are one.
@@ -126,7 +110,7 @@ class UnitStore:
         self._views += found
         if self._stays:
             whole = self._shard if self._whole is None else self._whole
-            self._set_views(found, whole, None if self._scatters else self._grad_shard)
+            self._set_views(found, whole, None if self.scatters else self._grad_shard)
         return [weight for weight, _, _ in found]
 
     @staticmethod
@@ -135,17 +119,38 @@ class UnitStore:
             weight.data = None if data is None else data[slice(*at)].view(shape)
             weight.grad = None if grad is None else grad[slice(*at)].view(shape)
 
+    def gather_ahead(self, distance: int) -> None:
+        """Start what of a gather goes on beside, for a unit that is used so many items later."""
+        number = self._gathers_beside - distance + 1
+        if number < 1 or self._stays or self._is_gathered:
+            return
+        if self._gathering is None:
+            self._gathering = UnderWay(self._gather(), self._gathers_beside)
+        self._gathering.bring(number)
+
     def gather(self) -> None:
         """Make the whole unit available; pair with `release`. All ranks of z, and holders of shards, must call."""
         self._users += 1
-        if self._stays or self._users > 1:
+        if self._stays or self._is_gathered:
             return
-        whole = shard = self._sharded.all_weights() if self._sharded else self._shard
+        (self._gathering or UnderWay(self._gather(), self._gathers_beside)).finish()
+        self._gathering = None
+
+    def _gather(self) -> Iterator[Work]:
+        whole = shard = self._shard
+        if self._sharded and not self._sharded.keeps_weights:
+            whole, work = self._sharded.start_gather()
+            if self._sharded.holders.goes_beside:
+                yield work
+            shard = whole
         if self._z.size > 1:
             whole = shard.new_empty(self.layout.size)
             whole[slice(*self._cuts[self._z.rank])] = shard
-            self._z.all_gather(whole, self._cuts)
+            work = self._z.start_all_gather(whole, self._cuts)
+            if self._z.goes_beside:
+                yield work
         self._set_views(self._views, whole, None)
+        self._is_gathered = True
 
     def publish(self) -> None:
         """Copy this rank's shard to where all of z see it; nobody may be reading."""
@@ -157,42 +162,65 @@ class UnitStore:
         for weight, _, _ in self._views:
             weight.deferred = kept
 
-    def begin_backward(self) -> None:
-        """Make room for the gradient of the whole unit."""
-        if self._scatters:
-            self._whole_grad = self._whole_grads.take(self.layout.size)
-            for weight, at, shape in self._views:
-                weight.grad = self._whole_grad[slice(*at)].view(shape)
+    def begin_backward(self, whole_grad: torch.Tensor) -> None:
+        """Let the gradient of the whole unit be added to zeros [size of the unit]."""
+        self._whole_grad = whole_grad
+        for weight, at, shape in self._views:
+            weight.grad = whole_grad[slice(*at)].view(shape)
 
-    def end_backward(self) -> None:
-        """Sum the gradient and keep this rank's part. All ranks of z, and holders of shards, must call."""
-        if not self._scatters:
-            return
-        part = self._whole_grad
+    def start_scatter(self) -> UnderWay:
+        """Start to sum the gradient and to add this rank's part to its shard; what was begun with is needed until then.
+
+        All ranks of z, and holders of shards, must call.
+        """
+        scattering = UnderWay(self._scatter(self._whole_grad), self.scatters_beside)
+        scattering.bring(1)
+        return scattering
+
+    def _scatter(self, whole_grad: torch.Tensor) -> Iterator[Work]:
+        part = whole_grad
         if self._z.size > 1:
             part = part.new_empty(self._cuts[self._z.rank].size)
-            self._z.reduce_scatter(self._whole_grad, part, self._cuts)
-        if self._sharded:
-            self._sharded.add_grads(part)
-        else:
+            work = self._z.start_reduce_scatter(whole_grad, part, self._cuts)
+            if self._z.goes_beside:
+                yield work
+        if not self._sharded:
             self._grad_shard += part
-        self._whole_grads.give_back()
+            return
+        own, work = self._sharded.start_sum(part)
+        if self._sharded.holders.goes_beside:
+            yield work
+        self._sharded.add(own)
 
-    def release(self) -> None:
+    def release(self, stays: bool = False) -> None:
+        """Let go of the whole unit where nobody else uses it, unless it `stays`."""
         self._users -= 1
-        if not self._stays and self._users == 0:
+        if not stays:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the whole unit, if nobody uses it."""
+        if self._is_gathered and self._users == 0:
             self._set_views(self._views, None, None)
+            self._is_gathered = False
 
 
 class Store:
     """All weights of one tile on one rank, by the ranks that hold the same."""
 
-    def __init__(self, communicators: Sequence[Axis], held: Holdings, axes: Axes, dtype, device):
-        """`communicators` are those of the holdings, in their order. All holders, and all ranks of z, must call."""
+    def __init__(
+        self,
+        communicators: Sequence[Axis],
+        held: Holdings,
+        axes: Axes,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep_gathered: Collection[int] = (),
+    ):
+        """`communicators` are those of the holdings, in their order. Weights of the items `keep_gathered` stay gathered
+        until they change. All holders, and all ranks of z, must call.
+        """
         self._z = axes.z
-        scattered = [u for h in held.holdings if axes.z.size > 1 or h.zero >= 2 for u in h.layouts]
-        scattered += held.cut_units if axes.z.size > 1 else ()
-        whole_grads = WholeGradients(scattered, axes.z, device)
         self.groups: list[Group] = []
         self._arrays: list[UnitArrays] = []
         for holders, holding in zip(communicators, held.holdings, strict=True):
@@ -217,14 +245,16 @@ class Store:
                 where = slice(at, at + shard.size)
                 unit_whole = None if whole is None else whole[at_whole : at_whole + layout.size]
                 weights, grads = arrays.weights[where], arrays.grads[where]
-                self._units.append(UnitStore(layout, axes, weights, grads, unit_whole, whole_grads))
+                self._units.append(UnitStore(layout, axes, weights, grads, unit_whole))
                 at_whole += layout.size
 
         for group in self.groups:
             if isinstance(group, ShardedUnit):
-                self._units.append(UnitStore(group.layout, axes, group.weights, None, None, whole_grads, group))
+                self._units.append(UnitStore(group.layout, axes, group.weights, None, None, group))
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
         self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_over_y))
+        items = {item for unit in self._units for item in unit.layout.unit.items}
+        self.traffic = Traffic({item: self._units_of(item) for item in items}, axes.z, device, keep_gathered)
         self._awaited: list[tuple[int, Work]] = []
 
     @property
@@ -245,18 +275,24 @@ class Store:
         """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""
         for group in self.groups:
             group.spread_weights()
+        self.traffic.forget()
         self._z.barrier()  # the others may still be reading
         for unit in self._units:
             unit.publish()
         self._z.barrier()
 
-    def units_of(self, item: int) -> list[UnitStore]:
+    def _units_of(self, item: int) -> list[UnitStore]:
         return [unit for unit in self._units if item in unit.layout.unit.items]
 
     def weights(self, item: int, names: Iterable[str]) -> list[Weight]:
         """Return handles for the named parameters of an item, neighbours as one. Empty if it has none of them."""
         names = list(names)
-        return [weight for unit in self.units_of(item) for weight in unit.weights(names)]
+        return [weight for unit in self._units_of(item) for weight in unit.weights(names)]
+
+    def defer(self, item: int, kept: list[Deferred] | None) -> None:
+        """As `UnitStore.defer`, for all units of an item."""
+        for unit in self._units_of(item):
+            unit.defer(kept)
 
     def zero_grads(self) -> None:
         for arrays in self._arrays:

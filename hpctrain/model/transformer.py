@@ -20,11 +20,10 @@ IGNORED = -1  # a target that does not count
 
 
 class Item:
-    """One item of a plan, with the handles of its weights; its units are gathered and released by the stage."""
+    """One item of a plan, with the handles of its weights, which are there while the stage has them gathered."""
 
     def __init__(self, model: Model, item: int, axes: Axes, store: Store):
         self.model, self.axes = model, axes
-        self.units = store.units_of(item)
         self._item, self._store = item, store
         self._names = [p.name for p in item_parameters(model, item)]
 

@@ -4,6 +4,7 @@ For other software the same parts, with half-precision gradients where it has th
 allocator cannot use.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from hpctrain.holders import Holdings
@@ -56,11 +57,13 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int) -
 
 
 def _gathered(setup: Setup, tile: Tile, held: Holdings) -> int:
-    """Return the room for the largest item's whole weights and gradients."""
+    """Return the room for whole weights and gradients of two items: those in the making and their largest neighbour's,
+    which are gathered ahead and scattered behind."""
     zero = max((holding.zero for holding in held.holdings), default=0)
     if tile.is_idle or (tile.tensor.z == 1 and zero < 2):
         return 0
-    largest = max(unit_elements(setup.model, tile.tensor, item) for item in range(*tile.items))
+    sizes = [unit_elements(setup.model, tile.tensor, item) for item in range(*tile.items)]
+    largest = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     weights = setup.item_bytes if tile.tensor.z > 1 or zero == 3 else 0
     return largest * (weights + GRADIENT_BYTES)
 

@@ -223,3 +223,16 @@ def test_a_rank_that_writes_its_checkpoint_for_long_is_waited_for(folder):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "checkpoint runs/slow/checkpoints/step-00000002" in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_trace_is_of_the_first_steps_and_changes_nothing(hpctrain, folder, whole_run):
+    args = ["train", "job.toml", "--run", "runs/traced", "--set", "plan.tensor.y=2", "--set", "plan.pipeline=2"]
+    done = hpctrain(*args, "--sample", "0", "--trace", "--set", "observe.trace_steps=2", ranks=4, cwd=folder)
+    assert done.code == 0, done.err
+    assert "a rank in one step, mean of 2: communication = hidden + exposed" in done.out
+    assert "trace runs/traced/trace.json: open it at ui.perfetto.dev" in done.out
+    events = json.loads((folder / "runs/traced/trace.json").read_text())["traceEvents"]
+    steps = [(e["pid"], e["name"]) for e in events if e["name"].startswith("step ")]
+    assert sorted(steps) == [(rank, f"step {step}") for rank in range(4) for step in range(2)]
+    assert last_line(hpctrain("compare", "runs/whole", "runs/traced", "--exact", "--json", cwd=folder))["same"]

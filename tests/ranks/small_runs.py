@@ -17,6 +17,7 @@ from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
 from hpctrain.plan import Plan
 from hpctrain.planner.even import resolve_plan
+from hpctrain.tracing import UNTRACED
 from hpctrain.truth import Truth
 
 VOCAB = 61  # prime: padded for every y
@@ -54,6 +55,7 @@ class Alone:
     """A world of one rank, for references."""
 
     rank, size = 0, 1
+    tracer = UNTRACED
 
     def freeing(self):
         return contextlib.nullcontext()

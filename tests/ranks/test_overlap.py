@@ -1,7 +1,6 @@
 """What goes on beside computation: the same bits, the same bytes, in less time."""
 
 import functools
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -75,9 +74,9 @@ def test_on_and_off_are_bit_equal_and_those_of_one_rank(world, tokens, layout, r
     monkeypatch.setattr(world, "preferences", Preferences(route=route))
     model = "llama" if route == "auto" else "gpt2"
     job = make_job(tokens, model, layout)
-    exposed = curve(world, overlapped(job, tensor=False, data=False))
+    exposed = curve(world, overlapped(job, tensor=False, data=False, z=False))
     assert largest_relative_difference(exposed, one_rank(world, tokens, model)) < 1e-5
-    assert curve(world, overlapped(job, tensor=True, data=True)) == exposed
+    assert curve(world, overlapped(job, tensor=True, data=True, z=True)) == exposed
 
 
 UNLIKE = (((0, 10), (0, 6), (0, 1), (1, 2, 1)), ((0, 10), (6, 16), (3, 2), (1, 1, 2)))
@@ -89,9 +88,9 @@ DEEP = (((0, 3), (0, 6), (0,), (1, 1, 1)), ((3, 10), (0, 6), (1,), (1, 1, 1)), (
 @pytest.mark.parametrize("tiles", [UNLIKE, DEEP], ids=["unlike grids", "unlike depths"])
 def test_uneven_tilings_are_bit_equal_on_and_off(world, tokens, tiles):
     plan, job = plan_of(tiles, 16), make_job(tokens, "gpt2")
-    exposed = curve(world, overlapped(job, tensor=False, data=False), plan)
+    exposed = curve(world, overlapped(job, tensor=False, data=False, z=False), plan)
     assert largest_relative_difference(exposed, one_rank(world, tokens, "gpt2")) < 1e-5
-    assert curve(world, overlapped(job, tensor=True, data=True), plan) == exposed
+    assert curve(world, overlapped(job, tensor=True, data=True, z=True), plan) == exposed
 
 
 def bytes_of_a_step(world, job, which) -> int:
@@ -110,34 +109,37 @@ def bytes_of_a_step(world, job, which) -> int:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
-def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, monkeypatch):
-    """fp32; n ranks of an axis send together 2 (n - 1) times what they all-reduce, (n - 1) times what they gather."""
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, monkeypatch):
+    """fp32; n ranks of an axis send together 2 (n - 1) times what they all-reduce, (n - 1) times what they gather.
+
+    What is recomputed is summed again. Of z see tests/ranks/test_traffic.py.
+    """
     monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
     n, microbatches = world.size, 2
 
     def job_of(**plan):
-        shape = {"num_kv_heads": 8, "vocab_size": 64}
-        return overlapped(make_job(tokens, "llama", {"microbatch": 8, **plan}, shape=shape), tensor=on, data=on)
+        shape, plan = {"num_kv_heads": 8, "vocab_size": 64}, {"microbatch": 8, "recompute": recompute, **plan}
+        return overlapped(make_job(tokens, "llama", plan, shape=shape), tensor=on, data=on, z=on)
 
     model = job_of().model
     h, f, blocks, vocabulary = model.hidden_size, model.ffn, model.num_layers, model.vocab_size
     parameters = 2 * vocabulary * h + h + blocks * (4 * h * h + 3 * h * f + 2 * h)
     numbers = 16 * 16  # tokens of a step: rows x positions
     pairs = 4 * (n - 1)
+    forward = 2 if recompute == "full" else 1
 
     # data: reduce-scatter of gradients and all-gather of weights, 2 (n - 1) / n of the shard a rank
     job = job_of(data=n, microbatch=16 // n // microbatches or 1)
     assert bytes_of_a_step(world, job, lambda layout: layout.groups) == 2 * pairs * parameters
     # y: of each block the sums of o and down forward, of the inputs of qkv and up backward; embedding and head; loss
-    summed = (4 * blocks + 2) * numbers * h + 3 * numbers
+    summed = (forward + 1) * (2 * blocks + 1) * numbers * h + forward * 3 * numbers
     assert bytes_of_a_step(world, job_of(tensor={"y": n}), lambda layout: [layout.axes.y]) == 2 * pairs * summed
     # x: of each block the sums of qkv and up forward, of the inputs of o and down backward; the logits; norms
-    summed = blocks * numbers * (3 * h + 2 * f + h + f) + numbers * vocabulary + 2 * (2 * blocks + 1) * numbers
+    norms = (2 * blocks + 1) * numbers
+    summed = forward * (blocks * numbers * (3 * h + 2 * f) + numbers * vocabulary + norms)
+    summed += blocks * numbers * (h + f) + norms
     assert bytes_of_a_step(world, job_of(tensor={"x": n}), lambda layout: [layout.axes.x]) == 2 * pairs * summed
-    # z: weights forward and backward, gradients backward, of each microbatch: 3 (n - 1) / n; two barriers after it
-    barriers = 2 * n * math.ceil(math.log2(n))
-    expected = 3 * microbatches * pairs * parameters + barriers
-    assert bytes_of_a_step(world, job_of(tensor={"z": n}), lambda layout: [layout.axes.z]) == expected
 
 
 DEVICE = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 5e8})
@@ -175,6 +177,7 @@ def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
 
 # Where what is to be hidden goes through the NICs.
 ACROSS = {
+    "z": (((0, 6), (0, 4), (0, 2), (1, 1, 2)), ((0, 6), (4, 8), (1, 3), (1, 1, 2))),
     "tensor": (((0, 6), (0, 4), (0, 2), (1, 2, 1)), ((0, 6), (4, 8), (1, 3), (1, 2, 1))),
     "data": tuple(((0, 6), (2 * rank, 2 * rank + 2), (rank,), (1, 1, 1)) for rank in range(4)),
 }

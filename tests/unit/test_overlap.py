@@ -20,21 +20,23 @@ HERE, THERE = Place("a", "cpu"), Place("b", "cpu")
 @pytest.mark.parametrize(
     "topology, expected, reason",
     [
-        (Topology((HERE, HERE)), (False, False), "off: all ranks compute on the cores of one host"),
-        (Topology((HERE, THERE)), (True, True), "on: 2 hosts"),
-        (Topology((HERE, HERE), shares_memory=False), (True, True), "on: a rehearsal's devices"),
-        (Topology((HERE, Place("a", "h200", "cuda"))), (True, False), "on: devices compute while bytes move"),
+        (Topology((HERE, HERE)), (False, False, False), "off: all ranks compute on the cores of one host"),
+        (Topology((HERE, THERE)), (True, True, True), "on: 2 hosts"),
+        (Topology((HERE, HERE), shares_memory=False), (True, True, True), "on: a rehearsal's devices"),
+        (Topology((HERE, Place("a", "h200", "cuda"))), (True, False, False), "on: devices compute while bytes move"),
     ],
 )
 def test_auto_becomes_a_value_with_a_reason(topology, expected, reason):
     found, reasons = resolve_overlap(Overlap(), topology)
-    assert (found.tensor, found.data) == expected
-    assert reasons["overlap.tensor"].startswith(reason) and set(reasons) == {"overlap.tensor", "overlap.data"}
+    assert (found.tensor, found.data, found.z) == expected
+    assert reasons["overlap.tensor"].startswith(reason)
+    assert set(reasons) == {"overlap.tensor", "overlap.data", "overlap.z"}
 
 
 def test_what_was_asked_for_stays():
-    found, reasons = resolve_overlap(Overlap(tensor=True, bucket_bytes=7), Topology((HERE, HERE)))
-    assert (found.tensor, found.data, found.bucket_bytes) == (True, False, 7) and set(reasons) == {"overlap.data"}
+    found, reasons = resolve_overlap(Overlap(tensor=True, z=False, bucket_bytes=7), Topology((HERE, THERE)))
+    assert (found.tensor, found.data, found.z, found.bucket_bytes) == (True, True, False, 7)
+    assert set(reasons) == {"overlap.data"}
 
 
 def test_buckets_are_whole_items_of_enough_bytes_and_the_first_has_what_is_left_over():

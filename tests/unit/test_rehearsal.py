@@ -92,7 +92,8 @@ def test_time_is_scaled_and_really_passes():
     assert time.monotonic() - start > 18e-3
 
 
-def test_computing_is_slower_beside_communication_and_what_communicates_is_not_charged():
+@pytest.mark.parametrize(("is_moving", "times"), [(lambda: True, 1.5), (lambda: False, 1.0), (None, 1.0)])
+def test_computing_is_slower_while_bytes_move_and_what_communicates_is_not_charged(is_moving, times):
     made = device(overlap_times=1.5)
     a = torch.ones(100, 100)
     pace = Pace(made.clock)
@@ -100,7 +101,7 @@ def test_computing_is_slower_beside_communication_and_what_communicates_is_not_c
 
     def communicate():
         here.append(a @ a)
-        yield Pending(lambda: True, "nothing")
+        yield Pending(lambda: True, "nothing", is_moving=is_moving)
 
     steps = pace.steps(communicate())
     taken = made.stopwatch()
@@ -108,7 +109,7 @@ def test_computing_is_slower_beside_communication_and_what_communicates_is_not_c
         next(steps)
         here.append(a @ a)
         complete(steps, "a test", Patience(Phase("a test", 1.0, "no.key")))
-    assert taken() == pytest.approx(1.5 * 2e-3, rel=1e-3)
+    assert taken() == pytest.approx(times * 2e-3, rel=1e-3)
 
 
 def test_storages_count_as_long_as_they_live():

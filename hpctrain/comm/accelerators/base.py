@@ -59,6 +59,8 @@ class Accelerator(ABC):
 
     shares_memory = False
     """Whether its memory is that of all ranks of the host together."""
+    time_scale = 1.0
+    """How many seconds of `moment` are one of the device: of pretended ones more than 1."""
 
     def __init__(self, kind: str, family: str, device: torch.device, model: str):
         self.kind, self.family, self.device = kind, family, device
@@ -81,6 +83,11 @@ class Accelerator(ABC):
     def running(self) -> AbstractContextManager:
         """Enclose all that is computed on the device; for devices that must see it."""
         return nullcontext()
+
+    def moment(self) -> float:
+        """Return where this rank is in what it computes, in seconds of `time.monotonic`; a pretended device says where
+        that would be. Of a device that computes beside its host: where the host is."""
+        return time.monotonic()
 
     def stopwatch(self) -> Callable[[], float]:
         """Start to measure; return what tells the seconds that the device took until then."""

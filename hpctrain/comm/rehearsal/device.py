@@ -52,6 +52,9 @@ class RehearsedAccelerator(CpuAccelerator):
     def queued(self) -> Event:
         return DONE
 
+    def moment(self) -> float:
+        return self.clock.moment
+
     def stopwatch(self) -> Callable[[], float]:
         read = self.clock.stopwatch()
         return lambda: read() / self.time_scale

@@ -1,0 +1,58 @@
+"""What tracing a run costs: steps of four trainers in turn, of which the middle ones are traced.
+
+Which of several trainers was made first makes a difference of its own; so the order of the kinds is there both ways.
+
+mpirun -n 2 python benchmarks/trace.py tiny --set plan.tensor.z=2 --set comm.route=messages
+"""
+
+import json
+import statistics
+
+import click
+
+from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
+
+
+@click.command()
+@click.argument("job")
+@override_option
+@click.option("--steps", default=40, show_default=True, type=click.IntRange(2), help="Of each kind.")
+def main(job, overrides, steps):
+    with started_world() as world:
+        prepared = prepare_run(world, load_job_on(world, job, overrides))
+
+        from hpctrain.comm.accelerator import bind_accelerator
+        from hpctrain.engine.phases import phases_of
+        from hpctrain.engine.trainer import Trainer
+        from hpctrain.observe.trace import Recording
+
+        accelerator = bind_accelerator(world)
+        recording = Recording(accelerator.moment)
+        trainers, untraced = [], world.tracer
+        for tracer in (untraced, recording, recording, untraced):
+            world.tracer = tracer
+            trainers.append(Trainer(world, accelerator, prepared.job, prepared.plan))
+            trainers[-1].initialise()
+        world.enter(phases_of(prepared.job.observe).first_step)
+        recording.is_running = True
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for number in range(2 * steps):
+            trainer = trainers[number % 4]
+            taken = world.largest(trainer.step(prepared.training)[0]["step_seconds"])
+            if number >= 4:
+                seconds[number % 4 in (1, 2)].append(taken)
+        medians = [statistics.median(each) for each in seconds]
+        told = {
+            "ranks": world.size,
+            "plan": prepared.plan.describe(),
+            "step_ms": [round(1e3 * each, 2) for each in medians],
+            "traced_over_untraced": round(medians[1] / medians[0], 4),
+            "fastest_traced_over_fastest_untraced": round(min(seconds[1]) / min(seconds[0]), 4),
+            "spans_a_step": len(recording.spans) // steps,
+        }
+        if world.rank == 0:
+            print(json.dumps(told, indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""When whole weights and whole gradients are there, where a rank stores shards of them: gathered an item ahead and
+scattered an item behind, while other items compute (AxoNN, arXiv 2305.13525).
+
+That is as far as the axes let it: what one does at once is done when it is needed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from hpctrain.model.axes import Axis, Work
+
+if TYPE_CHECKING:
+    from hpctrain.model.store import UnitStore
+
+# How many items ahead something starts: over the holders of ZeRO 3's shards two, over z, which needs that, one.
+FARTHEST = 2
+# Items whose gradients are in the making or under way: the one that goes back, and the one before it.
+ROOMS_BESIDE = 2
+
+
+class UnderWay:
+    """Operations of which each needs the result of the one before, started one by one."""
+
+    def __init__(self, operations: Iterator[Work], count: int):
+        """`operations` starts one each time it is asked for the next, and after `count` of them does the rest."""
+        self._operations, self._count = operations, count
+        self._work: Work | None = None
+        self._started = 0
+
+    def bring(self, number: int) -> None:
+        """Have the first `number` operations started, if there are so many, and all but the last of these done."""
+        while self._started < min(number, self._count):
+            self._next()
+
+    def finish(self) -> None:
+        """Have everything done."""
+        while not self._started or self._work is not None:
+            self._next()
+
+    def _next(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = next(self._operations, None)
+        self._started += 1
+
+
+class _Scattering(NamedTuple):
+    """The gradients of one item's units on their way to their shards."""
+
+    room: torch.Tensor | None
+    under_way: tuple[UnderWay, ...]
+    final: Callable[[], None]
+
+
+class Traffic:
+    """Gathers and scatters what the items of one tile need, in the order in which they compute.
+
+    All ranks of z, and all holders of shards, must call the same in the same order.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, Sequence["UnitStore"]],
+        z: Axis,
+        device: torch.device,
+        keep_gathered: Collection[int],
+    ):
+        """`units` are by item; those of the items `keep_gathered` stay gathered until `forget`.
+
+        All ranks of z must call.
+        """
+        self._units = units
+        self._coming: deque[int] = deque()
+        self._kept = {unit for item in keep_gathered for unit in units[item]}
+        self._beside = any(unit.scatters_beside for of_item in units.values() for unit in of_item)
+        sizes = (sum(unit.layout.size for unit in of_item if unit.scatters) for of_item in units.values())
+        largest = max(sizes, default=0)
+        rooms = ROOMS_BESIDE if self._beside else 1
+        self._free = deque(z.allocate(largest, torch.float32, device) for _ in range(rooms if largest else 0))
+        self._room: torch.Tensor | None = None
+        self._scattering: deque[_Scattering] = deque()
+
+    def expect(self, items: Iterable[int]) -> None:
+        """Say which items come next, in what order; begin to gather what the first of them need."""
+        self._coming = deque(items)
+        self._look_ahead()
+
+    def gather(self, item: int) -> None:
+        """Make the weights of an item available, and begin with those of the next; pair with `release`."""
+        if self._coming:
+            expected = self._coming.popleft()
+            assert expected == item, f"item {item} computes where {expected} was expected"
+        for unit in self._units[item]:
+            unit.gather()
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        for distance, item in enumerate(islice(self._coming, FARTHEST), 1):
+            for unit in self._units[item]:
+                unit.gather_ahead(distance)
+
+    def release(self, item: int) -> None:
+        """Let go of the weights of an item, but for those that are kept or needed at once again."""
+        needed = self._units[self._coming[0]] if self._coming else ()
+        for unit in self._units[item]:
+            unit.release(stays=unit in needed or unit in self._kept)
+
+    def forget(self) -> None:
+        """Let go of weights that were kept: they have changed."""
+        for unit in self._kept:
+            unit.forget()
+
+    def begin_backward(self, item: int) -> None:
+        """Make room for the whole gradients of an item; pair with `end_backward`."""
+        units = [unit for unit in self._units[item] if unit.scatters]
+        if not units:
+            return
+        while not self._free:
+            self._collect_first()
+        self._room = self._free.popleft()
+        at = 0
+        for unit in units:
+            unit.begin_backward(self._room[at : at + unit.layout.size].zero_())
+            at += unit.layout.size
+
+    def end_backward(self, item: int, passed: Callable[[int], None] | None) -> None:
+        """Start to sum the gradients of an item; `passed` is told its number when each rank's part has been added."""
+        for earlier in self._scattering:
+            for operations in earlier.under_way:
+                operations.bring(2)
+        started = tuple(unit.start_scatter() for unit in self._units[item] if unit.scatters)
+        final = partial(passed, item) if passed else _do_nothing
+        self._scattering.append(_Scattering(self._room, started, final))
+        self._room = None
+        while self._scattering and not (self._beside and self._scattering[0].under_way):
+            self._collect_first()
+
+    def collect(self) -> None:
+        """Have all gradients where they belong."""
+        while self._scattering:
+            self._collect_first()
+
+    def _collect_first(self) -> None:
+        first = self._scattering.popleft()
+        for operations in first.under_way:
+            operations.finish()
+        if first.room is not None:
+            self._free.append(first.room)
+        first.final()
+
+
+def _do_nothing() -> None:
+    pass

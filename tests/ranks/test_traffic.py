@@ -1,0 +1,196 @@
+"""Weights gathered ahead and gradients scattered behind, on ranks: the same bits, few alive, bytes by formula."""
+
+import math
+
+import pytest
+
+from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.comm.topology import Preferences
+from hpctrain.data.order import open_datasets
+from hpctrain.intervals import Interval
+from hpctrain.job import Overlap
+from hpctrain.plan import Plan, TensorGrid, Tile
+from tests.ranks.small_runs import make_job, make_trainer, whole
+
+STEPS, SAVED = 5, 3
+SHAPE = {"num_layers": 4}
+OFF = {"tensor": False, "data": False, "z": False}
+LAYOUTS = {
+    2: [
+        {"tensor": {"z": 2}, "microbatch": 4},
+        {"tensor": {"z": 2}, "recompute": "full"},
+        {"data": 2, "zero": 3, "microbatch": 4},
+        {"data": 2, "zero": 2},
+    ],
+    4: [
+        {"tensor": {"z": 4}, "microbatch": 4},
+        {"tensor": {"x": 2, "z": 2}, "recompute": "full"},
+        {"tensor": {"y": 2, "z": 2}, "microbatch": 4},
+        {"tensor": {"z": 2}, "pipeline": 2, "microbatch": 4},
+        {"tensor": {"z": 2}, "data": 2, "zero": 3, "microbatch": 4},
+        {"tensor": {"z": 2}, "data": 2, "zero": 2},
+    ],
+    8: [
+        {"tensor": {"y": 2, "z": 2}, "pipeline": 2, "microbatch": 4},
+        {"tensor": {"x": 2, "z": 4}},
+        {"tensor": {"z": 2}, "pipeline": 2, "data": 2, "zero": 3, "microbatch": 2, "recompute": "full"},
+    ],
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        from mpi4py import MPI
+
+        metafunc.parametrize("layout", LAYOUTS.get(MPI.COMM_WORLD.size, []), ids=str)
+
+
+def history(world, job, folder, plan: Plan | None = None) -> list[float]:
+    """Train, validate and save, go on from there in a new trainer; return losses, norms, and losses of validation."""
+    _, training, validation = open_datasets(job.data, job.train.seed)
+    found = []
+    with world.freeing():
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        for _ in range(SAVED):
+            metrics = trainer.step(training)[0]
+            found += [metrics["loss"], metrics["grad_norm"]]
+        found.append(trainer.validate(validation))
+        trainer.save(folder, {})
+    with world.freeing():
+        trainer = make_trainer(world, job, plan)
+        trainer.resume(latest_checkpoint(folder))
+        while trainer.steps_done < STEPS:
+            metrics = trainer.step(training)[0]
+            found += [metrics["loss"], metrics["grad_norm"]]
+        found.append(trainer.validate(validation))
+        trainer.save(folder, {})
+    return found
+
+
+def with_overlap(job, **switches):
+    return job.model_copy(update={"overlap": Overlap(bucket_bytes=3000, **switches)})
+
+
+def assert_same_bits(world, job, folder, plan: Plan | None = None) -> None:
+    exposed = history(world, with_overlap(job, **OFF), folder / "off", plan)
+    for name, switches in {
+        "z": {"tensor": False, "data": False, "z": True},
+        "all": {"tensor": True, "data": True, "z": True, "keep_gathered": 2},
+    }.items():
+        assert history(world, with_overlap(job, **switches), folder / name, plan) == exposed
+        if world.rank == 0:
+            a, b = whole(folder / "off"), whole(folder / name)
+            assert [key for key in a if a[key].tobytes() != b[key].tobytes()] == []
+        world.agree(None)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("route", ["auto", "messages"])
+def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens, folder, layout, route, monkeypatch):
+    monkeypatch.setattr(world, "preferences", Preferences(route=route))
+    model = "llama" if route == "auto" else "gpt2"
+    assert_same_bits(world, make_job(tokens, model, layout, shape=SHAPE, steps=STEPS), folder)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(300)
+def test_substeps_and_unlike_grids_are_bit_equal_too(world, tokens, folder, monkeypatch):
+    monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
+    tiles = (
+        Tile(Interval(0, 6), Interval(0, 5), (0, 1), TensorGrid(z=2), substeps=2, recompute="full"),
+        Tile(Interval(0, 6), Interval(5, 8), (2, 3), TensorGrid(y=2)),
+    )
+    job = make_job(tokens, "gpt2", shape=SHAPE, steps=STEPS)
+    assert_same_bits(world, job, folder, Plan(tiles, microbatches=2, rows=8))
+
+
+def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
+    """The item in use and, where that goes on beside, the next one; in their room for gradients as many."""
+    monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
+    job = make_job(tokens, "llama", {"tensor": {"z": world.size}, "microbatch": 8}, shape=SHAPE)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    for switches, most in ((OFF, 1), ({**OFF, "z": True}, 2), ({**OFF, "z": True, "keep_gathered": 3}, 5)):
+        with world.freeing():
+            trainer = make_trainer(world, with_overlap(job, **switches))
+            trainer.initialise()
+            traffic, alive = trainer.layout.store.traffic, []
+            release = traffic.release
+
+            def counted(item, traffic=traffic, alive=alive, release=release):
+                whole = {u for units in traffic._units.values() for u in units if u._is_gathered or u._gathering}
+                alive.append((len(whole), len(traffic._scattering)))
+                release(item)
+
+            monkeypatch.setattr(traffic, "release", counted)
+            for _ in range(2):
+                trainer.step(training)
+        assert max(gathered for gathered, _ in alive) == most
+        assert max(scattering for _, scattering in alive) == (2 if switches["z"] else 0)
+
+
+def bytes_of_a_step(world, job, axis: str) -> int:
+    """Return what all ranks send over one axis in a step that is not the first."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with world.freeing():
+        trainer = make_trainer(world, job)
+        trainer.initialise()
+        layout = trainer.layout
+        groups = dict.fromkeys(layout.groups if axis == "data" else [getattr(layout.axes, axis)])
+        trainer.step(training)
+        trainer.layout.store.await_weights()  # what is gathered for the next step
+        before = sum(sum(group.bytes_sent) for group in groups)
+        trainer.step(training)
+        trainer.layout.store.await_weights()
+        sent = sum(sum(group.bytes_sent) for group in groups) - before
+    return sum(world.broadcast_object(world.gather_objects(sent)))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute, monkeypatch):
+    """3 (n - 1) / n of each weight a rank and microbatch: gathered forward and backward, scattered once (fp32).
+
+    The head goes back right after it went forward, and the embedding forward right after it went back: one gather.
+    What is kept is gathered once a step. What is recomputed is with the weights that the backward pass has anyway.
+    """
+    monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
+    n, microbatches, kept = world.size, min(4, 16 // world.size), 3
+
+    def job_of(**overlap):
+        plan = {"tensor": {"z": n}, "microbatch": 16 // microbatches, "recompute": recompute}
+        shape = {"num_kv_heads": 8, "vocab_size": 64}
+        return with_overlap(make_job(tokens, "llama", plan, shape=shape), **{key: on for key in OFF}, **overlap)
+
+    embedding, *blocks, head = sizes_of_items(job_of().model)
+    each = 4 * (n - 1)  # bytes that ranks send together for an element
+    barriers = 2 * n * math.ceil(math.log2(n))
+    scattered = microbatches * (embedding + sum(blocks) + head)
+    gathered = (microbatches + 1) * embedding + 2 * microbatches * sum(blocks) + microbatches * head
+    assert bytes_of_a_step(world, job_of(), "z") == each * (gathered + scattered) + barriers
+    gathered -= microbatches * embedding + (2 * microbatches - 1) * sum(blocks[: kept - 1])
+    assert bytes_of_a_step(world, job_of(keep_gathered=kept), "z") == each * (gathered + scattered) + barriers
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_shards_of_zero_move_as_often_as_the_formula_says(world, tokens, on, zero, monkeypatch):
+    """ZeRO 3 over data is what z does; with ZeRO 2 weights are gathered once a step, after the update."""
+    monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
+    n, microbatches = world.size, 2
+    shape = {"num_kv_heads": 8, "vocab_size": 64}
+    plan = {"data": n, "microbatch": 16 // n // microbatches, "zero": zero}
+    job = with_overlap(make_job(tokens, "llama", plan, shape=shape), **{key: on for key in OFF})
+    sizes = sizes_of_items(job.model)
+    scattered = microbatches * sum(sizes)
+    gathered = sum(sizes)
+    if zero == 3:
+        gathered = 2 * microbatches * sum(sizes) - (microbatches - 1) * sizes[0] - microbatches * sizes[-1]
+    assert bytes_of_a_step(world, job, "data") == 4 * (n - 1) * (gathered + scattered)
+
+
+def sizes_of_items(model) -> list[int]:
+    h, f, vocabulary = model.hidden_size, model.ffn, model.vocab_size
+    return [vocabulary * h, *[4 * h * h + 3 * h * f + 2 * h] * model.num_layers, vocabulary * h + h]

@@ -1,0 +1,184 @@
+"""When weights and gradients are there: one rank of several, whose others are pretended."""
+
+from collections import Counter, deque
+from itertools import groupby
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.holders import holdings_of
+from hpctrain.intervals import cut_evenly
+from hpctrain.job import Model
+from hpctrain.model.axes import Axes
+from hpctrain.model.store import Store
+from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.schedule import forward_only, items_in_order, one_f_one_b
+
+MODEL = Model(architecture="gpt2", num_layers=3, hidden_size=8, num_heads=4, vocab_size=16, tie_head=True)
+ITEMS = range(MODEL.num_items)
+ALONE = Communicator([0])
+
+
+class PretendedAxis:
+    """Rank 0 of two, of which the other brings ones to all that is gathered, and zeros to all that is summed."""
+
+    rank, size = 0, 2
+
+    def __init__(self, goes_beside: bool):
+        self.goes_beside = goes_beside
+        self.under_way: deque[PretendedWork] = deque()
+        self.started: Counter[str] = Counter()
+
+    def start_all_gather(self, tensor, cuts=None):
+        theirs = (cuts or cut_evenly(tensor.numel(), 2))[1]
+        return self._start("all_gather", lambda: tensor[slice(*theirs)].fill_(1.0))
+
+    def start_reduce_scatter(self, tensor, out, cuts=None):
+        own = (cuts or cut_evenly(tensor.numel(), 2))[0]
+        return self._start("reduce_scatter", lambda: out.copy_(tensor[slice(*own)]))
+
+    def _start(self, name, move):
+        work = PretendedWork(self, move)
+        self.started[name] += 1
+        self.under_way.append(work)
+        if not self.goes_beside:
+            work.wait()
+        return work
+
+    def barrier(self):
+        assert not self.under_way
+
+    def allocate(self, numel, dtype, device):
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def allocate_common(self, numel, dtype, device):
+        return None
+
+
+class PretendedWork:
+    """Is done when it is waited for, after all that was started before it."""
+
+    def __init__(self, axis: PretendedAxis, move):
+        self._axis, self._move = axis, move
+
+    def wait(self):
+        while self in self._axis.under_way:
+            self._axis.under_way.popleft()._move()
+
+
+def store_of(plan: Plan, z: PretendedAxis, holders: PretendedAxis, keep: int = 0) -> Store:
+    held = holdings_of(MODEL, plan, 0)
+    axes = Axes(ALONE, ALONE, z if plan.tile_of(0).tensor.z > 1 else ALONE)
+    groups = [holders if len(holding.ranks) > 1 else ALONE for holding in held.holdings]
+    return Store(groups, held, axes, torch.float32, torch.device("cpu"), ITEMS[:keep])
+
+
+def whole_units(store: Store) -> set:
+    """Return the units whose whole weights have memory."""
+    return {unit for unit in store._units if unit._is_gathered or unit._gathering is not None}
+
+
+def units_of(store: Store, items) -> set:
+    return {unit for item in items for unit in store._units_of(item)}
+
+
+orders = st.lists(st.sampled_from([list(ITEMS), list(reversed(ITEMS))]), min_size=1, max_size=6).map(
+    lambda passes: [item for one in passes for item in one]
+)
+
+
+@given(order=orders, beside=st.booleans(), keep=st.integers(0, MODEL.num_items))
+def test_weights_are_there_when_their_item_computes_and_few_others_are(order, beside, keep):
+    z = PretendedAxis(beside)
+    store = store_of(even_plan(MODEL.num_items, TensorGrid(z=2), 1, 1, 1, 2), z, ALONE, keep)
+    handles = {
+        item: store.weights(item, [p.name for u in store._units_of(item) for p in u.layout.unit.parameters])
+        for item in ITEMS
+    }
+    kept = units_of(store, ITEMS[:keep])
+    store.traffic.expect(order)
+    for i, item in enumerate(order):
+        store.traffic.gather(item)
+        for weight in handles[item]:
+            assert weight.data.shape and set(weight.data.flatten().tolist()) <= {0.0, 1.0}
+        seen = i + 1 + beside
+        assert whole_units(store) == kept & units_of(store, order[:seen]) | units_of(store, order[i:seen])
+        assert len(z.under_way) <= 2 * beside
+        store.traffic.release(item)
+    assert not z.under_way and whole_units(store) <= kept
+    expected = 0
+    for unit in store._units:
+        uses = [item in unit.layout.unit.items for item in order]
+        expected += 1 if unit in kept and any(uses) else sum(used for used, _ in groupby(uses))
+    assert z.started["all_gather"] == expected
+    store.traffic.forget()
+    assert not whole_units(store)
+
+
+@given(order=orders, beside_z=st.booleans(), beside_data=st.booleans(), with_z=st.booleans())
+def test_shards_over_z_and_over_holders_are_gathered_one_after_the_other(order, beside_z, beside_data, with_z):
+    z, holders = PretendedAxis(beside_z), PretendedAxis(beside_data)
+    plan = even_plan(MODEL.num_items, TensorGrid(z=2 if with_z else 1), 1, 2, 1, 2, zero=3)
+    store = store_of(plan, z, holders)
+    store.traffic.expect(order)
+    operations = (beside_z and with_z) + beside_data
+    for i, item in enumerate(order):
+        store.traffic.gather(item)
+        units = [unit for unit in store._units_of(item) if not unit._stays]
+        assert all(unit._is_gathered for unit in units)
+        assert whole_units(store) <= units_of(store, order[i : i + 1 + operations])
+        store.traffic.release(item)
+    assert not z.under_way and not holders.under_way
+    assert holders.started["all_gather"] <= len(order)
+
+
+@given(
+    microbatches=st.integers(1, 3),
+    beside=st.tuples(st.booleans(), st.booleans()),
+    layout=st.sampled_from([(2, 1, 1), (2, 2, 2), (1, 2, 2), (1, 2, 3), (2, 2, 3), (1, 1, 1)]),
+)
+def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are(microbatches, beside, layout):
+    """Each pass adds another number to all gradients; who is told of an item finds them all in its shards."""
+    (z_size, data, zero), (z, holders) = layout, (PretendedAxis(b) for b in beside)
+    store = store_of(even_plan(MODEL.num_items, TensorGrid(z=z_size), 1, data, 1, 2, zero=zero), z, holders)
+    told = []
+
+    def passed(item):
+        told.append(item)
+        for unit in store._units_of(item):
+            if unit.scatters and len(unit.layout.unit.items) == 1:
+                shard = unit._sharded.own_grads() if unit._sharded else unit._grad_shard
+                assert set(shard.tolist()) == {sum(10.0**m for m in range(microbatches))}
+
+    for m in range(microbatches):
+        for item in reversed(ITEMS):
+            store.traffic.gather(item)
+            store.traffic.begin_backward(item)
+            for unit in store._units_of(item):
+                if unit.scatters:
+                    assert not unit._whole_grad.any()
+                    unit._whole_grad += 10.0**m
+            store.traffic.end_backward(item, passed if m == microbatches - 1 else None)
+            assert len(store.traffic._scattering) <= 2 * any(beside)
+            store.traffic.release(item)
+    store.traffic.collect()
+    assert told == list(reversed(ITEMS))
+    assert not z.under_way and not holders.under_way
+
+
+def test_what_is_not_expected_is_refused():
+    store = store_of(even_plan(MODEL.num_items, TensorGrid(z=2), 1, 1, 1, 2), PretendedAxis(True), ALONE)
+    store.traffic.expect([0, 1])
+    with pytest.raises(AssertionError, match="item 1 computes where 0 was expected"):
+        store.traffic.gather(1)
+
+
+def test_the_items_of_a_step_are_those_of_its_instructions():
+    plan = even_plan(MODEL.num_items, TensorGrid(), 2, 1, 2, 4)
+    first, last = plan.tiles
+    assert list(items_in_order(one_f_one_b(plan, last), last)) == [2, 3, 4, 4, 3, 2] * 2
+    assert list(items_in_order(one_f_one_b(plan, first), first)) == [0, 1, 0, 1, 1, 0, 1, 0]
+    assert list(items_in_order(forward_only(plan, last), last)) == [2, 3, 4] * 2
