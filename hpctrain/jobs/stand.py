@@ -102,14 +102,14 @@ class Room:
     def note(self, plan: Plan, held: Sequence[Held]) -> None:
         for tile in plan.tiles:
             key = (tile.items.size, plan.depth_to_loss(tile))
-            each = max(held[rank].peak - held[rank].states for rank in tile.ranks) / tile.rows.size
+            each = max(held[rank].peak - held[rank].states for rank in tile.ranks) / tile.rows.most()
             self._found[key] = max(each, self._found.get(key, 0.0))
 
     def forbids(self, plan: Plan) -> bool:
         """Say whether some tile cannot fit, as tiles with no more to keep took too much for it."""
         states = state_bytes(self._work, plan)
         return any(
-            states[tile] + tile.rows.size * each > self._cluster.families[tile.family].memory_bytes
+            states[tile] + tile.rows.most() * each > self._cluster.families[tile.family].memory_bytes
             for tile in plan.tiles
             for (items, depth), each in self._found.items()
             if tile.items.size >= items and plan.depth_to_loss(tile) >= depth

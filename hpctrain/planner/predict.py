@@ -158,11 +158,14 @@ class Predictor:
     def costs(self) -> Costs:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
-            pieces = tuple(cut_evenly(max(tile.rows_at(z).size for z in range(tile.tensor.z)), tile.substeps))
-            key = (tile.items, tuple(p.size for p in pieces), tile.tensor, tile.recompute, self._place(tile))
-            if key not in known:
-                known[key] = self._tile_cost(tile, [piece.size for piece in pieces])
-            tiles[tile] = known[key]
+            by_turns, place = [], self._place(tile)
+            for rows in tile.rows.sizes:
+                pieces = tuple(piece.size for piece in cut_evenly(-(-rows // tile.tensor.z), tile.substeps))
+                key = (tile.items, pieces, tile.tensor, tile.recompute, place)
+                if key not in known:
+                    known[key] = self._tile_cost(tile, pieces)
+                by_turns.append(known[key])
+            tiles[tile] = tuple(by_turns)
         blocking = self.setup.stack.blocking_sends
         return Costs(tiles, self._messages(), self._sharings(), self._agree_seconds(), blocking)
 
@@ -176,7 +179,7 @@ class Predictor:
     def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
         return next((h.ranks for h in self._held(tile).holdings if h.zero >= 2), ())
 
-    def _tile_cost(self, tile: Tile, pieces: list[int]) -> TileCost:
+    def _tile_cost(self, tile: Tile, pieces: Sequence[int]) -> TileCost:
         forward, backward = [], []
         for rows in pieces:
             costs = {}
@@ -267,28 +270,30 @@ class Predictor:
     def _agree_seconds(self) -> float:
         return self._collective("all_reduce", 24, self.plan.ranks, ())
 
-    def _messages(self) -> dict[tuple[Tile, Tile], float]:
-        found: dict[tuple[Tile, Tile], float] = {}
+    def _messages(self) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
+        found: dict[tuple[Tile, Tile], list[float]] = {}
         for tile in self.plan.tiles:
             for forward in (True, False):
                 sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
                 like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
                 # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
                 for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks if sources else ():
-                    self._receive_one(found, tile, rank, forward)
-        return found
+                    for microbatch in range(self.plan.period):
+                        self._receive_one(found, tile, rank, forward, microbatch)
+        return {pair: tuple(by_turns) for pair, by_turns in found.items()}
 
-    def _receive_one(self, found: dict, tile: Tile, rank: int, forward: bool) -> None:
+    def _receive_one(self, found: dict, tile: Tile, rank: int, forward: bool, microbatch: int) -> None:
         element = self.setup.positions * self.setup.item_bytes
         arriving: dict[Tile, float] = {}
-        for piece in receives(self.plan, rank, self.setup.model.hidden_size, forward):
+        for piece in receives(self.plan, rank, self.setup.model.hidden_size, forward, microbatch):
             source = self.plan.tile_of(piece.sender)
             num_bytes = piece.rows.size * piece.features.size * element
             flows = self.network.flows(piece.sender, source.ranks)
             seconds = self.network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
         for source, seconds in arriving.items():
-            found[source, tile] = max(found.get((source, tile), 0.0), seconds)
+            by_turns = found.setdefault((source, tile), [0.0] * self.plan.period)
+            by_turns[microbatch] = max(by_turns[microbatch], seconds)
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -296,7 +301,7 @@ class Predictor:
         found: dict[tuple, StageMemory] = {}
         for tile in self.plan.tiles:
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
-            key = (tile.items, tile.rows.size, tile.tensor, tile.recompute, tile.zero, tile.family, tile.substeps)
+            key = (tile.items, tile.rows.sizes, tile.tensor, tile.recompute, tile.zero, tile.family, tile.substeps)
             if key not in found:
                 held = holdings_of(self.setup.model, self.plan, tile.ranks[0])
                 found[key] = StageMemory(tile, memory_of(self.setup, self.plan, tile, held, tile.ranks[0]), available)

@@ -2,8 +2,9 @@
 
 Two kinds: `side by side`, where each family has replicas of its own, pipelines of its own depth, and rows by speed; and
 `in a row`, one pipeline over all families, whose blocks are cut by speed. Both are cut exactly: no other cut into whole
-rows or blocks makes the slowest part faster. Which depths and how many microbatches is chosen by a closed form of
-computation and bubble; what is communicated is not weighed.
+rows or blocks makes the slowest part faster. Replicas side by side do not meet before the end of a step: where whole
+rows fit their speeds badly, they have them by turns, 5 and 6 for five and a half. Which depths and how many
+microbatches is chosen by a closed form of computation and bubble; what is communicated is not weighed.
 """
 
 import heapq
@@ -20,9 +21,13 @@ from hpctrain.job import Model
 from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.planner.even import GRADIENT_SHARD_BYTES, MOMENT_BYTES, WEIGHT_BYTES
+from hpctrain.planner.turns import spread
+from hpctrain.rows import Rows
 
 # What the small products of a microbatch cost beside those of its rows: some 300 tokens' time for rows of 2,048.
 ROWS_LOST = 0.15
+# A longer period of rows by turns is not worth less than this share of a step.
+TURNS_TOLERANCE = 0.005
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.
 BLOCK_BYTES, HEAD_BYTES = 90, 12
 SIDE_BY_SIDE, IN_A_ROW, EVEN = "side by side", "in a row", "even"
@@ -106,21 +111,40 @@ def parties_of(cluster: Cluster, dtype: str, speeds: Mapping[str, float] | None 
     return found
 
 
-def cut_rows(num_rows: int, speeds: Sequence[float]) -> list[int]:
-    """Return how many rows each replica takes, one at least, so that the slowest is as fast as can be.
+def cut_rows(num_rows: int, speeds: Sequence[float], least: int = 1) -> list[int]:
+    """Return how many rows each replica takes, `least` or more, so that the slowest is as fast as can be.
 
     Exact: rows are given one by one to who would then be done first. Raises PlanError if there are too few.
     """
-    if num_rows < len(speeds):
-        raise PlanError(f"{num_rows} rows of a microbatch are too few for {len(speeds)} replicas; one is the least")
-    rows = [1] * len(speeds)
-    waiting = [(2 / speed, i) for i, speed in enumerate(speeds)]
+    if num_rows < least * len(speeds):
+        raise PlanError(
+            f"{num_rows // least} rows of a microbatch are too few for {len(speeds)} replicas; one is the least"
+        )
+    rows = [least] * len(speeds)
+    waiting = [((least + 1) / speed, i) for i, speed in enumerate(speeds)]
     heapq.heapify(waiting)
-    for _ in range(num_rows - len(speeds)):
+    for _ in range(num_rows - least * len(speeds)):
         _, i = waiting[0]
         rows[i] += 1
         heapq.heapreplace(waiting, ((rows[i] + 1) / speeds[i], i))
     return rows
+
+
+def cut_rows_by_turns(num_rows: int, speeds: Sequence[float], microbatches: int) -> list[Rows]:
+    """Return which rows of each microbatch a replica takes, so that over the step the slowest is as fast as can be.
+
+    What counts is a replica's rows of the whole step: it waits for no other one before its end. The period is the
+    shortest for which the slowest replica takes no longer than by the best of all, but for `TURNS_TOLERANCE`.
+    Raises PlanError as `cut_rows`.
+    """
+
+    def slowest(period: int) -> float:
+        totals = cut_rows(num_rows * period, speeds, least=period)
+        return max(total / speed for total, speed in zip(totals, speeds, strict=True)) / period
+
+    enough = slowest(microbatches) * (1 + TURNS_TOLERANCE)
+    period = next(period for period in divisors(microbatches) if slowest(period) <= enough)
+    return spread(cut_rows(num_rows * period, speeds, least=period), period)
 
 
 def cut_items(costs: Sequence[float], speeds: Sequence[float]) -> list[Interval]:
@@ -164,16 +188,13 @@ def side_by_side(work: Work, parties: Sequence[Party], depths: Sequence[int], mi
         for replica in range(len(party.ranks) // depth)
     ]
     speeds = [party.speed / max(map(work.cost, items)) for party, items, _ in replicas]
+    num_rows = work.global_batch // microbatches
     tiles = []
-    at = 0
-    for (party, items, replica), size in zip(
-        replicas, cut_rows(work.global_batch // microbatches, speeds), strict=True
-    ):
+    for (party, items, replica), rows in zip(replicas, cut_rows_by_turns(num_rows, speeds, microbatches), strict=True):
         across = len(party.ranks) // len(items)
-        rows, at = Interval(at, at + size), at + size
         ranks = [party.ranks[stage * across + replica] for stage in range(len(items))]
         tiles += [Tile(part, rows, (rank,), family=party.family) for part, rank in zip(items, ranks, strict=True)]
-    return Plan(tuple(tiles), microbatches, at)
+    return Plan(tuple(tiles), microbatches, num_rows)
 
 
 def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microbatches: int) -> Plan:
@@ -195,15 +216,60 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
 
 
 def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
-    """Return the time of a step: the slowest tile once for each microbatch, and the rest of the longest path once.
+    """Return the time of a step: that of the slowest of the pipelines that share no messages.
 
-    An estimate of computation and bubble, from above where paths are unlike; communication is left out.
+    Of each one its slowest tile for every microbatch, and the rest of the longest path once. Tiles that share messages
+    wait for each other in every microbatch, so that their turns do not make up for each other. An estimate of
+    computation and bubble, from above where paths are unlike; communication is left out.
     """
-    seconds = {tile: work.cost(tile.items) * (tile.rows.size + ROWS_LOST) / speeds[tile.family] for tile in plan.tiles}
+
+    def seconds(tile: Tile, rows: int) -> float:
+        return work.cost(tile.items) * (rows + ROWS_LOST) / speeds[tile.family]
+
     path: dict[Tile, float] = {}
     for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
-        path[tile] = seconds[tile] + max((path[other] for other in plan.downstream(tile)), default=0.0)
-    return max(path.values()) + (plan.microbatches - 1) * max(seconds.values())
+        ahead = max((path[other] for other in plan.downstream(tile)), default=0.0)
+        path[tile] = seconds(tile, tile.rows.most()) + ahead
+    steps = []
+    for tiles in _pipelines(plan):
+        slowest = [max(seconds(tile, tile.rows_of(m).size) for tile in tiles) for m in range(plan.period)]
+        every = sum(slowest[m % plan.period] for m in range(plan.microbatches))
+        steps.append(max(path[tile] for tile in tiles) + every - max(slowest))
+    return max(steps)
+
+
+def _pipelines(plan: Plan) -> list[list[Tile]]:
+    """Return the tiles that share messages, directly or through others, together."""
+    found: list[list[Tile]] = []
+    seen: set[Tile] = set()
+    for start in plan.tiles:
+        if start in seen:
+            continue
+        seen.add(start)
+        together = [start]
+        for tile in together:  # grows while it is gone through
+            near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
+            seen.update(near)
+            together += near
+        found.append(together)
+    return found
+
+
+def turns_reason(work: Work, plan: Plan, speeds: Mapping[str, float]) -> str | None:
+    """Say what rows by turns are for; None where all microbatches are cut alike."""
+    if plan.period == 1:
+        return None
+    replicas: dict[Rows, list[Tile]] = {}
+    for tile in plan.tiles:
+        replicas.setdefault(tile.rows, []).append(tile)
+    each = [min(speeds[tile.family] / work.cost(tile.items) for tile in tiles) for tiles in replicas.values()]
+    by_turns = max(rows.mean / speed for rows, speed in zip(replicas, each, strict=True))
+    whole = max(rows / speed for rows, speed in zip(cut_rows(plan.rows, each), each, strict=True))
+    share = ", ".join(f"{tiles[0].family} {rows.mean:.4g}" for rows, tiles in replicas.items())
+    return (
+        f"by turns of {plan.period} microbatches, on the mean {share} of {plan.rows};"
+        f" whole rows would make the slowest {whole / by_turns - 1:.1%} slower"
+    )
 
 
 def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
@@ -225,7 +291,7 @@ def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
         blocks = tile.items.intersect(Interval(1, last)).size
         each = blocks * BLOCK_BYTES * model.hidden_size + tile.holds(last) * HEAD_BYTES * model.vocab_size
         kept = min(plan.depth_to_loss(tile) + 1, plan.microbatches)
-        return tile.rows.size * work.positions * each * kept
+        return tile.rows.most(kept) * work.positions * each
 
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
 

@@ -7,11 +7,13 @@ import pytest
 
 from hpctrain.cluster_file import load_cluster, ready_clusters
 from hpctrain.errors import PlanError
+from hpctrain.intervals import Interval
 from hpctrain.job import load_job
-from hpctrain.plan import check_tiling
+from hpctrain.plan import Plan, Tile, check_tiling
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.proportional import (
     IN_A_ROW,
+    ROWS_LOST,
     SIDE_BY_SIDE,
     Party,
     Work,
@@ -24,7 +26,9 @@ from hpctrain.planner.proportional import (
     parties_of,
     proportional_candidates,
     side_by_side,
+    turns_reason,
 )
+from hpctrain.rows import Rows
 from hpctrain.schedule import check_no_deadlock, one_f_one_b
 
 JOB = load_job("mixed", ["train.global_batch=96"])
@@ -67,13 +71,40 @@ def test_blocks_are_cut_as_brute_force_would(seed):
 
 def test_fast_devices_get_more_rows_or_more_blocks():
     beside = side_by_side(WORK, [FAST, SLOW], (1, 2), 6)
-    rows = {tile.ranks[0]: tile.rows.size for tile in beside.tiles}
-    assert rows[0] + rows[1] + rows[2] == 16 and rows[2] == rows[3]
-    assert (rows[0], rows[1], rows[2]) == (6, 6, 4), "speeds 3, 3, and 2 less what the cut of the pipeline loses"
+    check_plan(JOB, beside, "side by side")
+    rows = {tile.ranks[0]: tile.rows for tile in beside.tiles}
+    assert rows[2] == rows[3], "a pipeline"
+    totals = [6 * rows[rank].mean for rank in range(3)]
+    assert totals == [37, 37, 22], "speeds 3, 3, and 2 less what the cut of the pipeline loses"
+    assert sorted(rows[0].sizes) == [6, 6, 6, 6, 6, 7], "whole rows would be 6, 6 and 4"
+    assert turns_reason(WORK, beside, {"fast": 3.0, "slow": 1.0}) == (
+        "by turns of 6 microbatches, on the mean fast 6.167, fast 6.167, slow 3.667 of 16; whole rows would make the"
+        " slowest 4.4% slower"
+    )
     row = in_a_row(WORK, [FAST, SLOW], (1, 1), 12)
+    assert turns_reason(WORK, row, {"fast": 3.0, "slow": 1.0}) is None
     assert [list(tile.items) for tile in row.tiles] == [[0, 8], [0, 8], [8, 10], [8, 10]]
-    assert [list(tile.rows) for tile in row.tiles] == [[0, 4], [4, 8]] * 2
+    assert [tile.rows.listed() for tile in row.tiles] == [[0, 4], [4, 8]] * 2
     assert [tile.family for tile in row.tiles] == ["fast", "fast", "slow", "slow"]
+
+
+def test_an_estimate_counts_turns_as_what_they_are_on_the_mean_where_nobody_waits():
+    """Side by side; with a stage that both feed, each microbatch waits for the slower one."""
+    speeds = {"fast": 1.0}
+    items, last = Interval(0, WORK.model.num_items), WORK.model.num_items - 2
+
+    def step(*by_turns: tuple[Interval, ...], stage: Interval = items) -> float:
+        tiles = [Tile(stage, Rows(rows), (rank,), family="fast") for rank, rows in enumerate(by_turns)]
+        if stage.stop < items.stop:
+            tiles.append(Tile(Interval(stage.stop, items.stop), Interval(0, 11), (2,), family="fast"))
+        return estimate(WORK, Plan(tuple(tiles), 8, 11), speeds)
+
+    low, high = (Interval(0, 5), Interval(0, 6)), (Interval(5, 11), Interval(6, 11))
+    work = WORK.cost(items)
+    assert step(low, high) == pytest.approx(8 * (5.5 + ROWS_LOST) * work)
+    assert step(low[:1], high[:1]) == pytest.approx(8 * (6 + ROWS_LOST) * work)
+    some = Interval(0, last)
+    assert step(low, high, stage=some) == pytest.approx(step(low[:1], high[:1], stage=some))
 
 
 def test_the_head_counts_as_work():

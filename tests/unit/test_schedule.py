@@ -5,10 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import PlanError
-from hpctrain.plan import TensorGrid, even_plan
+from hpctrain.job import Model
+from hpctrain.plan import TensorGrid, check_tiling, even_plan
 from hpctrain.schedule import Instruction, Op, check_no_deadlock, forward_only, one_f_one_b
+from tests.tilings import tilings
 from tests.unit.test_plan import uneven_plan
 
+MODEL = Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13)
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
 
 
@@ -43,6 +46,14 @@ def test_1f1b_holds_no_more_activations_than_its_warm_up(layout):
 def test_tiles_of_unlike_shape_do_not_deadlock():
     plan = uneven_plan()
     check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
+
+
+@given(tilings(MODEL, 6, 8, 5))
+def test_no_tiling_deadlocks(plan):
+    """Whatever their depth, data degree, and rows by turns."""
+    check_tiling(plan, MODEL.num_items)
+    for schedule in (one_f_one_b, forward_only):
+        check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
 
 
 def schedules_of_two_stages():

@@ -1,0 +1,64 @@
+"""Which rows of each microbatch a tile computes: the same ones of all microbatches, or others by turns."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.intervals import Interval
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of microbatch m the rows `phases[m % period]`.
+
+    Whole rows seldom fit the speeds of devices; 5 and 6 rows by turns are five and a half. Phases that only repeat
+    earlier ones are left out, so that equal rows are equal objects.
+    """
+
+    phases: tuple[Interval, ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.phases)
+        period = next(p for p in range(1, size + 1) if size % p == 0 and self.phases[:p] * (size // p) == self.phases)
+        object.__setattr__(self, "phases", self.phases[:period])
+
+    @property
+    def period(self) -> int:
+        return len(self.phases)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many rows there are in each phase."""
+        return tuple(phase.size for phase in self.phases)
+
+    @property
+    def mean(self) -> float:
+        """How many rows of a microbatch there are on the mean."""
+        return sum(self.sizes) / self.period
+
+    def of(self, microbatch: int) -> Interval:
+        return self.phases[microbatch % self.period]
+
+    def most(self, consecutive: int = 1) -> int:
+        """Return the most rows that `consecutive` microbatches, one after the other, have together."""
+        return most_of(self.sizes, consecutive)
+
+    def listed(self) -> list:
+        """Return plain lists as in plan files: `[0, 5]`, or `[[0, 5], [0, 6]]` by turns."""
+        phases = [list(phase) for phase in self.phases]
+        return phases[0] if self.period == 1 else phases
+
+    def __str__(self) -> str:
+        return str(self.listed())
+
+
+def most_of(sizes: Sequence[int], consecutive: int) -> int:
+    """Return the most that `consecutive` neighbours of a sequence without end, which repeats `sizes`, add up to."""
+    whole, rest = divmod(consecutive, len(sizes))
+    turns = [*sizes, *sizes]
+    return whole * sum(sizes) + max(sum(turns[i : i + rest]) for i in range(len(sizes)))
+
+
+def common_period(rows: Sequence[Rows]) -> int:
+    """Return after how many microbatches all of them are as before."""
+    return math.lcm(*{each.period for each in rows})
