@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
@@ -132,6 +132,14 @@ class Plan:
         return min(common_period([tile.rows for tile in self.tiles]), self.microbatches)
 
     @cached_property
+    def cuts(self) -> dict[tuple[Interval, ...], int]:
+        """The different ways in which microbatches are cut: the rows of all tiles, and the first such microbatch."""
+        found: dict[tuple[Interval, ...], int] = {}
+        for microbatch in range(self.period):
+            found.setdefault(tuple(tile.rows_of(microbatch) for tile in self.tiles), microbatch)
+        return found
+
+    @cached_property
     def _downstream(self) -> dict[Tile, dict[Tile, tuple[bool, ...]]]:
         """For each tile those of the next items that share rows with it, and of which microbatches of the period."""
         starting: dict[int, list[Tile]] = {}
@@ -184,7 +192,7 @@ class Plan:
             tiles = f"{_count(len(stages), 'stage')} x {_count(len(replicas), 'replica')} of {grids} (x,y,z)"
         else:
             tiles = f"{_count(len(self.tiles), 'tile')} of {grids} (x,y,z)"
-        turns = f", cut in {self.period} ways by turns" if self.period > 1 else ""
+        turns = f", cut in {len(self.cuts)} ways by turns" if self.period > 1 else ""
         unused = f", {_count(len(self.unused), 'rank')} unused" if self.unused else ""
         return f"{tiles}, {microbatches}{turns}{unused}"
 
@@ -235,9 +243,9 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
         if tile.items.start > 0 and not plan.upstream(tile):
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
-    for microbatch in range(plan.period):
+    for cut, microbatch in plan.cuts.items():
         for item in range(num_items):
-            rows = [tile.rows_of(microbatch) for tile in plan.tiles if tile.holds(item)]
+            rows = [rows for tile, rows in zip(plan.tiles, cut, strict=True) if tile.holds(item)]
             if not tiles_exactly(rows, Interval(0, plan.rows)):
                 which = f" of microbatch {microbatch}" if plan.period > 1 else ""
                 raise PlanError(
@@ -294,14 +302,32 @@ class _GridTable(Table):
 
 
 def _by_turns(value: object) -> object:
-    """Let the same rows of all microbatches be one phase."""
+    """Let the same rows of all microbatches be one turn."""
     alike = isinstance(value, list) and value and not isinstance(value[0], list)
     return [value] if alike else value
 
 
+def _check_times(turn: list[int]) -> list[int]:
+    if len(turn) == 3 and not 1 <= turn[2] <= MOST_TURNS:
+        raise ValueError(f"{turn} are rows of {turn[2]} microbatches; make it 1 to {MOST_TURNS}")
+    return turn
+
+
+def _rows_of_turns(turns: list[list[int]]) -> Rows:
+    phases: list[Interval] = []
+    for start, stop, *times in turns:
+        phases += [Interval(start, stop)] * (times[0] if times else 1)
+    return Rows(tuple(phases))
+
+
+MOST_TURNS = 10**6  # so that a slip of the pen fills no memory
+_Turn = Annotated[list[int], Field(min_length=2, max_length=3), AfterValidator(_check_times)]
+"""The bounds of rows, and of how many microbatches, one after the other, they are."""
+
+
 class _TileTable(Table):
     items: tuple[int, int]
-    rows: Annotated[tuple[tuple[int, int], ...], BeforeValidator(_by_turns), Field(min_length=1)]
+    rows: Annotated[list[_Turn], BeforeValidator(_by_turns), Field(min_length=1)]
     ranks: tuple[Annotated[int, Field(ge=0)], ...]
     tensor: _GridTable = _GridTable()
     family: str = "cpu"
@@ -334,7 +360,7 @@ def parse_plan(text: str, path: str) -> Plan:
     tiles = tuple(
         Tile(
             Interval(*t.items),
-            Rows(tuple(Interval(*rows) for rows in t.rows)),
+            _rows_of_turns(t.rows),
             t.ranks,
             TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z),
             t.family,

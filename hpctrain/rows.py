@@ -1,5 +1,6 @@
 """Which rows of each microbatch a tile computes: the same ones of all microbatches, or others by turns."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from hpctrain.intervals import Interval
 class Rows:
     """Of microbatch m the rows `phases[m % period]`.
 
-    Whole rows seldom fit the speeds of devices; 5 and 6 rows by turns are five and a half. Phases that only repeat
-    earlier ones are left out, so that equal rows are equal objects.
+    Whole rows seldom fit the speeds of devices; 5 and 6 by turns are five and a half. Phases that only repeat earlier
+    ones are left out, so that equal rows are equal objects.
     """
 
     phases: tuple[Interval, ...]
@@ -44,9 +45,14 @@ class Rows:
         return most_of(self.sizes, consecutive)
 
     def listed(self) -> list:
-        """Return plain lists as in plan files: `[0, 5]`, or `[[0, 5], [0, 6]]` by turns."""
-        phases = [list(phase) for phase in self.phases]
-        return phases[0] if self.period == 1 else phases
+        """Return plain lists as in plan files, such as `[0, 5]`, or by turns `[[0, 5], [0, 6, 3]]`.
+
+        The third number is of how many microbatches, one after the other, the rows are.
+        """
+        if self.period == 1:
+            return list(self.phases[0])
+        runs = [(phase, len(list(run))) for phase, run in itertools.groupby(self.phases)]
+        return [[*phase, times] if times > 1 else [*phase] for phase, times in runs]
 
     def __str__(self) -> str:
         return str(self.listed())

@@ -63,7 +63,7 @@ def _text(number: int, tile: Tile) -> list[str]:
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []
     options += [f"{tile.substeps} substeps"] if tile.substeps != 1 else []
     if tile.rows.period > 1:
-        options.append(f"{tile.rows.mean:.4g} rows on the mean of {tile.rows.period} turns")
+        options.append(f"{tile.rows.mean:.4g} rows on the mean")
     ranks = ranges(tile.ranks)
     if len(ranks) > 24:
         ranks = f"{min(tile.ranks)}...{max(tile.ranks)}"

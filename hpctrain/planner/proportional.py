@@ -2,14 +2,15 @@
 
 Two kinds: `side by side`, where each family has replicas of its own, pipelines of its own depth, and rows by speed; and
 `in a row`, one pipeline over all families, whose blocks are cut by speed. Both are cut exactly: no other cut into whole
-rows or blocks makes the slowest part faster. Replicas side by side do not meet before the end of a step: where whole
-rows fit their speeds badly, they have them by turns, 5 and 6 for five and a half. Which depths and how many
+rows or blocks makes the slowest part faster. Replicas that do not meet before the end of a step have rows by turns
+where whole ones fit their speeds badly: 5 in some microbatches and 6 in the others. Which depths and how many
 microbatches is chosen by a closed form of computation and bubble; what is communicated is not weighed.
 """
 
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,8 +27,8 @@ from hpctrain.rows import Rows
 
 # What the small products of a microbatch cost beside those of its rows: some 300 tokens' time for rows of 2,048.
 ROWS_LOST = 0.15
-# A longer period of rows by turns is not worth less than this share of a step.
-TURNS_TOLERANCE = 0.005
+# Rows by turns are not worth less than this share of a step.
+TURNS_WORTH = 0.005
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.
 BLOCK_BYTES, HEAD_BYTES = 90, 12
 SIDE_BY_SIDE, IN_A_ROW, EVEN = "side by side", "in a row", "even"
@@ -130,23 +131,6 @@ def cut_rows(num_rows: int, speeds: Sequence[float], least: int = 1) -> list[int
     return rows
 
 
-def cut_rows_by_turns(num_rows: int, speeds: Sequence[float], microbatches: int) -> list[Rows]:
-    """Return which rows of each microbatch a replica takes, so that over the step the slowest is as fast as can be.
-
-    What counts is a replica's rows of the whole step: it waits for no other one before its end. The period is the
-    shortest for which the slowest replica takes no longer than by the best of all, but for `TURNS_TOLERANCE`.
-    Raises PlanError as `cut_rows`.
-    """
-
-    def slowest(period: int) -> float:
-        totals = cut_rows(num_rows * period, speeds, least=period)
-        return max(total / speed for total, speed in zip(totals, speeds, strict=True)) / period
-
-    enough = slowest(microbatches) * (1 + TURNS_TOLERANCE)
-    period = next(period for period in divisors(microbatches) if slowest(period) <= enough)
-    return spread(cut_rows(num_rows * period, speeds, least=period), period)
-
-
 def cut_items(costs: Sequence[float], speeds: Sequence[float]) -> list[Interval]:
     """Return the items of each stage, one block at least, so that the slowest is as fast as can be.
 
@@ -187,18 +171,25 @@ def side_by_side(work: Work, parties: Sequence[Party], depths: Sequence[int], mi
         for party, depth, items in zip(parties, depths, cuts, strict=True)
         for replica in range(len(party.ranks) // depth)
     ]
-    speeds = [party.speed / max(map(work.cost, items)) for party, items, _ in replicas]
     num_rows = work.global_batch // microbatches
-    tiles = []
-    for (party, items, replica), rows in zip(replicas, cut_rows_by_turns(num_rows, speeds, microbatches), strict=True):
-        across = len(party.ranks) // len(items)
-        ranks = [party.ranks[stage * across + replica] for stage in range(len(items))]
-        tiles += [Tile(part, rows, (rank,), family=party.family) for part, rank in zip(items, ranks, strict=True)]
-    return Plan(tuple(tiles), microbatches, num_rows)
+    speeds = [party.speed / max(map(work.cost, items)) for party, items, _ in replicas]
+
+    def plan_with(cut: Sequence[Rows]) -> Plan:
+        tiles = []
+        for (party, items, replica), rows in zip(replicas, cut, strict=True):
+            across = len(party.ranks) // len(items)
+            ranks = [party.ranks[stage * across + replica] for stage in range(len(items))]
+            tiles += [Tile(part, rows, (rank,), family=party.family) for part, rank in zip(items, ranks, strict=True)]
+        return Plan(tuple(tiles), microbatches, num_rows)
+
+    return _shorter(work, parties, *(plan_with(cut) for cut in _whole_and_by_turns(num_rows, speeds, microbatches)))
 
 
 def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microbatches: int) -> Plan:
-    """Return one pipeline over the parties, in their order; each has its stages, whose replicas share the rows."""
+    """Return one pipeline over the parties, in their order; each has its stages, whose replicas share the rows.
+
+    Where all stages have as many replicas, these are pipelines that do not meet, and may have rows by turns.
+    """
     rows = work.global_batch // microbatches
     stages = []
     for party, depth in zip(parties, depths, strict=True):
@@ -206,21 +197,50 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
         if across > rows:
             raise PlanError(f"{rows} rows of a microbatch are too few for {across} replicas; one is the least")
         stages += [(party, party.ranks[stage * across : (stage + 1) * across]) for stage in range(depth)]
-    items = cut_items(work.costs, [party.speed / math.ceil(rows / len(ranks)) for party, ranks in stages])
-    tiles = [
-        Tile(part, cut, (rank,), family=party.family)
-        for part, (party, ranks) in zip(items, stages, strict=True)
-        for cut, rank in zip(cut_evenly(rows, len(ranks)), ranks, strict=True)
-    ]
-    return Plan(tuple(tiles), microbatches, rows)
+    degrees = {len(ranks) for _, ranks in stages}
+
+    def plan_with(cuts: Mapping[int, Sequence[Rows]]) -> Plan:
+        """`cuts` are by the number of replicas."""
+        largest = {degree: max(each.mean for each in cut) for degree, cut in cuts.items()}
+        items = cut_items(work.costs, [party.speed / largest[len(ranks)] for party, ranks in stages])
+        tiles = [
+            Tile(part, each, (rank,), family=party.family)
+            for part, (party, ranks) in zip(items, stages, strict=True)
+            for each, rank in zip(cuts[len(ranks)], ranks, strict=True)
+        ]
+        return Plan(tuple(tiles), microbatches, rows)
+
+    if len(degrees) == 1:
+        (degree,) = degrees
+        both = _whole_and_by_turns(rows, [1.0] * degree, microbatches)
+        return _shorter(work, parties, *(plan_with({degree: cut}) for cut in both))
+    return plan_with({degree: [Rows((cut,)) for cut in cut_evenly(rows, degree)] for degree in degrees})
+
+
+def _whole_and_by_turns(
+    num_rows: int, speeds: Sequence[float], microbatches: int
+) -> tuple[Sequence[Rows], Sequence[Rows]]:
+    """Return the rows of replicas by their speeds: the same of all microbatches, and so that they fit over the step.
+
+    Raises PlanError as `cut_rows`.
+    """
+    whole = spread(cut_rows(num_rows, speeds), 1)
+    return whole, spread(cut_rows(num_rows * microbatches, speeds, least=microbatches), microbatches)
+
+
+def _shorter(work: Work, parties: Sequence[Party], whole: Plan, by_turns: Plan) -> Plan:
+    """Return the plan by turns if its step is enough shorter, else that with whole rows."""
+    speeds = {party.family: party.speed for party in parties}
+    shorter = estimate(work, by_turns, speeds) * (1 + TURNS_WORTH) < estimate(work, whole, speeds)
+    return by_turns if shorter else whole
 
 
 def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
     """Return the time of a step: that of the slowest of the pipelines that share no messages.
 
-    Of each one its slowest tile for every microbatch, and the rest of the longest path once. Tiles that share messages
-    wait for each other in every microbatch, so that their turns do not make up for each other. An estimate of
-    computation and bubble, from above where paths are unlike; communication is left out.
+    Of each one its slowest tile for every microbatch, and the rest of the longest path once; and where rows grow from a
+    microbatch to the next one, as much of it again as they grow, for the tiles behind wait then. An estimate of
+    computation and bubble, from above where paths are unlike or rows go by turns; communication is left out.
     """
 
     def seconds(tile: Tile, rows: int) -> float:
@@ -232,9 +252,12 @@ def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
         path[tile] = seconds(tile, tile.rows.most()) + ahead
     steps = []
     for tiles in _pipelines(plan):
-        slowest = [max(seconds(tile, tile.rows_of(m).size) for tile in tiles) for m in range(plan.period)]
-        every = sum(slowest[m % plan.period] for m in range(plan.microbatches))
-        steps.append(max(path[tile] for tile in tiles) + every - max(slowest))
+        of_period = [max(seconds(tile, tile.rows_of(m).size) for tile in tiles) for m in range(plan.period)]
+        every = [of_period[m % plan.period] for m in range(plan.microbatches)]
+        slowest = max(every)
+        rest = max(path[tile] for tile in tiles) - slowest
+        growth = sum(max(0.0, after - before) for before, after in itertools.pairwise([0.0, *every]))
+        steps.append(min(slowest * plan.microbatches + rest, sum(every) + rest * growth / slowest))
     return max(steps)
 
 
@@ -263,13 +286,15 @@ def turns_reason(work: Work, plan: Plan, speeds: Mapping[str, float]) -> str | N
     for tile in plan.tiles:
         replicas.setdefault(tile.rows, []).append(tile)
     each = [min(speeds[tile.family] / work.cost(tile.items) for tile in tiles) for tiles in replicas.values()]
-    by_turns = max(rows.mean / speed for rows, speed in zip(replicas, each, strict=True))
-    whole = max(rows / speed for rows, speed in zip(cut_rows(plan.rows, each), each, strict=True))
-    share = ", ".join(f"{tiles[0].family} {rows.mean:.4g}" for rows, tiles in replicas.items())
-    return (
-        f"by turns of {plan.period} microbatches, on the mean {share} of {plan.rows};"
-        f" whole rows would make the slowest {whole / by_turns - 1:.1%} slower"
+    whole = dict(zip(replicas, spread(cut_rows(plan.rows, each), 1), strict=True))
+    same = replace(plan, tiles=tuple(replace(tile, rows=whole[tile.rows]) for tile in plan.tiles))
+    longer = estimate(work, same, speeds) / estimate(work, plan, speeds) - 1
+    shares = Counter(
+        f"{rows.mean:.4g} on {' and '.join(dict.fromkeys(tile.family for tile in tiles))}"
+        for rows, tiles in replicas.items()
     )
+    means = ", ".join(f"{count} x {share}" for share, count in shares.items())
+    return f"by turns, of {plan.rows} on the mean {means}; with whole rows a step would take {longer:.1%} longer"
 
 
 def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:

@@ -41,7 +41,7 @@ def test_rows_by_turns_are_drawn_as_they_are_first():
         "items across (0: embedding, then blocks, last: head), rows of the first microbatch down",
     ]
     assert [line.split()[0] for line in drawing.splitlines()[4:] if line[0].isdigit()] == ["0", "2", "3", "6"]
-    assert drawing.count("3 rows on the mean of 2 turns") == 2
+    assert drawing.count("│ 3 rows on the mean ") == 2
 
 
 @given(st.integers(1, 12).flatmap(lambda n: tilings(MODEL, n, 8, 2)))

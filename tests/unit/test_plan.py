@@ -112,6 +112,15 @@ def test_rows_that_are_always_the_same_may_be_written_as_one_interval_or_as_turn
     assert "\nrows = [[0, 2], [0, 4]]\n" in dump_plan(plan_by_turns())
 
 
+def test_turns_of_several_microbatches_are_written_as_one():
+    plan = plan_by_turns()
+    slow = {tile: Rows(tuple(tile.rows_of(m // 2) for m in range(4))) for tile in plan.tiles}
+    plan = replace(plan, tiles=tuple(replace(tile, rows=rows) for tile, rows in slow.items()))
+    assert "\nrows = [[0, 2, 2], [0, 4, 2]]\n" in dump_plan(plan)
+    assert "\nrows = [0, 3]\n" in dump_plan(plan)
+    assert parse_plan(dump_plan(plan), "p") == plan
+
+
 def test_depth_to_loss_is_the_longest_path():
     plan = even_plan(10, TensorGrid(), 4, 2, 4, 2)
     assert [plan.depth_to_loss(t) for t in plan.tiles] == [3, 3, 2, 2, 1, 1, 0, 0]
@@ -174,7 +183,11 @@ def test_wrong_number_of_ranks_says_which_fits():
         ),
         (
             "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [[0, 1], [0]]\nranks = [0]",
-            "tile.0.rows.1.1: missing; set it",
+            "tile.0.rows.1 = [0]: list should have at least 2 items",
+        ),
+        (
+            "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [[0, 1, 0]]\nranks = [0]",
+            "tile.0.rows.0: [0, 1, 0] are rows of 0 microbatches; make it 1 to 1000000",
         ),
         (
             "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = []\nranks = [0]",

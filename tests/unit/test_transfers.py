@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.intervals import Interval, cut_evenly
@@ -63,12 +63,13 @@ def test_what_is_sent_is_what_is_received(forward, plan, microbatch):
     assert sent == received
 
 
+@settings(max_examples=10, deadline=None)
 @given(plan=two_stage_plans())
 def test_channels_hold_the_largest_message_of_any_microbatch(plan):
     """And there is one for each pair that shares rows of some microbatch only."""
     model = Model(architecture="gpt2", num_layers=2, hidden_size=HIDDEN, num_heads=1, vocab_size=13)
     needed: dict[tuple[int, int], int] = {}
-    for rank, forward, microbatch in itertools.product(plan.ranks, (True, False), range(plan.microbatches)):
+    for rank, forward, microbatch in itertools.product(plan.ranks, (True, False), range(plan.period)):
         for piece in sends(plan, rank, HIDDEN, forward, microbatch):
             pair = min(rank, piece.receiver), max(rank, piece.receiver)
             needed[pair] = max(needed.get(pair, 0), piece.rows.size * piece.features.size)
