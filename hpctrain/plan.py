@@ -132,12 +132,10 @@ class Plan:
         return min(common_period([tile.rows for tile in self.tiles]), self.microbatches)
 
     @cached_property
-    def cuts(self) -> dict[tuple[Interval, ...], int]:
-        """The different ways in which microbatches are cut: the rows of all tiles, and the first such microbatch."""
-        found: dict[tuple[Interval, ...], int] = {}
-        for microbatch in range(self.period):
-            found.setdefault(tuple(tile.rows_of(microbatch) for tile in self.tiles), microbatch)
-        return found
+    def cut_like(self) -> tuple[int, ...]:
+        """For each microbatch of the period the first one whose tiles have the same rows."""
+        first: dict[tuple[Interval, ...], int] = {}
+        return tuple(first.setdefault(tuple(tile.rows_of(m) for tile in self.tiles), m) for m in range(self.period))
 
     @cached_property
     def _downstream(self) -> dict[Tile, dict[Tile, tuple[bool, ...]]]:
@@ -148,11 +146,11 @@ class Plan:
         found: dict[Tile, dict[Tile, tuple[bool, ...]]] = {}
         for tile in self.tiles:
             near = found[tile] = {}
-            rows = [tile.rows_of(m) for m in range(self.period)]
             for other in starting.get(tile.items.stop, ()):
-                shares = tuple(mine.intersect(other.rows_of(m)).size > 0 for m, mine in enumerate(rows))
-                if any(shares):
-                    near[other] = shares
+                if tile.rows.may_meet(other.rows):
+                    shares = tile.rows.meet(other.rows, self.period)
+                    if any(shares):
+                        near[other] = shares
         return found
 
     @cached_property
@@ -192,7 +190,7 @@ class Plan:
             tiles = f"{_count(len(stages), 'stage')} x {_count(len(replicas), 'replica')} of {grids} (x,y,z)"
         else:
             tiles = f"{_count(len(self.tiles), 'tile')} of {grids} (x,y,z)"
-        turns = f", cut in {len(self.cuts)} ways by turns" if self.period > 1 else ""
+        turns = f", cut in {len(set(self.cut_like))} ways by turns" if self.period > 1 else ""
         unused = f", {_count(len(self.unused), 'rank')} unused" if self.unused else ""
         return f"{tiles}, {microbatches}{turns}{unused}"
 
@@ -243,9 +241,9 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
         if tile.items.start > 0 and not plan.upstream(tile):
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
-    for cut, microbatch in plan.cuts.items():
+    for microbatch in sorted(set(plan.cut_like)):
         for item in range(num_items):
-            rows = [rows for tile, rows in zip(plan.tiles, cut, strict=True) if tile.holds(item)]
+            rows = [tile.rows_of(microbatch) for tile in plan.tiles if tile.holds(item)]
             if not tiles_exactly(rows, Interval(0, plan.rows)):
                 which = f" of microbatch {microbatch}" if plan.period > 1 else ""
                 raise PlanError(

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hpctrain.intervals import Interval
 
@@ -23,11 +24,23 @@ class Rows:
         period = next(p for p in range(1, size + 1) if size % p == 0 and self.phases[:p] * (size // p) == self.phases)
         object.__setattr__(self, "phases", self.phases[:period])
 
+    def __hash__(self) -> int:
+        return self._hash  # of tiles, which are keys everywhere
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.phases)
+
     @property
     def period(self) -> int:
         return len(self.phases)
 
-    @property
+    @cached_property
+    def hull(self) -> Interval:
+        """The rows from the first to the last of any microbatch."""
+        return Interval(min(phase.start for phase in self.phases), max(phase.stop for phase in self.phases))
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many rows there are in each phase."""
         return tuple(phase.size for phase in self.phases)
@@ -43,6 +56,14 @@ class Rows:
     def most(self, consecutive: int = 1) -> int:
         """Return the most rows that `consecutive` microbatches, one after the other, have together."""
         return most_of(self.sizes, consecutive)
+
+    def may_meet(self, other: "Rows") -> bool:
+        """Say whether some rows are in both, if maybe not of the same microbatch: a look at the bounds alone."""
+        return self.hull.start < other.hull.stop and other.hull.start < self.hull.stop
+
+    def meet(self, other: "Rows", microbatches: int) -> tuple[bool, ...]:
+        """Say for each of so many microbatches whether some rows are in both."""
+        return tuple(self.of(m).intersect(other.of(m)).size > 0 for m in range(microbatches))
 
     def listed(self) -> list:
         """Return plain lists as in plan files, such as `[0, 5]`, or by turns `[[0, 5], [0, 6, 3]]`.

@@ -271,16 +271,16 @@ class Predictor:
         return self._collective("all_reduce", 24, self.plan.ranks, ())
 
     def _messages(self) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
-        found: dict[tuple[Tile, Tile], list[float]] = {}
+        found: dict[tuple[Tile, Tile], dict[int, float]] = {}
         for tile in self.plan.tiles:
             for forward in (True, False):
                 sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
                 like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
                 # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
                 for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks if sources else ():
-                    for microbatch in range(self.plan.period):
+                    for microbatch in set(self.plan.cut_like):
                         self._receive_one(found, tile, rank, forward, microbatch)
-        return {pair: tuple(by_turns) for pair, by_turns in found.items()}
+        return {pair: tuple(seconds[m] for m in self.plan.cut_like) for pair, seconds in found.items()}
 
     def _receive_one(self, found: dict, tile: Tile, rank: int, forward: bool, microbatch: int) -> None:
         element = self.setup.positions * self.setup.item_bytes
@@ -292,8 +292,8 @@ class Predictor:
             seconds = self.network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
         for source, seconds in arriving.items():
-            by_turns = found.setdefault((source, tile), [0.0] * self.plan.period)
-            by_turns[microbatch] = max(by_turns[microbatch], seconds)
+            by_cut = found.setdefault((source, tile), dict.fromkeys(self.plan.cut_like, 0.0))
+            by_cut[microbatch] = max(by_cut[microbatch], seconds)
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
