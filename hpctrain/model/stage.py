@@ -35,6 +35,7 @@ class Stage:
 
     def initialise(self, seed: int) -> None:
         """Set all weights to their initial values."""
+        self.store.await_weights()
         for group in self.store.groups:
             for piece in group.pieces(group.stored):
                 values = torch.empty(piece.at.size)
@@ -56,7 +57,8 @@ class Stage:
         """
         saved = Saved(targets=targets)
         keep = training and self.tile.recompute == "none"
-        for item in self.items:
+        for number, item in enumerate(self.items, self.tile.items.start):
+            self.store.await_weights(number)
             for unit in item.units:
                 unit.gather()
             given = value.detach()

@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.holders import Holdings
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.axes import Axes, Axis, Work
 from hpctrain.model.groups import Group, ShardedUnit, Slabs, UnitArrays, WholeUnits
 from hpctrain.parameters import UnitLayout
 
@@ -196,6 +196,21 @@ class Store:
                 self._units.append(UnitStore(group.layout, axes, group.weights, None, None, whole_grads, group))
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
         self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_over_y))
+        self._awaited: list[tuple[int, Work]] = []
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether items compute with the groups' weights as they are: nothing is to be done by `publish`."""
+        return self._z.size == 1 and not any(isinstance(group, Slabs) for group in self.groups)
+
+    def expect(self, item: int, work: Work) -> None:
+        """Take note that weights of an item, and maybe of items behind it, are being gathered."""
+        self._awaited.append((item, work))
+
+    def await_weights(self, item: int | None = None) -> None:
+        """Return when the weights of an item (None: all) are there, and those of the items before it."""
+        while self._awaited and (item is None or self._awaited[0][0] <= item):
+            self._awaited.pop(0)[1].wait()
 
     def publish(self) -> None:
         """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""

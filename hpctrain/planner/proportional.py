@@ -50,7 +50,7 @@ class Candidate:
     """A plan, and what is thought of it."""
 
     seconds: float
-    """Of a step; in the time that a device of speed 1 takes for one row of one block."""
+    """Of a step; where it is an estimate by speeds of any unit, in the time of one row of one block at speed 1."""
     kind: str
     depths: tuple[int, ...]
     """Stages of each party, or of all."""
@@ -75,13 +75,21 @@ class Work:
     global_batch: int
 
     @cached_property
+    def _block(self) -> int:
+        """Return the multiplications of a block for one token, forward."""
+        matrices = sum(math.prod(p.shape) for p in item_parameters(self.model, 1) if p.decay)
+        return matrices + self.model.hidden_size * self.positions  # causal: half of the products with keys and values
+
+    @property
+    def flops(self) -> float:
+        """Of one row of one block, forward and back."""
+        return 6.0 * self.positions * self._block
+
+    @cached_property
     def costs(self) -> tuple[float, ...]:
         """Return the operations of each item on one row, in blocks: products by their weights, and attention's own."""
-        model = self.model
-        matrices = sum(math.prod(p.shape) for p in item_parameters(model, 1) if p.decay)
-        block = matrices + model.hidden_size * self.positions  # causal: half of the products with keys and values
-        head = model.hidden_size * model.vocab_size
-        return 0.0, *[1.0] * model.num_layers, head / block
+        head = self.model.hidden_size * self.model.vocab_size
+        return 0.0, *[1.0] * self.model.num_layers, head / self._block
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:
@@ -244,7 +252,7 @@ def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
     """
 
     def seconds(tile: Tile, rows: int) -> float:
-        return work.cost(tile.items) * (rows + ROWS_LOST) / speeds[tile.family]
+        return work.cost(tile.items) * (rows + ROWS_LOST * tile.substeps) / speeds[tile.family]
 
     path: dict[Tile, float] = {}
     for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
@@ -308,17 +316,37 @@ def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
 
 
 def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
-    """Return roughly what a rank of each tile needs: states, and activations of the microbatches that 1F1B keeps."""
+    """Return roughly what a rank of each tile needs: states, and activations of the microbatches that 1F1B keeps.
+
+    At the loss a tile keeps those of one substep alone.
+    """
     states = state_bytes(work, plan)
     model, last = work.model, work.model.num_items - 1
 
     def activations(tile: Tile) -> float:
         blocks = tile.items.intersect(Interval(1, last)).size
         each = blocks * BLOCK_BYTES * model.hidden_size + tile.holds(last) * HEAD_BYTES * model.vocab_size
-        kept = min(plan.depth_to_loss(tile) + 1, plan.microbatches)
-        return tile.rows.most(kept) * work.positions * each
+        depth = plan.depth_to_loss(tile)
+        rows = tile.rows.most(min(depth + 1, plan.microbatches)) if depth else -(-tile.rows.most() // tile.substeps)
+        return rows * work.positions * each
 
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
+
+
+def with_substeps(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Plan:
+    """Return the plan with tiles at the loss in as few pieces as fit into memory; by family, of one device."""
+    needed, states = needed_bytes(work, plan), state_bytes(work, plan)
+
+    def fitting(tile: Tile) -> Tile:
+        room = memory_bytes[tile.family] - states[tile]
+        if plan.depth_to_loss(tile) or needed[tile] - states[tile] <= room or room <= 0:
+            return tile
+        rows_at_once = math.floor(room / (needed[tile] - states[tile]) * tile.rows.most())
+        if not rows_at_once:
+            return tile
+        return replace(tile, substeps=min(-(-tile.rows.most() // rows_at_once), *tile.rows.sizes))
+
+    return replace(plan, tiles=tuple(map(fitting, plan.tiles)))
 
 
 def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int) -> list[Candidate]:
@@ -327,6 +355,7 @@ def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int
     Raises PlanError, with the numbers, where there are too few rows or blocks, or no memory for the states.
     """
     speeds = {party.family: party.speed for party in parties}
+    memory_bytes = {party.family: party.memory_bytes for party in parties}
     used = {rank for party in parties for rank in party.ranks}
     unused = tuple(rank for rank in range(num_ranks) if rank not in used)
     # First stages keep the activations of most microbatches: those with memory go first.
@@ -339,14 +368,15 @@ def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int
         for depths in itertools.product(*(divisors(len(party.ranks)) for party in order)):
             for microbatches in divisors(work.global_batch):
                 try:
-                    plan = replace(make(work, order, depths, microbatches), unused=unused)
+                    plan = with_substeps(work, make(work, order, depths, microbatches), memory_bytes)
                 except PlanError as error:
                     refusal = error
                     break  # more microbatches have fewer rows
+                plan = replace(plan, unused=unused)
                 made.append(Candidate(estimate(work, plan, speeds), kind, depths, plan))
     if not made:
         raise PlanError(f"no plan of {len(used)} ranks by speed for this job; the last one tried says: {refusal}")
-    return _that_fit(work, made, {party.family: party.memory_bytes for party in parties})
+    return _that_fit(work, made, memory_bytes)
 
 
 def even_candidates(work: Work, parties: Sequence[Party]) -> list[Candidate]:

@@ -17,8 +17,8 @@ from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan, even_plan
 from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.predict import predict
-from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.planner.predict import Predictor, predict
+from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.rows import Rows
 from hpctrain.schedule import forward_only, one_f_one_b
@@ -335,3 +335,47 @@ def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):
     result = run_command(tmp_path, cluster=CLUSTER.model_copy(update={"families": families}))
     assert isinstance(result.exception, TopologyError)
     assert "families fast, slow have no dtype in common to train in (bf16 or fp32)" in str(result.exception)
+
+
+BESIDE = [  # (ready, needed) of two sums and gathers of 1 s each, and what they add to a step of 2 x (1 + 2) s
+    ((0.0, 0.0), None, 4.0),
+    ((1.5, 0.0), None, 3.0),
+    ((0.0, 1.5), None, 3.0),
+    ((1.5, 0.0), (0.9, 0.9), 2.1),
+    ((0.5, 0.0), (0.0, 1.0), 2.5),
+    ((2.0, 1.0), (1.0, 2.0), 0.0),
+]
+
+
+@pytest.mark.parametrize(("ready", "needed", "exposed"), BESIDE)
+def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
+    plan = even_plan(4, TensorGrid(), 1, 2, 2, 2)
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),)),)
+    sharings = tuple(
+        Sharing(
+            plan.tiles,
+            1.0,
+            1.0,
+            dict.fromkeys(plan.tiles, ready[i]),
+            None if needed is None else dict.fromkeys(plan.tiles, needed[i]),
+        )
+        for i in (0, 1)
+    )
+    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    assert found.step_seconds == pytest.approx(6.0 + exposed)
+    for parts in found.parts.values():
+        assert sum(parts.values()) == pytest.approx(found.step_seconds)
+        assert parts["data"] == 4.0 and parts["data"] + parts["hidden"] == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize("plan", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[7], plan_of((1, 1, 2), pipeline=1, data=2)])
+def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
+    exposed, beside = (Predictor(SETUP, plan, CLUSTER, None, size).predict(1) for size in (None, 1_000_000))
+    assert sum(beside.breakdown_seconds.values()) == pytest.approx(beside.step_seconds)
+    saved = exposed.step_seconds - beside.step_seconds
+    if all(tile.zero < 3 for tile in plan.tiles):
+        latencies = 0.001 * exposed.step_seconds  # each bucket has its own
+        assert -latencies < saved < exposed.breakdown_seconds["data"] + exposed.breakdown_seconds["bubble"]
+    else:
+        assert saved == 0, "whose weights are gathered in every pass"
