@@ -31,6 +31,8 @@ ROWS_LOST = 0.15
 TURNS_WORTH = 0.005
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.
 BLOCK_BYTES, HEAD_BYTES = 90, 12
+INPUT_BYTES = 4  # of that, where a block is computed again: its input
+RECOMPUTED = 4 / 3  # as long as without: another forward pass
 SIDE_BY_SIDE, IN_A_ROW, EVEN = "side by side", "in a row", "even"
 
 
@@ -252,7 +254,8 @@ def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
     """
 
     def seconds(tile: Tile, rows: int) -> float:
-        return work.cost(tile.items) * (rows + ROWS_LOST * tile.substeps) / speeds[tile.family]
+        again = RECOMPUTED if tile.recompute == "full" else 1.0
+        return work.cost(tile.items) * (rows + ROWS_LOST * tile.substeps) * again / speeds[tile.family]
 
     path: dict[Tile, float] = {}
     for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
@@ -325,16 +328,32 @@ def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
 
     def activations(tile: Tile) -> float:
         blocks = tile.items.intersect(Interval(1, last)).size
-        each = blocks * BLOCK_BYTES * model.hidden_size + tile.holds(last) * HEAD_BYTES * model.vocab_size
-        depth = plan.depth_to_loss(tile)
-        rows = tile.rows.most(min(depth + 1, plan.microbatches)) if depth else -(-tile.rows.most() // tile.substeps)
-        return rows * work.positions * each
+        again = tile.recompute == "full"
+        head = tile.holds(last) * HEAD_BYTES * model.vocab_size
+        kept = blocks * (INPUT_BYTES if again else BLOCK_BYTES) * model.hidden_size + (0 if again else head)
+        making = max(BLOCK_BYTES * model.hidden_size, head) if again else 0
+        depth, at_once = plan.depth_to_loss(tile), -(-tile.rows.most() // tile.substeps)
+        rows = tile.rows.most(min(depth + 1, plan.microbatches)) if depth else at_once
+        return work.positions * (rows * kept + at_once * making)
 
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
 
 
-def with_substeps(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Plan:
-    """Return the plan with tiles at the loss in as few pieces as fit into memory; by family, of one device."""
+def made_to_fit(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Plan:
+    """Return the plan with what tiles short of memory can do about it: at the loss go through their rows in as few
+    pieces as fit, which costs little; else compute blocks again. `memory_bytes` is of one device, by family."""
+    in_pieces = _in_pieces(work, plan, memory_bytes)
+    needed = needed_bytes(work, in_pieces)
+    if all(needed[tile] <= memory_bytes[tile.family] for tile in in_pieces.tiles):
+        return in_pieces
+    tiles = (
+        given if needed[cut] <= memory_bytes[cut.family] else replace(given, recompute="full")
+        for given, cut in zip(plan.tiles, in_pieces.tiles, strict=True)
+    )
+    return _in_pieces(work, replace(plan, tiles=tuple(tiles)), memory_bytes)
+
+
+def _in_pieces(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Plan:
     needed, states = needed_bytes(work, plan), state_bytes(work, plan)
 
     def fitting(tile: Tile) -> Tile:
@@ -368,7 +387,7 @@ def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int
         for depths in itertools.product(*(divisors(len(party.ranks)) for party in order)):
             for microbatches in divisors(work.global_batch):
                 try:
-                    plan = with_substeps(work, make(work, order, depths, microbatches), memory_bytes)
+                    plan = made_to_fit(work, make(work, order, depths, microbatches), memory_bytes)
                 except PlanError as error:
                     refusal = error
                     break  # more microbatches have fewer rows
