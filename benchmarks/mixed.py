@@ -35,7 +35,7 @@ def call(*arguments, ranks: int = 0, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def measure(cluster: str | Path, options: list[str]) -> dict:
+def measure(cluster: str | Path, options: list) -> dict:
     num_ranks = load_cluster(ready_clusters().get(str(cluster), Path(cluster))).num_devices
     said = call("bench", "mixed", cluster, "--json", *options, ranks=num_ranks)
     return json.loads(said.splitlines()[-1])
@@ -51,7 +51,7 @@ def row(name: str, told: dict) -> str:
     )
 
 
-def all_clusters(names: list[str], options: list[str]) -> None:
+def all_clusters(names: list[str], options: list) -> None:
     columns = ("cluster", "of the sum", "of the simulated speed", "of the best family", "of the even cut", "possible")
     print("|", " | ".join((*columns, "most lost by", "overrun")), "|", flush=True)
     print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
@@ -59,7 +59,7 @@ def all_clusters(names: list[str], options: list[str]) -> None:
         print(row(name, measure(name, options)), flush=True)
 
 
-def networks(options: list[str]) -> None:
+def networks(options: list) -> None:
     """Compare the hybrid network with one that is InfiniBand throughout, and one that is Ethernet throughout."""
     made = runpy.run_path(str(MAKE_CLUSTERS))
     mix, scores = made["MIXES"][HYBRID], {}
@@ -100,7 +100,10 @@ def main() -> None:
     parser.add_argument("clusters", nargs="*")
     parser.add_argument("--networks", action="store_true")
     parser.add_argument("--parity", action="store_true")
-    given, options = parser.parse_known_args()
+    parser.add_argument("--plans", default=2, type=int, help="measured of each kind")
+    parser.add_argument("--steps", default=2, type=int, help="timed of each")
+    given = parser.parse_args()
+    options = ["--plans", given.plans, "--steps", given.steps]
     if given.networks:
         networks(options)
     elif given.parity:

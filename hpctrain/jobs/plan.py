@@ -13,7 +13,7 @@ from hpctrain.plan import Plan, check_tiling, dump_plan, load_plan
 from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.even import Resolved, check_plan, resolve_plan
 from hpctrain.planner.proportional import Work, parties_of, proportional_candidates, turns_reason
-from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
+from hpctrain.schedule import check_schedules
 
 
 @click.command("plan")
@@ -88,8 +88,7 @@ def _by_speed(job: Job, cluster: Cluster) -> Resolved:
 def check_runs(job: Job, plan: Plan, where: str) -> None:
     """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
     check_plan(job, plan, where)
-    for schedule in (one_f_one_b, forward_only):
-        check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
+    check_schedules(plan)
 
 
 def with_vocabulary(job: Job) -> Job:

@@ -20,7 +20,7 @@ from hpctrain.plan import Plan, Tile
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, Work, state_bytes
 from hpctrain.planner.timed import timed
-from hpctrain.schedule import check_no_deadlock, one_f_one_b
+from hpctrain.schedule import check_schedules
 
 AGAIN = 1  # times that a plan is measured once more where the overrun was higher
 MOST_TRIES = 8  # of one kind: who has found none until then has no room for the model
@@ -172,7 +172,7 @@ class Stand:
     def _measure(self, candidate: Candidate) -> Measured:
         world, device, plan = self._world, self._device, candidate.plan
         check_plan(self.job, plan, candidate.describe)
-        check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
+        check_schedules(plan)
         tokens = self.job.train.global_batch * self.job.data.sequence_length
         with world.freeing():
             device.start_anew()

@@ -7,7 +7,8 @@ else it is gathered while an item computes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -24,12 +25,35 @@ class Weight:
     Both are views that are there only while the unit is gathered.
     """
 
-    __slots__ = ("data", "grad", "name")
+    __slots__ = ("data", "deferred", "grad", "name")
 
     def __init__(self, name: str):
         self.name = name
         self.data: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
+        self.deferred: list[Deferred] | None = None
+        """Where additions to `grad` are kept, while a backward pass leaves them for later."""
+
+    def accumulate(self, add: Callable[..., object], *operands: torch.Tensor) -> None:
+        """Do `add(grad, *operands)`, which adds to the gradient: now, or once the weight pass comes to it.
+
+        The operands must stay as they are until then. For backward passes, which change `grad` in no other way.
+        """
+        if self.deferred is None:
+            add(self.grad, *operands)
+        else:  # detached, or they would keep the graph that they were saved in, and its input and gradient with it
+            self.deferred.append(Deferred(self, add, tuple(operand.detach() for operand in operands)))
+
+
+class Deferred(NamedTuple):
+    """What is still to be added to a weight's gradient, with what it takes to do so."""
+
+    weight: Weight
+    add: Callable[..., object]
+    operands: tuple[torch.Tensor, ...]
+
+    def do(self) -> None:
+        self.add(self.weight.grad, *self.operands)
 
 
 class WholeGradients:
@@ -127,6 +151,11 @@ class UnitStore:
         """Copy this rank's shard to where all of z see it; nobody may be reading."""
         if self._whole is not None:
             self._whole[slice(*self._cuts[self._z.rank])] = self._shard
+
+    def defer(self, kept: list[Deferred] | None) -> None:
+        """Let backward passes keep in a list what they would add to gradients; None: let them add it at once."""
+        for weight, _, _ in self._views:
+            weight.deferred = kept
 
     def begin_backward(self) -> None:
         """Make room for the gradient of the whole unit."""

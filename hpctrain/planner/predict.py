@@ -16,8 +16,8 @@ from hpctrain.planner.cost import Setup, Work, item_cost, model_flops, update_se
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.network import ClusterNetwork
-from hpctrain.planner.simulate import PARTS, Costs, PassCost, Sharing, Simulated, TileCost, simulate
-from hpctrain.schedule import Instruction, one_f_one_b
+from hpctrain.planner.simulate import PARTS, PASSES, Costs, PassCost, Sharing, Simulated, TileCost, simulate
+from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
 from hpctrain.transfers import receives
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
@@ -92,7 +92,7 @@ class Predictor:
         fitted = efficiencies or {}
         self._devices = {n: DeviceModel(n, family, fitted.get(n)) for n, family in cluster.families.items()}
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
-        self._passes: dict[tuple, tuple[PassCost, PassCost]] = {}
+        self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._on_node: dict[int, list[int]] = {}
         for rank in plan.ranks:
             self._on_node.setdefault(cluster.devices[rank].node, []).append(rank)
@@ -135,11 +135,15 @@ class Predictor:
         found = {}
         for tile in self.plan.tiles:
             ends = bool(self.plan.upstream(tile)), bool(self.plan.downstream(tile))
-            key = self.plan.depth_to_loss(tile), ends, tile.substeps
+            delay = self._weight_delay(tile)
+            key = self.plan.depth_to_loss(tile), ends, tile.substeps, delay
             if key not in made:
-                made[key] = one_f_one_b(self.plan, tile)
+                made[key] = one_f_one_b(self.plan, tile, weight_delay=delay)
             found[tile] = made[key]
         return found
+
+    def _weight_delay(self, tile: Tile) -> int | None:
+        return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None
 
     def _mean_parts(self, simulated: Simulated) -> dict[str, float]:
         num_ranks = sum(len(tile.ranks) for tile in self.plan.tiles)
@@ -171,12 +175,12 @@ class Predictor:
     def costs(self) -> Costs:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
-            by_turns, place = [], self._place(tile)
+            by_turns, place, splits = [], self._place(tile), self._weight_delay(tile) is not None
             for rows in tile.rows.sizes:
                 pieces = tuple(piece.size for piece in cut_evenly(-(-rows // tile.tensor.z), tile.substeps))
-                key = (tile.items, pieces, tile.tensor, tile.recompute, place)
+                key = (tile.items, pieces, tile.tensor, tile.recompute, place, splits)
                 if key not in known:
-                    known[key] = self._tile_cost(tile, pieces)
+                    known[key] = self._tile_cost(tile, pieces, splits)
                 by_turns.append(known[key])
             tiles[tile] = tuple(by_turns)
         blocking = self.setup.stack.blocking_sends
@@ -192,22 +196,24 @@ class Predictor:
     def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
         return next((h.ranks for h in self._held(tile).holdings if h.zero >= 2), ())
 
-    def _tile_cost(self, tile: Tile, pieces: Sequence[int]) -> TileCost:
-        forward, backward = [], []
+    def _tile_cost(self, tile: Tile, pieces: Sequence[int], splits: bool) -> TileCost:
+        passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
+        if splits:
+            passes |= {"backward_input": [], "backward_weight": []}
         for rows in pieces:
             each = [self.item_passes(tile, item, rows) for item in range(*tile.items)]
-            for passes, i in ((forward, 0), (backward, 1)):
-                passes.append(sum((of_item[i] for of_item in each), PassCost(0.0)))
-        return TileCost(tuple(forward), tuple(backward), self._update_seconds(tile))
+            for name, made in passes.items():
+                made.append(sum((of_item[name] for of_item in each), PassCost(0.0)))
+        return TileCost(update_seconds=self._update_seconds(tile), **{n: tuple(made) for n, made in passes.items()})
 
-    def item_passes(self, tile: Tile, item: int, rows: int) -> tuple[PassCost, PassCost]:
-        """Return what going forward and back through an item takes a rank of a tile, for so many rows of its own."""
+    def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
+        """Return by name (`PASSES`) what each pass over an item takes a rank of a tile, for so many rows of its own."""
         like = item if item in (0, self.setup.model.num_items - 1) else 1
         key = like, rows, tile.tensor, tile.recompute, self._place(tile)
         if key not in self._passes:
             zero = max((h.zero for h in self._held(tile).holdings), default=0)
             cost = item_cost(self.setup, tile.tensor, item, rows, tile.recompute, zero)
-            self._passes[key] = self._pass(tile, cost.forward), self._pass(tile, cost.backward)
+            self._passes[key] = {name: self._pass(tile, getattr(cost, name)) for name in PASSES.values()}
         return self._passes[key]
 
     def _pass(self, tile: Tile, work: Work) -> PassCost:
@@ -289,12 +295,13 @@ class Predictor:
             return sharing
         ready, needed = {}, {}
         for tile in sharing.tiles:
+            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
             items = [item for layout in holding.layouts for item in layout.unit.items if tile.holds(item)]
             first = min(items, default=max(holding.final_after, tile.items.start))
             # Weights are needed in the first microbatch, gradients made in the last one.
-            for i, (found, microbatch) in enumerate(((needed, 0), (ready, self.plan.microbatches - 1))):
+            for found, name, microbatch in ((needed, "forward", 0), (ready, last, self.plan.microbatches - 1)):
                 rows = -(-tile.rows_of(microbatch).size // tile.tensor.z) // tile.substeps
-                before = (self.item_passes(tile, item, rows)[i] for item in range(tile.items.start, first))
+                before = (self.item_passes(tile, item, rows)[name] for item in range(tile.items.start, first))
                 found[tile] = sum(each.seconds for each in before)
         is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not holding.slabs
         return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)

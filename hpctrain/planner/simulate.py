@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 
 from hpctrain.errors import PlanError
 from hpctrain.plan import Plan, Tile
-from hpctrain.schedule import Instruction, Op, channel_depth
+from hpctrain.schedule import COMPUTING, Instruction, Op, channel_depth
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
+PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
+"""The field of `TileCost` for each."""
 SENDS = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
 
 
@@ -60,6 +62,9 @@ class TileCost:
     """For each substep."""
     backward: tuple[PassCost, ...]
     update_seconds: float = 0.0
+    backward_input: tuple[PassCost, ...] = ()
+    """The two parts of `backward`, for schedules that split it."""
+    backward_weight: tuple[PassCost, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,10 +206,9 @@ class _Simulation:
         while self._at[tile] < len(schedule):
             step = schedule[self._at[tile]]
             match step.op:
-                case Op.FORWARD | Op.BACKWARD:
+                case op if op in PASSES:
                     cost = self._costs.of_tile(tile, step.microbatch)
-                    passes = cost.forward if step.op is Op.FORWARD else cost.backward
-                    one = passes[step.substep]
+                    one = getattr(cost, PASSES[op])[step.substep]
                     self._await_weights(tile, clock, one)
                     for part, seconds in (("compute", one.compute), ("tensor", one.tensor), ("data", one.data)):
                         clock.spend(part, seconds)

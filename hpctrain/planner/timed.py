@@ -26,11 +26,18 @@ class SpeedPredictor(Predictor):
         super().__init__(*arguments, **options)
         self._work, self._speeds = work, speeds
 
-    def item_passes(self, tile: Tile, item: int, rows: int) -> tuple[PassCost, PassCost]:
-        forward, backward = super().item_passes(tile, item, rows)
-        seconds = self._work.costs[item] * (rows + ROWS_LOST) / self._speeds[tile.family] / tile.tensor.size
-        again = seconds / 3 if tile.recompute == "full" else 0.0
-        return replace(forward, compute=seconds / 3), replace(backward, compute=seconds * 2 / 3 + again)
+    def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
+        third = self._work.costs[item] * (rows + ROWS_LOST) / self._speeds[tile.family] / tile.tensor.size / 3
+        again = third if tile.recompute == "full" else 0.0
+        compute = {
+            "forward": third,
+            "backward": 2 * third + again,
+            "backward_input": third + again,
+            "backward_weight": third,
+        }
+        return {
+            name: replace(cost, compute=compute[name]) for name, cost in super().item_passes(tile, item, rows).items()
+        }
 
     def _update_seconds(self, tile: Tile) -> float:
         return 0.0  # speeds of whole steps have it

@@ -96,7 +96,7 @@ def test_phases_of_a_period_that_no_step_comes_to_are_none_of_a_plan():
 
 
 @pytest.mark.parametrize(
-    "plan", [uneven_plan(), even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, zero=0), plan_by_turns()]
+    "plan", [uneven_plan(), even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, schedule="zb-h1", zero=0), plan_by_turns()]
 )
 def test_files_round_trip(plan, tmp_path):
     path = tmp_path / "plan.toml"
@@ -121,9 +121,14 @@ def test_turns_of_several_microbatches_are_written_as_one():
     assert parse_plan(dump_plan(plan), "p") == plan
 
 
-def test_depth_to_loss_is_the_longest_path():
+def test_depths_are_those_of_the_longest_paths():
     plan = even_plan(10, TensorGrid(), 4, 2, 4, 2)
     assert [plan.depth_to_loss(t) for t in plan.tiles] == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert [plan.depth_from_start(t) for t in plan.tiles] == [0, 0, 1, 1, 2, 2, 3, 3]
+    cuts = (((0, 2), (0, 1)), ((0, 1), (1, 2)), ((1, 2), (1, 2)), ((2, 3), (0, 2)), ((3, 4), (0, 2)))
+    plan = Plan(tuple(Tile(Interval(*items), Interval(*rows), (i,)) for i, (items, rows) in enumerate(cuts)), 1, 2)
+    assert [plan.depth_from_start(t) for t in plan.tiles] == [0, 0, 1, 2, 3]
+    assert [plan.depth_to_loss(t) for t in plan.tiles] == [2, 3, 2, 1, 0]
 
 
 def broken(plan: Plan | None = None, **changes) -> Plan:

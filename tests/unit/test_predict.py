@@ -231,6 +231,30 @@ def test_memory_falls_with_each_zero_stage_and_with_recomputing():
     assert kept[0] > 2 * kept[1]
 
 
+def test_weight_passes_that_wait_keep_their_operands():
+    """By ZB-H1 the last stage keeps as much as the first; by 1F1B splitting takes no more than activations did."""
+
+    def activations(plan, **stack) -> list[int]:
+        found = predict(replace(SETUP, stack=replace(HPCTRAIN, **stack)), plan, CLUSTER).memory
+        return [stage.memory.activations for stage in found]
+
+    plan = plan_of(pipeline=4, data=1, microbatches=8)
+    as_one, split = activations(plan, splits_backward=False), activations(plan)
+    delayed = activations(replace(plan, schedule="zb-h1"))
+    assert as_one == split
+    assert delayed[0] == split[0]
+    assert all(more > less for more, less in zip(delayed[1:], split[1:], strict=True))
+    assert activations(replace(plan, schedule="zb-h1", microbatches=1)) == activations(replace(plan, microbatches=1))
+
+
+def test_schedules_that_split_are_faster_and_other_software_does_not():
+    plan = plan_of(pipeline=4, data=1, microbatches=8)
+    whole = predict(replace(SETUP, stack=replace(HPCTRAIN, splits_backward=False)), plan, CLUSTER)
+    split, delayed = (predict(SETUP, replace(plan, schedule=name), CLUSTER) for name in ("1f1b", "zb-h1"))
+    assert delayed.step_seconds < split.step_seconds < whole.step_seconds
+    assert delayed.breakdown_seconds["compute"] == pytest.approx(whole.breakdown_seconds["compute"], rel=1e-3)
+
+
 def test_a_plan_that_does_not_fit_says_so():
     assert predict(replace(SETUP, positions=16), plan_of(), CLUSTER).fits
     assert not predict(replace(SETUP, positions=20_000), plan_of(), CLUSTER).fits
