@@ -184,12 +184,12 @@ def predict_profiled(run: ProfiledRun, profiles: dict, link_share: float = 0.8) 
         at = layers.stop
         parts = [profile[0 if i == 0 else last if i == last else first if i < middle else middle] for i in layers]
         forward, backward, update = (sum(part[i] for part in parts) for i in range(3))
-        tiles[tile] = TileCost((PassCost(forward),), (PassCost(backward),), update)
+        tiles[tile] = (TileCost((PassCost(forward),), (PassCost(backward),), update),)
         weights = (len(layers) * 12 * hidden + vocabulary * (stage in (0, stages - 1))) * hidden / SAILOR_TENSOR
         reduce = 2 * (run.data - 1) / run.data * weights * 4 / bandwidth
         sharings.append(Sharing((tile,), reduce, 0.0))
     message = run.microbatch * SAILOR_POSITIONS * hidden * 4 / bandwidth
-    pairs = {(a, b): message for a in plan.tiles for b in plan.tiles}
+    pairs = {(a, b): (message,) for a in plan.tiles for b in plan.tiles}
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     return simulate(plan, schedules, Costs(tiles, pairs, tuple(sharings), blocking_sends=True)).step_seconds
 

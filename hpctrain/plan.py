@@ -1,4 +1,4 @@
-"""The plan: a tiling of the work of a microbatch, items x rows, among tensor grids of ranks.
+"""The plan: a tiling of the work of each microbatch, items x rows, among tensor grids of ranks.
 
 Plain frozen data with a TOML form (see `dump_plan`), written by a person, by `even_plan`, or by the planner, and
 read by everything else. Item 0 is the embedding, items 1 ... L the blocks, item L+1 the head; rows are the
@@ -10,10 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
+from hpctrain.rows import Rows, common_period
 from hpctrain.tables import Table, explain, parse_toml, read_text
 
 
@@ -47,7 +48,8 @@ class Tile:
     """
 
     items: Interval
-    rows: Interval
+    rows: Rows
+    """Given as an interval where they are the same of all microbatches."""
     ranks: tuple[int, ...]
     tensor: TensorGrid = TensorGrid()
     family: str = "cpu"
@@ -57,6 +59,10 @@ class Tile:
     """The share of each of its ranks when holders cut the state of the optimizer among them."""
     substeps: int = 1
     """In how many pieces the tile goes through its rows of a microbatch."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, Interval):
+            object.__setattr__(self, "rows", Rows((self.rows,)))
 
     @property
     def is_idle(self) -> bool:
@@ -82,9 +88,14 @@ class Tile:
                 return tuple(self.rank_at(x, y, i) for i in range(self.tensor.z))
         raise ValueError(axis)
 
-    def rows_at(self, z: int) -> Interval:
-        """Return the rows of the microbatch that coordinate z computes."""
-        return cut_evenly(self.rows.size, self.tensor.z)[z].shift(self.rows.start)
+    def rows_of(self, microbatch: int) -> Interval:
+        """Return the rows of a microbatch that the tile computes."""
+        return self.rows.of(microbatch)
+
+    def rows_at(self, z: int, microbatch: int) -> Interval:
+        """Return the rows of a microbatch that coordinate z computes."""
+        rows = self.rows.of(microbatch)
+        return cut_evenly(rows.size, self.tensor.z)[z].shift(rows.start)
 
     def holds(self, item: int) -> bool:
         return self.items.start <= item < self.items.stop
@@ -117,21 +128,38 @@ class Plan:
         return self._tile_of[rank]
 
     @cached_property
-    def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
+    def period(self) -> int:
+        """After how many microbatches all tiles have the same rows as before; no more than there are."""
+        return min(common_period([tile.rows for tile in self.tiles]), self.microbatches)
+
+    @cached_property
+    def cut_like(self) -> tuple[int, ...]:
+        """For each microbatch of the period the first one whose tiles have the same rows."""
+        first: dict[tuple[Interval, ...], int] = {}
+        return tuple(first.setdefault(tuple(tile.rows_of(m) for tile in self.tiles), m) for m in range(self.period))
+
+    @cached_property
+    def _downstream(self) -> dict[Tile, dict[Tile, tuple[bool, ...]]]:
+        """For each tile those of the next items that share rows with it, and of which microbatches of the period."""
         starting: dict[int, list[Tile]] = {}
         for tile in self.tiles:
             starting.setdefault(tile.items.start, []).append(tile)
-        return {
-            tile: tuple(t for t in starting.get(tile.items.stop, ()) if t.rows.intersect(tile.rows).size)
-            for tile in self.tiles
-        }
+        found: dict[Tile, dict[Tile, tuple[bool, ...]]] = {}
+        for tile in self.tiles:
+            near = found[tile] = {}
+            for other in starting.get(tile.items.stop, ()):
+                if tile.rows.may_meet(other.rows):
+                    shares = tile.rows.meet(other.rows, self.period)
+                    if any(shares):
+                        near[other] = shares
+        return found
 
     @cached_property
-    def _upstream(self) -> dict[Tile, tuple[Tile, ...]]:
-        found: dict[Tile, tuple[Tile, ...]] = dict.fromkeys(self.tiles, ())
+    def _upstream(self) -> dict[Tile, dict[Tile, tuple[bool, ...]]]:
+        found: dict[Tile, dict[Tile, tuple[bool, ...]]] = {tile: {} for tile in self.tiles}
         for tile, following in self._downstream.items():
-            for other in following:
-                found[other] = (*found[other], tile)
+            for other, shares in following.items():
+                found[other][tile] = shares
         return found
 
     @cached_property
@@ -148,13 +176,13 @@ class Plan:
             depth[tile] = max((1 + depth[t] for t in self._upstream[tile]), default=0)
         return depth
 
-    def downstream(self, tile: Tile) -> tuple[Tile, ...]:
-        """Return the tiles that take this tile's output: the next items, some of the same rows."""
-        return self._downstream.get(tile, ())
+    def downstream(self, tile: Tile, microbatch: int | None = None) -> tuple[Tile, ...]:
+        """Return the tiles that take this tile's output, of a microbatch or of any: the next items, rows in common."""
+        return _of(self._downstream.get(tile, {}), microbatch)
 
-    def upstream(self, tile: Tile) -> tuple[Tile, ...]:
-        """Return the tiles whose output this tile takes."""
-        return self._upstream.get(tile, ())
+    def upstream(self, tile: Tile, microbatch: int | None = None) -> tuple[Tile, ...]:
+        """Return the tiles whose output this tile takes, of a microbatch or of any."""
+        return _of(self._upstream.get(tile, {}), microbatch)
 
     def depth_to_loss(self, tile: Tile) -> int:
         """Return the number of tiles on the longest path from this one to the loss, not counting itself."""
@@ -174,9 +202,16 @@ class Plan:
             tiles = f"{_count(len(stages), 'stage')} x {_count(len(replicas), 'replica')} of {grids} (x,y,z)"
         else:
             tiles = f"{_count(len(self.tiles), 'tile')} of {grids} (x,y,z)"
+        turns = f", cut in {len(set(self.cut_like))} ways by turns" if self.period > 1 else ""
         unused = f", {_count(len(self.unused), 'rank')} unused" if self.unused else ""
         schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
-        return f"{tiles}, {microbatches}{schedule}{unused}"
+        return f"{tiles}, {microbatches}{turns}{schedule}{unused}"
+
+
+def _of(neighbours: dict[Tile, tuple[bool, ...]], microbatch: int | None) -> tuple[Tile, ...]:
+    if microbatch is None:
+        return tuple(neighbours)
+    return tuple(tile for tile, shares in neighbours.items() if shares[microbatch % len(shares)])
 
 
 def _count(number: int, what: str) -> str:
@@ -192,15 +227,20 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         raise PlanError("the plan has no tiles")
     seen: dict[int, int] = {}
     for number, tile in enumerate(plan.tiles):
-        where = f"tile {number} (items {list(tile.items)}, rows {list(tile.rows)})"
+        where = f"tile {number} (items {list(tile.items)}, rows {tile.rows})"
         if tile.tensor.size != len(tile.ranks):
             raise PlanError(f"{where}: a grid of {tile.tensor} needs {tile.tensor.size} ranks, {len(tile.ranks)} given")
-        if tile.rows.size < tile.tensor.z:
-            raise PlanError(f"{where}: z = {tile.tensor.z} splits {tile.rows.size} rows; give it rows or lower z")
-        if tile.rows.size < tile.tensor.z * tile.substeps:
+        if tile.rows.period > plan.microbatches:
             raise PlanError(
-                f"{where}: z = {tile.tensor.z} and substeps = {tile.substeps} split {tile.rows.size} rows;"
-                " lower substeps"
+                f"{where}: rows of {tile.rows.period} microbatches by turns, and a step has {plan.microbatches};"
+                " give as many or fewer"
+            )
+        least = min(tile.rows.sizes)
+        if least < tile.tensor.z:
+            raise PlanError(f"{where}: z = {tile.tensor.z} splits {least} rows; give it rows or lower z")
+        if least < tile.tensor.z * tile.substeps:
+            raise PlanError(
+                f"{where}: z = {tile.tensor.z} and substeps = {tile.substeps} split {least} rows; lower substeps"
             )
         for rank in tile.ranks:
             if rank in seen:
@@ -208,18 +248,21 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             seen[rank] = number
         if tile.items.size == 0 or tile.items.start < 0 or tile.items.stop > num_items:
             raise PlanError(f"{where}: items must lie in [0, {num_items}): the embedding, the blocks, the head")
-        if tile.rows.start < 0 or tile.rows.stop > plan.rows:
+        if any(rows.start < 0 or rows.stop > plan.rows for rows in tile.rows.phases):
             raise PlanError(f"{where}: rows must lie in [0, {plan.rows})")
         if tile.items.stop < num_items and not plan.downstream(tile):
             raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
         if tile.items.start > 0 and not plan.upstream(tile):
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
-    for item in range(num_items):
-        rows = [tile.rows for tile in plan.tiles if tile.holds(item)]
-        if not tiles_exactly(rows, Interval(0, plan.rows)):
-            raise PlanError(
-                f"item {item} is computed for rows {sorted(map(list, rows))}, which is not [0, {plan.rows}) once each"
-            )
+    for microbatch in sorted(set(plan.cut_like)):
+        for item in range(num_items):
+            rows = [tile.rows_of(microbatch) for tile in plan.tiles if tile.holds(item)]
+            if not tiles_exactly(rows, Interval(0, plan.rows)):
+                which = f" of microbatch {microbatch}" if plan.period > 1 else ""
+                raise PlanError(
+                    f"item {item} is computed for rows {sorted(map(list, rows))}{which}, which is not [0, {plan.rows})"
+                    " once each"
+                )
     if both := sorted(set(plan.unused) & set(seen)):
         raise PlanError(f"rank {both[0]} is in tile {seen[both[0]]} and in unused; take it out of one")
     everyone = set(seen) | set(plan.unused)
@@ -278,9 +321,33 @@ class _GridTable(Table):
     z: Annotated[int, Field(ge=1)] = 1
 
 
+def _by_turns(value: object) -> object:
+    """Let the same rows of all microbatches be one turn."""
+    alike = isinstance(value, list) and value and not isinstance(value[0], list)
+    return [value] if alike else value
+
+
+def _check_times(turn: list[int]) -> list[int]:
+    if len(turn) == 3 and not 1 <= turn[2] <= MOST_TURNS:
+        raise ValueError(f"{turn} are rows of {turn[2]} microbatches; make it 1 to {MOST_TURNS}")
+    return turn
+
+
+def _rows_of_turns(turns: list[list[int]]) -> Rows:
+    phases: list[Interval] = []
+    for start, stop, *times in turns:
+        phases += [Interval(start, stop)] * (times[0] if times else 1)
+    return Rows(tuple(phases))
+
+
+MOST_TURNS = 10**6  # so that a slip of the pen fills no memory
+_Turn = Annotated[list[int], Field(min_length=2, max_length=3), AfterValidator(_check_times)]
+"""The bounds of rows, and of how many microbatches, one after the other, they are."""
+
+
 class _TileTable(Table):
     items: tuple[int, int]
-    rows: tuple[int, int]
+    rows: Annotated[list[_Turn], BeforeValidator(_by_turns), Field(min_length=1)]
     ranks: tuple[Annotated[int, Field(ge=0)], ...]
     tensor: _GridTable = _GridTable()
     family: str = "cpu"
@@ -313,7 +380,7 @@ def parse_plan(text: str, path: str) -> Plan:
     tiles = tuple(
         Tile(
             Interval(*t.items),
-            Interval(*t.rows),
+            _rows_of_turns(t.rows),
             t.ranks,
             TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z),
             t.family,
@@ -338,7 +405,7 @@ def dump_plan(plan: Plan) -> str:
             "",
             "[[tile]]",
             f"items = {list(tile.items)}",
-            f"rows = {list(tile.rows)}",
+            f"rows = {tile.rows}",
             f'family = "{tile.family}"',
             f"ranks = {list(tile.ranks)}",
             f"tensor = {{x = {grid.x}, y = {grid.y}, z = {grid.z}}}",

@@ -15,7 +15,7 @@ from hpctrain.transfers import Transfer, receives, sends
 
 @dataclass(frozen=True)
 class Transfers:
-    """A rank's messages for each microbatch."""
+    """A rank's messages of a microbatch."""
 
     receive_activation: list[Transfer]
     send_activation: list[Transfer]
@@ -44,7 +44,8 @@ class Role:
     """The ranks along each axis of the tensor grid: x, y, z."""
     held: Holdings
     """The weights that this rank holds, by the ranks that hold the same."""
-    transfers: Transfers
+    transfers: tuple[Transfers, ...]
+    """Those of microbatch m are at m % period: where rows go by turns, pieces do."""
     channels: list[ChannelNeed]
 
 
@@ -53,23 +54,28 @@ def role_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None
 
     Takes time and memory by the rank's own groups, not by all pairs of ranks."""
     tile = plan.tile_of(rank)
-    transfers = Transfers(
-        receive_activation=receives(plan, rank, model.hidden_size, forward=True),
-        send_activation=sends(plan, rank, model.hidden_size, forward=True),
-        receive_gradient=receives(plan, rank, model.hidden_size, forward=False),
-        send_gradient=sends(plan, rank, model.hidden_size, forward=False),
-    )
+    made = {
+        m: Transfers(
+            receive_activation=receives(plan, rank, model.hidden_size, forward=True, microbatch=m),
+            send_activation=sends(plan, rank, model.hidden_size, forward=True, microbatch=m),
+            receive_gradient=receives(plan, rank, model.hidden_size, forward=False, microbatch=m),
+            send_gradient=sends(plan, rank, model.hidden_size, forward=False, microbatch=m),
+        )
+        for m in set(plan.cut_like)
+    }
+    transfers = tuple(made[m] for m in plan.cut_like)
     axes = {axis: tuple(tile.axis_ranks(axis, rank)) for axis in "xyz"}
     held = holdings_of(model, plan, rank, bucket_bytes)
     return Role(rank, tile, axes, held, transfers, _channels(plan, rank, transfers))
 
 
-def _channels(plan: Plan, rank: int, transfers: Transfers) -> list[ChannelNeed]:
+def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[ChannelNeed]:
     largest: dict[int, int] = {}
-    for name, pieces in vars(transfers).items():
-        for piece in pieces:
-            peer = piece.sender if name.startswith("receive") else piece.receiver
-            largest[peer] = max(largest.get(peer, 0), piece.rows.size * piece.features.size)
+    for of_microbatch in transfers:
+        for name, pieces in vars(of_microbatch).items():
+            for piece in pieces:
+                peer = piece.sender if name.startswith("receive") else piece.receiver
+                largest[peer] = max(largest.get(peer, 0), piece.rows.size * piece.features.size)
     tile = plan.tile_of(rank)
     pairs = sorted(largest, key=lambda peer: (min(rank, peer), max(rank, peer)))
     return [ChannelNeed(peer, largest[peer], channel_depth(plan, tile, plan.tile_of(peer))) for peer in pairs]

@@ -199,7 +199,8 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
     def ready(tile: Tile, step: Instruction) -> bool:
         match step.op:
             case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
-                peers = plan.downstream(tile) if step.op is Op.SEND_ACTIVATION else plan.upstream(tile)
+                following = step.op is Op.SEND_ACTIVATION
+                peers = (plan.downstream if following else plan.upstream)(tile, step.microbatch)
                 queues = [wires.setdefault((tile, peer, step.op), deque()) for peer in peers]
                 depths = [channel_depth(plan, tile, peer) for peer in peers]
                 if any(len(queue) >= depth for queue, depth in zip(queues, depths, strict=True)):
@@ -208,7 +209,7 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
                     queue.append(step.microbatch)
             case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
                 forward = step.op is Op.RECEIVE_ACTIVATION
-                peers = plan.upstream(tile) if forward else plan.downstream(tile)
+                peers = (plan.upstream if forward else plan.downstream)(tile, step.microbatch)
                 queues = [wires.get((peer, tile, pairs[step.op])) for peer in peers]
                 if not all(queues):
                     return False
@@ -279,4 +280,4 @@ def _check_early_reduction(tile: Tile, steps: Sequence[Instruction]) -> None:
 
 
 def _name(tile: Tile) -> str:
-    return f"tile items {list(tile.items)} rows {list(tile.rows)}"
+    return f"tile items {list(tile.items)} rows {tile.rows}"

@@ -29,7 +29,8 @@ class Layout:
     groups: list[Communicator]
     """For each holding its ranks."""
     stage: Stage
-    transfers: Transfers
+    transfers: tuple[Transfers, ...]
+    """Those of microbatch m are at m % period."""
     channels: dict[int, Channel]
     """By the rank at the other end."""
     dtype: torch.dtype

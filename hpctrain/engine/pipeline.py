@@ -53,8 +53,9 @@ class Pipeline:
         self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
         self._device = device
         self._positions = positions
-        self._rows, self._features = held(layout.tile, layout.rank, hidden_size)
-        self._substeps = cut_evenly(self._rows.size, layout.tile.substeps)
+        parts = [held(layout.tile, layout.rank, hidden_size, m) for m in range(layout.plan.period)]
+        self._rows, self._features = [rows for rows, _ in parts], parts[0][1]
+        self._substeps = [cut_evenly(rows.size, layout.tile.substeps) for rows in self._rows]
 
     def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
         """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
@@ -72,7 +73,7 @@ class Pipeline:
     def _run(
         self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training: bool, stop: bool
     ) -> Totals:
-        stage, transfers = self._layout.stage, self._layout.transfers
+        stage, by_turns = self._layout.stage, self._layout.transfers
         given: dict[int, torch.Tensor] = {}  # by microbatch: an activation, later a gradient, that came in
         made: dict[int, torch.Tensor] = {}  # and one that is to go out
         saved: dict[tuple[int, int], Saved] = {}
@@ -81,11 +82,12 @@ class Pipeline:
         self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tile))
         for instruction in schedule:
             m, s = instruction.microbatch, instruction.substep
+            transfers = by_turns[m % len(by_turns)]
             passed = self._optimizer.start_reduce if instruction.starts_reducing else None
             since = self._tracer.now()
             match instruction.op:
                 case Op.RECEIVE_ACTIVATION:
-                    given[m] = self._receive(transfers.receive_activation)
+                    given[m] = self._receive(transfers.receive_activation, m)
                 case Op.FORWARD:
                     ids, targets = self._tokens(batch, m, s)
                     value, kept = stage.forward(self._take(given, m, s) if ids is None else ids, targets, training)
@@ -96,9 +98,9 @@ class Pipeline:
                     if training:
                         saved[m, s] = kept
                 case Op.SEND_ACTIVATION:
-                    self._send(transfers.send_activation, made.pop(m))
+                    self._send(transfers.send_activation, made.pop(m), m)
                 case Op.RECEIVE_GRADIENT:
-                    given[m] = self._receive(transfers.receive_gradient)
+                    given[m] = self._receive(transfers.receive_gradient, m)
                 case Op.BACKWARD | Op.BACKWARD_INPUT:
                     gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, m, s)
                     if instruction.op is Op.BACKWARD:
@@ -110,7 +112,7 @@ class Pipeline:
                 case Op.BACKWARD_WEIGHT:
                     stage.backward_weight(saved.pop((m, s)), passed)
                 case Op.SEND_GRADIENT:
-                    self._send(transfers.send_gradient, made.pop(m))
+                    self._send(transfers.send_gradient, made.pop(m), m)
                 case Op.REDUCE_GRADIENTS:
                     self._optimizer.reduce()
                 case Op.UPDATE:
@@ -139,38 +141,48 @@ class Pipeline:
         stage = self._layout.stage
         if not (stage.is_first or stage.is_last):
             return None, None
-        rows = self._substeps[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
+        piece = self._pieces_of(microbatch)[substep]
+        rows = piece.shift(self._rows_of(microbatch).start + microbatch * self._layout.plan.rows)
         tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
         return tokens[:, :-1] if stage.is_first else None, tokens[:, 1:] if stage.is_last else None
 
+    def _rows_of(self, microbatch: int) -> Interval:
+        """Return the rows of a microbatch that this rank computes."""
+        return self._rows[microbatch % len(self._rows)]
+
+    def _pieces_of(self, microbatch: int) -> tuple[Interval, ...]:
+        """Return the parts of these rows by substeps, counted from the first of them."""
+        return self._substeps[microbatch % len(self._substeps)]
+
     def _take(self, waiting: dict[int, torch.Tensor], microbatch: int, substep: int) -> torch.Tensor:
         """Return the rows of a substep; the last substep takes what waits away."""
-        last = substep == len(self._substeps) - 1
-        value = waiting.pop(microbatch) if last else waiting[microbatch]
-        return value if len(self._substeps) == 1 else value[slice(*self._substeps[substep])]
+        pieces = self._pieces_of(microbatch)
+        value = waiting.pop(microbatch) if substep == len(pieces) - 1 else waiting[microbatch]
+        return value if len(pieces) == 1 else value[slice(*pieces[substep])]
 
     def _put(self, waiting: dict[int, torch.Tensor], microbatch: int, substep: int, value: torch.Tensor) -> None:
         """Add the rows of a substep to what waits to be sent."""
-        if len(self._substeps) == 1:
+        pieces = self._pieces_of(microbatch)
+        if len(pieces) == 1:
             waiting[microbatch] = value
             return
         if microbatch not in waiting:
-            waiting[microbatch] = value.new_empty(self._rows.size, *value.shape[1:])
-        waiting[microbatch][slice(*self._substeps[substep])] = value
+            waiting[microbatch] = value.new_empty(self._rows_of(microbatch).size, *value.shape[1:])
+        waiting[microbatch][slice(*pieces[substep])] = value
 
-    def _inside(self, piece: Transfer) -> tuple[slice, slice, slice]:
-        rows, features = piece.rows.shift(-self._rows.start), piece.features.shift(-self._features.start)
-        return slice(*rows), slice(None), slice(*features)
+    def _inside(self, piece: Transfer, microbatch: int) -> tuple[slice, slice, slice]:
+        rows = piece.rows.shift(-self._rows_of(microbatch).start)
+        return slice(*rows), slice(None), slice(*piece.features.shift(-self._features.start))
 
-    def _send(self, pieces: list[Transfer], value: torch.Tensor) -> None:
+    def _send(self, pieces: list[Transfer], value: torch.Tensor, microbatch: int) -> None:
         for piece in pieces:
-            self._layout.channels[piece.receiver].send(value[self._inside(piece)].contiguous())
+            self._layout.channels[piece.receiver].send(value[self._inside(piece, microbatch)].contiguous())
 
-    def _receive(self, pieces: list[Transfer]) -> torch.Tensor:
-        shape = (self._rows.size, self._positions, self._features.size)
+    def _receive(self, pieces: list[Transfer], microbatch: int) -> torch.Tensor:
+        shape = (self._rows_of(microbatch).size, self._positions, self._features.size)
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         for piece in pieces:
-            target = value[self._inside(piece)]
+            target = value[self._inside(piece, microbatch)]
             buffer = target if target.is_contiguous() else target.new_empty(target.shape)
             self._layout.channels[piece.sender].receive(buffer)
             if buffer is not target:

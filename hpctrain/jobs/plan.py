@@ -12,7 +12,7 @@ from hpctrain.jobs.common import override_option
 from hpctrain.plan import Plan, check_tiling, dump_plan, load_plan
 from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.even import Resolved, check_plan, resolve_plan
-from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
+from hpctrain.planner.proportional import Work, parties_of, proportional_candidates, turns_reason
 from hpctrain.schedule import check_schedules
 
 
@@ -81,7 +81,8 @@ def _by_speed(job: Job, cluster: Cluster) -> Resolved:
     check_plan(job, found[0].plan, "the plan by speed")
     speeds = ", ".join(f"{party.family} {party.speed:.3g} FLOP/s" for party in parties)
     reason = f"{found[0].describe}: least estimated computation and bubble of {len(found)} plans, by {speeds}"
-    return Resolved(found[0].plan, {"plan": reason})
+    turns = turns_reason(work, found[0].plan, {party.family: party.speed for party in parties})
+    return Resolved(found[0].plan, {"plan": reason} | ({"plan.rows": turns} if turns else {}))
 
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:

@@ -70,7 +70,7 @@ def describe(prediction: Prediction, dtype: str) -> dict:
     stages = []
     for stage in prediction.memory:
         tile, memory = stage.tile, stage.memory
-        where = {"items": list(tile.items), "rows": list(tile.rows), "family": tile.family}
+        where = {"items": list(tile.items), "rows": tile.rows.listed(), "family": tile.family}
         available = {"total": memory.total, "available": stage.available_bytes, "fits": stage.fits}
         stages.append(where | vars(memory) | available)
     return {

@@ -120,7 +120,7 @@ class Room:
 
 def _rows_at_once(plan: Plan, tile: Tile) -> int:
     """Return of how many rows of a microbatch a tile keeps activations: at the loss those of one substep."""
-    return tile.rows.size if plan.depth_to_loss(tile) else -(-tile.rows.size // tile.substeps)
+    return tile.rows.most() if plan.depth_to_loss(tile) else -(-tile.rows.most() // tile.substeps)
 
 
 class Stand:

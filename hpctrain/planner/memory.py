@@ -12,6 +12,7 @@ from hpctrain.intervals import cut_evenly
 from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.cost import Setup, unit_elements
+from hpctrain.rows import most_of
 from hpctrain.schedule import weight_delay
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
@@ -78,12 +79,13 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     """Return the bytes kept, and those of the item that needs the most while it computes."""
     if tile.is_idle:
         return 0, 0
-    rows = max(tile.rows_at(z).size for z in range(tile.tensor.z))
+    sizes = [-(-size // tile.tensor.z) for size in tile.rows.sizes]
+    rows = max(sizes)
     at_once = -(-rows // tile.substeps)
     items = range(*tile.items)
     at_loss = not plan.downstream(tile)
     microbatches = microbatches_kept(plan, tile)
-    kept_rows = at_once if at_loss else rows * microbatches
+    kept_rows = at_once if at_loss else most_of(sizes, microbatches)
     inputs = sum(item_kept(setup, tile, item, "full") for item in items)
     kept = sum(item_kept(setup, tile, item, tile.recompute) for item in items)
     whole = max(item_kept(setup, tile, item, "none") for item in items)

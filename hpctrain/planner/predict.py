@@ -175,12 +175,14 @@ class Predictor:
     def costs(self) -> Costs:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
-            pieces = tuple(cut_evenly(max(tile.rows_at(z).size for z in range(tile.tensor.z)), tile.substeps))
-            splits = self._weight_delay(tile) is not None
-            key = (tile.items, tuple(p.size for p in pieces), tile.tensor, tile.recompute, self._place(tile), splits)
-            if key not in known:
-                known[key] = self._tile_cost(tile, [piece.size for piece in pieces], splits)
-            tiles[tile] = known[key]
+            by_turns, place, splits = [], self._place(tile), self._weight_delay(tile) is not None
+            for rows in tile.rows.sizes:
+                pieces = tuple(piece.size for piece in cut_evenly(-(-rows // tile.tensor.z), tile.substeps))
+                key = (tile.items, pieces, tile.tensor, tile.recompute, place, splits)
+                if key not in known:
+                    known[key] = self._tile_cost(tile, pieces, splits)
+                by_turns.append(known[key])
+            tiles[tile] = tuple(by_turns)
         blocking = self.setup.stack.blocking_sends
         return Costs(tiles, self._messages(), self._sharings(), self._agree_seconds(), blocking)
 
@@ -194,7 +196,7 @@ class Predictor:
     def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
         return next((h.ranks for h in self._held(tile).holdings if h.zero >= 2), ())
 
-    def _tile_cost(self, tile: Tile, pieces: list[int], splits: bool) -> TileCost:
+    def _tile_cost(self, tile: Tile, pieces: Sequence[int], splits: bool) -> TileCost:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
         if splits:
             passes |= {"backward_input": [], "backward_weight": []}
@@ -296,10 +298,11 @@ class Predictor:
             last = "backward" if self._weight_delay(tile) is None else "backward_weight"
             items = [item for layout in holding.layouts for item in layout.unit.items if tile.holds(item)]
             first = min(items, default=max(holding.final_after, tile.items.start))
-            rows = max(tile.rows_at(z).size for z in range(tile.tensor.z)) // tile.substeps
-            before = [self.item_passes(tile, item, rows) for item in range(tile.items.start, first)]
-            needed[tile] = sum(passes["forward"].seconds for passes in before)
-            ready[tile] = sum(passes[last].seconds for passes in before)
+            # Weights are needed in the first microbatch, gradients made in the last one.
+            for found, name, microbatch in ((needed, "forward", 0), (ready, last, self.plan.microbatches - 1)):
+                rows = -(-tile.rows_of(microbatch).size // tile.tensor.z) // tile.substeps
+                before = (self.item_passes(tile, item, rows)[name] for item in range(tile.items.start, first))
+                found[tile] = sum(each.seconds for each in before)
         is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not holding.slabs
         return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
@@ -311,28 +314,30 @@ class Predictor:
     def _agree_seconds(self) -> float:
         return self._collective("all_reduce", 24, self.plan.ranks, ())
 
-    def _messages(self) -> dict[tuple[Tile, Tile], float]:
-        found: dict[tuple[Tile, Tile], float] = {}
+    def _messages(self) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
+        found: dict[tuple[Tile, Tile], dict[int, float]] = {}
         for tile in self.plan.tiles:
             for forward in (True, False):
                 sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
                 like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
                 # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
                 for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks if sources else ():
-                    self._receive_one(found, tile, rank, forward)
-        return found
+                    for microbatch in set(self.plan.cut_like):
+                        self._receive_one(found, tile, rank, forward, microbatch)
+        return {pair: tuple(seconds[m] for m in self.plan.cut_like) for pair, seconds in found.items()}
 
-    def _receive_one(self, found: dict, tile: Tile, rank: int, forward: bool) -> None:
+    def _receive_one(self, found: dict, tile: Tile, rank: int, forward: bool, microbatch: int) -> None:
         element = self.setup.positions * self.setup.item_bytes
         arriving: dict[Tile, float] = {}
-        for piece in receives(self.plan, rank, self.setup.model.hidden_size, forward):
+        for piece in receives(self.plan, rank, self.setup.model.hidden_size, forward, microbatch):
             source = self.plan.tile_of(piece.sender)
             num_bytes = piece.rows.size * piece.features.size * element
             flows = self.network.flows(piece.sender, source.ranks, rank)
             seconds = self.network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
         for source, seconds in arriving.items():
-            found[source, tile] = max(found.get((source, tile), 0.0), seconds)
+            by_cut = found.setdefault((source, tile), dict.fromkeys(self.plan.cut_like, 0.0))
+            by_cut[microbatch] = max(by_cut[microbatch], seconds)
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -340,7 +345,7 @@ class Predictor:
         found: dict[tuple, StageMemory] = {}
         for tile in self.plan.tiles:
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
-            key = (tile.items, tile.rows.size, tile.tensor, tile.recompute, tile.zero, tile.family, tile.substeps)
+            key = (tile.items, tile.rows.sizes, tile.tensor, tile.recompute, tile.zero, tile.family, tile.substeps)
             if key not in found:
                 held = holdings_of(self.setup.model, self.plan, tile.ranks[0])
                 found[key] = StageMemory(tile, memory_of(self.setup, self.plan, tile, held, tile.ranks[0]), available)

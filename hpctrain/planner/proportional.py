@@ -2,13 +2,15 @@
 
 Two kinds: `side by side`, where each family has replicas of its own, pipelines of its own depth, and rows by speed; and
 `in a row`, one pipeline over all families, whose blocks are cut by speed. Both are cut exactly: no other cut into whole
-rows or blocks makes the slowest part faster. Which depths and how many microbatches is chosen by a closed form of
-computation and bubble; what is communicated is not weighed.
+rows or blocks makes the slowest part faster. Replicas that do not meet before the end of a step have rows by turns
+where whole ones fit their speeds badly: 5 in some microbatches and 6 in the others. Which depths and how many
+microbatches is chosen by a closed form of computation and bubble; what is communicated is not weighed.
 """
 
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +22,13 @@ from hpctrain.job import Model
 from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.planner.even import GRADIENT_SHARD_BYTES, MOMENT_BYTES, WEIGHT_BYTES
+from hpctrain.planner.turns import spread
+from hpctrain.rows import Rows
 
 # What the small products of a microbatch cost beside those of its rows: some 300 tokens' time for rows of 2,048.
 ROWS_LOST = 0.15
+# Rows by turns are not worth less than this share of a step.
+TURNS_WORTH = 0.005
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.
 BLOCK_BYTES, HEAD_BYTES = 90, 12
 INPUT_BYTES = 4  # of that, where a block is computed again: its input
@@ -116,17 +122,19 @@ def parties_of(cluster: Cluster, dtype: str, speeds: Mapping[str, float] | None 
     return found
 
 
-def cut_rows(num_rows: int, speeds: Sequence[float]) -> list[int]:
-    """Return how many rows each replica takes, one at least, so that the slowest is as fast as can be.
+def cut_rows(num_rows: int, speeds: Sequence[float], least: int = 1) -> list[int]:
+    """Return how many rows each replica takes, `least` or more, so that the slowest is as fast as can be.
 
     Exact: rows are given one by one to who would then be done first. Raises PlanError if there are too few.
     """
-    if num_rows < len(speeds):
-        raise PlanError(f"{num_rows} rows of a microbatch are too few for {len(speeds)} replicas; one is the least")
-    rows = [1] * len(speeds)
-    waiting = [(2 / speed, i) for i, speed in enumerate(speeds)]
+    if num_rows < least * len(speeds):
+        raise PlanError(
+            f"{num_rows // least} rows of a microbatch are too few for {len(speeds)} replicas; one is the least"
+        )
+    rows = [least] * len(speeds)
+    waiting = [((least + 1) / speed, i) for i, speed in enumerate(speeds)]
     heapq.heapify(waiting)
-    for _ in range(num_rows - len(speeds)):
+    for _ in range(num_rows - least * len(speeds)):
         _, i = waiting[0]
         rows[i] += 1
         heapq.heapreplace(waiting, ((rows[i] + 1) / speeds[i], i))
@@ -173,21 +181,25 @@ def side_by_side(work: Work, parties: Sequence[Party], depths: Sequence[int], mi
         for party, depth, items in zip(parties, depths, cuts, strict=True)
         for replica in range(len(party.ranks) // depth)
     ]
+    num_rows = work.global_batch // microbatches
     speeds = [party.speed / max(map(work.cost, items)) for party, items, _ in replicas]
-    tiles = []
-    at = 0
-    for (party, items, replica), size in zip(
-        replicas, cut_rows(work.global_batch // microbatches, speeds), strict=True
-    ):
-        across = len(party.ranks) // len(items)
-        rows, at = Interval(at, at + size), at + size
-        ranks = [party.ranks[stage * across + replica] for stage in range(len(items))]
-        tiles += [Tile(part, rows, (rank,), family=party.family) for part, rank in zip(items, ranks, strict=True)]
-    return Plan(tuple(tiles), microbatches, at)
+
+    def plan_with(cut: Sequence[Rows]) -> Plan:
+        tiles = []
+        for (party, items, replica), rows in zip(replicas, cut, strict=True):
+            across = len(party.ranks) // len(items)
+            ranks = [party.ranks[stage * across + replica] for stage in range(len(items))]
+            tiles += [Tile(part, rows, (rank,), family=party.family) for part, rank in zip(items, ranks, strict=True)]
+        return Plan(tuple(tiles), microbatches, num_rows)
+
+    return _shorter(work, parties, *(plan_with(cut) for cut in _whole_and_by_turns(num_rows, speeds, microbatches)))
 
 
 def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microbatches: int) -> Plan:
-    """Return one pipeline over the parties, in their order; each has its stages, whose replicas share the rows."""
+    """Return one pipeline over the parties, in their order; each has its stages, whose replicas share the rows.
+
+    Where all stages have as many replicas, these are pipelines that do not meet, and may have rows by turns.
+    """
     rows = work.global_batch // microbatches
     stages = []
     for party, depth in zip(parties, depths, strict=True):
@@ -195,31 +207,105 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
         if across > rows:
             raise PlanError(f"{rows} rows of a microbatch are too few for {across} replicas; one is the least")
         stages += [(party, party.ranks[stage * across : (stage + 1) * across]) for stage in range(depth)]
-    items = cut_items(work.costs, [party.speed / math.ceil(rows / len(ranks)) for party, ranks in stages])
-    tiles = [
-        Tile(part, cut, (rank,), family=party.family)
-        for part, (party, ranks) in zip(items, stages, strict=True)
-        for cut, rank in zip(cut_evenly(rows, len(ranks)), ranks, strict=True)
-    ]
-    return Plan(tuple(tiles), microbatches, rows)
+    degrees = {len(ranks) for _, ranks in stages}
+
+    def plan_with(cuts: Mapping[int, Sequence[Rows]]) -> Plan:
+        """`cuts` are by the number of replicas."""
+        largest = {degree: max(each.mean for each in cut) for degree, cut in cuts.items()}
+        items = cut_items(work.costs, [party.speed / largest[len(ranks)] for party, ranks in stages])
+        tiles = [
+            Tile(part, each, (rank,), family=party.family)
+            for part, (party, ranks) in zip(items, stages, strict=True)
+            for each, rank in zip(cuts[len(ranks)], ranks, strict=True)
+        ]
+        return Plan(tuple(tiles), microbatches, rows)
+
+    if len(degrees) == 1:
+        (degree,) = degrees
+        both = _whole_and_by_turns(rows, [1.0] * degree, microbatches)
+        return _shorter(work, parties, *(plan_with({degree: cut}) for cut in both))
+    return plan_with({degree: [Rows((cut,)) for cut in cut_evenly(rows, degree)] for degree in degrees})
+
+
+def _whole_and_by_turns(
+    num_rows: int, speeds: Sequence[float], microbatches: int
+) -> tuple[Sequence[Rows], Sequence[Rows]]:
+    """Return the rows of replicas by their speeds: the same of all microbatches, and so that they fit over the step.
+
+    Raises PlanError as `cut_rows`.
+    """
+    whole = spread(cut_rows(num_rows, speeds), 1)
+    return whole, spread(cut_rows(num_rows * microbatches, speeds, least=microbatches), microbatches)
+
+
+def _shorter(work: Work, parties: Sequence[Party], whole: Plan, by_turns: Plan) -> Plan:
+    """Return the plan by turns if its step is enough shorter, else that with whole rows."""
+    speeds = {party.family: party.speed for party in parties}
+    shorter = estimate(work, by_turns, speeds) * (1 + TURNS_WORTH) < estimate(work, whole, speeds)
+    return by_turns if shorter else whole
 
 
 def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
-    """Return the time of a step: the slowest tile once for each microbatch, and the rest of the longest path once.
+    """Return the time of a step: that of the slowest of the pipelines that share no messages.
 
-    An estimate of computation and bubble, from above where paths are unlike; communication is left out.
+    Of each one its slowest tile for every microbatch, and the rest of the longest path once; and where rows grow from a
+    microbatch to the next one, as much of it again as they grow, for the tiles behind wait then. An estimate of
+    computation and bubble, from above where paths are unlike or rows go by turns; communication is left out.
     """
-    seconds = {
-        tile: work.cost(tile.items)
-        * (tile.rows.size + ROWS_LOST * tile.substeps)
-        * (RECOMPUTED if tile.recompute == "full" else 1.0)
-        / speeds[tile.family]
-        for tile in plan.tiles
-    }
+
+    def seconds(tile: Tile, rows: int) -> float:
+        again = RECOMPUTED if tile.recompute == "full" else 1.0
+        return work.cost(tile.items) * (rows + ROWS_LOST * tile.substeps) * again / speeds[tile.family]
+
     path: dict[Tile, float] = {}
     for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
-        path[tile] = seconds[tile] + max((path[other] for other in plan.downstream(tile)), default=0.0)
-    return max(path.values()) + (plan.microbatches - 1) * max(seconds.values())
+        ahead = max((path[other] for other in plan.downstream(tile)), default=0.0)
+        path[tile] = seconds(tile, tile.rows.most()) + ahead
+    steps = []
+    for tiles in _pipelines(plan):
+        of_period = [max(seconds(tile, tile.rows_of(m).size) for tile in tiles) for m in range(plan.period)]
+        every = [of_period[m % plan.period] for m in range(plan.microbatches)]
+        slowest = max(every)
+        rest = max(path[tile] for tile in tiles) - slowest
+        growth = sum(max(0.0, after - before) for before, after in itertools.pairwise([0.0, *every]))
+        steps.append(min(slowest * plan.microbatches + rest, sum(every) + rest * growth / slowest))
+    return max(steps)
+
+
+def _pipelines(plan: Plan) -> list[list[Tile]]:
+    """Return the tiles that share messages, directly or through others, together."""
+    found: list[list[Tile]] = []
+    seen: set[Tile] = set()
+    for start in plan.tiles:
+        if start in seen:
+            continue
+        seen.add(start)
+        together = [start]
+        for tile in together:  # grows while it is gone through
+            near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
+            seen.update(near)
+            together += near
+        found.append(together)
+    return found
+
+
+def turns_reason(work: Work, plan: Plan, speeds: Mapping[str, float]) -> str | None:
+    """Say what rows by turns are for; None where all microbatches are cut alike."""
+    if plan.period == 1:
+        return None
+    replicas: dict[Rows, list[Tile]] = {}
+    for tile in plan.tiles:
+        replicas.setdefault(tile.rows, []).append(tile)
+    each = [min(speeds[tile.family] / work.cost(tile.items) for tile in tiles) for tiles in replicas.values()]
+    whole = dict(zip(replicas, spread(cut_rows(plan.rows, each), 1), strict=True))
+    same = replace(plan, tiles=tuple(replace(tile, rows=whole[tile.rows]) for tile in plan.tiles))
+    longer = estimate(work, same, speeds) / estimate(work, plan, speeds) - 1
+    shares = Counter(
+        f"{rows.mean:.4g} on {' and '.join(dict.fromkeys(tile.family for tile in tiles))}"
+        for rows, tiles in replicas.items()
+    )
+    means = ", ".join(f"{count} x {share}" for share, count in shares.items())
+    return f"by turns, of {plan.rows} on the mean {means}; with whole rows a step would take {longer:.1%} longer"
 
 
 def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
@@ -246,8 +332,8 @@ def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
         head = tile.holds(last) * HEAD_BYTES * model.vocab_size
         kept = blocks * (INPUT_BYTES if again else BLOCK_BYTES) * model.hidden_size + (0 if again else head)
         making = max(BLOCK_BYTES * model.hidden_size, head) if again else 0
-        depth, at_once = plan.depth_to_loss(tile), -(-tile.rows.size // tile.substeps)
-        rows = tile.rows.size * min(depth + 1, plan.microbatches) if depth else at_once
+        depth, at_once = plan.depth_to_loss(tile), -(-tile.rows.most() // tile.substeps)
+        rows = tile.rows.most(min(depth + 1, plan.microbatches)) if depth else at_once
         return work.positions * (rows * kept + at_once * making)
 
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
@@ -274,8 +360,10 @@ def _in_pieces(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Pla
         room = memory_bytes[tile.family] - states[tile]
         if plan.depth_to_loss(tile) or needed[tile] - states[tile] <= room or room <= 0:
             return tile
-        rows_at_once = math.floor(room / (needed[tile] - states[tile]) * tile.rows.size)
-        return replace(tile, substeps=-(-tile.rows.size // rows_at_once)) if rows_at_once else tile
+        rows_at_once = math.floor(room / (needed[tile] - states[tile]) * tile.rows.most())
+        if not rows_at_once:
+            return tile
+        return replace(tile, substeps=min(-(-tile.rows.most() // rows_at_once), *tile.rows.sizes))
 
     return replace(plan, tiles=tuple(map(fitting, plan.tiles)))
 

@@ -56,7 +56,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class TileCost:
-    """What the instructions of a tile take, in seconds."""
+    """What the instructions of a tile take for one microbatch, in seconds."""
 
     forward: tuple[PassCost, ...]
     """For each substep."""
@@ -71,15 +71,24 @@ class TileCost:
 class Costs:
     """All that a simulation needs to know of model and machine."""
 
-    tiles: Mapping[Tile, TileCost]
-    messages: Mapping[tuple[Tile, Tile], float]
-    """Of an activation, or its gradient, from a tile to another."""
+    tiles: Mapping[Tile, tuple[TileCost, ...]]
+    """By turns: of microbatch m that at m % length; one where all microbatches take as long."""
+    messages: Mapping[tuple[Tile, Tile], tuple[float, ...]]
+    """Of an activation, or its gradient, from a tile to another, by turns too."""
     sharings: tuple[Sharing, ...] = ()
     """In the order in which all ranks exchange them."""
     agree_seconds: float = 0.0
     """Until all ranks agree on the loss and the norm."""
     blocking_sends: bool = False
     """Whether a tile computes nothing while it sends."""
+
+    def of_tile(self, tile: Tile, microbatch: int) -> TileCost:
+        by_turns = self.tiles[tile]
+        return by_turns[microbatch % len(by_turns)]
+
+    def of_message(self, source: Tile, target: Tile, microbatch: int) -> float:
+        by_turns = self.messages[source, target]
+        return by_turns[microbatch % len(by_turns)]
 
 
 @dataclass
@@ -153,8 +162,9 @@ class _Simulation:
         self._clocks = {tile: _Clock() for tile in schedules}
         self._at = dict.fromkeys(schedules, 0)
         self._wires: dict[tuple[Tile, Tile, Op], _Wire] = {}
-        self._upstream = {tile: plan.upstream(tile) for tile in schedules}
-        self._downstream = {tile: plan.downstream(tile) for tile in schedules}
+        turns = range(plan.period)
+        self._upstream = {tile: [plan.upstream(tile, m) for m in turns] for tile in schedules}
+        self._downstream = {tile: [plan.downstream(tile, m) for m in turns] for tile in schedules}
         self._gathers = self._start_gathers()
 
     def run(self) -> Simulated:
@@ -176,7 +186,7 @@ class _Simulation:
         if stuck:
             tile = stuck[0]
             raise PlanError(
-                f"the schedule deadlocks: tile items {list(tile.items)} rows {list(tile.rows)} waits at"
+                f"the schedule deadlocks: tile items {list(tile.items)} rows {tile.rows} waits at"
                 f" '{self._schedules[tile][self._at[tile]]}'"
             )
         busy = {tile: clock.now for tile, clock in self._clocks.items()}
@@ -192,22 +202,23 @@ class _Simulation:
     def _advance(self, tile: Tile) -> set[Tile]:
         """Execute what a tile can; return the tiles that may go on because of it."""
         woken: set[Tile] = set()
-        schedule, clock, cost = self._schedules[tile], self._clocks[tile], self._costs.tiles[tile]
+        schedule, clock = self._schedules[tile], self._clocks[tile]
         while self._at[tile] < len(schedule):
             step = schedule[self._at[tile]]
             match step.op:
                 case op if op in PASSES:
+                    cost = self._costs.of_tile(tile, step.microbatch)
                     one = getattr(cost, PASSES[op])[step.substep]
                     self._await_weights(tile, clock, one)
                     for part, seconds in (("compute", one.compute), ("tensor", one.tensor), ("data", one.data)):
                         clock.spend(part, seconds)
                 case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
-                    peers = (self._downstream if step.op is Op.SEND_ACTIVATION else self._upstream)[tile]
+                    peers = self._peers(tile, step, downstream=step.op is Op.SEND_ACTIVATION)
                     if not self._send(tile, clock, step, peers):
                         return woken
                     woken.update(peers)
                 case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
-                    peers = (self._upstream if step.op is Op.RECEIVE_ACTIVATION else self._downstream)[tile]
+                    peers = self._peers(tile, step, downstream=step.op is Op.RECEIVE_GRADIENT)
                     if not self._receive(tile, clock, step, peers):
                         return woken
                     woken.update(peers)
@@ -215,6 +226,10 @@ class _Simulation:
                     return woken
             self._at[tile] += 1
         return woken
+
+    def _peers(self, tile: Tile, step: Instruction, downstream: bool) -> tuple[Tile, ...]:
+        by_turns = (self._downstream if downstream else self._upstream)[tile]
+        return by_turns[step.microbatch % len(by_turns)]
 
     def _wire(self, source: Tile, target: Tile, op: Op) -> _Wire:
         key = source, target, op
@@ -231,7 +246,7 @@ class _Simulation:
                 clock.parts["bubble"] += clock.wait_until(wire.taken.popleft())
                 wire.under_way -= 1
             wire.under_way += 1
-            wire.free_at = max(clock.now, wire.free_at) + self._costs.messages[tile, peer]
+            wire.free_at = max(clock.now, wire.free_at) + self._costs.of_message(tile, peer, step.microbatch)
             wire.arriving.append((step.microbatch, wire.free_at))
         if self._costs.blocking_sends:
             clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))
@@ -246,7 +261,8 @@ class _Simulation:
             got, arrives = wire.arriving.popleft()
             if got != step.microbatch:
                 raise PlanError(f"tile items {list(tile.items)} expects microbatch {step.microbatch} and is sent {got}")
-            longest, arrival = max(longest, self._costs.messages[peer, tile]), max(arrival, arrives)
+            longest = max(longest, self._costs.of_message(peer, tile, step.microbatch))
+            arrival = max(arrival, arrives)
         waited = clock.wait_until(arrival)
         seen = min(waited, longest)
         clock.parts["pipeline"] += longest
@@ -263,7 +279,7 @@ class _Simulation:
         together = max(clock.now for clock in clocks.values())
         for tile, clock in clocks.items():
             clock.parts["bubble"] += clock.wait_until(together)
-            clock.spend("optimizer", self._costs.agree_seconds + self._costs.tiles[tile].update_seconds)
+            clock.spend("optimizer", self._costs.agree_seconds + self._costs.of_tile(tile, 0).update_seconds)
         for sharing in self._costs.sharings:
             if sharing.needed_seconds is None:
                 self._exchange(sharing.tiles, sharing.gather_seconds)

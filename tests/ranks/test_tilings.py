@@ -10,6 +10,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.even import check_plan
+from hpctrain.rows import Rows
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import Alone, largest_relative_difference, make_job, make_trainer, whole
@@ -28,7 +29,10 @@ MODELS = {
 
 
 def tile(items, rows, ranks, grid=(1, 1, 1), **options) -> Tile:
-    return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **options)
+    """`rows` are two bounds, or a list of them by turns."""
+    phases = rows if isinstance(rows, list) else [rows]
+    by_turns = Rows(tuple(Interval(*phase) for phase in phases))
+    return Tile(Interval(*items), by_turns, ranks, TensorGrid(*grid), **options)
 
 
 LAST = LAYERS + 2
@@ -105,6 +109,17 @@ FIXED = {
         tile((2, 3), (3, 5), (1,), zero=0),
         tile((3, LAST), (0, 5), (2,)),
     ),
+    "two rows and a half, through tiles that share rows of some microbatches only": (
+        tile((0, 2), [(0, 2), (0, 3)], (0,)),
+        tile((0, 2), [(2, 5), (3, 5)], (2,), substeps=2),
+        tile((2, LAST), [(0, 1), (0, 4), (0, 2)], (1,)),
+        tile((2, LAST), [(1, 5), (4, 5), (2, 5)], (3,), recompute="full"),
+    ),
+    "rows by turns that z cuts unevenly": (
+        tile((0, 3), [(0, 2), (0, 3)], (3, 0), (1, 1, 2)),
+        tile((0, 3), [(2, 5), (3, 5)], (2,)),
+        tile((3, LAST), (0, 5), (1,), substeps=2),
+    ),
 }
 
 
@@ -119,7 +134,10 @@ CHECKPOINTED = {
     2: [(tile((0, 3), (0, 5), (1,)), tile((3, LAST), (0, 5), (0,))), (tile((0, LAST), (0, 5), (0, 1), (1, 1, 2)),)],
     4: [
         FIXED["unlike grids in one stage"],
-        (tile((0, LAST), (0, 4), (3, 2, 1), (1, 1, 3)), tile((0, LAST), (4, 5), (0,), zero=0)),
+        (
+            tile((0, LAST), [(0, 4), (0, 3)], (3, 2, 1), (1, 1, 3)),
+            tile((0, LAST), [(4, 5), (3, 5)], (0,), zero=0),
+        ),
     ],
     8: [
         (tile((0, LAST), (0, 2), (0, 1, 2, 3), (1, 4, 1)), tile((0, LAST), (2, 5), (4, 5, 6, 7), (2, 1, 2))),
@@ -164,11 +182,12 @@ def test_a_checkpoint_of_one_tiling_is_that_of_any_other_bit_for_bit(world, toke
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama"])
 def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, zero):
-    """Uneven rows and shares, and z or y inside; saved as shards, and read by one rank."""
+    """Uneven rows by turns, uneven shares, and z or y inside; saved as shards, and read by one rank."""
     grid, substeps = ((1, 1, 2), 1) if name == "llama" else ((1, 2, 1), 2)
     options = {"grid": grid, "zero": zero, "substeps": substeps}
+    less, more = [(0, 2), (0, 2), (0, 3)], [(2, 5), (2, 5), (3, 5)]
     plan = plan_of(
-        (tile((0, LAST), (0, 2), (0, 3), **options), tile((0, LAST), (2, 5), (2, 1), **options, state_share=3)), 4
+        (tile((0, LAST), less, (0, 3), **options), tile((0, LAST), more, (2, 1), **options, state_share=3)), 4
     )
     check(world, tokens, name, plan)
     job = job_of(tokens, name)
@@ -195,6 +214,7 @@ EXACT = {
         tile((0, LAST), (0, 3), (0, 1), (1, 2, 1), zero=3, state_share=2),
         tile((0, LAST), (3, 5), (2, 3), (1, 2, 1), zero=3),
     ),
+    "rows by turns": FIXED["rows by turns that z cuts unevenly"],
 }
 
 

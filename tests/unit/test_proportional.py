@@ -2,16 +2,21 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.cluster_file import load_cluster, ready_clusters
 from hpctrain.errors import PlanError
+from hpctrain.intervals import Interval
 from hpctrain.job import load_job
-from hpctrain.plan import check_tiling
+from hpctrain.plan import Plan, Tile, check_tiling
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.proportional import (
     IN_A_ROW,
+    ROWS_LOST,
     SIDE_BY_SIDE,
     Party,
     Work,
@@ -24,7 +29,10 @@ from hpctrain.planner.proportional import (
     parties_of,
     proportional_candidates,
     side_by_side,
+    turns_reason,
 )
+from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.rows import Rows
 from hpctrain.schedule import check_no_deadlock, one_f_one_b
 
 JOB = load_job("mixed", ["train.global_batch=96"])
@@ -67,13 +75,84 @@ def test_blocks_are_cut_as_brute_force_would(seed):
 
 def test_fast_devices_get_more_rows_or_more_blocks():
     beside = side_by_side(WORK, [FAST, SLOW], (1, 2), 6)
-    rows = {tile.ranks[0]: tile.rows.size for tile in beside.tiles}
-    assert rows[0] + rows[1] + rows[2] == 16 and rows[2] == rows[3]
-    assert (rows[0], rows[1], rows[2]) == (6, 6, 4), "speeds 3, 3, and 2 less what the cut of the pipeline loses"
+    check_plan(JOB, beside, "side by side")
+    rows = {tile.ranks[0]: tile.rows for tile in beside.tiles}
+    assert rows[2] == rows[3], "a pipeline"
+    totals = [6 * rows[rank].mean for rank in range(3)]
+    assert totals == [37, 37, 22], "speeds 3, 3, and 2 less what the cut of the pipeline loses"
+    assert rows[0].sizes == (7, 6, 6, 6, 6, 6), "whole rows would be 6, 6 and 4"
+    assert turns_reason(WORK, beside, {"fast": 3.0, "slow": 1.0}) == (
+        "by turns, of 16 on the mean 2 x 6.167 on fast, 1 x 3.667 on slow; with whole rows a step would take 7.6%"
+        " longer"
+    )
     row = in_a_row(WORK, [FAST, SLOW], (1, 1), 12)
+    assert turns_reason(WORK, row, {"fast": 3.0, "slow": 1.0}) is None
     assert [list(tile.items) for tile in row.tiles] == [[0, 8], [0, 8], [8, 10], [8, 10]]
-    assert [list(tile.rows) for tile in row.tiles] == [[0, 4], [4, 8]] * 2
+    assert [tile.rows.listed() for tile in row.tiles] == [[0, 4], [4, 8]] * 2
     assert [tile.family for tile in row.tiles] == ["fast", "fast", "slow", "slow"]
+
+
+def test_equal_replicas_of_a_row_have_rows_by_turns_where_they_do_not_divide():
+    """Three and three devices, and 32 rows: no number of microbatches fits."""
+    work = Work(JOB.model, JOB.data.sequence_length, 32)
+    parties = [Party("fast", (0, 1, 2), 3.0), Party("slow", (3, 4, 5), 1.0)]
+    plan = in_a_row(work, parties, (1, 1), 8)
+    check_tiling(plan, JOB.model.num_items)
+    assert [8 * tile.rows.mean for tile in plan.tiles] == [11, 11, 10] * 2
+    assert all(plan.downstream(tile, m) == plan.downstream(tile) for tile in plan.tiles for m in range(8)), "3 chains"
+    assert turns_reason(work, plan, {"fast": 3.0, "slow": 1.0}) == (
+        "by turns, of 4 on the mean 2 x 1.375 on fast and slow, 1 x 1.25 on fast and slow; with whole rows a step would"
+        " take 36.5% longer"
+    )
+    unlike = in_a_row(work, [parties[0], replace(parties[1], ranks=(3, 4))], (1, 1), 8)
+    assert unlike.period == 1, "a microbatch waits for all before it goes on"
+
+
+def test_an_estimate_counts_turns_as_what_they_are_on_the_mean_where_nobody_waits():
+    """Side by side; with a stage that both feed, each microbatch waits for the slower one."""
+    items = Interval(0, WORK.model.num_items)
+
+    def step(*by_turns: tuple[Interval, ...], stop: int = items.stop) -> float:
+        tiles = [Tile(Interval(0, stop), Rows(rows), (rank,), family="fast") for rank, rows in enumerate(by_turns)]
+        if stop < items.stop:
+            tiles.append(Tile(Interval(stop, items.stop), Interval(0, 11), (2,), family="fast"))
+        return estimate(WORK, Plan(tuple(tiles), 8, 11), {"fast": 1.0})
+
+    low, high = (Interval(0, 5), Interval(0, 6)), (Interval(5, 11), Interval(6, 11))
+    work = WORK.cost(items)
+    assert step(low, high) == pytest.approx(8 * (5.5 + ROWS_LOST) * work)
+    assert step(low[:1], high[:1]) == pytest.approx(8 * (6 + ROWS_LOST) * work)
+    assert step(low, high, stop=items.stop - 2) == pytest.approx(step(low[:1], high[:1], stop=items.stop - 2))
+
+
+@given(
+    depth=st.integers(1, 5),
+    fewest=st.integers(1, 5),
+    more=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+    blocks=st.lists(st.integers(1, 3), min_size=5, max_size=5),
+)
+def test_an_estimate_of_a_pipeline_by_turns_is_from_above(depth, fewest, more, blocks):
+    """Against the simulation of the same instructions; equal to it where rows change once, between equal stages."""
+
+    def both(sizes: list[int], blocks: list[int]) -> tuple[float, float]:
+        bounds = list(itertools.accumulate(blocks, initial=1))
+        rows = Rows(tuple(Interval(0, size) for size in sizes))
+        tiles = [Tile(Interval(a, b), rows, (a,)) for a, b in itertools.pairwise(bounds)]
+        plan = Plan(tuple(tiles), len(sizes), max(sizes))
+
+        def passes(tile: Tile, size: int) -> TileCost:
+            each = WORK.cost(tile.items) * (size + ROWS_LOST) / 3
+            return TileCost((PassCost(each),), (PassCost(2 * each),))
+
+        costs = {tile: tuple(passes(tile, size) for size in rows.sizes) for tile in tiles}
+        messages = {(a, b): (0.0,) for a in tiles for b in tiles}
+        simulated = simulate(plan, {t: one_f_one_b(plan, t) for t in tiles}, Costs(costs, messages)).step_seconds
+        return simulated, estimate(WORK, plan, {"cpu": 1.0})
+
+    simulated, estimated = both([fewest + one for one in more], blocks[:depth])
+    assert simulated <= estimated * (1 + 1e-9)
+    simulated, estimated = both([fewest] * depth + [fewest + 1] * max(depth, len(more)), [1] * depth)
+    assert simulated == pytest.approx(estimated)
 
 
 def test_the_head_counts_as_work():
@@ -87,7 +166,7 @@ def test_what_activations_take_counts_too():
     for candidate in listed:
         assert max(needed_bytes(WORK, candidate.plan).values()) <= 2 * 10**7
     whole = next(c.plan for c in listed if c.plan.microbatches == 1 and c.depths == (1,))
-    assert [(tile.rows.size, tile.substeps) for tile in whole.tiles] == [(48, 6), (48, 6)]
+    assert [(tile.rows.most(), tile.substeps) for tile in whole.tiles] == [(48, 6), (48, 6)]
 
 
 def test_a_family_alone_leaves_the_others_unused():

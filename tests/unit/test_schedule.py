@@ -207,11 +207,12 @@ def test_the_bubbles_of_equal_stages_are_those_of_the_paper(stages, more, second
     """(p - 1) (f + dX + dW) by 1F1B, without dW where the gradient is sent first, and (p - 1) (f + dX - dW) by ZB-H1,
     of which messages from stage to stage leave no less than a pass."""
     forward, back, weight = seconds
-    cost = TileCost(*((PassCost(s),) for s in (forward, back + weight)), 0.0, *((PassCost(s),) for s in (back, weight)))
+    passes = [(PassCost(seconds),) for seconds in (forward, back + weight, back, weight)]
+    cost = (TileCost(*passes[:2], 0.0, *passes[2:]),)
 
     def bubble(schedule: str, made) -> float:
         plan = even_plan(stages + 2, TensorGrid(), stages, 1, stages + more, 1, schedule=schedule)
-        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): 0.0 for a in plan.tiles for b in plan.tiles})
+        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): (0.0,) for a in plan.tiles for b in plan.tiles})
         steps = {tile: made(plan, tile) for tile in plan.tiles}
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 

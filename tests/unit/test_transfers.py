@@ -4,11 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling
+from hpctrain.role import role_of
+from hpctrain.rows import Rows
 from hpctrain.transfers import held, receives, sends
 
 HIDDEN = 12
@@ -17,30 +20,33 @@ GRIDS = st.builds(TensorGrid, *[st.integers(1, 3)] * 3)
 
 @st.composite
 def two_stage_plans(draw) -> Plan:
-    """Two stages of unlike data degree, rows and grids."""
+    """Two stages of unlike data degree, rows and grids; the rows of one or both by turns."""
     tiles, first, rows = [], 0, 24
     for items in (Interval(0, 2), Interval(2, 4)):
-        cuts = sorted({0, rows, *(draw(st.integers(1, rows // 3 - 1)) * 3 for _ in range(draw(st.integers(0, 2))))})
-        for start, stop in itertools.pairwise(cuts):
+        degree, period = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        cuts = [sorted(draw(st.permutations(range(1, rows // 3)))[: degree - 1]) for _ in range(period)]
+        bounds = [list(itertools.pairwise([0, *(3 * cut for cut in each), rows])) for each in cuts]
+        for phases in zip(*bounds, strict=True):
             grid = draw(GRIDS)
-            tiles.append(Tile(items, Interval(start, stop), tuple(range(first, first + grid.size)), grid))
+            by_turns = Rows(tuple(Interval(*phase) for phase in phases))
+            tiles.append(Tile(items, by_turns, tuple(range(first, first + grid.size)), grid))
             first += grid.size
-    return Plan(tuple(tiles), 1, rows)
+    return Plan(tuple(tiles), 6, rows)
 
 
 @pytest.mark.parametrize("forward", [True, False])
-@given(plan=two_stage_plans())
-def test_every_rank_receives_its_part_exactly_once(forward, plan):
+@given(plan=two_stage_plans(), microbatch=st.integers(0, 5))
+def test_every_rank_receives_its_part_exactly_once(forward, plan, microbatch):
     check_tiling(plan, 4)
     for tile in plan.tiles:
         if not (plan.upstream(tile) if forward else plan.downstream(tile)):
             continue
         for rank in tile.ranks:
-            rows, features = held(tile, rank, HIDDEN)
+            rows, features = held(tile, rank, HIDDEN, microbatch)
             count = np.zeros((plan.rows, HIDDEN), int)
-            for piece in receives(plan, rank, HIDDEN, forward):
+            for piece in receives(plan, rank, HIDDEN, forward, microbatch):
                 assert piece.receiver == rank
-                sender_rows, sender_features = held(plan.tile_of(piece.sender), piece.sender, HIDDEN)
+                sender_rows, sender_features = held(plan.tile_of(piece.sender), piece.sender, HIDDEN, microbatch)
                 assert sender_rows.intersect(piece.rows) == piece.rows
                 assert sender_features.intersect(piece.features) == piece.features
                 count[slice(*piece.rows), slice(*piece.features)] += 1
@@ -50,11 +56,31 @@ def test_every_rank_receives_its_part_exactly_once(forward, plan):
 
 
 @pytest.mark.parametrize("forward", [True, False])
-@given(plan=two_stage_plans())
-def test_what_is_sent_is_what_is_received(forward, plan):
-    sent = {piece for rank in plan.ranks for piece in sends(plan, rank, HIDDEN, forward)}
-    received = {piece for rank in plan.ranks for piece in receives(plan, rank, HIDDEN, forward)}
+@given(plan=two_stage_plans(), microbatch=st.integers(0, 5))
+def test_what_is_sent_is_what_is_received(forward, plan, microbatch):
+    sent = {piece for rank in plan.ranks for piece in sends(plan, rank, HIDDEN, forward, microbatch)}
+    received = {piece for rank in plan.ranks for piece in receives(plan, rank, HIDDEN, forward, microbatch)}
     assert sent == received
+
+
+@settings(max_examples=30, deadline=None)
+@given(plan=two_stage_plans(), data=st.data())
+def test_channels_hold_the_largest_message_of_any_microbatch(plan, data):
+    """And there is one for each peer that shares rows of some microbatch only."""
+    model = Model(architecture="gpt2", num_layers=2, hidden_size=HIDDEN, num_heads=1, vocab_size=13)
+    rank = data.draw(st.sampled_from(plan.ranks))
+    needed: dict[int, int] = {}
+    for forward, microbatch in itertools.product((True, False), range(plan.microbatches)):
+        pieces = [(piece.receiver, piece) for piece in sends(plan, rank, HIDDEN, forward, microbatch)]
+        pieces += [(piece.sender, piece) for piece in receives(plan, rank, HIDDEN, forward, microbatch)]
+        for peer, piece in pieces:
+            needed[peer] = max(needed.get(peer, 0), piece.rows.size * piece.features.size)
+    role = role_of(model, plan, rank)
+    assert {need.peer: need.elements for need in role.channels} == needed
+    for microbatch in range(plan.microbatches):
+        transfers = role.transfers[microbatch % len(role.transfers)]
+        assert transfers.send_activation == sends(plan, rank, HIDDEN, True, microbatch)
+        assert transfers.receive_gradient == receives(plan, rank, HIDDEN, False, microbatch)
 
 
 def test_equal_grids_send_to_their_counterpart_alone():
@@ -62,7 +88,7 @@ def test_equal_grids_send_to_their_counterpart_alone():
     tiles = [Tile(Interval(2 * i, 2 * i + 2), Interval(0, 4), tuple(range(8 * i, 8 * i + 8)), grid) for i in range(2)]
     plan = Plan(tuple(tiles), 1, 4)
     for rank in range(8):
-        assert [t.receiver for t in sends(plan, rank, HIDDEN, forward=True)] == [rank + 8]
+        assert [t.receiver for t in sends(plan, rank, HIDDEN, True, 0)] == [rank + 8]
 
 
 @pytest.mark.parametrize(("source_y", "target_y"), [(4, 1), (4, 2), (3, 2), (2, 3), (1, 4)])
@@ -71,7 +97,7 @@ def test_all_ranks_that_hold_the_same_share_the_sending(source_y, target_y):
     target_ranks = tuple(range(source_y, source_y + target_y))
     plan = Plan((source, Tile(Interval(2, 4), Interval(0, 12), target_ranks, TensorGrid(y=target_y))), 1, 12)
     sent = [
-        sum(piece.rows.size * piece.features.size for piece in sends(plan, rank, HIDDEN, forward=True))
+        sum(piece.rows.size * piece.features.size for piece in sends(plan, rank, HIDDEN, True, 0))
         for rank in source.ranks
     ]
     assert sum(sent) == target_y * 12 * HIDDEN, "conserved"
