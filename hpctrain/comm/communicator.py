@@ -328,6 +328,7 @@ class Lane(Operations[Started]):
         super().__init__(ranks, backend, journal, trace)
         self._progress, self._patience = progress, patience
         self._queue: deque[Work] = progress.add_lane()
+        self._is_abandoned = False
 
     def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Started:
         handle = self._start(operation, tensor, peer)
@@ -340,11 +341,14 @@ class Lane(Operations[Started]):
         self._progress.submit(self._queue, work)
         return TracedWork(work, self._trace) if self._trace else work
 
-    def close(self) -> None:
-        """Wait for what is under way, and free what it uses. All ranks must call; a second call does nothing."""
-        while self._queue:
-            self._queue[0].wait()
-        super().close()
+    def settle(self) -> None:
+        """Wait for what is under way, unless it was abandoned. All ranks must call."""
+        for work in () if self._is_abandoned else tuple(self._queue):
+            work.wait()
+
+    def abandon(self) -> None:
+        self._is_abandoned = True
+        super().abandon()
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -68,6 +68,7 @@ class World:
         self._rehearsal: Rehearsal | None = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
+        self._lanes: list[Lane] = []
 
     @classmethod
     def start(cls, timeout_seconds: float = 1800.0, watched: bool = True) -> "World":
@@ -122,7 +123,9 @@ class World:
         from hpctrain.comm.communicator import Lane
 
         backend, journal = self._connect(ranks, name)
-        return self._keep(Lane(ranks, backend, self._moving(), self.patience, journal, self._trace(name, ranks)))
+        made = Lane(ranks, backend, self._moving(), self.patience, journal, self._trace(name, ranks))
+        self._lanes.append(made)
+        return self._keep(made)
 
     def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
@@ -154,9 +157,16 @@ class World:
         """Free at its end what is made in this block, of which MPI has a limited number. All ranks must call."""
         count = len(self._made)
         yield
+        self._free(count)
+
+    def _free(self, count: int) -> None:
+        """Free all that was made but the first `count`. All ranks must call."""
+        for lane in self._lanes:  # first of all: what a lane moves may be in memory of another group
+            lane.settle()
         for made in reversed(self._made[count:]):
             made.close()
         del self._made[count:]
+        self._lanes = [lane for lane in self._lanes if lane in self._made]
 
     def keep_records(self, folder: Path) -> None:
         """Keep the flight records in a folder, where they survive the ranks. All ranks must call.
@@ -277,11 +287,9 @@ class World:
     def close(self) -> None:
         """Free what was made, and end MPI if it was started here. All ranks must call."""
         self.agree(None)  # nobody takes leave while another one may still be killed, or hang
+        self._free(0)
         if self._progress is not None:
             self._progress.close()
-        for made in reversed(self._made):
-            made.close()
-        self._made.clear()
         if self._rehearsal is not None:
             self._rehearsal.network.close()
         self._failures.Free()
