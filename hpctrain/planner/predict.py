@@ -228,10 +228,18 @@ class Predictor:
 
     def _held(self, tile: Tile) -> Holdings:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
+        return self._first_held(tile)[0]
+
+    def _first_held(self, tile: Tile) -> tuple[Holdings, int]:
         key = tile.items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._holdings:
             self._holdings[key] = holdings_of(self.setup.model, self.plan, tile.ranks[0]), tile.ranks[0]
-        return self._holdings[key][0]
+        return self._holdings[key]
+
+    def _held_by(self, tile: Tile, rank: int) -> Holdings:
+        """Return what one rank of a tile holds."""
+        held, first = self._first_held(tile)
+        return held if rank == first else holdings_of(self.setup.model, self.plan, rank)
 
     @cached_property
     def _holdings(self) -> dict[tuple, tuple[Holdings, int]]:
@@ -303,6 +311,6 @@ class Predictor:
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
             key = (tile.items, tile.rows.size, tile.tensor, tile.recompute, tile.zero, tile.family, tile.substeps)
             if key not in found:
-                held = holdings_of(self.setup.model, self.plan, tile.ranks[0])
+                held = self._held_by(tile, tile.ranks[0])
                 found[key] = StageMemory(tile, memory_of(self.setup, self.plan, tile, held, tile.ranks[0]), available)
         return tuple(found.values())
