@@ -76,15 +76,15 @@ def _nic(network: str, count: int) -> Nic:
 
 CASES = {
     "128 of 1 family": Case((("A100-80", "HDR", 16),), "llama-8b", 4096, 512, 1.0),
-    "1,024 of 2 families": Case((("H100", "NDR", 64), ("A100-80", "HDR", 64)), "llama-70b", 4096, 1024, 5.0),
+    "1,024 of 2 families": Case((("H100", "NDR", 64), ("A100-80", "HDR", 64)), "llama-70b", 4096, 4096, 5.0),
     "1,024 of 4 families, 3 fabrics": Case(
         (("H100", "NDR", 32), ("A100-80", "HDR", 32), ("A100-40", "HDR", 32), ("MI250X-GCD", "Slingshot-11", 32)),
         "llama-70b",
         4096,
-        1024,
+        4096,
         30.0,
     ),
-    "4,096 of 2 families": Case((("H100", "NDR", 256), ("A100-80", "HDR", 256)), "llama-70b", 4096, 2048, 60.0),
+    "4,096 of 2 families": Case((("H100", "NDR", 256), ("A100-80", "HDR", 256)), "llama-70b", 4096, 16384, 60.0),
 }
 
 

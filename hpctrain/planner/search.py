@@ -25,7 +25,7 @@ from hpctrain.planner.space import Pipelines, Shape, Space, arrangements
 from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.weigh import Layout, Weigher
 
-WEIGHED, TIMED = 6000, 16
+WEIGHED, TIMED = 4000, 12
 """How many plans are weighed, and timed, unless it is said."""
 PER_GROUP = 64
 """About how many plans of a group are weighed."""
@@ -69,6 +69,9 @@ class Found:
     is_complete: bool
     """Whether no plan of the space can be faster, by its bound."""
     wall_seconds: float
+    least_by_arrangement: dict[Pipelines, float]
+    """By the closed form, for each arrangement of pools that fits."""
+    least_by_microbatches: dict[int, float]
 
     @property
     def best(self) -> Timed:
@@ -108,7 +111,7 @@ class _Search:
         self._global_batch = global_batch
         self._shortlists = Shortlists(self._weigher, limits.per_group)
         self._layouts: list[Layout] = []
-        self._num_weighed = self._num_groups = self._num_fitting = 0
+        self._num_weighed = self._num_groups = 0
 
     def _is_over(self, share: float = 1.0) -> bool:
         seconds = self._limits.seconds
@@ -119,25 +122,39 @@ class _Search:
         self._layouts.sort(key=lambda layout: layout.seconds)
         plans, all_timed = self._time()
         bound = min(least_seconds(self._costs, self._global_batch, self._space), plans[0].seconds)
-        searched = {
-            "groups": self._num_groups,
-            "weighed": self._num_weighed,
-            "fitting": self._num_fitting,
-            "timed": len(plans),
-        }
-        return Found(tuple(plans), self._pools, bound, searched, is_complete and all_timed, self._clock() - self._started)
+        return Found(
+            plans=tuple(plans),
+            pools=self._pools,
+            lower_bound_seconds=bound,
+            searched={
+                "groups": self._num_groups,
+                "weighed": self._num_weighed,
+                "fitting": len(self._layouts),
+                "timed": len(plans),
+            },
+            is_complete=is_complete and all_timed,
+            wall_seconds=self._clock() - self._started,
+            least_by_arrangement=self._least(lambda shape: shape.pipelines),
+            least_by_microbatches=self._least(lambda shape: shape.microbatches),
+        )
+
+    def _least(self, key: Callable[[Shape], object]) -> dict:
+        """Return the least seconds of all layouts, which are sorted, by something of their shapes."""
+        least: dict = {}
+        for layout in self._layouts:
+            least.setdefault(key(layout.shape), layout.seconds)
+        return least
 
     # ---- weighing ----------------------------------------------------------------------------------------------------
 
     def _weigh_groups(self) -> bool:
         """Weigh groups, the most promising first; return whether all were."""
         groups: list[tuple[float, int, Pipelines, int]] = []
-        for pipelines in arrangements(len(self._pools)):
-            for microbatches in self._counts:
-                if self._is_over(WEIGHING_SHARE / 2) and self._layouts:
-                    break
-                seconds = self._weigh(next(self._shapes(pipelines, microbatches), None))
-                groups.append((seconds, len(groups), pipelines, microbatches))
+        for pipelines, microbatches in itertools.product(arrangements(len(self._pools)), self._counts):
+            if self._layouts and self._is_over(WEIGHING_SHARE / 2):
+                break
+            seconds = self._weigh(next(self._shapes(pipelines, microbatches), None))
+            groups.append((seconds, len(groups), pipelines, microbatches))
         self._num_groups = len(groups)
         for _, _, pipelines, microbatches in sorted(groups):
             for shape in itertools.islice(self._shapes(pipelines, microbatches), 1, None):
@@ -173,7 +190,6 @@ class _Search:
             layout = self._weigher.weigh(replace(shape, zero=zero))
             is_short |= layout is None or layout.is_short_of_memory
             if layout is not None:
-                self._num_fitting += 1
                 self._layouts.append(layout)
                 least = min(least, layout.seconds)
         return least
