@@ -102,7 +102,9 @@ def run(name: str) -> None:
     best, mfu = found.best, found.best.prediction.mfu
     print(f"{name}: {seconds:.2f} s ({case.wanted_seconds:g} s wanted), first plan after {between - start:.2f} s,")
     print(f"    {peak / 1024:,.0f} MiB at the most, {(peak - before) / 1024:,.0f} of them for searching")
-    print(f"    step {best.seconds:.4g} s, bound {found.lower_bound_seconds:.4g} s, gap {found.gap:.1%}, MFU {mfu:.1%};")
+    print(
+        f"    step {best.seconds:.4g} s, bound {found.lower_bound_seconds:.4g} s, gap {found.gap:.1%}, MFU {mfu:.1%};"
+    )
     print(f"    first plan {first.best.seconds / best.seconds - 1:.1%} slower; {found.searched}")
     print(f"    {best.layout.describe([pool.name for pool in found.pools])}", flush=True)
 

@@ -105,7 +105,7 @@ class _Bound:
         key = number, item, grid, replicas
         if key not in self._per_row:
             costs, how = self._costs, self._space.recompute[0]
-            most = -(-(-(-self._rows // replicas)) // grid.z)
+            most = math.ceil(math.ceil(self._rows / replicas) / grid.z)
             found = costs.seconds(number, grid, item, most, how).both
             if len(costs.pools) > 1:
                 known = costs.known_rows[number, grid, item, how]
@@ -115,7 +115,7 @@ class _Bound:
         return self._per_row[key]
 
     def _choices(self, number: int) -> Iterator[tuple[TensorGrid, int, int, list[int]]]:
-        """Yield grids, replicas, how many replicas exchange the least in the same way, and how many stages there may be.
+        """Yield grids, replicas, how many of them exchange the least in that way, and how many stages there may be.
 
         They exchange not at all, on a node, or over nodes; the more there are of a kind, the more they compute.
         """
@@ -138,9 +138,9 @@ class _Bound:
 def _overlap(stages: int, microbatches: int) -> float:
     """Return how many seconds of one microbatch all stages can do together in a second of the step, at the most.
 
-    A stage neither starts before the first microbatch has passed those before it, nor ends before the last one has come
-    back to them. If P stages together take S for one of M microbatches, none more than T = 1 / M, they wait the least if
-    the last ones are full: S (S / T - 1) / 2 altogether, beside M S of work in P. Solved for S.
+    A stage neither starts before the first microbatch has passed those before it, nor ends before the last one has
+    come back to them. If P stages together take S for one of M microbatches, none more than T = 1 / M, they wait the
+    least if the last ones are full: S (S / T - 1) / 2 altogether, beside M S of work in P. Solved for S.
     """
     m = microbatches
     return (math.sqrt((m - 0.5) ** 2 + 2 * m * stages) - (m - 0.5)) / m

@@ -87,7 +87,7 @@ def _memory(best: Timed) -> list[str]:
     fullest = max(best.prediction.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     used, available = fullest.memory.total, fullest.available_bytes
     told.append(
-        f"ZeRO {best.layout.shape.zero}: the fullest rank, of items {list(fullest.tile.items)} on {fullest.tile.family},"
+        f"ZeRO {best.layout.shape.zero}: the fullest rank (items {list(fullest.tile.items)}, {fullest.tile.family})"
         f" needs {used / MIB:,.1f} of {available / MIB:,.1f} MiB"
     )
     return told
@@ -100,7 +100,9 @@ def _unused(found: Found) -> list[str]:
     for pool in found.pools:
         idle = sum(rank in unused for ranks in pool.nodes for rank in ranks)
         if idle:
-            told.append(f"{idle} of {pool.num_devices} {pool.name} are unused: no plan that was weighed does more with them")
+            told.append(
+                f"{idle} of {pool.num_devices} {pool.name} are unused: no plan that was weighed does more with them"
+            )
     return told
 
 

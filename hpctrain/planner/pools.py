@@ -52,7 +52,10 @@ class Pool:
         """Return all tensor grids that have room on a node, small ones first."""
         most = self.largest_grid
         sizes = [
-            (x, y, z) for x in range(1, most + 1) for y in range(1, most // x + 1) for z in range(1, most // (x * y) + 1)
+            (x, y, z)
+            for x in range(1, most + 1)
+            for y in range(1, most // x + 1)
+            for z in range(1, most // (x * y) + 1)
         ]
         return [TensorGrid(*size) for size in sorted(sizes, key=lambda s: (s[0] * s[1] * s[2], s[0], s[2]))]
 

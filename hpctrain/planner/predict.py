@@ -272,7 +272,9 @@ class Predictor:
                     operation = "reduce_scatter" if holding.zero else "all_reduce"
                     reduce = self.network.group_seconds(operation, reduced, holding.ranks, beside)
                 if holding.zero in (1, 2):
-                    gather = self.network.group_seconds("all_gather", stored * self.setup.item_bytes, holding.ranks, beside)
+                    gather = self.network.group_seconds(
+                        "all_gather", stored * self.setup.item_bytes, holding.ranks, beside
+                    )
                 tiles = tuple(dict.fromkeys(self.plan.tile_of(r) for r in holding.ranks))
                 found[holding.ranks, number] = Sharing(tiles, reduce, gather)
         return tuple(found.values())

@@ -15,20 +15,25 @@ from dataclasses import dataclass, replace
 
 from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
-from hpctrain.plan import Plan
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.pools import Pool, pools_of
-from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import Pipelines, Shape, Space, arrangements
 from hpctrain.planner.stages import StageCosts
+from hpctrain.planner.timing import Timed, Timer, tell_shortage
 from hpctrain.planner.weigh import Layout, Weigher
 
 WEIGHED, TIMED = 4000, 12
 """How many plans are weighed, and timed, unless it is said."""
 PER_GROUP = 64
 """About how many plans of a group are weighed."""
+TRIED = 3
+"""How many plans of a group are weighed at first, until one fits in memory."""
+LOOKING_SHARE = 0.5
+"""Of the budget, for looking at one plan of each group."""
+UNUSED_PLACES = 3
+"""An unused pool puts a group as far back as so many worse numbers of microbatches."""
 WEIGHING_SHARE = 0.6
 """Of a limit in seconds; the rest is for timing."""
 
@@ -41,19 +46,6 @@ class Limits:
     timed: int | None = TIMED
     per_group: int | None = PER_GROUP
     seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A plan that fits, and how long it takes."""
-
-    layout: Layout
-    plan: Plan
-    prediction: Prediction
-
-    @property
-    def seconds(self) -> float:
-        return self.prediction.step_seconds
 
 
 @dataclass(frozen=True)
@@ -113,14 +105,17 @@ class _Search:
         self._layouts: list[Layout] = []
         self._num_weighed = self._num_groups = 0
 
-    def _is_over(self, share: float = 1.0) -> bool:
+    def _is_over(self, share: float) -> bool:
         seconds = self._limits.seconds
         return seconds is not None and self._clock() - self._started > seconds * share
 
     def run(self) -> Found:
         is_complete = self._weigh_groups() and not self._shortlists.left_out
         self._layouts.sort(key=lambda layout: layout.seconds)
-        plans, all_timed = self._time()
+        timer = Timer(self._setup, self._cluster, self._weigher, self._limits.timed, lambda: self._is_over(1.0))
+        plans, all_timed = timer.time(self._layouts)
+        if not plans:
+            raise PlanError(timer.shortage or self._least_shortage())
         bound = min(least_seconds(self._costs, self._global_batch, self._space), plans[0].seconds)
         return Found(
             plans=tuple(plans),
@@ -149,29 +144,68 @@ class _Search:
 
     def _weigh_groups(self) -> bool:
         """Weigh groups, the most promising first; return whether all were."""
-        groups: list[tuple[float, int, Pipelines, int]] = []
-        for pipelines, microbatches in itertools.product(arrangements(len(self._pools)), self._counts):
-            if self._layouts and self._is_over(WEIGHING_SHARE / 2):
-                break
-            seconds = self._weigh(next(self._shapes(pipelines, microbatches), None))
-            groups.append((seconds, len(groups), pipelines, microbatches))
+        groups, is_complete = self._weigh_one_each(), True
         self._num_groups = len(groups)
-        for _, _, pipelines, microbatches in sorted(groups):
-            for shape in itertools.islice(self._shapes(pipelines, microbatches), 1, None):
-                if self._is_spent() and self._layouts:
+        for _, _, group, tried in sorted(groups):
+            for shape in itertools.islice(self._shapes(*group), tried, None):
+                if self._layouts and self._is_spent(1.0):
                     return False
                 self._weigh(shape)
-        return True
+        return is_complete and len(groups) == len(self._counts) * sum(1 for _ in arrangements(len(self._pools)))
 
-    def _is_spent(self) -> bool:
+    def _weigh_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
+        """Return for each group the seconds of a plan that fits, its place, itself, and how many were weighed.
+
+        First all pools in a row and all side by side, by each number of microbatches; then all arrangements, those
+        first that leave no pool unused and have numbers of microbatches by which a plan was fast.
+        """
+        found: list[tuple[float, int, tuple[Pipelines, int], int]] = []
+        known: set[tuple[Pipelines, int]] = set()
+
+        def look(group: tuple[Pipelines, int]) -> None:
+            if group in known or (self._layouts and self._is_spent(LOOKING_SHARE)):
+                return
+            seconds, tried = math.inf, 0
+            for shape in itertools.islice(self._shapes(*group), TRIED):
+                seconds, tried = self._weigh(shape), tried + 1
+                if seconds < math.inf:
+                    break
+            known.add(group)
+            found.append((seconds, len(found), group, tried))
+
+        every, pools = list(arrangements(len(self._pools))), range(len(self._pools))
+        for group in itertools.product((tuple((pool,) for pool in pools), (tuple(pools),)), self._counts):
+            look(group)
+        least = {m: min((s for s, _, g, _ in found if g[1] == m), default=math.inf) for m in self._counts}
+        rank = {m: number for number, m in enumerate(sorted(least, key=least.get))}
+
+        def place(group: tuple[Pipelines, int]) -> int:
+            num_unused = len(pools) - sum(map(len, group[0]))
+            return rank[group[1]] + UNUSED_PLACES * num_unused
+
+        for group in sorted(itertools.product(every, self._counts), key=place):
+            look(group)
+        return found
+
+    def _least_shortage(self) -> str:
+        """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
+        space = replace(self._space, zero=(max(self._space.zero),), recompute=self._space.recompute[-1:])
+        roomy = Weigher(self._costs, self._global_batch, space, is_short_of_nothing=True)
+        groups = itertools.product(arrangements(len(self._pools)), self._counts)
+        shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
+        layouts = (roomy.weigh(replace(shape, zero=shape.zero_stages(space.zero)[0])) for shape in shapes)
+        lacking = ((roomy.worst_shortage(layout), number, layout) for number, layout in enumerate(layouts) if layout)
+        (_, stage), _, layout = min(lacking, key=lambda found: found[:2])
+        return tell_shortage(self._cluster, self._setup, roomy.plan(layout), *roomy.needed(layout, stage))
+
+    def _is_spent(self, share: float) -> bool:
+        """Say whether a share of the budget, or of the time for weighing, is over."""
         budget = self._limits.weighed
-        return (budget is not None and self._num_weighed >= budget) or self._is_over(WEIGHING_SHARE)
+        return (budget is not None and self._num_weighed >= budget * share) or self._is_over(WEIGHING_SHARE * share)
 
     def _shapes(self, pipelines: Pipelines, microbatches: int):
         """Yield the shapes of a group, those of the best choices first."""
-        lists = [
-            self._shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row
-        ]
+        lists = [self._shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row]
         for places in sorted(itertools.product(*(range(len(found)) for found in lists)), key=sum):
             chosen = iter(found[place] for found, place in zip(lists, places, strict=True))
             choices = tuple(tuple(next(chosen) for _ in row) for row in pipelines)
@@ -183,8 +217,8 @@ class _Search:
             return math.inf
         least, is_short = math.inf, False
         for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
-            # 2 and 3 exchange more than 1, and pay where memory is short alone
-            if zero >= 2 and 1 in self._space.zero and not is_short:
+            # Where 1 is allowed, 0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone.
+            if 1 in self._space.zero and (is_short if zero == 0 else zero >= 2 and not is_short):
                 continue
             self._num_weighed += 1
             layout = self._weigher.weigh(replace(shape, zero=zero))
@@ -193,61 +227,3 @@ class _Search:
                 self._layouts.append(layout)
                 least = min(least, layout.seconds)
         return least
-
-    # ---- timing ------------------------------------------------------------------------------------------------------
-
-    def _time(self) -> tuple[list[Timed], bool]:
-        """Return the best plans by simulation, the fastest first, and whether no other one can be faster."""
-        found: list[Timed] = []
-        shortage = ""
-        best = math.inf
-        for number, layout in enumerate(self._layouts):
-            if found and self._weigher.bound(layout) >= best:
-                continue
-            limit = self._limits.timed
-            if found and ((limit is not None and len(found) >= limit) or self._is_over()):
-                rest = self._layouts[number:]
-                return _sorted(found), all(self._weigher.bound(other) >= best for other in rest)
-            plan = self._weigher.plan(layout)
-            prediction = Predictor(self._setup, plan, self._cluster).predict(1)
-            if prediction.fits:
-                found.append(Timed(layout, plan, prediction))
-                best = min(best, prediction.step_seconds)
-            elif not shortage:
-                stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
-                tile, needed = stage.tile, stage.memory.total
-                shortage = self._tell_shortage(plan, tuple(tile.items), tile.family, needed, stage.available_bytes)
-        if not found:
-            raise PlanError(shortage or self._least_shortage())
-        return _sorted(found), True
-
-    def _least_shortage(self) -> str:
-        """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
-        zero, recompute = max(self._space.zero), self._space.recompute[-1]
-        space = replace(self._space, recompute=(recompute,))
-        roomy = Weigher(self._costs, self._global_batch, space, is_short_of_nothing=True)
-        lacking = []
-        for pipelines in arrangements(len(self._pools)):
-            for microbatches in self._counts:
-                for shape in itertools.islice(self._shapes(pipelines, microbatches), self._limits.per_group):
-                    zeros = shape.zero_stages((zero,))
-                    if layout := roomy.weigh(replace(shape, zero=zeros[0])):
-                        lacking.append((roomy.worst_shortage(layout), len(lacking), layout))
-        (lack, number, at), _, layout = min(lacking)
-        plan = roomy.plan(layout)
-        tiles = list(dict.fromkeys((tile.items, tile.family) for tile in plan.tiles))
-        items, family = tiles[at]
-        available = self._pools[number].memory_bytes
-        return self._tell_shortage(plan, tuple(items), family, available + lack, available)
-
-    def _tell_shortage(self, plan: Plan, items: tuple[int, int], family: str, needed: float, available: int) -> str:
-        return (
-            f"no plan of {self._cluster.describe()} fits in memory; the nearest ({plan.describe()}) needs"
-            f" {needed / 2**20:,.1f} MiB for items {list(items)} on a rank of family '{family}', which has"
-            f" {available / 2**20:,.1f} MiB: {(needed - available) / 2**20:,.1f} MiB too few; use more devices,"
-            f" or shorter sequences (data.sequence_length is {self._setup.positions})"
-        )
-
-
-def _sorted(found: list[Timed]) -> list[Timed]:
-    return sorted(found, key=lambda timed: timed.seconds)

@@ -5,6 +5,7 @@ is a bottleneck, stages behind it are waited for only as far as its own warm-up 
 stages counts. `bound` leaves out whatever is not certain, so that no plan is simulated to take less.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,7 +16,6 @@ from hpctrain.plan import Plan, Tile
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.even import families_of
-from hpctrain.planner.memory import GRADIENT_BYTES
 from hpctrain.planner.space import Choice, Shape, Space
 from hpctrain.planner.stages import Line, StageCosts
 
@@ -35,6 +35,10 @@ class Placed(NamedTuple):
     @property
     def backward(self) -> float:
         return self.way.backward.at(self.blocks)
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.way.needed_bytes.at(self.blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +146,7 @@ class Weigher:
 
     def _cut_rows(self, shape: Shape) -> list[int] | None:
         least = [max(c.replicas * c.grid.z for c in row) for row in shape.choices]
-        speeds = [
-            lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))
-        ]
+        speeds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
         return cut_rows(self.global_batch // shape.microbatches, least, speeds)
 
     def even_seconds(self, pools: Sequence[int], choices: Sequence[Choice], rows: int) -> float:
@@ -204,7 +206,7 @@ class Weigher:
         longest = after = 0.0
         known: dict[tuple, tuple[float, float]] = {}
         for of_row, stages in zip(rows, pipelines, strict=True):
-            messages = [self._message(a, b, of_row) for a, b in zip(stages, stages[1:], strict=False)]
+            messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(stages)]
             passes = [(placed.forward, placed.backward) for placed in stages]
             done = done_after(passes, messages, shape.microbatches)
             for i, (placed, end) in enumerate(zip(stages, done, strict=True)):
@@ -256,13 +258,17 @@ class Weigher:
             gather = costs.sharing_seconds(groups, int(elements * costs.setup.item_bytes))
         return reduce, update + gather
 
-    def worst_shortage(self, layout: Layout) -> tuple[float, int, int]:
-        """Return how many bytes the stage lacks that lacks the most, its pool, and its number."""
-        lacking = (
-            (placed.way.needed_bytes.at(placed.blocks) - self.costs.pools[placed.pool].memory_bytes, placed.pool, i)
-            for i, placed in enumerate(layout.all_stages)
-        )
-        return max(lacking)
+    def worst_shortage(self, layout: Layout) -> tuple[float, int]:
+        """Return how many bytes the stage lacks that lacks the most, and its number."""
+        stages = enumerate(layout.all_stages)
+        return max((placed.needed_bytes - self.costs.pools[placed.pool].memory_bytes, i) for i, placed in stages)
+
+    def needed(self, layout: Layout, number: int) -> tuple[tuple[int, int], str, float, int]:
+        """Return a stage's items, its family, and how many bytes a rank of it needs and has."""
+        placed, pool = layout.all_stages[number], self.costs.pools[layout.all_stages[number].pool]
+        tiles = dict.fromkeys((tuple(tile.items), tile.family) for tile in self.plan(layout).tiles)
+        items, family = list(tiles)[number]
+        return items, family, placed.needed_bytes, pool.memory_bytes
 
     def bound(self, layout: Layout) -> float:
         """Return a time that no simulation of the layout is below: what is sent and exchanged is left out."""
