@@ -89,20 +89,20 @@ def search(
     The others are unused. Raises PlanError, with the numbers, if none is found that fits in memory, or if a family does
     not compute in the dtype.
     """
-    return _Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock).run()
+    return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock).run()
 
 
-class _Search:
+class Search:
     def __init__(self, setup, global_batch, cluster, families, space, limits, clock):
         self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
         self._started = clock()
         self._pools = pools_of(cluster, families or list(cluster.families))
         self._counts = space.microbatch_counts(global_batch)
-        self._costs = StageCosts(setup, cluster, self._pools)
-        self._weigher = Weigher(self._costs, global_batch, space)
+        self.costs = StageCosts(setup, cluster, self._pools)
+        self.weigher = Weigher(self.costs, global_batch, space)
         self._global_batch = global_batch
-        self._shortlists = Shortlists(self._weigher, limits.per_group)
-        self._layouts: list[Layout] = []
+        self._shortlists = Shortlists(self.weigher, limits.per_group)
+        self.layouts: list[Layout] = []
         self._num_weighed = self._num_groups = 0
 
     def _is_over(self, share: float) -> bool:
@@ -111,12 +111,12 @@ class _Search:
 
     def run(self) -> Found:
         is_complete = self._weigh_groups() and not self._shortlists.left_out
-        self._layouts.sort(key=lambda layout: layout.seconds)
-        timer = Timer(self._setup, self._cluster, self._weigher, self._limits.timed, lambda: self._is_over(1.0))
-        plans, all_timed = timer.time(self._layouts)
+        self.layouts.sort(key=lambda layout: layout.seconds)
+        timer = Timer(self._setup, self._cluster, self.weigher, self._limits.timed, lambda: self._is_over(1.0))
+        plans, all_timed = timer.time(self.layouts)
         if not plans:
             raise PlanError(timer.shortage or self._least_shortage())
-        bound = min(least_seconds(self._costs, self._global_batch, self._space), plans[0].seconds)
+        bound = min(least_seconds(self.costs, self._global_batch, self._space), plans[0].seconds)
         return Found(
             plans=tuple(plans),
             pools=self._pools,
@@ -124,7 +124,7 @@ class _Search:
             searched={
                 "groups": self._num_groups,
                 "weighed": self._num_weighed,
-                "fitting": len(self._layouts),
+                "fitting": len(self.layouts),
                 "timed": len(plans),
             },
             is_complete=is_complete and all_timed,
@@ -136,7 +136,7 @@ class _Search:
     def _least(self, key: Callable[[Shape], object]) -> dict:
         """Return the least seconds of all layouts, which are sorted, by something of their shapes."""
         least: dict = {}
-        for layout in self._layouts:
+        for layout in self.layouts:
             least.setdefault(key(layout.shape), layout.seconds)
         return least
 
@@ -148,7 +148,7 @@ class _Search:
         self._num_groups = len(groups)
         for _, _, group, tried in sorted(groups):
             for shape in itertools.islice(self._shapes(*group), tried, None):
-                if self._layouts and self._is_spent(1.0):
+                if self.layouts and self._is_spent(1.0):
                     return False
                 self._weigh(shape)
         return is_complete and len(groups) == len(self._counts) * sum(1 for _ in arrangements(len(self._pools)))
@@ -163,7 +163,7 @@ class _Search:
         known: set[tuple[Pipelines, int]] = set()
 
         def look(group: tuple[Pipelines, int]) -> None:
-            if group in known or (self._layouts and self._is_spent(LOOKING_SHARE)):
+            if group in known or (self.layouts and self._is_spent(LOOKING_SHARE)):
                 return
             seconds, tried = math.inf, 0
             for shape in itertools.islice(self._shapes(*group), TRIED):
@@ -190,7 +190,7 @@ class _Search:
     def _least_shortage(self) -> str:
         """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
         space = replace(self._space, zero=(max(self._space.zero),), recompute=self._space.recompute[-1:])
-        roomy = Weigher(self._costs, self._global_batch, space, is_short_of_nothing=True)
+        roomy = Weigher(self.costs, self._global_batch, space, is_short_of_nothing=True)
         groups = itertools.product(arrangements(len(self._pools)), self._counts)
         shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
         layouts = (roomy.weigh(replace(shape, zero=shape.zero_stages(space.zero)[0])) for shape in shapes)
@@ -221,9 +221,9 @@ class _Search:
             if 1 in self._space.zero and (is_short if zero == 0 else zero >= 2 and not is_short):
                 continue
             self._num_weighed += 1
-            layout = self._weigher.weigh(replace(shape, zero=zero))
+            layout = self.weigher.weigh(replace(shape, zero=zero))
             is_short |= layout is None or layout.is_short_of_memory
             if layout is not None:
-                self._layouts.append(layout)
+                self.layouts.append(layout)
                 least = min(least, layout.seconds)
         return least
