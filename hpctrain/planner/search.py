@@ -24,9 +24,9 @@ from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.timing import Timed, Timer, tell_shortage
 from hpctrain.planner.weigh import Layout, Weigher
 
-WEIGHED, TIMED = 4000, 12
+WEIGHED, TIMED = 3000, 12
 """How many plans are weighed, and timed, unless it is said."""
-PER_GROUP = 64
+PER_GROUP = 48
 """About how many plans of a group are weighed."""
 TRIED = 3
 """How many plans of a group are weighed at first, until one fits in memory."""
@@ -97,7 +97,10 @@ class Search:
         self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
         self._started = clock()
         self._pools = pools_of(cluster, families or list(cluster.families))
-        self._counts = space.microbatch_counts(global_batch)
+        # The first ones to be looked at give some rows to each node: they fit in memory, and are not far from the best.
+        num_nodes = sum(len(pool.nodes) for pool in self._pools)
+        counts = space.microbatch_counts(global_batch)
+        self._counts = sorted(counts, key=lambda m: abs(math.log(global_batch / m / num_nodes)))
         self.costs = StageCosts(setup, cluster, self._pools)
         self.weigher = Weigher(self.costs, global_batch, space)
         self._global_batch = global_batch

@@ -59,6 +59,9 @@ class StageCosts:
         self.exchange = lru_cache(None)(self._exchange)
         self.bytes = lru_cache(None)(self._bytes)
         self.elements = lru_cache(None)(self._elements)
+        self._flows = lru_cache(None)(
+            lambda number: self.network.flows(pools[number].nodes[0][0], pools[number].nodes[0])
+        )
         self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
         self._kept = lru_cache(None)(self._kept_by)
         self.sharing_seconds = lru_cache(None)(self._sharing_seconds)
@@ -159,7 +162,7 @@ class StageCosts:
             slots = pool.slots(size)
             here = pool.nodes[0]
             near = min(replicas, max(1, len(here) // size))
-            flows = self.network.flows(here[0], here)
+            flows = self._flows(number)
             seconds = 0.0
             if near > 1:
                 seconds += self.network.seconds(slots[0][0], slots[1][0], num_bytes * (near - 1) / near)
