@@ -24,7 +24,7 @@ from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.timing import Timed, Timer, tell_shortage
 from hpctrain.planner.weigh import Layout, Weigher
 
-WEIGHED, TIMED = 3000, 12
+WEIGHED, TIMED = 2000, 12
 """How many plans are weighed, and timed, unless it is said."""
 PER_GROUP = 48
 """About how many plans of a group are weighed."""
