@@ -14,8 +14,8 @@ from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, parse_cluster
 from hpctrain.errors import PlanError, TopologyError
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.job import Model
-from hpctrain.jobs.plan import command
+from hpctrain.job import Model, load_job
+from hpctrain.jobs.plan import check_runs, command
 from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, load_plan
 from hpctrain.planner.bound import least_seconds
@@ -23,6 +23,7 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.pools import pools_of
 from hpctrain.planner.predict import Predictor, predict
+from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
 from hpctrain.planner.search import Limits, Search, search
 from hpctrain.planner.space import Space, arrangements
 from hpctrain.planner.stack import HPCTRAIN
@@ -401,6 +402,18 @@ def test_the_answer_depends_on_the_budget_alone():
     assert not found[0].is_complete
     more = search(setup, 16, cluster)
     assert more.best.seconds <= found[0].best.seconds
+
+
+@pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
+def test_what_is_found_for_a_ready_cluster_can_run_and_beats_the_plan_by_speed(name):
+    job, cluster = load_job("mixed"), load_cluster(find_cluster(name))
+    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
+    found = search(setup, job.train.global_batch, cluster, limits=Limits(weighed=400, timed=4))
+    for timed in found.plans:
+        check_runs(job, timed.plan, "what was found")
+    work = Work(job.model, job.data.sequence_length, job.train.global_batch)
+    by_speed = proportional_candidates(work, parties_of(cluster, "fp32"), cluster.num_devices)[0]
+    assert found.best.seconds <= predict(setup, by_speed.plan, cluster).step_seconds * 1.001
 
 
 def test_a_limit_in_seconds_still_finds_a_plan():
