@@ -161,8 +161,12 @@ def _done(pools: list[list[_Way]], seconds: float) -> float:
 
 
 def _exchange_seconds(costs: StageCosts, number: int, size: int, replicas: int, weights: float) -> float:
+    """Return what replicas exchange of a block once a step: by bandwidth, for a stage's blocks go in one message."""
     if replicas == 1:
         return 0.0
-    groups = ((number, size, replicas),)
-    num_bytes = costs.setup.stack.gradient_bytes, costs.setup.item_bytes
-    return CERTAIN_SHARE * sum(costs.sharing_seconds(groups, int(weights * each)) for each in num_bytes)
+    groups, num_blocks = ((number, size, replicas),), costs.setup.model.num_layers
+    found = 0.0
+    for each in (costs.setup.stack.gradient_bytes, costs.setup.item_bytes):
+        whole = int(weights * each * num_blocks)
+        found += costs.sharing_seconds(groups, 2 * whole) - costs.sharing_seconds(groups, whole)
+    return CERTAIN_SHARE * found / num_blocks
