@@ -155,18 +155,19 @@ class Plan:
     def describe(self) -> str:
         """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
         grids = "/".join(sorted({str(tile.tensor) for tile in self.tiles}))
-        microbatches = f"{_count(self.microbatches, 'microbatch')} of {_count(self.rows, 'row')}"
+        microbatches = f"{counted(self.microbatches, 'microbatch')} of {counted(self.rows, 'row')}"
         stages = {tile.items for tile in self.tiles}
         replicas = {tile.rows for tile in self.tiles}
         if len(self.tiles) == len(stages) * len(replicas) and "/" not in grids:
-            tiles = f"{_count(len(stages), 'stage')} x {_count(len(replicas), 'replica')} of {grids} (x,y,z)"
+            tiles = f"{counted(len(stages), 'stage')} x {counted(len(replicas), 'replica')} of {grids} (x,y,z)"
         else:
-            tiles = f"{_count(len(self.tiles), 'tile')} of {grids} (x,y,z)"
-        unused = f", {_count(len(self.unused), 'rank')} unused" if self.unused else ""
+            tiles = f"{counted(len(self.tiles), 'tile')} of {grids} (x,y,z)"
+        unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
         return f"{tiles}, {microbatches}{unused}"
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words, such as `2 microbatches`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 

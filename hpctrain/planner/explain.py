@@ -1,6 +1,6 @@
 """Why a search chose what it chose, in sentences with the numbers. Pure."""
 
-from hpctrain.plan import Plan
+from hpctrain.plan import Plan, counted
 from hpctrain.planner.search import Found, Timed
 from hpctrain.planner.space import names_of
 from hpctrain.planner.weigh import Placed
@@ -38,7 +38,7 @@ def _bottleneck(found: Found) -> str:
         return shape.microbatches * (placed.forward + placed.backward)
 
     def name(number: int) -> str:
-        return f"stage {number} ({_count(stages[number].blocks, 'block')} on {found.pools[stages[number].pool].name})"
+        return f"stage {number} ({counted(stages[number].blocks, 'block')} on {found.pools[stages[number].pool].name})"
 
     slowest = max(range(len(stages)), key=lambda number: busy(stages[number]))
     text = (
@@ -65,7 +65,7 @@ def _arrangement(found: Found) -> str:
 def _microbatches(found: Found) -> str:
     shape, rows = found.best.layout.shape, found.best.plan.rows
     others = {m: s for m, s in found.least_by_microbatches.items() if m != shape.microbatches}
-    text = f"{_count(shape.microbatches, 'microbatch')} of {_count(rows, 'row')}"
+    text = f"{counted(shape.microbatches, 'microbatch')} of {counted(rows, 'row')}"
     if not others:
         return text
     other = min(others, key=others.get)
@@ -82,7 +82,7 @@ def _memory(best: Timed) -> list[str]:
     stages = best.layout.all_stages
     again = [number for number, placed in enumerate(stages) if placed.way.recompute != "none"]
     if again:
-        which = f"{_count(len(again), 'stage')} of {len(stages)}, stage {again[0]} the first,"
+        which = f"{counted(len(again), 'stage')} of {len(stages)}, stage {again[0]} the first,"
         told.append(f"{which} would not fit with all activations kept, and computes them again")
     fullest = max(best.prediction.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     used, available = fullest.memory.total, fullest.available_bytes
@@ -104,7 +104,3 @@ def _unused(found: Found) -> list[str]:
                 f"{idle} of {pool.num_devices} {pool.name} are unused: no plan that was weighed does more with them"
             )
     return told
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"

@@ -93,6 +93,8 @@ def search(
 
 
 class Search:
+    """A search under way; see `search`."""
+
     def __init__(self, setup, global_batch, cluster, families, space, limits, clock):
         self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
         self._started = clock()

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.plan import Plan, Tile
+from hpctrain.plan import Plan, Tile, counted
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.even import families_of
@@ -65,7 +65,7 @@ class Layout:
             ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
             for row, choices in zip(shape.pipelines, shape.choices, strict=True)
         )
-        return f"{'; beside '.join(rows)}; {shape.microbatches} microbatches, ZeRO {shape.zero}"
+        return f"{'; beside '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
 
     @property
     def all_stages(self) -> list[Placed]:
