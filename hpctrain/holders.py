@@ -13,6 +13,7 @@ Every rank finds its own holdings by itself, in one plan-wide order: by the firs
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from hpctrain.errors import PlanError
@@ -80,7 +81,7 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
     """
     tile = plan.tile_of(rank)
     x, y, _ = tile.coordinate(rank)
-    number_of = {name: number for number, name in enumerate(all_parameters(model))}
+    number_of = _numbers(model)
     cutter = _Cutter(model, plan, rank)
     whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
     slabs: dict[tuple[int, ...], list[tuple[Unit, Slab]]] = {}
@@ -120,6 +121,12 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
             found.append((holding, place(bucket[0][1])))
     found.sort(key=lambda pair: pair[1])
     return Holdings(tuple(holding for holding, _ in found), tuple(cut_units))
+
+
+@lru_cache(maxsize=16)
+def _numbers(model: Model) -> dict[str, int]:
+    """Return the place of each parameter in the order of the items."""
+    return {name: number for number, name in enumerate(all_parameters(model))}
 
 
 def whole_model(model: Model) -> Holdings:

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
@@ -215,6 +215,7 @@ def item_units(model: Model, grid: TensorGrid, item: int) -> list[Unit]:
     return found
 
 
+@lru_cache(maxsize=256)  # asked for by every rank of a plan that one process looks at
 def units(model: Model, grid: TensorGrid) -> tuple[Unit, ...]:
     """Cut the model into units for tiles of this tensor grid, in the order of the items."""
     return tuple(unit for item in range(model.num_items) for unit in item_units(model, grid, item))

@@ -195,15 +195,15 @@ class Plan:
     def describe(self) -> str:
         """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
         grids = "/".join(sorted({str(tile.tensor) for tile in self.tiles}))
-        microbatches = f"{_count(self.microbatches, 'microbatch')} of {_count(self.rows, 'row')}"
+        microbatches = f"{counted(self.microbatches, 'microbatch')} of {counted(self.rows, 'row')}"
         stages = {tile.items for tile in self.tiles}
         replicas = {tile.rows for tile in self.tiles}
         if len(self.tiles) == len(stages) * len(replicas) and "/" not in grids:
-            tiles = f"{_count(len(stages), 'stage')} x {_count(len(replicas), 'replica')} of {grids} (x,y,z)"
+            tiles = f"{counted(len(stages), 'stage')} x {counted(len(replicas), 'replica')} of {grids} (x,y,z)"
         else:
-            tiles = f"{_count(len(self.tiles), 'tile')} of {grids} (x,y,z)"
+            tiles = f"{counted(len(self.tiles), 'tile')} of {grids} (x,y,z)"
         turns = f", cut in {len(set(self.cut_like))} ways by turns" if self.period > 1 else ""
-        unused = f", {_count(len(self.unused), 'rank')} unused" if self.unused else ""
+        unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
         schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
         return f"{tiles}, {microbatches}{turns}{schedule}{unused}"
 
@@ -214,7 +214,8 @@ def _of(neighbours: dict[Tile, tuple[bool, ...]], microbatch: int | None) -> tup
     return tuple(tile for tile, shares in neighbours.items() if shares[microbatch % len(shares)])
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words, such as `2 microbatches`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 

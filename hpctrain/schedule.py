@@ -108,8 +108,13 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
         return None
     if plan.schedule == "zb-h1":
         return plan.depth_from_start(tile)
-    costs = tile.tensor.x > 1 or tile.tensor.y > 1 or tile.recompute != "none" or tile.substeps > 1 or tile.zero >= 2
-    return None if costs else 0
+    return 0 if splits_freely(tile) else None
+
+
+def splits_freely(tile: Tile) -> bool:
+    """Say whether it costs a tile nothing to send the gradient of its input before it computes those of weights."""
+    is_cut = tile.tensor.x > 1 or tile.tensor.y > 1
+    return not is_cut and tile.recompute == "none" and tile.substeps == 1 and tile.zero < 2
 
 
 def schedule_of(plan: Plan, tile: Tile, reduce_early: bool = False) -> tuple[Instruction, ...]:

@@ -24,15 +24,23 @@ from hpctrain.schedule import check_schedules
 @click.option("--proportional", is_flag=True, help="The plan by the speed of each family; with --cluster.")
 @click.option("--cluster", metavar="CLUSTER", help="A cluster file, or the name of a ready one, that the plan is for.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to. Default: standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Of a search: print one line of JSON.")
+@click.option("--top", type=click.IntRange(0), default=5, show_default=True, help="Of a search: tell so many plans.")
+@click.option("--seconds", type=click.FloatRange(0), metavar="S", help="Of a search: end it after so long.")
+@click.option("--budget", type=click.IntRange(1), metavar="N", help="Of a search: how many plans are weighed.")
 @click.option("--show", type=click.Path(path_type=Path), metavar="PLAN", help="Draw a plan file instead.")
 @click.option("--job", "for_job", metavar="JOB", help="With --show: also check that the plan can run this job.")
-def command(job, overrides, ranks, uniform, proportional, cluster, out, show, for_job):
+def command(job, overrides, ranks, uniform, proportional, cluster, out, as_json, top, seconds, budget, show, for_job):
     """Write a plan for JOB, or draw one.
 
     \b
+    hpctrain plan tiny --cluster v100-t4 --out plan.toml
     hpctrain plan tiny --ranks 4 --uniform --out plan.toml
     hpctrain plan tiny --cluster v100-t4 --proportional --out plan.toml
     hpctrain plan --show plan.toml --job tiny
+
+    With --cluster alone, the plan is searched for that is predicted to be the fastest on its devices. The answer
+    depends on --budget, and not on the machine that searches, unless --seconds ends it. See docs/plan.md.
 
     A plan is a tiling of the work of a microbatch, items x rows. It is a file to be edited: give a tile more rows,
     other items, another tensor grid, and `plan.file` of a job its path.
@@ -47,22 +55,41 @@ def command(job, overrides, ranks, uniform, proportional, cluster, out, show, fo
             check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
         print(draw_plan(plan))
         return
-    if not job or uniform == proportional or bool(ranks) == bool(cluster) or (proportional and not cluster):
+    searches = bool(cluster) and not (uniform or proportional)
+    is_one = searches or uniform != proportional
+    if not job or not is_one or bool(ranks) == bool(cluster) or (proportional and not cluster):
         raise click.UsageError(
-            "give JOB, --uniform or --proportional, and --cluster CLUSTER or --ranks N; or --show PLAN"
+            "give JOB and --cluster CLUSTER, to search for a plan; or JOB, --uniform or --proportional, and"
+            " --cluster CLUSTER or --ranks N; or --show PLAN"
         )
+    if not searches and (as_json or seconds is not None or budget):
+        raise click.UsageError("--json, --seconds and --budget are of a search: JOB and --cluster CLUSTER alone")
     loaded = with_vocabulary(load_job(job, overrides))
+    if searches:
+        from hpctrain.jobs.find import find_plan, plan_file, tell
+        from hpctrain.planner.search import Limits
+
+        limits = Limits(seconds=seconds) if budget is None else Limits(weighed=budget, seconds=seconds)
+        told = find_plan(loaded, cluster, limits)
+        if out is not None:
+            _write(out, plan_file(told, told["found"]))
+        print(tell(told, top, out, as_json))
+        return
     described = load_cluster(find_cluster(cluster)) if cluster else None
     resolved = _by_speed(loaded, described) if proportional else _uniform(loaded, described, ranks)
     text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
     if out is None:
         print(text, end="")
         return
+    _write(out, text)
+    print(f"{out}: {resolved.plan.describe()}")
+
+
+def _write(out: Path, text: str) -> None:
     try:
         out.write_text(text)
     except OSError as error:
         raise JobError(f"{out}: cannot be written: {describe_os_error(error)}; choose another --out") from None
-    print(f"{out}: {resolved.plan.describe()}")
 
 
 def _uniform(job: Job, cluster: Cluster | None, num_ranks: int | None) -> Resolved:

@@ -1,6 +1,7 @@
 """`hpctrain predict`: how long a step of a plan would take on a cluster. Needs neither ranks nor torch."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -36,7 +37,8 @@ def command(job, overrides, cluster, plan_file, as_json):
     """
     loaded, machine, plan = with_vocabulary(load_job(job, overrides)), load_cluster(cluster), load_plan(plan_file)
     check_runs(loaded, plan, str(plan_file))
-    dtype, reason = _dtype(loaded, machine, plan, str(cluster))
+    used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
+    dtype, reason = dtype_of(loaded, machine, used, str(cluster))
     setup = Setup(loaded.model, loaded.data.sequence_length, dtype, HPCTRAIN)
     told = describe(predict(setup, plan, machine), dtype)
     if reason:
@@ -44,13 +46,15 @@ def command(job, overrides, cluster, plan_file, as_json):
     print(json.dumps(told) if as_json else text(told, plan, machine))
 
 
-def _dtype(job: Job, cluster: Cluster, plan: Plan, where: str) -> tuple[str, str]:
-    """Return the dtype of a job, and the reason where it is `auto`: what the slowest device computes best."""
+def dtype_of(job: Job, cluster: Cluster, used: Sequence[str], where: str) -> tuple[str, str]:
+    """Return the dtype of a job, and the reason where it is `auto`: what the slowest device computes best.
+
+    `used` are the families that train; `where` is what errors call the cluster. Raises TopologyError if they have no
+    dtype in common.
+    """
     if job.train.dtype is not None:
         return job.train.dtype, ""
-    ranks = [rank for rank in plan.ranks if rank < cluster.num_devices]
-    used = {cluster.devices[rank].family for rank in ranks}
-    devices = [DeviceModel(name, cluster.families[name]) for name in sorted(used)]
+    devices = [DeviceModel(name, cluster.families[name]) for name in used]
     speeds = {}
     for dtype in TRAINED_DTYPES:
         having = [d for d in devices if dtype in d.family.sustained_flops_per_second | d.family.peak_flops_per_second]
@@ -58,11 +62,11 @@ def _dtype(job: Job, cluster: Cluster, plan: Plan, where: str) -> tuple[str, str
             speeds[dtype] = min(device.speed(dtype) for device in devices)
     if not speeds:
         raise TopologyError(
-            f"{where}: families {', '.join(sorted(used))} have no dtype in common to train in"
+            f"{where}: families {', '.join(used)} have no dtype in common to train in"
             f" ({' or '.join(TRAINED_DTYPES)}); set their peak_flops_per_second or sustained_flops_per_second"
         )
     best = max(speeds, key=speeds.get)
-    return best, f"train.dtype: {best}, what all of {', '.join(sorted(used))} compute best"
+    return best, f"train.dtype: {best}, what all of {', '.join(used)} compute best"
 
 
 def describe(prediction: Prediction, dtype: str) -> dict:

@@ -6,6 +6,7 @@ With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 """
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.cluster import ITEM_BYTES
@@ -97,6 +98,7 @@ class ItemCost:
         return self.backward_input + self.backward_weight
 
 
+@lru_cache(maxsize=4096)
 def unit_elements(model: Model, grid: TensorGrid, item: int) -> int:
     """Return how many weights of an item the ranks at one (x, y) have together; a tied head's are the embedding's."""
     return sum(unit.layout(grid, 0, 0).size for unit in item_units(model, grid, item))

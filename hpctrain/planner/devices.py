@@ -6,7 +6,7 @@ operands are read. Where products were measured, the same formula is stretched t
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpctrain.cluster import ITEM_BYTES, Family
@@ -21,6 +21,9 @@ SPLITS = (1, 2, 4, 8)
 SHORTEST_SPLIT = 512
 FILL = 96.0
 """Terms of a sum in whose time a tile's pipeline fills and drains."""
+SLOWEST_WITH_TILES = 1e12
+"""FLOP/s of a device below which its model is not what computes: it is scaled down, to be pretended, and so are the
+tiles of its products. No accelerator of the catalogue is that slow."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,11 @@ class DeviceModel:
 
     @cached_property
     def efficiency(self) -> Efficiency:
-        return self.fitted or efficiency_of(self.family.kind, self.family.model)
+        if self.fitted:
+            return self.fitted
+        known = efficiency_of(self.family.kind, self.family.model)
+        speeds = [*self.family.peak_flops_per_second.values(), *self.family.sustained_flops_per_second.values()]
+        return known if max(speeds) >= SLOWEST_WITH_TILES else replace(known, processors=1)
 
     def speed(self, dtype: str) -> float:
         """Return FLOP/s of large products. Raises PlanError for a dtype that the family does not have."""

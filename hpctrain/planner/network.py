@@ -58,6 +58,17 @@ class ClusterNetwork:
         others = (r for r in ranks if self.cluster.devices[r].node == device.node)
         return max(1, sum(nic_of(self.cluster, r, fabric)[0] == own for r in others))
 
+    def group_seconds(self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int]) -> float:
+        """Return what a collective takes while the other ranks `beside` do the same in groups of their own."""
+        if len(ranks) < 2:
+            return 0.0
+        node = self.cluster.devices[ranks[0]].node
+        own = {rank for rank in ranks if self.cluster.devices[rank].node == node}
+        others = [rank for rank in beside if rank not in own]
+        elsewhere = next((rank for rank in ranks if rank not in own), ranks[0])
+        flows = self.flows(ranks[0], [ranks[0], *others], elsewhere)
+        return self.collective_seconds(operation, int(num_bytes), tuple(ranks), flows)
+
     def _collective_seconds(self, operation: str, num_bytes: int, ranks: tuple[int, ...], flows: int = 1) -> float:
         """Return what a collective of `num_bytes` (the whole tensor's) takes.
 

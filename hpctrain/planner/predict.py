@@ -71,6 +71,31 @@ def predict(setup: Setup, plan: Plan, cluster: Cluster, interleave: int = 1) -> 
     return Predictor(setup, plan, cluster).predict(interleave)
 
 
+def pass_cost(
+    setup: Setup,
+    network: ClusterNetwork,
+    devices: Sequence[DeviceModel],
+    work: Work,
+    tile: Tile,
+    data_ranks: Sequence[int],
+    on_node: Sequence[int],
+) -> PassCost:
+    """Return what a pass over one item takes on a tile whose ranks have such `devices`, the slowest of which counts.
+
+    `data_ranks` hold the same weights as the tile's first rank, on whose node are `on_node`.
+    """
+    compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
+    tensor = data = 0.0
+    rank = tile.ranks[0]
+    for exchange in work.exchanges:
+        what = exchange.operation, exchange.num_bytes
+        if exchange.axis == "data":
+            data += network.group_seconds(*what, data_ranks, on_node)
+        else:
+            tensor += network.group_seconds(*what, tile.axis_ranks(exchange.axis, rank), tile.ranks)
+    return PassCost(compute, tensor, data)
+
+
 class Predictor:
     """What is known of one plan on one cluster."""
 
@@ -217,41 +242,28 @@ class Predictor:
         return self._passes[key]
 
     def _pass(self, tile: Tile, work: Work) -> PassCost:
-        compute = max(
-            work.seconds(self._devices[family], self.setup.dtype, self.setup.stack) for family in self._families[tile]
-        )
-        tensor = data = 0.0
-        rank = tile.ranks[0]
-        for exchange in work.exchanges:
-            if exchange.axis == "data":
-                ranks = self._zero_groups(tile)
-                data += self._collective(exchange.operation, exchange.num_bytes, ranks, self._on_same_node(rank))
-            else:
-                ranks = tile.axis_ranks(exchange.axis, rank)
-                tensor += self._collective(exchange.operation, exchange.num_bytes, ranks, tile.ranks)
-        return PassCost(compute, tensor, data)
+        devices = [self._devices[family] for family in self._families[tile]]
+        groups = self._zero_groups(tile), self._on_same_node(tile.ranks[0])
+        return pass_cost(self.setup, self.network, devices, work, tile, *groups)
 
     def _on_same_node(self, rank: int) -> list[int]:
         return self._on_node[self.cluster.devices[rank].node]
 
-    def _collective(self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int]) -> float:
-        """Return what a collective takes while the other ranks `beside` do the same in groups of their own."""
-        if len(ranks) < 2:
-            return 0.0
-        node = self.cluster.devices[ranks[0]].node
-        own = {rank for rank in ranks if self.cluster.devices[rank].node == node}
-        others = [rank for rank in beside if rank not in own]
-        elsewhere = next((rank for rank in ranks if rank not in own), ranks[0])
-        flows = self.network.flows(ranks[0], [ranks[0], *others], elsewhere)
-        return self.network.collective_seconds(operation, int(num_bytes), tuple(ranks), flows)
-
     def _held(self, tile: Tile) -> Holdings:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
+        return self._first_held(tile)[0]
+
+    def _first_held(self, tile: Tile) -> tuple[Holdings, int]:
         key = tile.items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._holdings:
             held = holdings_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
             self._holdings[key] = held, tile.ranks[0]
-        return self._holdings[key][0]
+        return self._holdings[key]
+
+    def _held_by(self, tile: Tile, rank: int) -> Holdings:
+        """Return what one rank of a tile holds, not cut into buckets."""
+        held, first = self._first_held(tile)
+        return held if rank == first and not self._beside else holdings_of(self.setup.model, self.plan, rank)
 
     @cached_property
     def _holdings(self) -> dict[tuple, tuple[Holdings, int]]:
@@ -282,9 +294,11 @@ class Predictor:
                 reduce = gather = 0.0
                 if holding.zero < 2:
                     operation = "reduce_scatter" if holding.zero else "all_reduce"
-                    reduce = self._collective(operation, reduced, holding.ranks, beside)
+                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, beside)
                 if holding.zero in (1, 2):
-                    gather = self._collective("all_gather", stored * self.setup.item_bytes, holding.ranks, beside)
+                    gather = self.network.group_seconds(
+                        "all_gather", stored * self.setup.item_bytes, holding.ranks, beside
+                    )
                 tiles = tuple(dict.fromkeys(self.plan.tile_of(r) for r in holding.ranks))
                 found[holding.ranks, number] = self._placed(Sharing(tiles, reduce, gather), holding)
         return tuple(found.values())
@@ -312,7 +326,7 @@ class Predictor:
         return 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
 
     def _agree_seconds(self) -> float:
-        return self._collective("all_reduce", 24, self.plan.ranks, ())
+        return self.network.group_seconds("all_reduce", 24, self.plan.ranks, ())
 
     def _messages(self) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
         found: dict[tuple[Tile, Tile], dict[int, float]] = {}
@@ -347,6 +361,6 @@ class Predictor:
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
             key = (tile.items, tile.rows.sizes, tile.tensor, tile.recompute, tile.zero, tile.family, tile.substeps)
             if key not in found:
-                held = holdings_of(self.setup.model, self.plan, tile.ranks[0])
+                held = self._held_by(tile, tile.ranks[0])
                 found[key] = StageMemory(tile, memory_of(self.setup, self.plan, tile, held, tile.ranks[0]), available)
         return tuple(found.values())

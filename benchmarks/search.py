@@ -1,0 +1,125 @@
+"""How long the planner's search takes, what memory it needs, and how far its plans may be from the best.
+
+    python benchmarks/search.py
+
+Clusters are made of the catalogue's accelerators and networks: 8 devices a node, with a NIC each; families on unlike
+fabrics reach each other by Ethernet. Each case runs in a process of its own, on one core.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.job import Model
+from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.search import Limits, search
+from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.presets import PRESETS
+
+PER_NODE = 8
+BETWEEN = "Ethernet-25"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, and what is trained on it."""
+
+    families: tuple[tuple[str, str, int], ...]
+    """Accelerator, network, nodes."""
+    preset: str
+    positions: int
+    global_batch: int
+    wanted_seconds: float
+
+    @property
+    def cluster(self) -> Cluster:
+        nodes, networks = [], {network for _, network, _ in self.families}
+        for accelerator, network, count in self.families:
+            between = (BETWEEN,) if len(networks) > 1 else ()
+            nodes.append(
+                Nodes(
+                    origin="datasheet",
+                    count=count,
+                    devices={accelerator: PER_NODE},
+                    link_latency_seconds=10e-6,
+                    link_bytes_per_second=ACCELERATORS[accelerator].link_bytes_per_second,
+                    nics=(_nic(network, PER_NODE), *(_nic(other, 1) for other in between)),
+                )
+            )
+        used = [*networks, BETWEEN] if len(networks) > 1 else list(networks)
+        return Cluster(
+            families={name: ACCELERATORS[name].family(name) for name, _, _ in self.families},
+            fabrics={name: Fabric(origin="datasheet", latency_seconds=NETWORKS[name][1]) for name in sorted(used)},
+            nodes=tuple(nodes),
+        )
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(Model(**PRESETS[self.preset]), self.positions, "bf16", HPCTRAIN)
+
+
+def _nic(network: str, count: int) -> Nic:
+    bandwidth = NETWORKS[network][0]
+    return Nic(
+        origin="datasheet",
+        fabric=network,
+        count=count,
+        send_bytes_per_second=bandwidth,
+        receive_bytes_per_second=bandwidth,
+    )
+
+
+CASES = {
+    "128 of 1 family": Case((("A100-80", "HDR", 16),), "llama-8b", 4096, 512, 1.0),
+    "1,024 of 2 families": Case((("H100", "NDR", 64), ("A100-80", "HDR", 64)), "llama-70b", 4096, 4096, 5.0),
+    "1,024 of 4 families, 3 fabrics": Case(
+        (("H100", "NDR", 32), ("A100-80", "HDR", 32), ("A100-40", "HDR", 32), ("MI250X-GCD", "Slingshot-11", 32)),
+        "llama-70b",
+        4096,
+        4096,
+        30.0,
+    ),
+    "4,096 of 2 families": Case((("H100", "NDR", 256), ("A100-80", "HDR", 256)), "llama-70b", 4096, 16384, 60.0),
+}
+
+
+def run(name: str) -> None:
+    """Search one case in this process, and print a line."""
+    case = CASES[name]
+    setup, cluster = case.setup, case.cluster
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    first = search(setup, case.global_batch, cluster, limits=Limits(seconds=0.0))
+    between = time.process_time()
+    found = search(setup, case.global_batch, cluster)
+    seconds = time.process_time() - between
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    best, mfu = found.best, found.best.prediction.mfu
+    print(f"{name}: {seconds:.2f} s ({case.wanted_seconds:g} s wanted), first plan after {between - start:.2f} s,")
+    print(f"    {peak / 1024:,.0f} MiB at the most, {(peak - before) / 1024:,.0f} of them for searching")
+    print(
+        f"    step {best.seconds:.4g} s, bound {found.lower_bound_seconds:.4g} s, gap {found.gap:.1%}, MFU {mfu:.1%};"
+    )
+    print(f"    first plan {first.best.seconds / best.seconds - 1:.1%} slower; {found.searched}")
+    print(f"    {best.layout.describe([pool.name for pool in found.pools])}", flush=True)
+
+
+def main() -> None:
+    """Run all cases, or one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, help="in this process")
+    arguments = parser.parse_args()
+    if arguments.case:
+        run(arguments.case)
+        return
+    for name in CASES:
+        subprocess.run([sys.executable, __file__, "--case", name], check=True)
+
+
+if __name__ == "__main__":
+    main()

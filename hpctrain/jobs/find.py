@@ -1,0 +1,108 @@
+"""What `hpctrain plan --cluster` searches for, and how it tells what it found."""
+
+import json
+from pathlib import Path
+
+from hpctrain.cluster import Cluster
+from hpctrain.cluster_file import find_cluster, load_cluster
+from hpctrain.errors import TopologyError
+from hpctrain.job import Job
+from hpctrain.jobs.predict import describe, dtype_of, text
+from hpctrain.plan import dump_plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.even import check_plan
+from hpctrain.planner.explain import reasons, runner_up
+from hpctrain.planner.search import Found, Limits, search
+from hpctrain.planner.stack import HPCTRAIN
+
+
+def find_plan(job: Job, reference: str, limits: Limits) -> dict:
+    """Search, and return all there is to tell, as plain data but for `found`.
+
+    Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
+    """
+    cluster = load_cluster(find_cluster(reference))
+    dtype, reason = dtype_of(job, cluster, sorted(cluster.families), reference)
+    families = _computing_in(dtype, cluster, reference)
+    setup = Setup(job.model, job.data.sequence_length, dtype, HPCTRAIN)
+    found = search(setup, job.train.global_batch, cluster, families, limits=limits)
+    check_plan(job, found.best.plan, "the plan that was found")
+    told = describe(found.best.prediction, dtype)
+    if reason:
+        told["guessed"].append(reason)
+    left_out = [f"{name} is unused: it has no speed in {dtype}" for name in cluster.families if name not in families]
+    return {
+        **told,
+        "layout": _layout(found, 0),
+        "lower_bound_seconds": found.lower_bound_seconds,
+        "gap": found.gap,
+        "searched": found.searched,
+        "is_complete": found.is_complete,
+        "wall_seconds": found.wall_seconds,
+        "reasons": reasons(found) + left_out,
+        "runner_up": runner_up(found),
+        "top": [],
+        "found": found,
+        "cluster": cluster,
+    }
+
+
+def _computing_in(dtype: str, cluster: Cluster, where: str) -> list[str]:
+    having = [
+        name
+        for name, family in cluster.families.items()
+        if dtype in family.sustained_flops_per_second | family.peak_flops_per_second
+    ]
+    if not having:
+        raise TopologyError(
+            f"{where}: none of the families {', '.join(cluster.families)} has a speed in {dtype}; set train.dtype, or"
+            f" families.*.peak_flops_per_second = {{{dtype} = ...}}"
+        )
+    return having
+
+
+def _layout(found: Found, number: int) -> str:
+    return found.plans[number].layout.describe([pool.name for pool in found.pools])
+
+
+def tell(told: dict, top: int, out: Path | None, as_json: bool) -> str:
+    """Return what is printed: one line of JSON, the plan file with comments, or, where it is written, a summary."""
+    found: Found = told.pop("found")
+    cluster: Cluster = told.pop("cluster")
+    told["top"] = [
+        {
+            "layout": _layout(found, number),
+            "step_seconds": timed.seconds,
+            "tokens_per_second": timed.prediction.tokens_per_second,
+            "mfu": timed.prediction.mfu,
+        }
+        for number, timed in enumerate(found.plans[:top])
+    ]
+    plan_text = plan_file(told, found)
+    if as_json:
+        return json.dumps({"plan": plan_text if out is None else str(out), **told})
+    if out is None:
+        return plan_text.rstrip("\n")
+    lines = [f"{out}: {told['layout']}", text(told, found.best.plan, cluster), *_summary(told)]
+    if told["top"]:
+        lines.append("the best plans")
+        lines += [f"  {each['step_seconds']:.4g} s  {each['layout']}" for each in told["top"]]
+    return "\n".join(lines)
+
+
+def plan_file(told: dict, found: Found) -> str:
+    """Return the plan as a file, with what is told of it as comments."""
+    comments = [f"{told['layout']}: {told['step_seconds']:.4g} s a step", *_summary(told)]
+    return "".join(f"# {line.strip()}\n" for line in comments) + dump_plan(found.best.plan)
+
+
+def _summary(told: dict) -> list[str]:
+    searched = told["searched"]
+    return [
+        f"bound     no plan takes less than {told['lower_bound_seconds']:.4g} s: the gap is {told['gap']:.1%}",
+        f"searched  {searched['weighed']:,} plans in {searched['groups']:,} groups, {searched['timed']} of them timed,"
+        f" in {told['wall_seconds']:.2f} s" + ("; no other can be better" if told["is_complete"] else ""),
+        "because",
+        *(f"  {reason}" for reason in told["reasons"]),
+        f"runner-up {told['runner_up'] or 'none'}",
+    ]

@@ -1,0 +1,83 @@
+"""How a shape's blocks and rows are cut: one by one, each to who would then be done first. Pure.
+
+That is exact: since times grow with what is taken, no other cut into whole blocks or rows makes the slowest faster.
+Equal stages get equal parts.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpctrain.planner.stages import Line
+
+
+class Way(NamedTuple):
+    """One way to compute a stage."""
+
+    recompute: str
+    forward: Line
+    backward: Line
+    most: int
+    """Blocks, as far as memory goes."""
+    needed_bytes: Line
+    split: tuple[Line, Line] | None = None
+    """The parts of `backward`, one by one, where the gradient is sent between them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What a stage would take with so many blocks."""
+
+    ways: tuple[Way, ...]
+    """The fastest first."""
+
+    def way(self, blocks: int) -> Way | None:
+        """Return the fastest way that has memory for so many blocks."""
+        return next((way for way in self.ways if blocks <= way.most), None)
+
+    def seconds(self, blocks: int) -> float:
+        """Return the time of one microbatch, forward and backward; without end where memory is short."""
+        way = self.way(blocks)
+        return way.forward.at(blocks) + way.backward.at(blocks) if way else math.inf
+
+
+def cut_blocks(num_blocks: int, stages: Sequence[Stage]) -> list[int] | None:
+    """Return how many blocks each stage takes, one at least, so that the slowest is as fast as can be.
+
+    None where there are fewer blocks than stages, or the memory of all is too small.
+    """
+    if len(stages) > num_blocks:
+        return None
+    blocks = [1] * len(stages)
+    # The deepest of equal stages is given more first: it keeps the fewest activations.
+    waiting = [(stage.seconds(2), -i) for i, stage in enumerate(stages)]
+    heapq.heapify(waiting)
+    for _ in range(num_blocks - len(stages)):
+        seconds, negative = waiting[0]
+        if seconds == math.inf:
+            return None
+        blocks[-negative] += 1
+        heapq.heapreplace(waiting, (stages[-negative].seconds(blocks[-negative] + 1), negative))
+    return blocks if all(stage.way(count) for stage, count in zip(stages, blocks, strict=True)) else None
+
+
+def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:
+    """Return how many rows each pipeline takes, so that the slowest is as fast as can be; None if there are too few.
+
+    `seconds` say what a pipeline takes with so many rows.
+    """
+    rows = list(least)
+    left = num_rows - sum(rows)
+    if left < 0:
+        return None
+    if len(rows) == 1:
+        return [num_rows]
+    waiting = [(of(n + 1), i) for i, (of, n) in enumerate(zip(seconds, rows, strict=True))]
+    heapq.heapify(waiting)
+    for _ in range(left):
+        _, i = waiting[0]
+        rows[i] += 1
+        heapq.heapreplace(waiting, (seconds[i](rows[i] + 1), i))
+    return rows

@@ -1,0 +1,106 @@
+"""Why a search chose what it chose, in sentences with the numbers. Pure."""
+
+from hpctrain.plan import Plan, counted
+from hpctrain.planner.search import Found, Timed
+from hpctrain.planner.space import names_of
+from hpctrain.planner.weigh import Placed
+
+MIB = 2**20
+
+
+def reasons(found: Found) -> list[str]:
+    """Return what limits the best plan, and what its main choices are better than."""
+    best = found.best
+    told = [_bottleneck(found), _arrangement(found), _microbatches(found)]
+    told += _memory(best)
+    told += _unused(found)
+    return [reason for reason in told if reason]
+
+
+def runner_up(found: Found) -> str:
+    """Say what the second best plan is, and by how much it is slower."""
+    if len(found.plans) < 2:
+        return ""
+    second = found.plans[1]
+    names = [pool.name for pool in found.pools]
+    return f"{second.layout.describe(names)}: {_share(second.seconds, found.best.seconds)} slower"
+
+
+def _share(seconds: float, best: float) -> str:
+    return f"{seconds / best - 1:.1%}"
+
+
+def _bottleneck(found: Found) -> str:
+    best = found.best
+    shape, stages = best.layout.shape, best.layout.all_stages
+
+    def busy(placed: Placed) -> float:
+        return shape.microbatches * (placed.forward + placed.backward)
+
+    def name(number: int) -> str:
+        return f"stage {number} ({counted(stages[number].blocks, 'block')} on {found.pools[stages[number].pool].name})"
+
+    slowest = max(range(len(stages)), key=lambda number: busy(stages[number]))
+    text = (
+        f"{name(slowest)} is the bottleneck, because it computes {busy(stages[slowest]):.4g} s of the step's"
+        f" {best.seconds:.4g} s, the most of all"
+    )
+    if len(stages) == 1:
+        return f"{name(0)} computes {busy(stages[0]):.4g} s of the step's {best.seconds:.4g} s; it waits for nobody"
+    fastest = min(range(len(stages)), key=lambda number: busy(stages[number]))
+    return f"{text}; {name(fastest)} computes the least, {busy(stages[fastest]):.4g} s"
+
+
+def _arrangement(found: Found) -> str:
+    names = [pool.name for pool in found.pools]
+    chosen = found.best.layout.shape.pipelines
+    others = {p: s for p, s in found.least_by_arrangement.items() if p != chosen}
+    if not others:
+        return ""
+    other = min(others, key=others.get)
+    own = found.least_by_arrangement[chosen]
+    return f"{names_of(chosen, names)}: with {names_of(other, names)} a step takes about {_than(others[other], own)}"
+
+
+def _microbatches(found: Found) -> str:
+    shape, rows = found.best.layout.shape, found.best.plan.rows
+    others = {m: s for m, s in found.least_by_microbatches.items() if m != shape.microbatches}
+    text = f"{counted(shape.microbatches, 'microbatch')} of {counted(rows, 'row')}"
+    if not others:
+        return text
+    other = min(others, key=others.get)
+    own = found.least_by_microbatches[shape.microbatches]
+    return f"{text}: with {other} a step takes about {_than(others[other], own)}"
+
+
+def _than(other: float, own: float) -> str:
+    return f"{other / own - 1:.1%} longer" if other > own else "as long, by an estimate that the simulation corrects"
+
+
+def _memory(best: Timed) -> list[str]:
+    told = []
+    stages = best.layout.all_stages
+    again = [number for number, placed in enumerate(stages) if placed.way.recompute != "none"]
+    if again:
+        which = f"{counted(len(again), 'stage')} of {len(stages)}, stage {again[0]} the first,"
+        told.append(f"{which} would not fit with all activations kept, and computes them again")
+    fullest = max(best.prediction.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
+    used, available = fullest.memory.total, fullest.available_bytes
+    told.append(
+        f"ZeRO {best.layout.shape.zero}: the fullest rank (items {list(fullest.tile.items)}, {fullest.tile.family})"
+        f" needs {used / MIB:,.1f} of {available / MIB:,.1f} MiB"
+    )
+    return told
+
+
+def _unused(found: Found) -> list[str]:
+    plan: Plan = found.best.plan
+    unused = set(plan.unused)
+    told = []
+    for pool in found.pools:
+        idle = sum(rank in unused for ranks in pool.nodes for rank in ranks)
+        if idle:
+            told.append(
+                f"{idle} of {pool.num_devices} {pool.name} are unused: no plan that was weighed does more with them"
+            )
+    return told

@@ -1,0 +1,96 @@
+"""Devices that are alike, whatever they are called: what a search assigns stages to. Pure.
+
+A *pool* is the devices of one family on nodes with the same NICs. One family behind two fabrics is two pools, so that
+what replicas exchange stays inside a fabric; two families whose figures are the same are one. Nodes are alike, so only
+how many devices each has matters: a search never looks at pairs of ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpctrain.cluster import Cluster, Nodes
+from hpctrain.plan import TensorGrid
+from hpctrain.planner.devices import DeviceModel
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Devices that are alike."""
+
+    name: str
+    """Of the family or families, and of their fabric where that is needed to tell pools apart."""
+    families: tuple[str, ...]
+    device: DeviceModel
+    nodes: tuple[tuple[int, ...], ...]
+    """The ranks of its devices, node by node."""
+
+    @property
+    def num_devices(self) -> int:
+        return sum(map(len, self.nodes))
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.device.family.memory_bytes
+
+    @property
+    def largest_grid(self) -> int:
+        return max(map(len, self.nodes))
+
+    @cached_property
+    def _slots(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        return {}
+
+    def slots(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the places for tensor grids of `size` ranks, none of which leaves its node."""
+        if size not in self._slots:
+            starts = ((ranks, i * size) for ranks in self.nodes for i in range(len(ranks) // size))
+            self._slots[size] = tuple(ranks[start : start + size] for ranks, start in starts)
+        return self._slots[size]
+
+    def grids(self) -> list[TensorGrid]:
+        """Return all tensor grids that have room on a node, small ones first."""
+        most = self.largest_grid
+        sizes = [
+            (x, y, z)
+            for x in range(1, most + 1)
+            for y in range(1, most // x + 1)
+            for z in range(1, most // (x * y) + 1)
+        ]
+        return [TensorGrid(*size) for size in sorted(sizes, key=lambda s: (s[0] * s[1] * s[2], s[0], s[2]))]
+
+
+def pools_of(cluster: Cluster, families: Sequence[str]) -> tuple[Pool, ...]:
+    """Return the devices of some families, those that are alike together, in the order of their first ranks."""
+    found: dict[tuple, dict[int, list[int]]] = {}
+    named: dict[tuple, list[str]] = {}
+    for device in cluster.devices:
+        if device.family not in families:
+            continue
+        key = _alike(cluster, device.family), _nics(cluster.nodes[device.table])
+        found.setdefault(key, {}).setdefault(device.node, []).append(device.rank)
+        if device.family not in named.setdefault(key, []):
+            named[key].append(device.family)
+    pools = []
+    for key, nodes in found.items():
+        name = "+".join(named[key])
+        if sum(named[key] == others for others in named.values()) > 1:
+            name += f" on {'+'.join(sorted({nic[0] for nic in key[1][0]})) or 'no fabric'}"
+        device = DeviceModel(named[key][0], cluster.families[named[key][0]])
+        pools.append(Pool(name, tuple(named[key]), device, tuple(map(tuple, nodes.values()))))
+    return tuple(pools)
+
+
+def _alike(cluster: Cluster, name: str) -> str:
+    """Return all that is said of a family but its name, also by the links that it has."""
+    links = []
+    for link in cluster.links:
+        if name in link.families:
+            others = sorted("" if family == name else family for family in link.families)
+            links.append(f"{others} {link.model_dump(exclude={'families'})}")
+    return f"{cluster.families[name].model_dump()} {sorted(links)}"
+
+
+def _nics(nodes: Nodes) -> tuple:
+    nics = tuple((n.fabric, n.count, n.send_bytes_per_second, n.receive_bytes_per_second) for n in nodes.nics)
+    return nics, nodes.link_latency_seconds, nodes.link_bytes_per_second

@@ -1,0 +1,234 @@
+"""Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
+
+What is chosen from is in `planner/space.py`. The search goes through *groups* of plans that have the arrangement of
+pools and the number of microbatches in common. A closed form (`planner/weigh.py`) weighs one plan of each, then those
+of the most promising groups, until a budget is spent; the best by weight are timed by the simulation of their
+instructions, which alone decides, and must fit by `planner/memory.py`. A plan that cannot be faster than the best by
+its bound is not timed. The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.cluster import Cluster
+from hpctrain.errors import PlanError
+from hpctrain.planner.bound import least_seconds
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.pools import Pool, pools_of
+from hpctrain.planner.shortlist import Shortlists
+from hpctrain.planner.space import Pipelines, Shape, Space, arrangements
+from hpctrain.planner.stages import StageCosts
+from hpctrain.planner.timing import Timed, Timer, tell_shortage
+from hpctrain.planner.weigh import Layout, Weigher
+
+WEIGHED, TIMED = 2000, 12
+"""How many plans are weighed, and timed, unless it is said."""
+PER_GROUP = 48
+"""About how many plans of a group are weighed."""
+TRIED = 3
+"""How many plans of a group are weighed at first, until one fits in memory."""
+LOOKING_SHARE = 0.5
+"""Of the budget, for looking at one plan of each group."""
+UNUSED_PLACES = 3
+"""An unused pool puts a group as far back as so many worse numbers of microbatches."""
+WEIGHING_SHARE = 0.6
+"""Of a limit in seconds; the rest is for timing."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a search goes; `None`: to the end."""
+
+    weighed: int | None = WEIGHED
+    timed: int | None = TIMED
+    per_group: int | None = PER_GROUP
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found."""
+
+    plans: tuple[Timed, ...]
+    """The fastest first."""
+    pools: tuple[Pool, ...]
+    lower_bound_seconds: float
+    """No plan is predicted to take less, whether it was looked at or not; see `planner/bound.py`."""
+    searched: dict[str, int]
+    is_complete: bool
+    """Whether no plan of the space can be faster, by its bound."""
+    wall_seconds: float
+    least_by_arrangement: dict[Pipelines, float]
+    """By the closed form, for each arrangement of pools that fits."""
+    least_by_microbatches: dict[int, float]
+
+    @property
+    def best(self) -> Timed:
+        return self.plans[0]
+
+    @property
+    def gap(self) -> float:
+        """Return by which share the best one is above the lower bound."""
+        return self.best.seconds / self.lower_bound_seconds - 1
+
+
+def search(
+    setup: Setup,
+    global_batch: int,
+    cluster: Cluster,
+    families: Sequence[str] | None = None,
+    space: Space | None = None,
+    limits: Limits | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Found:
+    """Return the best plans found for a step of `global_batch` sequences on the devices of some families, or of all.
+
+    The others are unused. Raises PlanError, with the numbers, if none is found that fits in memory, or if a family does
+    not compute in the dtype.
+    """
+    return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock).run()
+
+
+class Search:
+    """A search under way; see `search`."""
+
+    def __init__(self, setup, global_batch, cluster, families, space, limits, clock):
+        self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
+        self._started = clock()
+        self._pools = pools_of(cluster, families or list(cluster.families))
+        # The first ones to be looked at give some rows to each node: they fit in memory, and are not far from the best.
+        num_nodes = sum(len(pool.nodes) for pool in self._pools)
+        counts = space.microbatch_counts(global_batch)
+        self._counts = sorted(counts, key=lambda m: abs(math.log(global_batch / m / num_nodes)))
+        self.costs = StageCosts(setup, cluster, self._pools)
+        self.weigher = Weigher(self.costs, global_batch, space)
+        self._global_batch = global_batch
+        self._shortlists = Shortlists(self.weigher, limits.per_group)
+        self.layouts: list[Layout] = []
+        self._num_weighed = self._num_groups = 0
+
+    def _is_over(self, share: float) -> bool:
+        seconds = self._limits.seconds
+        return seconds is not None and self._clock() - self._started > seconds * share
+
+    def run(self) -> Found:
+        is_complete = self._weigh_groups() and not self._shortlists.left_out
+        self.layouts.sort(key=lambda layout: layout.seconds)
+        timer = Timer(self._setup, self._cluster, self.weigher, self._limits.timed, lambda: self._is_over(1.0))
+        plans, all_timed = timer.time(self.layouts)
+        if not plans:
+            raise PlanError(timer.shortage or self._least_shortage())
+        bound = min(least_seconds(self.costs, self._global_batch, self._space), plans[0].seconds)
+        return Found(
+            plans=tuple(plans),
+            pools=self._pools,
+            lower_bound_seconds=bound,
+            searched={
+                "groups": self._num_groups,
+                "weighed": self._num_weighed,
+                "fitting": len(self.layouts),
+                "timed": len(plans),
+            },
+            is_complete=is_complete and all_timed,
+            wall_seconds=self._clock() - self._started,
+            least_by_arrangement=self._least(lambda shape: shape.pipelines),
+            least_by_microbatches=self._least(lambda shape: shape.microbatches),
+        )
+
+    def _least(self, key: Callable[[Shape], object]) -> dict:
+        """Return the least seconds of all layouts, which are sorted, by something of their shapes."""
+        least: dict = {}
+        for layout in self.layouts:
+            least.setdefault(key(layout.shape), layout.seconds)
+        return least
+
+    # ---- weighing ----------------------------------------------------------------------------------------------------
+
+    def _weigh_groups(self) -> bool:
+        """Weigh groups, the most promising first; return whether all were."""
+        groups, is_complete = self._weigh_one_each(), True
+        self._num_groups = len(groups)
+        for _, _, group, tried in sorted(groups):
+            for shape in itertools.islice(self._shapes(*group), tried, None):
+                if self.layouts and self._is_spent(1.0):
+                    return False
+                self._weigh(shape)
+        return is_complete and len(groups) == len(self._counts) * sum(1 for _ in arrangements(len(self._pools)))
+
+    def _weigh_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
+        """Return for each group the seconds of a plan that fits, its place, itself, and how many were weighed.
+
+        First all pools in a row and all side by side, by each number of microbatches; then all arrangements, those
+        first that leave no pool unused and have numbers of microbatches by which a plan was fast.
+        """
+        found: list[tuple[float, int, tuple[Pipelines, int], int]] = []
+        known: set[tuple[Pipelines, int]] = set()
+
+        def look(group: tuple[Pipelines, int]) -> None:
+            if group in known or (self.layouts and self._is_spent(LOOKING_SHARE)):
+                return
+            seconds, tried = math.inf, 0
+            for shape in itertools.islice(self._shapes(*group), TRIED):
+                seconds, tried = self._weigh(shape), tried + 1
+                if seconds < math.inf:
+                    break
+            known.add(group)
+            found.append((seconds, len(found), group, tried))
+
+        every, pools = list(arrangements(len(self._pools))), range(len(self._pools))
+        for group in itertools.product((tuple((pool,) for pool in pools), (tuple(pools),)), self._counts):
+            look(group)
+        least = {m: min((s for s, _, g, _ in found if g[1] == m), default=math.inf) for m in self._counts}
+        rank = {m: number for number, m in enumerate(sorted(least, key=least.get))}
+
+        def place(group: tuple[Pipelines, int]) -> int:
+            num_unused = len(pools) - sum(map(len, group[0]))
+            return rank[group[1]] + UNUSED_PLACES * num_unused
+
+        for group in sorted(itertools.product(every, self._counts), key=place):
+            look(group)
+        return found
+
+    def _least_shortage(self) -> str:
+        """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
+        space = replace(self._space, zero=(max(self._space.zero),), recompute=self._space.recompute[-1:])
+        roomy = Weigher(self.costs, self._global_batch, space, is_short_of_nothing=True)
+        groups = itertools.product(arrangements(len(self._pools)), self._counts)
+        shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
+        layouts = (roomy.weigh(replace(shape, zero=shape.zero_stages(space.zero)[0])) for shape in shapes)
+        lacking = ((roomy.worst_shortage(layout), number, layout) for number, layout in enumerate(layouts) if layout)
+        (_, stage), _, layout = min(lacking, key=lambda found: found[:2])
+        return tell_shortage(self._cluster, self._setup, roomy.plan(layout), *roomy.needed(layout, stage))
+
+    def _is_spent(self, share: float) -> bool:
+        """Say whether a share of the budget, or of the time for weighing, is over."""
+        budget = self._limits.weighed
+        return (budget is not None and self._num_weighed >= budget * share) or self._is_over(WEIGHING_SHARE * share)
+
+    def _shapes(self, pipelines: Pipelines, microbatches: int):
+        """Yield the shapes of a group, those of the best choices first."""
+        lists = [self._shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row]
+        for places in sorted(itertools.product(*(range(len(found)) for found in lists)), key=sum):
+            chosen = iter(found[place] for found, place in zip(lists, places, strict=True))
+            choices = tuple(tuple(next(chosen) for _ in row) for row in pipelines)
+            yield Shape(pipelines, choices, microbatches, 1)
+
+    def _weigh(self, shape: Shape | None) -> float:
+        """Weigh a shape with each ZeRO stage that may pay; return the least seconds."""
+        if shape is None:
+            return math.inf
+        least, is_short = math.inf, False
+        for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
+            # Where 1 is allowed, 0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone.
+            if 1 in self._space.zero and (is_short if zero == 0 else zero >= 2 and not is_short):
+                continue
+            self._num_weighed += 1
+            layout = self.weigher.weigh(replace(shape, zero=zero))
+            is_short |= layout is None or layout.is_short_of_memory
+            if layout is not None:
+                self.layouts.append(layout)
+                least = min(least, layout.seconds)
+        return least

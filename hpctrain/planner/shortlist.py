@@ -1,0 +1,95 @@
+"""Which choices for a pool are worth weighing: those that would be the fastest beside the others' best. Pure."""
+
+import math
+from collections.abc import Sequence
+
+from hpctrain.plan import TensorGrid
+from hpctrain.planner.space import Choice, Pipelines, choices_of
+from hpctrain.planner.weigh import Weigher, rank_rows
+
+SLOWEST_SHARE = 0.5
+"""Of the speed of a pool's fastest choice, that others must reach to be considered."""
+
+MANY_ROWS = 8
+
+
+class Shortlists:
+    """The best choices for each pool, by number of microbatches and by what the others do."""
+
+    def __init__(self, weigher: Weigher, per_group: int | None):
+        """`per_group` is how many combinations of choices are wanted; None: all."""
+        self._weigher, self._costs, self._per_group = weigher, weigher.costs, per_group
+        pools = self._costs.pools
+        self._power = [pool.num_devices * self._speed(number) for number, pool in enumerate(pools)]
+        self._found: dict[tuple, list[Choice]] = {}
+        self._fastest: dict[tuple[int, int], tuple[list[tuple[float, Choice]], float]] = {}
+        self.left_out = 0
+        """Choices that were not returned."""
+
+    def choices(self, microbatches: int, pool: int, row: Sequence[int], pipelines: Pipelines) -> list[Choice]:
+        """Return the choices for a pool of a pipeline `row`, the best first."""
+        used = frozenset(number for other in pipelines for number in other)
+        key = microbatches, pool, frozenset(row), used
+        if key not in self._found:
+            self._found[key] = self._choose(microbatches, pool, row, used)
+        return self._found[key]
+
+    def _speed(self, pool: int) -> float:
+        """Return how many rows of a block a device does in a second, if it has many."""
+        return MANY_ROWS / self._costs.seconds(pool, TensorGrid(), 1, MANY_ROWS, self._weigher.space.recompute[0]).both
+
+    def _rates(self, pool: int, rows: int) -> tuple[list[tuple[float, Choice]], float]:
+        """Return each choice with the blocks that it does in a second, and the most."""
+        if (pool, rows) not in self._fastest:
+            costs = self._costs
+            largest = self._weigher.space.largest_grid or math.inf
+            slots = {g: len(costs.pools[pool].slots(g.size)) for g in costs.grids[pool] if g.size <= largest}
+            how = self._weigher.space.recompute[0]
+            found = [
+                (choice.stages / costs.seconds(pool, choice.grid, 1, rank_rows(choice, rows), how).both, choice)
+                for choice in choices_of(slots, costs.setup.model.num_layers, rows)
+            ]
+            self._fastest[pool, rows] = found, max((rate for rate, _ in found), default=0.0)
+        return self._fastest[pool, rows]
+
+    def _choose(self, microbatches: int, pool: int, row: Sequence[int], used: frozenset[int]) -> list[Choice]:
+        rows = self._weigher.global_batch // microbatches
+        if self._per_group is None:
+            return [choice for _, choice in self._rates(pool, rows)[0]]
+        share = sum(self._power[n] for n in row) / sum(self._power[n] for n in used)
+        rows = max(1, round(rows * share))
+        every, best = self._rates(pool, rows)
+        others = sum(self._rates(number, rows)[1] for number in row if number != pool)
+        considered = [(rate, choice) for rate, choice in every if rate >= best * SLOWEST_SHARE] or every
+        scored = [
+            (self._score(pool, choice, rate, others, rows, microbatches), i)
+            for i, (rate, choice) in enumerate(considered)
+        ]
+        scored.sort()
+        width = max(2, round(self._per_group ** (1 / len(used))))
+        self.left_out += len(every) - min(width, len(scored))
+        return [considered[i][1] for _, i in scored[:width]]
+
+    def _score(
+        self, pool: int, choice: Choice, rate: float, others: float, rows: int, microbatches: int
+    ) -> tuple[bool, float]:
+        """Return about what a step takes with this choice, after whether it is short of memory at any rate."""
+        costs, (grid, stages, replicas) = self._costs, choice
+        num_blocks = costs.setup.model.num_layers
+        blocks = num_blocks * rate / (rate + others)
+        slowest = num_blocks / (rate + others)
+        of_stage = max(1, round(blocks / stages))
+        each, kept, space = rank_rows(choice, rows), min(stages, microbatches), self._weigher.space
+        memory = costs.pools[pool].memory_bytes
+
+        def most(recompute: str, zero: int) -> int:
+            return costs.bytes(grid, each, recompute, zero, replicas, kept, (False, False)).most(memory)
+
+        first, last = space.recompute[0], space.recompute[-1]
+        if most(first, min(space.zero, key=lambda zero: abs(zero - 1))) < of_stage:
+            again = costs.seconds(pool, grid, 1, each, last).both / costs.seconds(pool, grid, 1, each, first).both
+            slowest *= again
+        is_short = most(last, max(space.zero)) < of_stage
+        exchanged = int(costs.elements(grid, False, False).each * of_stage)
+        ends = costs.sharing_seconds(((pool, grid.size, replicas),), 4 * exchanged) * 2
+        return is_short, (microbatches - 1 + stages) * slowest + ends

@@ -1,0 +1,124 @@
+"""The plans that a search chooses from. Pure.
+
+A *shape* says everything but the cuts:
+
+- some of the pools (see `planner/pools.py`), divided into *pipelines* side by side, each of which is a sequence of
+  pools: the families in a row. Pools in no pipeline are unused;
+- for each of these pools a tensor grid (x, y, z) with room on a node that cuts the model; how many *stages* it has, 1
+  to the number of blocks; and how many *replicas* each of its stages has, of `replica_counts`. Tensor grids take their
+  pool's places node by node, those of a stage side by side, stage after stage; what is left is unused;
+- a number of microbatches that divides the global batch;
+- a ZeRO stage: 0 to 3; 1 where pipelines are side by side, which do not go through their items together, and where
+  nobody shares a weight, so that it makes no difference.
+
+The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
+first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
+are recomputed in the stages where they would not fit otherwise.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpctrain.plan import TensorGrid
+from hpctrain.planner.proportional import divisors
+
+Pipelines = tuple[tuple[int, ...], ...]
+"""Numbers of pools: those in a row, for each of the pipelines side by side."""
+ALL_COUNTS_UP_TO = 8
+
+
+class Choice(NamedTuple):
+    """What becomes of the devices of a pool."""
+
+    grid: TensorGrid
+    stages: int
+    replicas: int
+
+    def __str__(self) -> str:
+        return f"{self.stages} x {self.replicas} of {self.grid}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is chosen from; `None`: all that there are."""
+
+    microbatches: tuple[int, ...] | None = None
+    largest_grid: int | None = None
+    """The most ranks of a tensor grid."""
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = ("none", "full")
+
+    def microbatch_counts(self, global_batch: int) -> list[int]:
+        found = divisors(global_batch)
+        return [count for count in found if self.microbatches is None or count in self.microbatches]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything of a plan but its cuts."""
+
+    pipelines: Pipelines
+    choices: tuple[tuple[Choice, ...], ...]
+    """For each pool of each pipeline."""
+    microbatches: int
+    zero: int
+
+    def zero_stages(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of the wanted ZeRO stages that this can have."""
+        is_shared = any(choice.replicas > 1 for row in self.choices for choice in row)
+        return wanted if len(self.pipelines) == 1 and is_shared else (1,)
+
+
+def arrangements(num_pools: int) -> Iterator[Pipelines]:
+    """Yield all ways to divide some of the pools into pipelines, whose order is that of their first pools."""
+
+    def divided(pools: tuple[int, ...]) -> Iterator[Pipelines]:
+        if not pools:
+            yield ()
+            return
+        first, *rest = pools
+        for size in range(len(rest) + 1):
+            for others in itertools.combinations(rest, size):
+                left = tuple(pool for pool in rest if pool not in others)
+                for row in itertools.permutations((first, *others)):
+                    for further in divided(left):
+                        yield (row, *further)
+
+    for size in range(num_pools, 0, -1):
+        for used in itertools.combinations(range(num_pools), size):
+            yield from divided(used)
+
+
+def replica_counts(most: int, rows: int) -> list[int]:
+    """Return how many replicas a stage may have: all counts up to 8, which may leave devices unused.
+
+    Beyond, the fewest that are as fast as all (by the rows of the largest), and the most that divide the rows.
+    """
+    most = min(most, rows)
+    if most <= ALL_COUNTS_UP_TO:
+        return list(range(1, most + 1))
+    fewest = -(-rows // -(-rows // most))
+    dividing = next(count for count in range(most, 0, -1) if rows % count == 0)
+    return sorted({fewest, dividing})
+
+
+def stage_counts(most: int, num_blocks: int) -> list[int]:
+    """Return how many stages a pool may have: all counts up to 8, beyond those that divide the blocks or the places."""
+    limit = min(most, num_blocks)
+    wanted = {count for number in (num_blocks, most) for count in divisors(number) if count <= limit}
+    return sorted(wanted | set(range(1, min(limit, ALL_COUNTS_UP_TO) + 1)))
+
+
+def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[Choice]:
+    """Yield what a pool can become that has so many places for each tensor grid, for `rows` rows of a microbatch."""
+    for grid, slots in num_slots.items():
+        for stages in stage_counts(slots, num_blocks):
+            for replicas in replica_counts(slots // stages, rows // grid.z):
+                yield Choice(grid, stages, replicas)
+
+
+def names_of(pipelines: Pipelines, names: Sequence[str]) -> str:
+    """Say an arrangement in words, such as `fast then slow, beside slower`."""
+    return ", beside ".join(" then ".join(names[pool] for pool in row) for row in pipelines)

@@ -1,0 +1,199 @@
+"""What a stage costs, by pool, tensor grid and rows: found once and shared by all plans that a search weighs. Pure.
+
+Blocks are alike, so a stage of k blocks takes a base (of the embedding or the head) and k times the same, in seconds
+and in bytes. Seconds are those of `planner/predict.py`, bytes those of `planner/memory.py`, but for rounding.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpctrain.cluster import Cluster
+from hpctrain.errors import PlanError
+from hpctrain.intervals import Interval
+from hpctrain.parameters import check_grid
+from hpctrain.plan import TensorGrid, Tile
+from hpctrain.planner.cost import Setup, item_cost, unit_elements
+from hpctrain.planner.memory import GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, item_kept
+from hpctrain.planner.network import ClusterNetwork
+from hpctrain.planner.pools import Pool
+from hpctrain.planner.predict import pass_cost
+from hpctrain.schedule import splits_freely
+
+AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
+
+
+class Seconds(NamedTuple):
+    """Of a forward and of a backward pass over one item."""
+
+    forward: float
+    backward: float
+    backward_input: float = 0.0
+    """The two parts of `backward`, one by one."""
+    backward_weight: float = 0.0
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+class Line(NamedTuple):
+    """Of a stage with k blocks: base + k * each."""
+
+    base: float
+    each: float
+
+    def at(self, k: int) -> float:
+        return self.base + k * self.each
+
+    def most(self, limit: float) -> int:
+        """Return for how many blocks it stays within a limit; 0 if for none."""
+        return max(0, math.floor((limit - self.base) / self.each))
+
+
+class StageCosts:
+    """Prices of stages on one cluster."""
+
+    def __init__(self, setup: Setup, cluster: Cluster, pools: Sequence[Pool]):
+        self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
+        self.network = ClusterNetwork(cluster, setup.stack.link_share)
+        self.last = setup.model.num_items - 1
+        self.seconds = lru_cache(None)(self._seconds)
+        self.exchange = lru_cache(None)(self._exchange)
+        self.bytes = lru_cache(None)(self._bytes)
+        self.elements = lru_cache(None)(self._elements)
+        self._flows = lru_cache(None)(
+            lambda number, target: self.network.flows(pools[number].nodes[0][0], pools[number].nodes[0], target)
+        )
+        self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
+        self._kept = lru_cache(None)(self._kept_by)
+        self.sharing_seconds = lru_cache(None)(self._sharing_seconds)
+        self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices), ())
+        self.grids = [self._grids(pool) for pool in pools]
+        self.known_rows: dict[tuple[int, TensorGrid, int, str], dict[int, Seconds]] = {}
+        """All that was asked for: by pool, grid, item and way to recompute, for so many rows of a rank its seconds."""
+
+    def _grids(self, pool: Pool) -> list[TensorGrid]:
+        """Return the grids that have room on a node of the pool and cut the model."""
+        found = []
+        for grid in pool.grids():
+            try:
+                check_grid(self.setup.model, grid)
+            except PlanError:
+                continue
+            found.append(grid)
+        return found
+
+    def _seconds(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> Seconds:
+        """Return what an item takes on a grid of a pool, each of whose ranks has `rows`; without ZeRO's exchange."""
+        pool = self.pools[number]
+        cost = item_cost(self.setup, grid, item, rows, recompute)
+        ranks = pool.slots(grid.size)[0]
+        tile = Tile(Interval(item, item + 1), Interval(0, rows * grid.z), ranks, grid)
+        passes = (
+            pass_cost(self.setup, self.network, [pool.device], work, tile, (), ())
+            for work in (cost.forward, cost.backward, cost.backward_input, cost.backward_weight)
+        )
+        found = Seconds(*(p.compute + p.tensor for p in passes))
+        self.known_rows.setdefault((number, grid, item, recompute), {})[rows] = found
+        return found
+
+    def splits(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
+        """Say whether such stages, all but the first, send gradients before they compute those of weights."""
+        tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
+        return self.setup.stack.splits_backward and splits_freely(tile)
+
+    def _exchange(self, number: int, grid: TensorGrid, replicas: int, item: int, zero: int) -> Seconds:
+        """Return what ZeRO 2 and 3 add to the passes over an item that so many replicas of a pool share."""
+        if zero < 2 or replicas == 1:
+            return Seconds(0.0, 0.0)
+        pool = self.pools[number]
+        cost = item_cost(self.setup, grid, item, 1, "none", zero)
+        slots = pool.slots(grid.size)
+        ranks = tuple(slot[0] for slot in slots[:replicas])
+        tile = Tile(Interval(item, item + 1), Interval(0, grid.z), slots[0], grid)
+        return Seconds(
+            *(
+                pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, pool.nodes[0]).data
+                for work in (cost.forward, cost.backward)
+            )
+        )
+
+    def elements_of(self, grid: TensorGrid, item: int) -> int:
+        """Return how many weights of an item the ranks at one (x, y) have together."""
+        return self._unit(grid, item)
+
+    def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> Line:
+        """Return how many weights a rank of a stage stores."""
+        base = self._unit(grid, 0) * is_first + self._unit(grid, self.last) * is_last
+        if self.setup.model.tie_head and is_last and not is_first:
+            base += self._unit(grid, 0)
+        return Line(base / grid.z, self._unit(grid, 1) / grid.z)
+
+    def _kept_by(self, grid: TensorGrid, item: int, recompute: str) -> float:
+        """Return the bytes of one row that an item keeps on a rank."""
+        return item_kept(self.setup, Tile(Interval(0, 1), Interval(0, 1), (), grid), item, recompute)
+
+    def _bytes(
+        self,
+        grid: TensorGrid,
+        rows: int,
+        recompute: str,
+        zero: int,
+        holders: int,
+        kept: int,
+        ends: tuple[bool, bool],
+        least_blocks: int = 2,
+    ) -> Line:
+        """Return what a rank of a stage needs that keeps activations of `kept` microbatches; see `memory_of`.
+
+        There are whole weights of two items at once, if it has two: `least_blocks` of 1 is for who may have one.
+        """
+        setup, b = self.setup, self.setup.item_bytes
+        zero = min(zero, 1) if holders == 1 else zero
+        share = 1 / holders if zero else 1.0
+        state = b * (share if zero == 3 else 1) + GRADIENT_BYTES * (share if zero >= 2 else 1)
+        state += (MOMENT_BYTES + (MASTER_BYTES if b < MASTER_BYTES else 0)) * share
+        if zero == 1 and holders > 1:
+            state += GRADIENT_BYTES * share
+        stored = self.elements(grid, *ends)
+        items = [1, *([0] if ends[0] else []), *([self.last] if ends[1] else [])]
+        activations = [self._kept(grid, item, recompute) * rows * kept for item in items]
+        whole = max(self._kept(grid, item, "none") for item in items)
+        buffers = rows * whole * (0.5 if recompute == "none" else 1.5)
+        buffers += rows * setup.positions * setup.model.hidden_size // grid.x * b
+        gathered = 0.0
+        if grid.z > 1 or zero >= 2:
+            sizes = [self._unit(grid, item) for item in items]
+            largest = sizes[0] + max(sizes if least_blocks > 1 else sizes[1:], default=0)
+            gathered = largest * (GRADIENT_BYTES + (b if grid.z > 1 or zero == 3 else 0))
+        base = stored.base * state + sum(activations[1:]) + buffers + gathered
+        return Line(base, stored.each * state + activations[0])
+
+    def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int) -> float:
+        """Return about what one way of an exchange among holders takes, such as a reduce-scatter of `num_bytes`.
+
+        `groups` are (pool, ranks of a tensor grid, replicas): inside each, over its nodes, then across. An estimate:
+        it ranks plans, and is no part of a bound.
+        """
+        slowest = 0.0
+        for number, size, replicas in groups:
+            pool = self.pools[number]
+            slots = pool.slots(size)
+            here = pool.nodes[0]
+            near = min(replicas, max(1, len(here) // size))
+            seconds = 0.0
+            if near > 1:
+                seconds += self.network.seconds(slots[0][0], slots[1][0], num_bytes * (near - 1) / near)
+            if replicas > near:
+                nodes = -(-replicas // near)
+                part, target = num_bytes / near * (nodes - 1) / nodes, slots[near][0]
+                seconds += self.network.seconds(slots[0][0], target, part, self._flows(number, target))
+            if len(groups) > 1:
+                other = next(self.pools[n] for n, _, _ in groups if n != number)
+                part = num_bytes / replicas * (len(groups) - 1) / len(groups)
+                target = other.nodes[0][0]
+                seconds += self.network.seconds(here[0], target, part, self._flows(number, target))
+            slowest = max(slowest, seconds)
+        return slowest

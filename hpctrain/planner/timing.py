@@ -1,0 +1,86 @@
+"""Times the plans that a search thinks best, by simulation. Pure."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpctrain.cluster import Cluster
+from hpctrain.plan import Plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.weigh import Layout, Weigher
+
+FEW = 5
+"""So many are timed at least."""
+CLOSED_FORM_ERROR = 0.05
+"""By more than this the closed form is rarely wrong: plans that are worse by it are not timed."""
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A plan that fits, and how long it takes."""
+
+    layout: Layout
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
+
+
+class Timer:
+    """Times plans."""
+
+    def __init__(
+        self, setup: Setup, cluster: Cluster, weigher: Weigher, limit: int | None, is_over: Callable[[], bool]
+    ):
+        """At most `limit` are timed; None: all that may be the fastest. `is_over` says that time is."""
+        self._setup, self._cluster, self._weigher, self._limit, self._is_over = setup, cluster, weigher, limit, is_over
+        self.shortage = ""
+        """What the first plan lacked that did not fit after all."""
+
+    def time(self, layouts: Sequence[Layout]) -> tuple[list[Timed], bool]:
+        """Return those that were timed and fit, the fastest first, and whether no other one can be faster.
+
+        `layouts` are in the order of what the closed form says.
+        """
+        found: list[Timed] = []
+        best, all_done = math.inf, True
+        for number, layout in enumerate(layouts):
+            if found and self._is_enough(len(found), layout.seconds / best - 1):
+                all_done = all(self._weigher.bound(other) >= best for other in layouts[number:])
+                break
+            if len(found) >= FEW and self._weigher.bound(layout) >= best:
+                continue
+            plan = self._weigher.plan(layout)
+            prediction = Predictor(self._setup, plan, self._cluster).predict(1)
+            if prediction.fits:
+                found.append(Timed(layout, plan, prediction))
+                best = min(best, prediction.step_seconds)
+            elif not self.shortage:
+                stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
+                which = tuple(stage.tile.items), stage.tile.family, stage.memory.total, stage.available_bytes
+                self.shortage = tell_shortage(self._cluster, self._setup, plan, *which)
+        return sorted(found, key=lambda timed: timed.seconds), all_done
+
+    def _is_enough(self, num_timed: int, slower_share: float) -> bool:
+        """Say whether no more plans are timed, the next of which is expected to be slower by so much."""
+        if self._is_over():
+            return True
+        if self._limit is None:
+            return False
+        return num_timed >= self._limit or (num_timed >= FEW and slower_share > CLOSED_FORM_ERROR)
+
+
+def tell_shortage(
+    cluster: Cluster, setup: Setup, plan: Plan, items: tuple[int, int], family: str, needed: float, available: int
+) -> str:
+    """Return the message that a plan does not fit in memory."""
+    return (
+        f"no plan of {cluster.describe()} fits in memory; the nearest ({plan.describe()}) needs"
+        f" {needed / MIB:,.1f} MiB for items {list(items)} on a rank of family '{family}', which has"
+        f" {available / MIB:,.1f} MiB: {(needed - available) / MIB:,.1f} MiB too few; use more devices,"
+        f" or shorter sequences (data.sequence_length is {setup.positions})"
+    )

@@ -1,0 +1,343 @@
+"""From a shape to its cuts, and to about how long a step of it takes, in closed form. Pure.
+
+A stage of 1F1B waits for its first microbatch, computes all of them, and waits for the last one to come back, whose
+gradient is sent before those of weights are computed where that is free (`splits_freely`). Where it is a bottleneck,
+stages behind it are waited for only as far as its own warm-up does not hide them. The longest of all stages counts.
+`bound` leaves out whatever is not certain, so that no plan is simulated to take less.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.plan import Plan, Tile, counted
+from hpctrain.planner.cost import update_seconds
+from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
+from hpctrain.planner.even import families_of
+from hpctrain.planner.space import Choice, Shape, Space
+from hpctrain.planner.stages import Line, StageCosts
+
+
+class Passes(NamedTuple):
+    """Seconds of a stage for one microbatch."""
+
+    forward: float
+    backward: float
+    """Until the gradient is sent."""
+    weight: float = 0.0
+    """What is left of its backward pass then."""
+
+
+class Placed(NamedTuple):
+    """A stage of a pipeline, with its cut."""
+
+    pool: int
+    choice: Choice
+    blocks: int
+    way: Way
+
+    @property
+    def forward(self) -> float:
+        return self.way.forward.at(self.blocks)
+
+    @property
+    def backward(self) -> float:
+        return self.way.backward.at(self.blocks)
+
+    @property
+    def passes(self) -> "Passes":
+        if self.way.split is None:
+            return Passes(self.forward, self.backward)
+        return Passes(self.forward, *(part.at(self.blocks) for part in self.way.split))
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.way.needed_bytes.at(self.blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A shape with its cuts."""
+
+    shape: Shape
+    rows: tuple[int, ...]
+    """Of a microbatch, for each pipeline."""
+    stages: tuple[tuple[Placed, ...], ...]
+    """Of each pipeline."""
+    seconds: float
+    """Of a step, by the closed form."""
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether some stage could do better with more memory."""
+        return any(placed.way.recompute != "none" or placed.way.most < placed.blocks + 1 for placed in self.all_stages)
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Say what each pool does, such as `fast: 2 x 4 of 1x2x1, then slow: 1 x 8 of 1x1x1`: stages x replicas."""
+        shape = self.shape
+        rows = (
+            ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
+            for row, choices in zip(shape.pipelines, shape.choices, strict=True)
+        )
+        return f"{'; beside '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
+
+    @property
+    def all_stages(self) -> list[Placed]:
+        return [placed for stages in self.stages for placed in stages]
+
+
+def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches: int, others=None) -> list[float]:
+    """Return when each stage of a pipeline is done by 1F1B, at the least.
+
+    `messages` are seconds between a stage and the next one, one way; `others`, where they are unlike, the passes of
+    other stages as one of them sees them.
+    """
+    others = others or passes
+    count, m = len(passes), microbatches
+    behind = [0.0] * count  # from the end of a stage's forward pass to when its backward pass can start
+    for s in range(count - 2, -1, -1):
+        behind[s] = behind[s + 1] + others[s + 1].forward + others[s + 1].backward + 2 * messages[s]
+    done, before = [], 0.0
+    for s, (forward, to_send, weight) in enumerate(passes):
+        backward = to_send + weight
+        warmup = count - 1 - s
+        if m > warmup + 1:
+            first = max((warmup + 1) * forward, forward + behind[s])
+            last = max(warmup * backward, behind[s])
+            own = first + (m - 1 - warmup) * (forward + backward) + last + backward
+        else:
+            own = max(max(m * forward, forward + behind[s]) + m * backward, m * forward + behind[s] + backward)
+        done.append(before + own)
+        before += others[s].forward + (messages[s] if s < count - 1 else 0.0)
+    sent = done[-1] - passes[-1].weight  # the gradient of the last microbatch
+    for s in range(count - 2, -1, -1):
+        sent = max(done[s] - passes[s].weight, sent + messages[s] + others[s].backward)
+        done[s] = max(done[s], sent + others[s].weight)
+    return done
+
+
+class Weigher:
+    """Weighs shapes for one job on one cluster."""
+
+    def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
+        """`is_short_of_nothing`: whatever the memory of devices is, all fits."""
+        self._is_roomy = is_short_of_nothing
+        self.costs, self.global_batch, self.space = costs, global_batch, space
+        self._model = costs.setup.model
+        self._families = [device.family for device in costs.cluster.devices]
+        self._ways = lru_cache(None)(self._make_ways)
+        self._between = lru_cache(None)(self._message_between)
+
+    def weigh(self, shape: Shape) -> Layout | None:
+        """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
+        rows = self._cut_rows(shape)
+        if rows is None:
+            return None
+        pipelines = []
+        for number, of_row in enumerate(rows):
+            roles = self.roles(shape, number)
+            ways = [
+                self._ways(
+                    pool,
+                    choice,
+                    min(depth + 1, shape.microbatches),
+                    ends,
+                    of_row,
+                    self.holders(shape, choice),
+                    shape.zero,
+                )
+                for pool, choice, depth, ends in roles
+            ]
+            blocks = cut_blocks(self._model.num_layers, ways)
+            if blocks is None:
+                return None
+            pipelines.append(
+                tuple(
+                    Placed(pool, choice, count, stage.way(count))
+                    for (pool, choice, *_), count, stage in zip(roles, blocks, ways, strict=True)
+                )
+            )
+        return Layout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, rows, pipelines))
+
+    # ---- cuts --------------------------------------------------------------------------------------------------------
+
+    def _cut_rows(self, shape: Shape) -> list[int] | None:
+        least = [max(c.replicas * c.grid.z for c in row) for row in shape.choices]
+        speeds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
+        return cut_rows(self.global_batch // shape.microbatches, least, speeds)
+
+    def even_seconds(self, pools: Sequence[int], choices: Sequence[Choice], rows: int) -> float:
+        """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
+        each = [self._block_seconds(*pair, rows) for pair in zip(pools, choices, strict=True)]
+        ends = sum(
+            self.costs.seconds(pool, c.grid, item, rank_rows(c, rows), self.space.recompute[0]).both / block
+            for pool, c, item, block in (
+                (pools[0], choices[0], 0, each[0]),
+                (pools[-1], choices[-1], self.costs.last, each[-1]),
+            )
+        )
+        return (self._model.num_layers + ends) / sum(c.stages / block for c, block in zip(choices, each, strict=True))
+
+    def _block_seconds(self, pool: int, choice: Choice, rows: int) -> float:
+        return self.costs.seconds(pool, choice.grid, 1, rank_rows(choice, rows), self.space.recompute[0]).both
+
+    def roles(self, shape: Shape, number: int) -> list[tuple[int, Choice, int, tuple[bool, bool]]]:
+        """Return for each stage of a pipeline its pool, choice, depth to the loss, and which ends it has."""
+        row = [
+            (pool, choice)
+            for pool, choice in zip(shape.pipelines[number], shape.choices[number], strict=True)
+            for _ in range(choice.stages)
+        ]
+        last = len(row) - 1
+        return [(pool, choice, last - i, (i == 0, i == last)) for i, (pool, choice) in enumerate(row)]
+
+    def holders(self, shape: Shape, choice: Choice) -> int:
+        """Return how many ranks at least hold what a rank of a stage holds."""
+        least = [min(c.replicas for c in row) for row in shape.choices]
+        own = next(min(c.replicas for c in row) for row in shape.choices if choice in row)
+        return choice.replicas + sum(least) - own
+
+    def _make_ways(
+        self, pool: int, choice: Choice, kept: int, ends: tuple[bool, bool], rows: int, holders: int, zero: int
+    ) -> Stage:
+        """Return how a stage can be computed that keeps the activations of `kept` microbatches."""
+        costs, grid = self.costs, choice.grid
+        each = rank_rows(choice, rows)
+        items = [1, *([0] if ends[0] else []), *([costs.last] if ends[1] else [])]
+        extra = [costs.exchange(pool, grid, choice.replicas, item, zero) for item in items]
+        ways = []
+        for recompute in self.space.recompute:
+            seconds = [costs.seconds(pool, grid, item, each, recompute) for item in items]
+            forward, backward = (
+                Line(sum(s[i] + e[i] for s, e in zip(seconds[1:], extra[1:], strict=True)), seconds[0][i] + extra[0][i])
+                for i in (0, 1)
+            )
+            needed = costs.bytes(grid, each, recompute, zero, holders, kept, ends)
+            most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
+            split = None
+            if not ends[0] and costs.splits(grid, recompute, zero):
+                split = tuple(Line(sum(s[i] for s in seconds[1:]), seconds[0][i]) for i in (2, 3))
+            ways.append(Way(recompute, forward, backward, most, needed, split))
+        return Stage(tuple(ways))
+
+    # ---- seconds -----------------------------------------------------------------------------------------------------
+
+    def _seconds(self, shape: Shape, rows: Sequence[int], pipelines: Sequence[Sequence[Placed]]) -> float:
+        longest = after = 0.0
+        known: dict[tuple, tuple[float, float]] = {}
+        for of_row, stages in zip(rows, pipelines, strict=True):
+            messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(stages)]
+            done = done_after([placed.passes for placed in stages], messages, shape.microbatches)
+            for i, (placed, end) in enumerate(zip(stages, done, strict=True)):
+                ends = i == 0, i == len(stages) - 1
+                key = placed.pool, placed.blocks, ends
+                if key not in known:
+                    known[key] = self._end(shape, placed, ends)
+                reduce, finish = known[key]
+                longest, after = max(longest, end + reduce), max(after, finish)
+        return longest + self.costs.agree_seconds + after + self.costs.setup.stack.step_seconds
+
+    def _message(self, source: Placed, target: Placed, rows: int) -> float:
+        costs, into = self.costs, target.choice.grid
+        each = min(rank_rows(source.choice, rows), rank_rows(target.choice, rows))
+        num_bytes = each * costs.setup.positions * (self._model.hidden_size // into.x) * costs.setup.item_bytes
+        return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes)
+
+    def _message_between(self, source: int, choice: Choice, target: int, other: Choice, num_bytes: int) -> float:
+        """Return a message's seconds from the last stage of a pool to the next one, or inside the pool."""
+        network = self.costs.network
+        sending = self.costs.pools[source].slots(choice.grid.size)
+        receiving = self.costs.pools[target].slots(other.grid.size)
+        ranks = sending[0]
+        to = receiving[choice.replicas][0] if source == target else receiving[0][0]
+        return network.seconds(ranks[0], to, num_bytes, network.flows(ranks[0], ranks, to))
+
+    def _end(self, shape: Shape, placed: Placed, ends: tuple[bool, bool]) -> tuple[float, float]:
+        """Return what a stage needs to sum its gradients, and to update and gather its weights."""
+        costs, (grid, _, replicas) = self.costs, placed.choice
+        elements = costs.elements(grid, *ends).at(placed.blocks)
+        own = placed.pool, grid.size, replicas
+        beside = [
+            (row[0], choices[0].grid.size, choices[0].replicas)
+            for row, choices in zip(shape.pipelines, shape.choices, strict=True)
+            if placed.pool not in row
+        ]
+        holders = self.holders(shape, placed.choice)
+        is_cut = shape.zero > 0 and holders > 1
+        device = costs.pools[placed.pool].device
+        update = update_seconds(costs.setup, device, int(elements / holders if is_cut else elements))
+        if holders == 1:
+            return 0.0, update
+        groups = own, *beside
+        gradients = int(elements * costs.setup.stack.gradient_bytes)
+        reduce = gather = 0.0
+        if shape.zero < 2:
+            reduce = costs.sharing_seconds(groups, gradients) * (1 if shape.zero else 2)
+        if shape.zero in (1, 2):
+            gather = costs.sharing_seconds(groups, int(elements * costs.setup.item_bytes))
+        return reduce, update + gather
+
+    def worst_shortage(self, layout: Layout) -> tuple[float, int]:
+        """Return how many bytes the stage lacks that lacks the most, and its number."""
+        stages = enumerate(layout.all_stages)
+        return max((placed.needed_bytes - self.costs.pools[placed.pool].memory_bytes, i) for i, placed in stages)
+
+    def needed(self, layout: Layout, number: int) -> tuple[tuple[int, int], str, float, int]:
+        """Return a stage's items, its family, and how many bytes a rank of it needs and has."""
+        placed, pool = layout.all_stages[number], self.costs.pools[layout.all_stages[number].pool]
+        tiles = dict.fromkeys((tuple(tile.items), tile.family) for tile in self.plan(layout).tiles)
+        items, family = list(tiles)[number]
+        return items, family, placed.needed_bytes, pool.memory_bytes
+
+    def bound(self, layout: Layout) -> float:
+        """Return a time that no simulation of the layout is below: what is sent and exchanged is left out."""
+        longest = 0.0
+        for of_row, stages in zip(layout.rows, layout.stages, strict=True):
+            most, least = [], []
+            for i, placed in enumerate(stages):
+                ends = [0] * (i == 0) + [self.costs.last] * (i == len(stages) - 1)
+                most.append(self._bare(placed, ends, rank_rows(placed.choice, of_row)))
+                least.append(self._bare(placed, ends, rank_rows(placed.choice, of_row, fewest=True)))
+            done = done_after(most, [0.0] * len(stages), layout.shape.microbatches, least)
+            longest = max(longest, *done)
+        return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
+
+    def _bare(self, placed: Placed, ends: list[int], rows: int) -> Passes:
+        found = [0.0] * 4
+        for item, times in [(1, placed.blocks), *((end, 1) for end in ends)]:
+            seconds = self.costs.seconds(placed.pool, placed.choice.grid, item, rows, placed.way.recompute)
+            found = [have + times * more for have, more in zip(found, seconds, strict=True)]
+        forward, backward, *split = found
+        return Passes(forward, backward) if placed.way.split is None else Passes(forward, *split)
+
+    # ---- plans -------------------------------------------------------------------------------------------------------
+
+    def plan(self, layout: Layout) -> Plan:
+        """Return the plan of a layout."""
+        tiles: list[Tile] = []
+        at = 0
+        for of_row, stages in zip(layout.rows, layout.stages, strict=True):
+            slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
+            item = 0
+            for i, placed in enumerate(stages):
+                stop = item + placed.blocks + (i == 0) + (i == len(stages) - 1)
+                for rows in cut_evenly(of_row, placed.choice.replicas):
+                    ranks = next(slots[placed.pool])
+                    how = {"recompute": placed.way.recompute, "zero": layout.shape.zero}
+                    tiles.append(Tile(Interval(item, stop), rows.shift(at), ranks, placed.choice.grid, **how))
+                item = stop
+            at += of_row
+        used = {rank for tile in tiles for rank in tile.ranks}
+        unused = tuple(rank for rank in range(len(self._families)) if rank not in used)
+        plan = Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused)
+        named = zip(plan.tiles, families_of(plan, self._families), strict=True)
+        return replace(plan, tiles=tuple(replace(tile, family=family) for tile, family in named))
+
+
+def rank_rows(choice: Choice, rows: int, fewest: bool = False) -> int:
+    """Return the rows of a rank with the most (or the `fewest`), where a stage has so many of a microbatch."""
+    of_tile = rows // choice.replicas if fewest else -(-rows // choice.replicas)
+    return -(-of_tile // choice.grid.z)
