@@ -4,14 +4,16 @@ Two kinds: `side by side`, where each family has replicas of its own, pipelines 
 `in a row`, one pipeline over all families, whose blocks are cut by speed. Both are cut exactly: no other cut into whole
 rows or blocks makes the slowest part faster. Which depths and how many microbatches is chosen by a closed form of
 computation and bubble; what is communicated is not weighed.
+
+Speeds are one figure for a family, or the curves that the profiler measured of the job. By curves, replicas of the
+whole model are allocated by `hpctrain.planner.allocate`, which knows how many rows fit.
 """
 
-import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
@@ -19,7 +21,10 @@ from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Model
 from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.planner.allocate import share_rows
+from hpctrain.planner.curves import FamilyCurves
 from hpctrain.planner.even import GRADIENT_SHARD_BYTES, MOMENT_BYTES, WEIGHT_BYTES
+from hpctrain.planner.replicas import replicas_plan
 
 # What the small products of a microbatch cost beside those of its rows: some 300 tokens' time for rows of 2,048.
 ROWS_LOST = 0.15
@@ -37,6 +42,14 @@ class Party:
     speed: float
     """Of one of them, in any unit that is the same for all."""
     memory_bytes: float = math.inf
+    curves: FamilyCurves | None = None
+    """In place of the speed, and in seconds; of all parties or of none."""
+
+    def seconds(self, work: "Work", items: Interval, rows: int) -> float:
+        """Return what rows take through items: in seconds by curves, else in the unit of `Candidate.seconds`."""
+        if self.curves is not None:
+            return self.curves.seconds(items, rows)
+        return work.cost(items) * rows / self.speed
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Candidate:
     """A plan, and what is thought of it."""
 
     seconds: float
-    """Of a step; in the time that a device of speed 1 takes for one row of one block."""
+    """Of a step; without curves in the time that a device of speed 1 takes for one row of one block."""
     kind: str
     depths: tuple[int, ...]
     """Stages of each party, or of all."""
@@ -87,10 +100,15 @@ class Work:
         return sum(self.costs[slice(*items)])
 
 
-def parties_of(cluster: Cluster, dtype: str, speeds: Mapping[str, float] | None = None) -> list[Party]:
+def parties_of(
+    cluster: Cluster,
+    dtype: str,
+    speeds: Mapping[str, float] | None = None,
+    curves: Mapping[str, FamilyCurves] | None = None,
+) -> list[Party]:
     """Return the families of a cluster with the ranks that have such a device; by measured speed, else by peak.
 
-    Raises PlanError for a family that does not compute in `dtype`.
+    `curves` are of all families that have devices. Raises PlanError for a family that does not compute in `dtype`.
     """
     found = []
     for name, family in cluster.families.items():
@@ -102,78 +120,81 @@ def parties_of(cluster: Cluster, dtype: str, speeds: Mapping[str, float] | None 
                 f" one that all families have, or families.{name}.sustained_flops_per_second"
             )
         if ranks:
-            found.append(Party(name, ranks, speeds[name] if speeds else known[dtype], family.memory_bytes))
+            own = curves[name] if curves else None
+            found.append(Party(name, ranks, speeds[name] if speeds else known[dtype], family.memory_bytes, own))
     return found
 
 
 def cut_rows(num_rows: int, speeds: Sequence[float]) -> list[int]:
     """Return how many rows each replica takes, one at least, so that the slowest is as fast as can be.
 
-    Exact: rows are given one by one to who would then be done first. Raises PlanError if there are too few.
+    Exact. Raises PlanError if there are too few.
     """
-    if num_rows < len(speeds):
-        raise PlanError(f"{num_rows} rows of a microbatch are too few for {len(speeds)} replicas; one is the least")
-    rows = [1] * len(speeds)
-    waiting = [(2 / speed, i) for i, speed in enumerate(speeds)]
-    heapq.heapify(waiting)
-    for _ in range(num_rows - len(speeds)):
-        _, i = waiting[0]
-        rows[i] += 1
-        heapq.heapreplace(waiting, ((rows[i] + 1) / speeds[i], i))
-    return rows
+    return share_rows(num_rows, [lambda rows, speed=speed: rows / speed for speed in speeds])
 
 
 def cut_items(costs: Sequence[float], speeds: Sequence[float]) -> list[Interval]:
+    """Return the items of each stage, by the `costs` of all items and the speed of each stage; see `cut_unlike`."""
+    return cut_unlike([[cost / speed for cost in costs] for speed in speeds])
+
+
+def cut_unlike(costs: Sequence[Sequence[float]]) -> list[Interval]:
     """Return the items of each stage, one block at least, so that the slowest is as fast as can be.
 
-    `costs` are of all items; the embedding is with the first block, the head with the last one. Exact, by dynamic
-    programming over stages and blocks. Raises PlanError if there are fewer blocks than stages.
+    `costs` are for each stage those of all items there; the embedding is with the first block, the head with the last
+    one. Exact, by dynamic programming over stages and blocks. Raises PlanError if there are fewer blocks than stages.
     """
-    num_blocks, num_stages = len(costs) - 2, len(speeds)
+    num_blocks, num_stages = len(costs[0]) - 2, len(costs)
     if num_stages > num_blocks:
         raise PlanError(f"{num_stages} stages need as many blocks, the model has {num_blocks}")
-    before = [0.0, *itertools.accumulate(costs[1:-1])]
-    before[0] -= costs[0]
-    before[-1] += costs[-1]
     # best[j]: the seconds of the slowest of the first stages if they take j blocks, and how many all but the last take.
     best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     choices = []
-    for stage, speed in enumerate(speeds):
+    for stage, of_items in enumerate(costs):
+        before = [0.0, *itertools.accumulate(of_items[1:-1])]
+        before[0] -= of_items[0]
+        before[-1] += of_items[-1]
         left = num_stages - stage - 1
         ends = [num_blocks] if not left else range(stage + 1, num_blocks - left + 1)
         best = {
-            end: min(
-                (max(best[start][0], (before[end] - before[start]) / speed), start) for start in best if start < end
-            )
+            end: min((max(best[start][0], before[end] - before[start]), start) for start in best if start < end)
             for end in ends
         }
         choices.append(best)
     bounds = [num_blocks]
     for choice in reversed(choices):
         bounds.append(choice[bounds[-1]][1])
-    bounds = [0, *(bound + 1 for bound in bounds[-2:0:-1]), len(costs)]
+    bounds = [0, *(bound + 1 for bound in bounds[-2:0:-1]), num_blocks + 2]
     return [Interval(*pair) for pair in itertools.pairwise(bounds)]
 
 
 def side_by_side(work: Work, parties: Sequence[Party], depths: Sequence[int], microbatches: int) -> Plan:
     """Return the plan in which each party has pipelines of its depth, and each of these rows by its speed."""
-    cuts = [cut_items(work.costs, [1.0] * depth) for depth in depths]
-    replicas = [
-        (party, items, replica)
-        for party, depth, items in zip(parties, depths, cuts, strict=True)
-        for replica in range(len(party.ranks) // depth)
-    ]
-    speeds = [party.speed / max(map(work.cost, items)) for party, items, _ in replicas]
+    replicas, times = [], []
+    for party, depth in zip(parties, depths, strict=True):
+        items = cut_unlike([_item_seconds(work, party, 1)] * depth)
+        num_replicas = len(party.ranks) // depth
+        replicas += [(party, items, replica) for replica in range(num_replicas)]
+        times += [_slowest(work, party, items)] * num_replicas
     tiles = []
     at = 0
     for (party, items, replica), size in zip(
-        replicas, cut_rows(work.global_batch // microbatches, speeds), strict=True
+        replicas, share_rows(work.global_batch // microbatches, times), strict=True
     ):
         across = len(party.ranks) // len(items)
         rows, at = Interval(at, at + size), at + size
         ranks = [party.ranks[stage * across + replica] for stage in range(len(items))]
         tiles += [Tile(part, rows, (rank,), family=party.family) for part, rank in zip(items, ranks, strict=True)]
     return Plan(tuple(tiles), microbatches, at)
+
+
+def _item_seconds(work: Work, party: Party, rows: int) -> list[float]:
+    return [party.seconds(work, Interval(item, item + 1), rows) for item in range(work.model.num_items)]
+
+
+def _slowest(work: Work, party: Party, stages: Sequence[Interval]) -> Callable[[int], float]:
+    """Return what tells how long rows take in the slowest of some stages."""
+    return lru_cache(None)(lambda rows: max(party.seconds(work, items, rows) for items in stages))
 
 
 def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microbatches: int) -> Plan:
@@ -185,7 +206,7 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
         if across > rows:
             raise PlanError(f"{rows} rows of a microbatch are too few for {across} replicas; one is the least")
         stages += [(party, party.ranks[stage * across : (stage + 1) * across]) for stage in range(depth)]
-    items = cut_items(work.costs, [party.speed / math.ceil(rows / len(ranks)) for party, ranks in stages])
+    items = cut_unlike([_item_seconds(work, party, math.ceil(rows / len(ranks))) for party, ranks in stages])
     tiles = [
         Tile(part, cut, (rank,), family=party.family)
         for part, (party, ranks) in zip(items, stages, strict=True)
@@ -194,12 +215,17 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
     return Plan(tuple(tiles), microbatches, rows)
 
 
-def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
+def estimate(
+    work: Work, plan: Plan, speeds: Mapping[str, float], curves: Mapping[str, FamilyCurves] | None = None
+) -> float:
     """Return the time of a step: the slowest tile once for each microbatch, and the rest of the longest path once.
 
     An estimate of computation and bubble, from above where paths are unlike; communication is left out.
     """
-    seconds = {tile: work.cost(tile.items) * (tile.rows.size + ROWS_LOST) / speeds[tile.family] for tile in plan.tiles}
+    if curves is None:
+        seconds = {t: work.cost(t.items) * (t.rows.size + ROWS_LOST) / speeds[t.family] for t in plan.tiles}
+    else:
+        seconds = {t: curves[t.family].seconds(t.items, t.rows.size) for t in plan.tiles}
     path: dict[Tile, float] = {}
     for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
         path[tile] = seconds[tile] + max((path[other] for other in plan.downstream(tile)), default=0.0)
@@ -230,32 +256,52 @@ def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
 
 
-def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int) -> list[Candidate]:
+def proportional_candidates(
+    work: Work, parties: Sequence[Party], num_ranks: int, zero: int = 1, exchange_seconds: float = 0.0
+) -> list[Candidate]:
     """Return plans of the parties' ranks by speed, the others of `num_ranks` unused, the best by estimate first.
 
-    Raises PlanError, with the numbers, where there are too few rows or blocks, or no memory for the states.
+    With curves, which are for replicas in stage `zero`, those of the whole model are allocated by them; in stages 2 and
+    3, where `exchange_seconds` are those of `allocate_in_step`, there are no other plans. Raises PlanError, with the
+    numbers, where there are too few rows or blocks, or no memory for the states.
     """
     speeds = {party.family: party.speed for party in parties}
-    used = {rank for party in parties for rank in party.ranks}
-    unused = tuple(rank for rank in range(num_ranks) if rank not in used)
+    curves = None if parties[0].curves is None else {party.family: party.curves for party in parties}
+    families = {rank: party.family for party in parties for rank in party.ranks}
+    unused = tuple(rank for rank in range(num_ranks) if rank not in families)
     # First stages keep the activations of most microbatches: those with memory go first.
     by_memory = sorted(parties, key=lambda party: -party.memory_bytes)
+    allocated: list[Candidate] = []
     made: list[Candidate] = []
     refusal = None
+    if curves is not None:
+        try:
+            plan, seconds = replicas_plan(work.model, families, curves, work.global_batch, zero, exchange_seconds)
+        except PlanError as error:
+            if zero >= 2:
+                raise
+            refusal = error
+        else:
+            depths = (1,) * len(parties)
+            allocated.append(Candidate(seconds, SIDE_BY_SIDE, depths, replace(plan, unused=unused)))
+        if zero >= 2:
+            return allocated
     for kind, make, order in ((SIDE_BY_SIDE, side_by_side, parties), (IN_A_ROW, in_a_row, by_memory)):
         if kind == IN_A_ROW and len(parties) == 1:  # the same plans
             continue
         for depths in itertools.product(*(divisors(len(party.ranks)) for party in order)):
+            if curves is not None and kind == SIDE_BY_SIDE and set(depths) == {1}:  # allocated above
+                continue
             for microbatches in divisors(work.global_batch):
                 try:
                     plan = replace(make(work, order, depths, microbatches), unused=unused)
                 except PlanError as error:
                     refusal = error
                     break  # more microbatches have fewer rows
-                made.append(Candidate(estimate(work, plan, speeds), kind, depths, plan))
-    if not made:
-        raise PlanError(f"no plan of {len(used)} ranks by speed for this job; the last one tried says: {refusal}")
-    return _that_fit(work, made, {party.family: party.memory_bytes for party in parties})
+                made.append(Candidate(estimate(work, plan, speeds, curves), kind, depths, plan))
+    if not made and not allocated:
+        raise PlanError(f"no plan of {len(families)} ranks by speed for this job; the last one tried says: {refusal}")
+    return _that_fit(work, made, {party.family: party.memory_bytes for party in parties}, allocated)
 
 
 def even_candidates(work: Work, parties: Sequence[Party]) -> list[Candidate]:
@@ -276,22 +322,28 @@ def even_candidates(work: Work, parties: Sequence[Party]) -> list[Candidate]:
     return _that_fit(work, made, {party.family: party.memory_bytes for party in parties})
 
 
-def _that_fit(work: Work, made: Sequence[Candidate], memory: Mapping[str, float]) -> list[Candidate]:
-    fitting, short = [], []
+def _that_fit(
+    work: Work, made: Sequence[Candidate], memory: Mapping[str, float], known: Sequence[Candidate] = ()
+) -> list[Candidate]:
+    """Return those that fit by estimate, and those that are `known` to, the fastest first."""
+    fitting, short = list(known), []
     for candidate in made:
         missing = max(
             (needed - memory[tile.family], needed, tile.family)
             for tile, needed in needed_bytes(work, candidate.plan).items()
         )
-        (short if missing[0] > 0 else fitting).append((missing, candidate))
+        if missing[0] > 0:
+            short.append(missing)
+        else:
+            fitting.append(candidate)
     if not fitting:
-        (_, needed, family), _ = min(short, key=lambda pair: pair[0])
+        _, needed, family = min(short)
         raise PlanError(
             f"no plan of these ranks fits in memory: states and activations need about"
             f" {needed / 2**20:,.1f} MiB on a device of family '{family}', which has {memory[family] / 2**20:,.1f} MiB;"
             " use more devices, or shorter sequences"
         )
-    return sorted((candidate for _, candidate in fitting), key=lambda candidate: candidate.seconds)
+    return sorted(fitting, key=lambda candidate: candidate.seconds)
 
 
 def divisors(number: int) -> Iterator[int]:

@@ -13,6 +13,8 @@ from hpctrain.planner.allocate import Allocation, Replica, allocate, allocate_in
 from hpctrain.planner.curves import Curve
 
 MOST_ROWS = 9
+# Of (1, 1), (2, 1.5), (4, 3), (8, 4) at 3, 5, 6 and 7, by scipy's PchipInterpolator.
+PCHIP = [2.2974744245524295, 3.379595588235294, 3.698529411764706, 3.9181985294117645]
 
 
 class Table:
