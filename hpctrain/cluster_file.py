@@ -4,6 +4,7 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -93,9 +94,10 @@ def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: 
     before = _parse(text, where)
     lines = [*_without_profiles(text.splitlines()), *_listed("profiles", profiles, comments)]
     made = "\n".join(lines).rstrip("\n") + "\n"
-    if _parse(made, where) != before.model_copy(update={"profiles": tuple(profiles)}):
-        raise TopologyError(f"{where}: its [[profiles]] cannot be told from the rest; remove them, and profile again")
-    return made
+    with suppress(TopologyError):
+        if _parse(made, where) == before.model_copy(update={"profiles": tuple(profiles)}):
+            return made
+    raise TopologyError(f"{where}: its profiles cannot be told from the rest; remove them, and profile again")
 
 
 def _without_profiles(lines: Sequence[str]) -> list[str]:

@@ -187,7 +187,7 @@ class Trials:
         seconds_per_row = 0.0
         for rows in (*(1 << power for power in range((top - 1).bit_length())), top):
             start = time.monotonic()
-            if start + seconds_per_row * rows > deadline:
+            if found and start + seconds_per_row * rows > deadline:
                 break
             try:
                 with self._accelerator.running():
