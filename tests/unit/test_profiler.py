@@ -24,12 +24,12 @@ from tests.pretended import CLUSTER
 from tests.ranks.small_runs import make_job
 
 DEVICE = PretendDevice(
-    memory_bytes=1_000_000, memory_bytes_per_second=2e10, flops_per_second={"fp32": 1e11}, launch_seconds=1e-7
+    memory_bytes=600_000, memory_bytes_per_second=2e10, flops_per_second={"fp32": 1e11}, launch_seconds=1e-7
 )
 
 
 def small_job(folder, model: str) -> Job:
-    return make_job(folder, model, shape={"num_layers": 2})
+    return make_job(folder, model, shape={"num_layers": 1})
 
 
 @settings(deadline=None)
@@ -57,7 +57,7 @@ def test_what_is_an_overflow_and_what_a_mistake():
     assert not is_overflow(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-def trials(job: Job, device: PretendDevice = DEVICE, rank: int = 2, seconds: float = 60.0):
+def trials(job: Job, device: PretendDevice = DEVICE, rank: int = 2, seconds: float = 1000.0):
     """As rank 2 of the four of a cluster, alone."""
     clock = Clock()
     accelerator = RehearsedAccelerator("slow", device, clock, 1.0, seed=rank)
@@ -96,7 +96,7 @@ def states_of(alone: Trials, accelerator, job: Job, zero: int) -> int:
 
 
 def test_the_state_alone_may_be_too_large(tmp_path):
-    alone, accelerator = trials(small_job(tmp_path, "llama"), DEVICE.model_copy(update={"memory_bytes": 200_000}))
+    alone, accelerator = trials(small_job(tmp_path, "llama"), DEVICE.model_copy(update={"memory_bytes": 150_000}))
     assert alone.limit(1, 50) == Limit(0, "memory", None)
     assert accelerator.memory().used == 0
     assert alone.times(1, 4, time.monotonic() + 30), "curves of single items are there all the same"
