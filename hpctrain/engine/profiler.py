@@ -179,15 +179,16 @@ class Trials:
         return layout
 
     def times(self, zero: int, top: int, deadline: float) -> list[RowTimes]:
-        """Return what 1, 2, 4, ... rows and `top` rows take, but for those that do not fit or would take too long.
+        """Return what 1, 2, 4, ... rows and `top` rows take, but for those that do not fit.
 
-        Raises TrainingError where one row of one block does not fit.
+        From 4 rows on also but for those that would end after `deadline`. Raises TrainingError where one row of one
+        block does not fit.
         """
         found: list[RowTimes] = []
         seconds_per_row = 0.0
         for rows in (*(1 << power for power in range((top - 1).bit_length())), top):
             start = time.monotonic()
-            if found and start + seconds_per_row * rows > deadline:
+            if seconds_per_row and start + seconds_per_row * rows > deadline:
                 break
             try:
                 with self._accelerator.running():
@@ -204,7 +205,8 @@ class Trials:
                 ) from None
             finally:
                 self._clean()
-            seconds_per_row = (time.monotonic() - start) / rows
+            if rows > 1:  # the first one warms up
+                seconds_per_row = (time.monotonic() - start) / rows
         return found
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
