@@ -173,6 +173,7 @@ def _zero(plan: Plan, ranks: tuple[int, ...], unit: Unit) -> int:
 
 def check_zero(plan: Plan, where: str) -> None:
     """Refuse ZeRO 2 and 3 where the tiles that share items do not go through them together. Raises PlanError."""
+    delayed = plan.schedule == "zb-h1"
     exchanging = [(number, tile) for number, tile in enumerate(plan.tiles) if tile.zero >= 2]
     for number, tile in exchanging:
         for other_number, other in enumerate(plan.tiles):
@@ -184,6 +185,7 @@ def check_zero(plan: Plan, where: str) -> None:
                 ("zero", tile.zero, other.zero),
                 ("substeps", tile.substeps, other.substeps),
                 ("tiles until the loss", plan.depth_to_loss(tile), plan.depth_to_loss(other)),
+                *((("tiles before", plan.depth_from_start(tile), plan.depth_from_start(other)),) if delayed else ()),
             ):
                 if a != b:
                     raise PlanError(

@@ -151,6 +151,8 @@ class PlanRequest(Table):
     recompute: Literal["none", "full"] = "none"
     zero: Literal[0, 1, 2, 3] = 1
     """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
+    schedule: Literal["1f1b", "zb-h1"] = "1f1b"
+    """zb-h1: weight passes fill the pipeline's bubble; every stage keeps as many microbatches as the first."""
 
     @property
     def num_ranks(self) -> int:

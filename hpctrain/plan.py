@@ -99,6 +99,7 @@ class Plan:
     rows: int
     """Sequences in a microbatch, over all tiles of a stage."""
     schedule: str = "1f1b"
+    """Or "zb-h1"; see `hpctrain.schedule`."""
     unused: tuple[int, ...] = ()
 
     @cached_property
@@ -140,6 +141,13 @@ class Plan:
             depth[tile] = max((1 + depth[t] for t in self._downstream[tile]), default=0)
         return depth
 
+    @cached_property
+    def _depth_from_start(self) -> dict[Tile, int]:
+        depth: dict[Tile, int] = {}
+        for tile in sorted(self.tiles, key=lambda t: t.items.start):
+            depth[tile] = max((1 + depth[t] for t in self._upstream[tile]), default=0)
+        return depth
+
     def downstream(self, tile: Tile) -> tuple[Tile, ...]:
         """Return the tiles that take this tile's output: the next items, some of the same rows."""
         return self._downstream.get(tile, ())
@@ -152,6 +160,10 @@ class Plan:
         """Return the number of tiles on the longest path from this one to the loss, not counting itself."""
         return self._depth_to_loss[tile]
 
+    def depth_from_start(self, tile: Tile) -> int:
+        """Return the number of tiles on the longest path from the first items to this one, not counting itself."""
+        return self._depth_from_start[tile]
+
     def describe(self) -> str:
         """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
         grids = "/".join(sorted({str(tile.tensor) for tile in self.tiles}))
@@ -163,7 +175,8 @@ class Plan:
         else:
             tiles = f"{_count(len(self.tiles), 'tile')} of {grids} (x,y,z)"
         unused = f", {_count(len(self.unused), 'rank')} unused" if self.unused else ""
-        return f"{tiles}, {microbatches}{unused}"
+        schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
+        return f"{tiles}, {microbatches}{schedule}{unused}"
 
 
 def _count(number: int, what: str) -> str:
@@ -214,7 +227,16 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         raise PlanError(f"rank {missing[0]} is in no tile; list it under unused = {missing}")
 
 
-def even_plan(num_items: int, grid: TensorGrid, pipeline: int, data: int, microbatches: int, rows: int, **tile) -> Plan:
+def even_plan(
+    num_items: int,
+    grid: TensorGrid,
+    pipeline: int,
+    data: int,
+    microbatches: int,
+    rows: int,
+    schedule: str = "1f1b",
+    **tile,
+) -> Plan:
     """Return the even plan: `pipeline` stages x `data` replicas of `grid`; `tile` gives the rest of each tile.
 
     Blocks are cut evenly by count, with embedding and head at the ends; ranks run fastest in the tensor grid, then
@@ -234,7 +256,7 @@ def even_plan(num_items: int, grid: TensorGrid, pipeline: int, data: int, microb
         for replica in cut_evenly(rows, data):
             first = len(tiles) * grid.size
             tiles.append(Tile(items, replica, tuple(range(first, first + grid.size)), grid, **tile))
-    return Plan(tuple(tiles), microbatches, rows)
+    return Plan(tuple(tiles), microbatches, rows, schedule)
 
 
 def check_ranks(plan: Plan, num_ranks: int) -> None:
@@ -269,7 +291,7 @@ class _TileTable(Table):
 
 
 class _PlanTable(Table):
-    schedule: Literal["1f1b"] = "1f1b"
+    schedule: Literal["1f1b", "zb-h1"] = "1f1b"
     microbatches: Annotated[int, Field(ge=1)]
     rows: Annotated[int, Field(ge=1)]
     unused: tuple[int, ...] = ()

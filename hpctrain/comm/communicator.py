@@ -260,6 +260,13 @@ class Communicator(Operations[torch.Tensor]):
         self.reduce_scatter(tensor, out, cuts)
         return ENDED
 
+    def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> Work | Ended:
+        """As `all_gather`; leave the tensor alone until the work is done."""
+        if self._lane is not None:
+            return self._lane.all_gather(tensor, cuts)
+        self.all_gather(tensor, cuts)
+        return ENDED
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return zeros [numel] in memory that this group's collectives work on with the fewest copies.
 
@@ -311,6 +318,12 @@ class Lane(Operations[Work]):
         work = Work(self._progress, operation, steps, self._patience, finish, meet)
         self._progress.submit(self._queue, work)
         return work
+
+    def close(self) -> None:
+        """Wait for what is under way, and free what it uses. All ranks must call; a second call does nothing."""
+        while self._queue:
+            self._queue[0].wait()
+        super().close()
 
 
 def _do_nothing() -> None:

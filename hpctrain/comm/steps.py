@@ -21,6 +21,8 @@ class Pending(NamedTuple):
     """Named in the error after the timeout."""
     not_before: Callable[[], float] | None = None
     """A time of `time.monotonic` before which polling is of no use, 0 where there is none; asked after each poll."""
+    is_moving: Callable[[], bool] | None = None
+    """Says whether some of it is known to be on its way, where that is known: not what a peer has yet to send."""
 
 
 Steps = Iterator[Pending]
@@ -40,9 +42,12 @@ def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
         open_ones[:] = [r for r in open_ones if not r()]
         return not open_ones
 
+    def times() -> list[float]:
+        return [r.not_before() if hasattr(r, "not_before") else 0.0 for r in tuple(open_ones)]
+
     def not_before() -> float:
-        times = [r.not_before() if hasattr(r, "not_before") else 0.0 for r in tuple(open_ones)]
-        return max(times) if times and all(times) else 0.0  # as long as one moves when it is polled, all are
+        known = times()
+        return max(known) if known and all(known) else 0.0  # as long as one moves when it is polled, all are
 
     if open_ones:
-        yield Pending(all_ready, awaited, not_before)
+        yield Pending(all_ready, awaited, not_before, lambda: any(times()))

@@ -95,7 +95,7 @@ class Optimizer:
         return total
 
     def update(self, step: int, norm: float) -> None:
-        """Clip by the global norm, update, and gather the new weights. All ranks of the plan must call."""
+        """Clip by the global norm, update, and gather the new weights, or start to. All ranks of the plan must call."""
         clip = self._train.clip_norm
         if clip and norm > clip:
             for shard in self.shards:
@@ -109,11 +109,20 @@ class Optimizer:
         self._layout.store.zero_grads()
 
     def publish(self) -> None:
-        """Bring updated master weights into use on all holders. All ranks of the plan must call."""
+        """Bring updated master weights into use on all holders, before the items compute with them that they are of.
+
+        All ranks of the plan must call.
+        """
+        gathered = []
         for shard in self.shards:
             in_use = shard.group.weights_at(shard.updated)
             if in_use.data_ptr() != shard.master.data_ptr():
                 in_use.copy_(shard.master)
             if shard.zero in (1, 2):
-                shard.holders.all_gather(shard.group.weights, shard.cuts)
-        self._layout.store.publish()
+                gathered.append((shard.final_after, shard.holders.start_all_gather(shard.group.weights, shard.cuts)))
+        store = self._layout.store
+        for item, work in sorted(gathered, key=lambda pair: pair[0]):
+            store.expect(item, work)
+        if not store.is_in_place:
+            store.await_weights()
+            store.publish()

@@ -13,7 +13,7 @@ from hpctrain.engine.optimizer import Optimizer
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.stage import Saved
-from hpctrain.schedule import Instruction, Op, forward_only, one_f_one_b
+from hpctrain.schedule import Instruction, Op, forward_only, schedule_of
 from hpctrain.transfers import Transfer, held
 
 
@@ -53,7 +53,7 @@ class Pipeline:
         Raises TrainingError, on all ranks alike, if loss or gradient is not finite; the weights are untouched then.
         """
         layout = self._layout
-        schedule = one_f_one_b(layout.plan, layout.tile, layout.reduces_early)
+        schedule = schedule_of(layout.plan, layout.tile, layout.reduces_early)
         return self._run(schedule, batch, step, loss_tokens, training=True, stop=stop)
 
     def evaluate(self, batch: Batch) -> Totals:
@@ -71,6 +71,7 @@ class Pipeline:
         totals = None
         for instruction in schedule:
             m, s = instruction.microbatch, instruction.substep
+            passed = self._optimizer.start_reduce if instruction.starts_reducing else None
             match instruction.op:
                 case Op.RECEIVE_ACTIVATION:
                     given[m] = self._receive(transfers.receive_activation)
@@ -87,12 +88,16 @@ class Pipeline:
                     self._send(transfers.send_activation, made.pop(m))
                 case Op.RECEIVE_GRADIENT:
                     given[m] = self._receive(transfers.receive_gradient)
-                case Op.BACKWARD:
+                case Op.BACKWARD | Op.BACKWARD_INPUT:
                     gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, m, s)
-                    passed = self._optimizer.start_reduce if instruction.starts_reducing else None
-                    gradient = stage.backward(saved.pop((m, s)), gradient, passed)
+                    if instruction.op is Op.BACKWARD:
+                        gradient = stage.backward(saved.pop((m, s)), gradient, passed)
+                    else:
+                        gradient = stage.backward_input(saved[m, s], gradient)
                     if gradient is not None:
                         self._put(made, m, s, gradient)
+                case Op.BACKWARD_WEIGHT:
+                    stage.backward_weight(saved.pop((m, s)), passed)
                 case Op.SEND_GRADIENT:
                     self._send(transfers.send_gradient, made.pop(m))
                 case Op.REDUCE_GRADIENTS:

@@ -113,6 +113,7 @@ class Trainer:
 
     def resume(self, checkpoint: Path) -> None:
         """Start from a checkpoint of any layout."""
+        self.layout.store.await_weights()
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
         self.layout.store.publish()
 

@@ -54,19 +54,20 @@ def _yardstick(stand, plans: int) -> dict:
     """Measure everything; return it as plain data, the same on all ranks."""
     job, cluster, work = stand.job, stand.cluster, stand.work
     parties = parties_of(cluster, job.train.dtype)
+    speeds = {party.family: party.speed / work.flops for party in parties}
     alone = {}
     for party in parties:
         name = f"{party.family} alone"
-        listed = _listed(stand, name, proportional_candidates, work, [party], cluster.num_devices)
+        listed = _listed(stand, name, speeds, proportional_candidates, work, [party], cluster.num_devices)
         alone[party.family] = stand.best(name, plans, listed)
     told: dict = {"alone": {name: _about(best, cluster.num_of(name)) for name, best in alone.items()}}
     without = [name for name, best in alone.items() if best is None]
-    speeds = None
     if not without:
-        speeds = {name: best.tokens_per_second / cluster.num_of(name) for name, best in alone.items()}
-    even = stand.best("even", plans, _listed(stand, "even", even_candidates, work, parties))
+        each = sum(work.costs) / work.positions
+        speeds = {name: best.tokens_per_second / cluster.num_of(name) * each for name, best in alone.items()}
+    even = stand.best("even", plans, _listed(stand, "even", speeds, even_candidates, work, parties))
     by_speed = parties_of(cluster, job.train.dtype, speeds)
-    listed = _listed(stand, "by speed", proportional_candidates, work, by_speed, cluster.num_devices)
+    listed = _listed(stand, "by speed", speeds, proportional_candidates, work, by_speed, cluster.num_devices)
     mixed = [
         stand.best(f"by speed, {kind}", plans, [candidate for candidate in listed if candidate.kind == kind])
         for kind in (SIDE_BY_SIDE, IN_A_ROW)
@@ -81,25 +82,27 @@ def _yardstick(stand, plans: int) -> dict:
         told["no_ratio"] = "no plan by speed fits"
     else:
         best = max(mixed, key=lambda measured: measured.tokens_per_second)
-        told |= _ratios(cluster, alone, even, best, speeds)
+        told |= _ratios(cluster, alone, even, best)
     return told
 
 
-def _listed(stand, name: str, make, *arguments) -> list:
-    """Return the plans to be tried; where there can be none, say why."""
+def _listed(stand, name: str, speeds, make, *arguments) -> list:
+    """Return the plans to be tried, the fastest by simulation first; where there can be none, say why."""
     try:
-        return make(*arguments)
+        return stand.timed(make(*arguments), speeds)
     except PlanError as error:
         stand.tell(f"{name}: {error}")
         return []
 
 
-def _ratios(cluster, alone, even, best, speeds) -> dict:
+def _ratios(cluster, alone, even, best) -> dict:
     total = sum(measured.tokens_per_second for measured in alone.values())
+    each = [measured.tokens_per_second / cluster.num_of(name) for name, measured in alone.items()]
     found = {
         "of_sum": best.tokens_per_second / total,
         "of_best_family": best.tokens_per_second / max(m.tokens_per_second for m in alone.values()),
-        "possible_of_even": total / (cluster.num_devices * min(speeds.values())),
+        "possible_of_even": total / cluster.num_devices / min(each),
+        "of_simulated": best.candidate.seconds / best.step_seconds,
     }
     if even is not None:
         found["of_even"] = best.tokens_per_second / even.tokens_per_second
@@ -123,6 +126,14 @@ def _about(measured, num_devices: int) -> dict | None:
     }
 
 
+def write_own_tokens(path: Path) -> None:
+    """Write the tokens that the job of this benchmark is trained on: each follows from its place, but for a little."""
+    import numpy as np
+
+    noise = np.random.default_rng(0).integers(0, 3, NUM_TOKENS)
+    ((3 * np.arange(NUM_TOKENS) + noise) % 512).astype("<u2").tofile(path)
+
+
 @contextmanager
 def _own_tokens(world, reference: str) -> Iterator[tuple[str, ...]]:
     """Make tokens for the job of this benchmark, and return what sets them; nothing for other jobs."""
@@ -132,10 +143,7 @@ def _own_tokens(world, reference: str) -> Iterator[tuple[str, ...]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(world.broadcast_object(folder)) / "mixed.bin"
         if world.rank == 0:
-            import numpy as np
-
-            noise = np.random.default_rng(0).integers(0, 3, NUM_TOKENS)
-            ((3 * np.arange(NUM_TOKENS) + noise) % 512).astype("<u2").tofile(path)
+            write_own_tokens(path)
         world.agree(None)
         yield (f"data.tokens={path}",)
         world.agree(None)
@@ -167,6 +175,7 @@ def _table(told: dict) -> str:
             ("of_sum", "of the sum of the families alone"),
             ("of_best_family", "times the best family alone"),
             ("of_even", "times the even cut"),
+            ("of_simulated", "of the speed that the simulator gives this plan"),
         ):
             if key in told:
                 lines.append(f"{told[key]:6.3f} {what}")

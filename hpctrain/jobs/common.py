@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from hpctrain.intervals import cut_evenly
 from hpctrain.job import Job, load_job
 from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan
-from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
+from hpctrain.schedule import check_schedules
 
 if TYPE_CHECKING:
     from hpctrain.cluster import Cluster
@@ -124,9 +123,7 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
                 resolved = Resolved(saved_plan, {"plan": f"{saved_plan.describe()}: that of {resume_from}"})
             else:
                 resolved = resolve_plan(job, world.size, memory_bytes, families)
-            of_a_step = partial(one_f_one_b, reduce_early=bool(job.overlap.data))
-            for schedule in (of_a_step, forward_only):
-                check_no_deadlock(resolved.plan, {t: schedule(resolved.plan, t) for t in resolved.plan.tiles})
+            check_schedules(resolved.plan, reduce_early=bool(job.overlap.data))
     resolved = world.broadcast_object(resolved)
     reasons |= resolved.reasons
     padded = max(padded_vocabulary(job.model, tile.tensor) for tile in resolved.plan.tiles)

@@ -16,7 +16,7 @@ from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.even import Resolved, check_plan, resolve_plan
 from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
 from hpctrain.planner.replicas import exchange_seconds
-from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
+from hpctrain.schedule import check_schedules
 
 
 @click.command("plan")
@@ -106,8 +106,7 @@ def _profiled(job: Job, cluster: Cluster, zero: int) -> tuple[str, Mapping[str, 
 def check_runs(job: Job, plan: Plan, where: str) -> None:
     """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
     check_plan(job, plan, where)
-    for schedule in (one_f_one_b, forward_only):
-        check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
+    check_schedules(plan)
 
 
 def with_vocabulary(job: Job) -> Job:

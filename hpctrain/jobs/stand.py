@@ -1,7 +1,7 @@
 """Where plans of a rehearsed cluster are measured one after the other, on the same ranks."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -10,15 +10,17 @@ from hpctrain.comm.rehearsal.device import RehearsedAccelerator
 from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.overlap import resolve_overlap
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
 from hpctrain.links import links_of
 from hpctrain.observe.console import QUOTED_OVERRUN
-from hpctrain.plan import Plan
+from hpctrain.plan import Plan, Tile
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, Work, state_bytes
-from hpctrain.schedule import check_no_deadlock, one_f_one_b
+from hpctrain.planner.timed import timed
+from hpctrain.schedule import check_schedules
 
 AGAIN = 1  # times that a plan is measured once more where the overrun was higher
 MOST_TRIES = 8  # of one kind: who has found none until then has no room for the model
@@ -102,18 +104,23 @@ class Room:
     def note(self, plan: Plan, held: Sequence[Held]) -> None:
         for tile in plan.tiles:
             key = (tile.items.size, plan.depth_to_loss(tile))
-            each = max(held[rank].peak - held[rank].states for rank in tile.ranks) / tile.rows.size
+            each = max(held[rank].peak - held[rank].states for rank in tile.ranks) / _rows_at_once(plan, tile)
             self._found[key] = max(each, self._found.get(key, 0.0))
 
     def forbids(self, plan: Plan) -> bool:
         """Say whether some tile cannot fit, as tiles with no more to keep took too much for it."""
         states = state_bytes(self._work, plan)
         return any(
-            states[tile] + tile.rows.size * each > self._cluster.families[tile.family].memory_bytes
+            states[tile] + _rows_at_once(plan, tile) * each > self._cluster.families[tile.family].memory_bytes
             for tile in plan.tiles
             for (items, depth), each in self._found.items()
             if tile.items.size >= items and plan.depth_to_loss(tile) >= depth
         )
+
+
+def _rows_at_once(plan: Plan, tile: Tile) -> int:
+    """Return of how many rows of a microbatch a tile keeps activations: at the loss those of one substep."""
+    return tile.rows.size if plan.depth_to_loss(tile) else -(-tile.rows.size // tile.substeps)
 
 
 class Stand:
@@ -124,7 +131,8 @@ class Stand:
         source, self._training, _ = open_datasets(job.data, job.train.seed)
         model = job.model.model_copy(update={"vocab_size": job.model.vocab_size or source.vocab_size})
         train = job.train.model_copy(update={"dtype": job.train.dtype or "fp32"})
-        self.job = job.model_copy(update={"model": model, "train": train})
+        overlap, _ = resolve_overlap(job.overlap, world.topology)
+        self.job = job.model_copy(update={"model": model, "train": train, "overlap": overlap})
         self.cluster = cluster
         self._world, self._steps, self.tell = world, steps, tell
         assert isinstance(world.accelerator, RehearsedAccelerator)
@@ -135,6 +143,12 @@ class Stand:
         self._measured: list[Measured] = []
         world.preferences = Preferences(job.comm.route, job.comm.algorithm, job.comm.links or links_of(cluster))
         world.enter(phases_of(job.observe).first_step)
+
+    def timed(self, candidates: Sequence[Candidate], speeds: Mapping[str, float]) -> list[Candidate]:
+        """Return candidates with their time by simulation, as `hpctrain.planner.timed` does, reckoned on one rank."""
+        alone = self._world.rank == 0
+        found = timed(candidates, self.job, self.cluster, speeds, bool(self.job.overlap.data)) if alone else None
+        return self._world.broadcast_object(found)
 
     def best(self, name: str, count: int, candidates: Sequence[Candidate]) -> Measured | None:
         """Return the fastest of the first `count` plans that fit, one of each shape; None if there is none."""
@@ -158,7 +172,7 @@ class Stand:
     def _measure(self, candidate: Candidate) -> Measured:
         world, device, plan = self._world, self._device, candidate.plan
         check_plan(self.job, plan, candidate.describe)
-        check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
+        check_schedules(plan)
         tokens = self.job.train.global_batch * self.job.data.sequence_length
         with world.freeing():
             device.start_anew()

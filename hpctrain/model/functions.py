@@ -2,7 +2,7 @@
 
 Shape suffixes: N tokens (rows x positions, flattened), I input features, O output features, V vocabulary, all of
 them this rank's part. Gradients of weights are added straight into `Weight.grad` (fp32), never returned, so that
-accumulation over microbatches costs no pass of its own.
+accumulation over microbatches costs no pass of its own, and may be left for later (`Weight.accumulate`).
 """
 
 import torch
@@ -20,6 +20,11 @@ def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) 
         grad_OI.addmm_(dy_NO.t(), x_NI)
     else:
         grad_OI += dy_NO.t() @ x_NI
+
+
+def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor) -> None:
+    """Add the sum of dy over tokens to a bias's gradient."""
+    grad_O += dy_NO.sum(0, dtype=torch.float32)
 
 
 class _Linear(Function):
@@ -54,11 +59,10 @@ class _Linear(Function):
             dx_NI.addmm_(part, weight.data)
         summed = ctx.out.start_all_reduce(dx_NI)
         for weight, part in zip(ctx.weights, parts, strict=True):
-            add_product(weight.grad, part, x_NI)
+            weight.accumulate(add_product, part, x_NI)
         if ctx.biases:
-            db_O = dy_NO.sum(0, dtype=torch.float32)
-            for bias, part in zip(ctx.biases, db_O.split([b.data.numel() for b in ctx.biases]), strict=True):
-                bias.grad += part
+            for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
+                bias.accumulate(add_sum, part)
         summed.wait()
         return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None
 
@@ -88,7 +92,7 @@ class _RmsNorm(Function):
         normed = x.float() * rstd
         dy32 = dy.float()
         product = dy32 * normed
-        ctx.weight.grad += product.flatten(0, -2).sum(0)
+        ctx.weight.accumulate(torch.Tensor.add_, product.flatten(0, -2).sum(0))
         # sum over features of dy * w * normed
         along = ctx.x_axis.all_reduce(product @ ctx.weight.data.float().unsqueeze(1)).div_(ctx.features)
         dx = (dy32 * ctx.weight.data).sub_(normed.mul_(along)).mul_(rstd)
@@ -113,8 +117,8 @@ class _LayerNorm(Function):
         x, mean, rstd = ctx.saved_tensors
         normed = (x.float() - mean).mul_(rstd)
         dy32 = dy.float()
-        ctx.bias.grad += dy32.flatten(0, -2).sum(0)
-        ctx.weight.grad += (dy32 * normed).flatten(0, -2).sum(0)
+        ctx.bias.accumulate(torch.Tensor.add_, dy32.flatten(0, -2).sum(0))
+        ctx.weight.accumulate(torch.Tensor.add_, (dy32 * normed).flatten(0, -2).sum(0))
         scaled = dy32 * ctx.weight.data
         sums = torch.cat([scaled.sum(-1, keepdim=True), (scaled * normed).sum(-1, keepdim=True)], dim=-1)
         sums = ctx.x_axis.all_reduce(sums).div_(ctx.features)
@@ -147,10 +151,14 @@ class _Embed(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        local, absent = ctx.saved_tensors
-        dy = dy.float().masked_fill(absent.unsqueeze(-1), 0)
-        ctx.table.grad.index_add_(0, local.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+        ctx.table.accumulate(add_rows, dy, *ctx.saved_tensors)
         return None, None, None, None, None
+
+
+def add_rows(grad: torch.Tensor, dy: torch.Tensor, local: torch.Tensor, absent: torch.Tensor) -> None:
+    """Add dy, [..., features], to the rows `local` of a table's gradient, but for those that are `absent`."""
+    dy = dy.float().masked_fill(absent.unsqueeze(-1), 0)
+    grad.index_add_(0, local.reshape(-1), dy.reshape(-1, dy.shape[-1]))
 
 
 def embed(anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int, y: Axis) -> torch.Tensor:
@@ -171,8 +179,13 @@ class _AddPositions(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        ctx.table.grad[: dy.shape[1]] += dy.sum(0, dtype=torch.float32)
+        ctx.table.accumulate(add_first, dy)
         return dy, None
+
+
+def add_first(grad: torch.Tensor, dy: torch.Tensor) -> None:
+    """Add dy, [rows, positions, features], summed over rows, to the first positions' gradients."""
+    grad[: dy.shape[1]] += dy.sum(0, dtype=torch.float32)
 
 
 def add_positions(x: torch.Tensor, table: Weight) -> torch.Tensor:

@@ -4,7 +4,8 @@ Each item is a graph of its own. That makes it plain when weights are gathered a
 scattered, and what recomputing means: keep the input, run the item again.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from hpctrain.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
-from hpctrain.model.store import Store
+from hpctrain.model.store import Deferred, Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
 from hpctrain.plan import Tile
 
@@ -24,6 +25,9 @@ class Saved:
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)
     targets: torch.Tensor | None = None
+    deferred: deque[list[Deferred]] = field(default_factory=deque)
+    """After the input pass of a backward pass that is split: for each item, the last first, its additions to gradients
+    of weights."""
 
 
 class Stage:
@@ -35,6 +39,7 @@ class Stage:
 
     def initialise(self, seed: int) -> None:
         """Set all weights to their initial values."""
+        self.store.await_weights()
         for group in self.store.groups:
             for piece in group.pieces(group.stored):
                 values = torch.empty(piece.at.size)
@@ -56,7 +61,8 @@ class Stage:
         """
         saved = Saved(targets=targets)
         keep = training and self.tile.recompute == "none"
-        for item in self.items:
+        for number, item in enumerate(self.items, self.tile.items.start):
+            self.store.await_weights(number)
             for unit in item.units:
                 unit.gather()
             given = value.detach()
@@ -78,23 +84,57 @@ class Stage:
         Gradients of weights are added to the store's; `passed` is told the number of each item whose are. The first
         stage returns None.
         """
-        for number, item in reversed(list(enumerate(self.items, self.tile.items.start))):
-            given, output = saved.inputs.pop(), saved.outputs.pop()
+        for number, item in self._backwards():
             for unit in item.units:
                 unit.gather()
-            if output is None:
-                with torch.enable_grad():
-                    output = self._run(item, given, saved.targets)
-            for unit in item.units:
                 unit.begin_backward()
-            torch.autograd.backward(output, gradient)
-            gradient = given.grad
+            gradient = self._differentiate(item, saved, gradient)
             for unit in item.units:
                 unit.end_backward()
                 unit.release()
             if passed is not None:
                 passed(number)
         return gradient
+
+    def backward_input(self, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of the stage's input as `backward` does; what is to be added to those of weights is kept
+        in `saved`: of each product both operands."""
+        for _, item in self._backwards():
+            kept: list[Deferred] = []
+            for unit in item.units:
+                unit.gather()
+                unit.defer(kept)
+            gradient = self._differentiate(item, saved, gradient)
+            for unit in item.units:
+                unit.defer(None)
+                unit.release()
+            saved.deferred.append(kept)
+        return gradient
+
+    def backward_weight(self, saved: Saved, passed: Callable[[int], None] | None = None) -> None:
+        """Add to the gradients of weights what `backward_input` has kept, in the order in which `backward` does it:
+        the same bits. `passed` as there."""
+        for number, item in self._backwards():
+            for unit in item.units:
+                unit.begin_backward()
+            for addition in saved.deferred.popleft():
+                addition.do()
+            for unit in item.units:
+                unit.end_backward()
+            if passed is not None:
+                passed(number)
+
+    def _backwards(self) -> Iterator[tuple[int, Item]]:
+        return reversed(list(enumerate(self.items, self.tile.items.start)))
+
+    def _differentiate(self, item: Item, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Take an item's input and output from what was saved, and return the gradient of the input."""
+        given, output = saved.inputs.pop(), saved.outputs.pop()
+        if output is None:
+            with torch.enable_grad():
+                output = self._run(item, given, saved.targets)
+        torch.autograd.backward(output, gradient)
+        return given.grad
 
     @staticmethod
     def _run(item: Item, value: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:

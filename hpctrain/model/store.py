@@ -7,13 +7,14 @@ else it is gathered while an item computes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from hpctrain.holders import Holdings
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.axes import Axes, Axis, Work
 from hpctrain.model.groups import Group, ShardedUnit, Slabs, UnitArrays, WholeUnits
 from hpctrain.parameters import UnitLayout
 
@@ -24,12 +25,35 @@ class Weight:
     Both are views that are there only while the unit is gathered.
     """
 
-    __slots__ = ("data", "grad", "name")
+    __slots__ = ("data", "deferred", "grad", "name")
 
     def __init__(self, name: str):
         self.name = name
         self.data: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
+        self.deferred: list[Deferred] | None = None
+        """Where additions to `grad` are kept, while a backward pass leaves them for later."""
+
+    def accumulate(self, add: Callable[..., object], *operands: torch.Tensor) -> None:
+        """Do `add(grad, *operands)`, which adds to the gradient: now, or once the weight pass comes to it.
+
+        The operands must stay as they are until then. For backward passes, which change `grad` in no other way.
+        """
+        if self.deferred is None:
+            add(self.grad, *operands)
+        else:  # detached, or they would keep the graph that they were saved in, and its input and gradient with it
+            self.deferred.append(Deferred(self, add, tuple(operand.detach() for operand in operands)))
+
+
+class Deferred(NamedTuple):
+    """What is still to be added to a weight's gradient, with what it takes to do so."""
+
+    weight: Weight
+    add: Callable[..., object]
+    operands: tuple[torch.Tensor, ...]
+
+    def do(self) -> None:
+        self.add(self.weight.grad, *self.operands)
 
 
 class WholeGradients:
@@ -128,6 +152,11 @@ class UnitStore:
         if self._whole is not None:
             self._whole[slice(*self._cuts[self._z.rank])] = self._shard
 
+    def defer(self, kept: list[Deferred] | None) -> None:
+        """Let backward passes keep in a list what they would add to gradients; None: let them add it at once."""
+        for weight, _, _ in self._views:
+            weight.deferred = kept
+
     def begin_backward(self) -> None:
         """Make room for the gradient of the whole unit."""
         if self._scatters:
@@ -196,6 +225,21 @@ class Store:
                 self._units.append(UnitStore(group.layout, axes, group.weights, None, None, whole_grads, group))
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
         self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_over_y))
+        self._awaited: list[tuple[int, Work]] = []
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether items compute with the groups' weights as they are: nothing is to be done by `publish`."""
+        return self._z.size == 1 and not any(isinstance(group, Slabs) for group in self.groups)
+
+    def expect(self, item: int, work: Work) -> None:
+        """Take note that weights of an item, and maybe of items behind it, are being gathered."""
+        self._awaited.append((item, work))
+
+    def await_weights(self, item: int | None = None) -> None:
+        """Return when the weights of an item (None: all) are there, and those of the items before it."""
+        while self._awaited and (item is None or self._awaited[0][0] <= item):
+            self._awaited.pop(0)[1].wait()
 
     def publish(self) -> None:
         """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""

@@ -87,8 +87,14 @@ class ItemCost:
     """The passes over one item."""
 
     forward: Work
-    backward: Work
+    backward_input: Work
     """What is recomputed included."""
+    backward_weight: Work
+
+    @property
+    def backward(self) -> Work:
+        """Both as one pass."""
+        return self.backward_input + self.backward_weight
 
 
 def unit_elements(model: Model, grid: TensorGrid, item: int) -> int:
@@ -106,18 +112,18 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
     model, stack = setup.model, setup.stack
     is_block = 0 < item <= model.num_layers
     if is_block:
-        forward, backward, core = _block(setup, grid, rows)
+        cost, core = _block(setup, grid, rows)
     else:
-        forward, backward = (_embedding if item == 0 else _head)(setup, grid, rows)
-        core = Work()
+        cost, core = (_embedding if item == 0 else _head)(setup, grid, rows), Work()
+    again = Work()
     if recompute == "full" and (is_block or stack.recomputes_ends):
-        backward = forward + backward
+        again = cost.forward
     elif recompute == "selective":
-        backward = core + backward
-    return ItemCost(*_with_weights(setup, grid, item, zero, forward, backward))
+        again = core
+    return _with_weights(setup, grid, item, zero, replace(cost, backward_input=again + cost.backward_input))
 
 
-def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, forward: Work, backward: Work):
+def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: ItemCost) -> ItemCost:
     """Add what is exchanged of the weights while an item computes: over z, and over holders for ZeRO 2 and 3."""
     elements = unit_elements(setup.model, grid, item)
     before: list[Exchange] = []
@@ -129,30 +135,28 @@ def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, forward:
         after.append(Exchange("z", "reduce_scatter", elements * 4))
     if zero >= 2:
         after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.stack.gradient_bytes))
-    return (
-        replace(forward, exchanges=before + forward.exchanges),
-        replace(backward, exchanges=before + backward.exchanges + after),
+    return ItemCost(
+        replace(cost.forward, exchanges=before + cost.forward.exchanges),
+        replace(cost.backward_input, exchanges=before + cost.backward_input.exchanges),
+        replace(cost.backward_weight, exchanges=cost.backward_weight.exchanges + after),
     )
 
 
-def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str], sizes: dict[str, int]):
+def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str], sizes: dict[str, int]) -> ItemCost:
     """Return the passes of a layer whose weight [out, in] is cut by the axes (of in, of out)."""
     of_in, of_out = axes
     num_bytes = setup.item_bytes
     forward = Work([Product(tokens, into, out)])
     if sizes[of_in] > 1:
         forward.exchanges.append(Exchange(of_in, "all_reduce", tokens * out * num_bytes))
-    backward = Work(
-        [Product(tokens, out, into), Product(out, tokens, into)],
-        setup.passes.weight * into * out,
-        1 if setup.passes.weight else 0,
-    )
+    backward = Work([Product(tokens, out, into)])
     if sizes[of_out] > 1:
         backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes))
-    return forward, backward
+    added = 1 if setup.passes.weight else 0
+    return ItemCost(forward, backward, Work([Product(out, tokens, into)], setup.passes.weight * into * out, added))
 
 
-def _norm(setup: Setup, grid: TensorGrid, tokens: int):
+def _norm(setup: Setup, grid: TensorGrid, tokens: int) -> ItemCost:
     features = setup.model.hidden_size // grid.x
     if setup.stack.sequence_parallel:
         tokens = -(-tokens // grid.y)
@@ -162,11 +166,11 @@ def _norm(setup: Setup, grid: TensorGrid, tokens: int):
     if grid.x > 1:
         forward.exchanges += [Exchange("x", "all_reduce", tokens * STATISTIC_BYTES)] * statistics
         backward.exchanges.append(Exchange("x", "all_reduce", tokens * STATISTIC_BYTES * statistics))
-    return forward, backward
+    return ItemCost(forward, backward, Work())  # its weights' gradients are by-products
 
 
-def _block(setup: Setup, grid: TensorGrid, rows: int) -> tuple[Work, Work, Work]:
-    """Return forward, backward, and the core of attention, which selective recomputing runs again."""
+def _block(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Work]:
+    """Return a block, and the core of attention, which selective recomputing runs again."""
     model, stack, passes = setup.model, setup.stack, setup.passes
     tokens, size = rows * setup.positions, model.head_size
     hidden, heads = model.hidden_size // grid.x, model.num_heads // grid.y
@@ -181,7 +185,9 @@ def _block(setup: Setup, grid: TensorGrid, rows: int) -> tuple[Work, Work, Work]
         _linear(setup, tokens, inner, hidden, ("y", "x"), sizes),
         *[_norm(setup, grid, tokens)] * 2,
     ]
-    forward, backward = (sum((layer[i] for layer in layers), Work()) for i in (0, 1))
+    forward = sum((layer.forward for layer in layers), Work())
+    backward = sum((layer.backward_input for layer in layers), Work())
+    weight = sum((layer.backward_weight for layer in layers), Work())
     core, core_backward = _attention(setup, rows, heads)
     forward, backward = forward + core, backward + core_backward
     cut = grid.y if stack.sequence_parallel else 1
@@ -190,7 +196,7 @@ def _block(setup: Setup, grid: TensorGrid, rows: int) -> tuple[Work, Work, Work]
         work.passed_bytes += tokens * hidden / cut * passes.residual[i] + tokens * inner * passes.inner[i]
         work.passed_bytes += rotary * passes.rotary[i]
         work.operations += stack.block_operations[i]
-    return forward, backward, Work() if stack.flash else core
+    return ItemCost(forward, backward, weight), Work() if stack.flash else core
 
 
 def _attention(setup: Setup, rows: int, heads: int) -> tuple[Work, Work]:
@@ -205,28 +211,28 @@ def _attention(setup: Setup, rows: int, heads: int) -> tuple[Work, Work]:
     return forward, Work(products, elements * setup.passes.scores[1])
 
 
-def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> tuple[Work, Work]:
+def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     tokens, features = rows * setup.positions, setup.model.hidden_size // grid.x
     num_bytes = tokens * features * setup.item_bytes
-    forward, backward = Work(passed_bytes=3 * num_bytes, operations=3), Work(passed_bytes=5 * num_bytes, operations=3)
+    forward, weight = Work(passed_bytes=3 * num_bytes, operations=3), Work(passed_bytes=5 * num_bytes, operations=3)
     if grid.y > 1:
         forward.exchanges.append(Exchange("y", "all_reduce", num_bytes))
-    return forward, backward
+    return ItemCost(forward, Work(), weight)
 
 
-def _head(setup: Setup, grid: TensorGrid, rows: int) -> tuple[Work, Work]:
+def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     model, passes = setup.model, setup.passes
     tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
     norm = _norm(setup, grid, tokens)
     sizes = {"x": grid.x, "y": grid.y}
     linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
-    forward, backward = norm[0] + linear[0], norm[1] + linear[1]
+    forward, backward = norm.forward + linear.forward, norm.backward_input + linear.backward_input
     for i, work in enumerate((forward, backward)):
         work.passed_bytes += tokens * vocabulary * passes.logits[i]
         work.operations += 12
     if grid.y > 1:
         forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    return forward, backward
+    return ItemCost(forward, backward, linear.backward_weight)
 
 
 def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:

@@ -126,6 +126,7 @@ def _even(job: Job, request: PlanRequest) -> Resolved:
         request.data,
         per_replica // microbatch,
         microbatch * request.data,
+        request.schedule,
         recompute=request.recompute,
         zero=request.zero,
     )
@@ -150,7 +151,7 @@ def _choose_microbatch(per_replica: int, z: int, pipeline: int, sequence_length:
     bubble = (pipeline - 1) / (count + pipeline - 1)
     reason = f"{chosen * sequence_length} tokens at once"
     if pipeline > 1:
-        reason += f"; {count} microbatches over {pipeline} stages leave a bubble of {bubble:.0%}"
+        reason += f"; {count} microbatches over {pipeline} stages leave a bubble of {bubble:.0%} at most"
     return chosen, reason
 
 

@@ -11,6 +11,7 @@ from hpctrain.intervals import cut_evenly
 from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.cost import Setup, unit_elements
+from hpctrain.schedule import weight_delay
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 
@@ -24,7 +25,7 @@ class Memory:
     moments: int
     """And master weights, where those in use are half precision."""
     activations: int
-    """Kept between forward and backward passes, of all microbatches under way."""
+    """Kept between forward and backward passes, of all microbatches under way, weight passes included."""
     gathered: int
     """Whole weights and gradients of the items in the making, where they are stored in shards."""
     buffers: int
@@ -65,7 +66,8 @@ def _gathered(setup: Setup, tile: Tile, held: Holdings) -> int:
 
 
 def microbatches_kept(plan: Plan, tile: Tile) -> int:
-    """Return of how many microbatches a tile keeps activations at once by 1F1B."""
+    """Return of how many microbatches a tile keeps activations at once by 1F1B, those that wait for their weight passes
+    aside."""
     return min(plan.depth_to_loss(tile) + 1, plan.microbatches)
 
 
@@ -77,14 +79,42 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     at_once = -(-rows // tile.substeps)
     items = range(*tile.items)
     at_loss = not plan.downstream(tile)
-    kept_rows = at_once if at_loss else rows * microbatches_kept(plan, tile)
+    microbatches = microbatches_kept(plan, tile)
+    kept_rows = at_once if at_loss else rows * microbatches
     inputs = sum(item_kept(setup, tile, item, "full") for item in items)
     kept = sum(item_kept(setup, tile, item, tile.recompute) for item in items)
     whole = max(item_kept(setup, tile, item, "none") for item in items)
     received = setup.positions * setup.model.hidden_size // tile.tensor.x * setup.item_bytes
     # While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
     buffers = at_once * whole * (0.5 if tile.recompute == "none" else 1.5) + rows * received
-    return int(kept_rows * (kept if tile.recompute != "full" else inputs)), int(buffers)
+    one = kept if tile.recompute != "full" else inputs
+    if not setup.stack.splits_backward or (delay := weight_delay(plan, tile)) is None:
+        return int(kept_rows * one), int(buffers)
+    # Most is there before or after the input pass of the microbatch in hand.
+    deferred = sum(item_deferred(setup, tile, item) for item in items)
+    waiting = rows * min(delay, plan.microbatches - microbatches) * deferred
+    others = (rows - at_once) * deferred if at_loss else (kept_rows - rows) * one
+    # While the last item is run again, which is in the buffers, its own operands are not kept yet.
+    last = item_deferred(setup, tile, tile.items.start) if tile.recompute == "full" else 0
+    in_hand = (at_once if at_loss else rows) * max(one, deferred - last)
+    return int(waiting + others + in_hand), int(buffers)
+
+
+def item_deferred(setup: Setup, tile: Tile, item: int) -> float:
+    """Return the bytes that an item keeps between its input and its weight pass, for one row of a rank: both operands
+    of each product that is a weight's gradient."""
+    model, grid = setup.model, tile.tensor
+    hidden = model.hidden_size / grid.x
+    if item == 0:
+        numbers = hidden
+    elif item > model.num_layers:
+        numbers = hidden + padded_vocabulary(model, grid) / grid.y
+    else:
+        query, key = model.hidden_size / grid.y, max(1, model.kv_heads // grid.y) * model.head_size
+        inner = model.ffn / grid.y
+        up = 2 * inner if model.architecture == "llama" else inner
+        numbers = 4 * hidden + 2 * query + 2 * key + inner + up
+    return setup.positions * numbers * setup.item_bytes
 
 
 def item_kept(setup: Setup, tile: Tile, item: int, recompute: str) -> float:

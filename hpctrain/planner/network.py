@@ -48,13 +48,12 @@ class ClusterNetwork:
         whole = message_seconds(link, int(num_bytes), flows)
         return link.latency_seconds + max(whole - link.latency_seconds, 0.0) / self._share
 
-    def flows(self, rank: int, ranks: Sequence[int]) -> int:
-        """Return how many of some ranks share this one's NIC, if all of them send to other nodes: at least 1."""
-        device = self.cluster.devices[rank]
-        fabrics = self.cluster.nodes[device.table].nics_by_fabric
-        if not fabrics:
+    def flows(self, rank: int, ranks: Sequence[int], target: int) -> int:
+        """Return how many of some ranks share the NIC by which this one sends to `target`, if all of them send by that
+        fabric: at least 1."""
+        device, fabric = self.cluster.devices[rank], self.link(rank, target).fabric
+        if fabric is None:
             return 1
-        fabric = max(fabrics, key=lambda name: fabrics[name][0].send_bytes_per_second)
         own = nic_of(self.cluster, rank, fabric)[0]
         others = (r for r in ranks if self.cluster.devices[r].node == device.node)
         return max(1, sum(nic_of(self.cluster, r, fabric)[0] == own for r in others))
@@ -83,7 +82,7 @@ class ClusterNetwork:
         domain = domains[index]
         other = domains[(index + 1) % len(domains)]
         leaving = num_bytes * (len(domains) - 1) / len(domains) / len(domain)
-        return self.seconds(domain[0], other[0], leaving, flows * self.flows(domain[0], domain))
+        return self.seconds(domain[0], other[0], leaving, flows * self.flows(domain[0], domain, other[0]))
 
     def _flat(self, operation: str, num_bytes: int, ranks: tuple[int, ...], flows: int) -> float:
         link = self._slowest(ranks, num_bytes // len(ranks) + 1, flows)

@@ -1,26 +1,30 @@
 """Predicts a training step of a plan on a cluster: seconds by part, memory by stage, what had to be guessed. Pure."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpctrain.cluster import Cluster, guessed_figures
 from hpctrain.errors import PlanError
-from hpctrain.holders import Holdings, holdings_of
+from hpctrain.holders import Holding, Holdings, holdings_of
 from hpctrain.intervals import cut_evenly
+from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup, Work, item_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.network import ClusterNetwork
-from hpctrain.planner.simulate import PARTS, Costs, PassCost, Sharing, Simulated, TileCost, simulate
-from hpctrain.schedule import Instruction, one_f_one_b
+from hpctrain.planner.simulate import PARTS, PASSES, Costs, PassCost, Sharing, Simulated, TileCost, simulate
+from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
 from hpctrain.transfers import receives
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
 # that were measured, and for those of a data sheet.
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
+MOST_BUCKETS = 32
+"""Into how many pieces a model's gradients are cut at the most, for what goes on beside: more tell nothing more."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,24 @@ class Predictor:
     """What is known of one plan on one cluster."""
 
     def __init__(
-        self, setup: Setup, plan: Plan, cluster: Cluster, efficiencies: Mapping[str, Efficiency] | None = None
+        self,
+        setup: Setup,
+        plan: Plan,
+        cluster: Cluster,
+        efficiencies: Mapping[str, Efficiency] | None = None,
+        bucket_bytes: int | None = None,
     ):
-        """`efficiencies` are by family, in place of the catalogue's."""
+        """`efficiencies` are by family, in place of the catalogue's. With `bucket_bytes` gradients are summed and
+        weights gathered beside computation, in buckets of so many bytes or more."""
         self.setup, self.plan, self.cluster = setup, plan, cluster
+        self._beside = bucket_bytes is not None
+        self._bucket_bytes = bucket_bytes and max(bucket_bytes, self._whole_bytes // MOST_BUCKETS)
         self.network = ClusterNetwork(cluster, setup.stack.link_share)
         self.network.check_ranks(len(plan.ranks))
         fitted = efficiencies or {}
         self._devices = {n: DeviceModel(n, family, fitted.get(n)) for n, family in cluster.families.items()}
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
+        self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._on_node: dict[int, list[int]] = {}
         for rank in plan.ranks:
             self._on_node.setdefault(cluster.devices[rank].node, []).append(rank)
@@ -122,11 +135,15 @@ class Predictor:
         found = {}
         for tile in self.plan.tiles:
             ends = bool(self.plan.upstream(tile)), bool(self.plan.downstream(tile))
-            key = self.plan.depth_to_loss(tile), ends, tile.substeps
+            delay = self._weight_delay(tile)
+            key = self.plan.depth_to_loss(tile), ends, tile.substeps, delay
             if key not in made:
-                made[key] = one_f_one_b(self.plan, tile)
+                made[key] = one_f_one_b(self.plan, tile, weight_delay=delay)
             found[tile] = made[key]
         return found
+
+    def _weight_delay(self, tile: Tile) -> int | None:
+        return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None
 
     def _mean_parts(self, simulated: Simulated) -> dict[str, float]:
         num_ranks = sum(len(tile.ranks) for tile in self.plan.tiles)
@@ -159,9 +176,10 @@ class Predictor:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
             pieces = tuple(cut_evenly(max(tile.rows_at(z).size for z in range(tile.tensor.z)), tile.substeps))
-            key = (tile.items, tuple(p.size for p in pieces), tile.tensor, tile.recompute, self._place(tile))
+            splits = self._weight_delay(tile) is not None
+            key = (tile.items, tuple(p.size for p in pieces), tile.tensor, tile.recompute, self._place(tile), splits)
             if key not in known:
-                known[key] = self._tile_cost(tile, [piece.size for piece in pieces])
+                known[key] = self._tile_cost(tile, [piece.size for piece in pieces], splits)
             tiles[tile] = known[key]
         blocking = self.setup.stack.blocking_sends
         return Costs(tiles, self._messages(), self._sharings(), self._agree_seconds(), blocking)
@@ -176,22 +194,25 @@ class Predictor:
     def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
         return next((h.ranks for h in self._held(tile).holdings if h.zero >= 2), ())
 
-    def _tile_cost(self, tile: Tile, pieces: list[int]) -> TileCost:
-        forward, backward = [], []
+    def _tile_cost(self, tile: Tile, pieces: list[int], splits: bool) -> TileCost:
+        passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
+        if splits:
+            passes |= {"backward_input": [], "backward_weight": []}
         for rows in pieces:
-            costs = {}
-            for item in range(*tile.items):
-                like = item if item in (0, self.setup.model.num_items - 1) else 1
-                if like not in costs:
-                    zero = max((h.zero for h in self._held(tile).holdings), default=0)
-                    cost = item_cost(self.setup, tile.tensor, item, rows, tile.recompute, zero)
-                    costs[like] = [self._pass(tile, work) for work in (cost.forward, cost.backward)], 0
-                costs[like] = costs[like][0], costs[like][1] + 1
-            for passes, i in ((forward, 0), (backward, 1)):
-                passes.append(
-                    PassCost(*(sum(getattr(c[i], part) * n for c, n in costs.values()) for part in vars(PassCost(0))))
-                )
-        return TileCost(tuple(forward), tuple(backward), self._update_seconds(tile))
+            each = [self.item_passes(tile, item, rows) for item in range(*tile.items)]
+            for name, made in passes.items():
+                made.append(sum((of_item[name] for of_item in each), PassCost(0.0)))
+        return TileCost(update_seconds=self._update_seconds(tile), **{n: tuple(made) for n, made in passes.items()})
+
+    def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
+        """Return by name (`PASSES`) what each pass over an item takes a rank of a tile, for so many rows of its own."""
+        like = item if item in (0, self.setup.model.num_items - 1) else 1
+        key = like, rows, tile.tensor, tile.recompute, self._place(tile)
+        if key not in self._passes:
+            zero = max((h.zero for h in self._held(tile).holdings), default=0)
+            cost = item_cost(self.setup, tile.tensor, item, rows, tile.recompute, zero)
+            self._passes[key] = {name: self._pass(tile, getattr(cost, name)) for name in PASSES.values()}
+        return self._passes[key]
 
     def _pass(self, tile: Tile, work: Work) -> PassCost:
         compute = max(
@@ -218,14 +239,16 @@ class Predictor:
         node = self.cluster.devices[ranks[0]].node
         own = {rank for rank in ranks if self.cluster.devices[rank].node == node}
         others = [rank for rank in beside if rank not in own]
-        flows = self.network.flows(ranks[0], [ranks[0], *others])
+        elsewhere = next((rank for rank in ranks if rank not in own), ranks[0])
+        flows = self.network.flows(ranks[0], [ranks[0], *others], elsewhere)
         return self.network.collective_seconds(operation, int(num_bytes), tuple(ranks), flows)
 
     def _held(self, tile: Tile) -> Holdings:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
         key = tile.items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._holdings:
-            self._holdings[key] = holdings_of(self.setup.model, self.plan, tile.ranks[0]), tile.ranks[0]
+            held = holdings_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
+            self._holdings[key] = held, tile.ranks[0]
         return self._holdings[key][0]
 
     @cached_property
@@ -261,8 +284,29 @@ class Predictor:
                 if holding.zero in (1, 2):
                     gather = self._collective("all_gather", stored * self.setup.item_bytes, holding.ranks, beside)
                 tiles = tuple(dict.fromkeys(self.plan.tile_of(r) for r in holding.ranks))
-                found[holding.ranks, number] = Sharing(tiles, reduce, gather)
+                found[holding.ranks, number] = self._placed(Sharing(tiles, reduce, gather), holding)
         return tuple(found.values())
+
+    def _placed(self, sharing: Sharing, holding: Holding) -> Sharing:
+        """Return a sharing with when its gradients are made and its weights needed, where it goes on beside."""
+        if not self._beside:
+            return sharing
+        ready, needed = {}, {}
+        for tile in sharing.tiles:
+            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+            items = [item for layout in holding.layouts for item in layout.unit.items if tile.holds(item)]
+            first = min(items, default=max(holding.final_after, tile.items.start))
+            rows = max(tile.rows_at(z).size for z in range(tile.tensor.z)) // tile.substeps
+            before = [self.item_passes(tile, item, rows) for item in range(tile.items.start, first)]
+            needed[tile] = sum(passes["forward"].seconds for passes in before)
+            ready[tile] = sum(passes[last].seconds for passes in before)
+        is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not holding.slabs
+        return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
+
+    @property
+    def _whole_bytes(self) -> int:
+        model = self.setup.model
+        return 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
 
     def _agree_seconds(self) -> float:
         return self._collective("all_reduce", 24, self.plan.ranks, ())
@@ -284,7 +328,7 @@ class Predictor:
         for piece in receives(self.plan, rank, self.setup.model.hidden_size, forward):
             source = self.plan.tile_of(piece.sender)
             num_bytes = piece.rows.size * piece.features.size * element
-            flows = self.network.flows(piece.sender, source.ranks)
+            flows = self.network.flows(piece.sender, source.ranks, rank)
             seconds = self.network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
         for source, seconds in arriving.items():

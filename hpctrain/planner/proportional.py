@@ -30,6 +30,8 @@ from hpctrain.planner.replicas import replicas_plan
 ROWS_LOST = 0.15
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.
 BLOCK_BYTES, HEAD_BYTES = 90, 12
+INPUT_BYTES = 4  # of that, where a block is computed again: its input
+RECOMPUTED = 4 / 3  # as long as without: another forward pass
 SIDE_BY_SIDE, IN_A_ROW, EVEN = "side by side", "in a row", "even"
 
 
@@ -57,7 +59,7 @@ class Candidate:
     """A plan, and what is thought of it."""
 
     seconds: float
-    """Of a step; without curves in the time that a device of speed 1 takes for one row of one block."""
+    """Of a step; by speeds of any unit in the time of one row of one block at speed 1, by curves in seconds."""
     kind: str
     depths: tuple[int, ...]
     """Stages of each party, or of all."""
@@ -82,13 +84,21 @@ class Work:
     global_batch: int
 
     @cached_property
+    def _block(self) -> int:
+        """Return the multiplications of a block for one token, forward."""
+        matrices = sum(math.prod(p.shape) for p in item_parameters(self.model, 1) if p.decay)
+        return matrices + self.model.hidden_size * self.positions  # causal: half of the products with keys and values
+
+    @property
+    def flops(self) -> float:
+        """Of one row of one block, forward and back."""
+        return 6.0 * self.positions * self._block
+
+    @cached_property
     def costs(self) -> tuple[float, ...]:
         """Return the operations of each item on one row, in blocks: products by their weights, and attention's own."""
-        model = self.model
-        matrices = sum(math.prod(p.shape) for p in item_parameters(model, 1) if p.decay)
-        block = matrices + model.hidden_size * self.positions  # causal: half of the products with keys and values
-        head = model.hidden_size * model.vocab_size
-        return 0.0, *[1.0] * model.num_layers, head / block
+        head = self.model.hidden_size * self.model.vocab_size
+        return 0.0, *[1.0] * self.model.num_layers, head / self._block
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:
@@ -222,14 +232,24 @@ def estimate(
 
     An estimate of computation and bubble, from above where paths are unlike; communication is left out.
     """
-    if curves is None:
-        seconds = {t: work.cost(t.items) * (t.rows.size + ROWS_LOST) / speeds[t.family] for t in plan.tiles}
-    else:
-        seconds = {t: curves[t.family].seconds(t.items, t.rows.size) for t in plan.tiles}
+    seconds = {
+        tile: _seconds_without_recomputing(work, tile, speeds, curves)
+        * (RECOMPUTED if tile.recompute == "full" else 1.0)
+        for tile in plan.tiles
+    }
     path: dict[Tile, float] = {}
     for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
         path[tile] = seconds[tile] + max((path[other] for other in plan.downstream(tile)), default=0.0)
     return max(path.values()) + (plan.microbatches - 1) * max(seconds.values())
+
+
+def _seconds_without_recomputing(
+    work: Work, tile: Tile, speeds: Mapping[str, float], curves: Mapping[str, FamilyCurves] | None
+) -> float:
+    if curves is None:
+        return work.cost(tile.items) * (tile.rows.size + ROWS_LOST * tile.substeps) / speeds[tile.family]
+    pieces = cut_evenly(tile.rows.size, tile.substeps)
+    return sum(curves[tile.family].seconds(tile.items, piece.size) for piece in pieces)
 
 
 def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
@@ -243,17 +263,51 @@ def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
 
 
 def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
-    """Return roughly what a rank of each tile needs: states, and activations of the microbatches that 1F1B keeps."""
+    """Return roughly what a rank of each tile needs: states, and activations of the microbatches that 1F1B keeps.
+
+    At the loss a tile keeps those of one substep alone.
+    """
     states = state_bytes(work, plan)
     model, last = work.model, work.model.num_items - 1
 
     def activations(tile: Tile) -> float:
         blocks = tile.items.intersect(Interval(1, last)).size
-        each = blocks * BLOCK_BYTES * model.hidden_size + tile.holds(last) * HEAD_BYTES * model.vocab_size
-        kept = min(plan.depth_to_loss(tile) + 1, plan.microbatches)
-        return tile.rows.size * work.positions * each * kept
+        again = tile.recompute == "full"
+        head = tile.holds(last) * HEAD_BYTES * model.vocab_size
+        kept = blocks * (INPUT_BYTES if again else BLOCK_BYTES) * model.hidden_size + (0 if again else head)
+        making = max(BLOCK_BYTES * model.hidden_size, head) if again else 0
+        depth, at_once = plan.depth_to_loss(tile), -(-tile.rows.size // tile.substeps)
+        rows = tile.rows.size * min(depth + 1, plan.microbatches) if depth else at_once
+        return work.positions * (rows * kept + at_once * making)
 
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
+
+
+def made_to_fit(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Plan:
+    """Return the plan with what tiles short of memory can do about it: at the loss go through their rows in as few
+    pieces as fit, which costs little; else compute blocks again. `memory_bytes` is of one device, by family."""
+    in_pieces = _in_pieces(work, plan, memory_bytes)
+    needed = needed_bytes(work, in_pieces)
+    if all(needed[tile] <= memory_bytes[tile.family] for tile in in_pieces.tiles):
+        return in_pieces
+    tiles = (
+        given if needed[cut] <= memory_bytes[cut.family] else replace(given, recompute="full")
+        for given, cut in zip(plan.tiles, in_pieces.tiles, strict=True)
+    )
+    return _in_pieces(work, replace(plan, tiles=tuple(tiles)), memory_bytes)
+
+
+def _in_pieces(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Plan:
+    needed, states = needed_bytes(work, plan), state_bytes(work, plan)
+
+    def fitting(tile: Tile) -> Tile:
+        room = memory_bytes[tile.family] - states[tile]
+        if plan.depth_to_loss(tile) or needed[tile] - states[tile] <= room or room <= 0:
+            return tile
+        rows_at_once = math.floor(room / (needed[tile] - states[tile]) * tile.rows.size)
+        return replace(tile, substeps=-(-tile.rows.size // rows_at_once)) if rows_at_once else tile
+
+    return replace(plan, tiles=tuple(map(fitting, plan.tiles)))
 
 
 def proportional_candidates(
@@ -266,6 +320,7 @@ def proportional_candidates(
     numbers, where there are too few rows or blocks, or no memory for the states.
     """
     speeds = {party.family: party.speed for party in parties}
+    memory_bytes = {party.family: party.memory_bytes for party in parties}
     curves = None if parties[0].curves is None else {party.family: party.curves for party in parties}
     families = {rank: party.family for party in parties for rank in party.ranks}
     unused = tuple(rank for rank in range(num_ranks) if rank not in families)
@@ -294,14 +349,15 @@ def proportional_candidates(
                 continue
             for microbatches in divisors(work.global_batch):
                 try:
-                    plan = replace(make(work, order, depths, microbatches), unused=unused)
+                    plan = made_to_fit(work, make(work, order, depths, microbatches), memory_bytes)
                 except PlanError as error:
                     refusal = error
                     break  # more microbatches have fewer rows
+                plan = replace(plan, unused=unused)
                 made.append(Candidate(estimate(work, plan, speeds, curves), kind, depths, plan))
     if not made and not allocated:
         raise PlanError(f"no plan of {len(families)} ranks by speed for this job; the last one tried says: {refusal}")
-    return _that_fit(work, made, {party.family: party.memory_bytes for party in parties}, allocated)
+    return _that_fit(work, made, memory_bytes, allocated)
 
 
 def even_candidates(work: Work, parties: Sequence[Party]) -> list[Candidate]:

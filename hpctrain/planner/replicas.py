@@ -55,10 +55,9 @@ def exchange_seconds(cluster: Cluster, model: Model, ranks: Sequence[int], zero:
         return 0.0
     network, total = ClusterNetwork(cluster), 0.0
     ranks = tuple(ranks)
-    flows = network.flows(ranks[0], [ranks[0]])
     for item in range(model.num_items):
         size = sum(math.prod(p.shape) for p in item_parameters(model, item))
-        total += network.collective_seconds("reduce_scatter", size * GRADIENT_BYTES, ranks, flows)
+        total += network.collective_seconds("reduce_scatter", size * GRADIENT_BYTES, ranks)
         if zero == 3:
-            total += 2 * network.collective_seconds("all_gather", size * ITEM_BYTES[dtype], ranks, flows)
+            total += 2 * network.collective_seconds("all_gather", size * ITEM_BYTES[dtype], ranks)
     return total

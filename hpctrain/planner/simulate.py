@@ -2,7 +2,9 @@
 
 Time passes for each tile on its own: a message leaves when it is sent and arrives after its seconds, those of a channel
 one after the other; a receive waits for it; a send waits while the channel is full. All tiles meet where gradients are
-summed and where the step is agreed on. Where a tile's time goes is noted part by part, so that the parts add up.
+summed and where the step is agreed on. What goes on beside computation has a lane: gradients are summed from where the
+last backward pass has made them, and weights gathered while the first forward pass of the next step is on its way to
+them. Where a tile's time goes is noted part by part, so that the parts add up.
 """
 
 import itertools
@@ -12,9 +14,11 @@ from dataclasses import dataclass, field
 
 from hpctrain.errors import PlanError
 from hpctrain.plan import Plan, Tile
-from hpctrain.schedule import Instruction, Op, channel_depth
+from hpctrain.schedule import COMPUTING, Instruction, Op, channel_depth
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
+PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
+"""The field of `TileCost` for each."""
 SENDS = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
 
 
@@ -28,6 +32,13 @@ class PassCost:
     data: float = 0.0
     """Collectives over the holders of its weights, in ZeRO 2 and 3."""
 
+    def __add__(self, other: "PassCost") -> "PassCost":
+        return PassCost(self.compute + other.compute, self.tensor + other.tensor, self.data + other.data)
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.tensor + self.data
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -36,6 +47,11 @@ class Sharing:
     tiles: tuple[Tile, ...]
     reduce_seconds: float
     gather_seconds: float
+    ready_seconds: Mapping[Tile, float] = field(default_factory=dict)
+    """How long before the end of a tile's last backward pass its gradients are final; 0 where they are not here."""
+    needed_seconds: Mapping[Tile, float] | None = None
+    """How long after the beginning of a tile's first forward pass it needs the weights; None: they are gathered at the
+    end of a step, and nothing goes on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,9 @@ class TileCost:
     """For each substep."""
     backward: tuple[PassCost, ...]
     update_seconds: float = 0.0
+    backward_input: tuple[PassCost, ...] = ()
+    """The two parts of `backward`, for schedules that split it."""
+    backward_weight: tuple[PassCost, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +155,7 @@ class _Simulation:
         self._wires: dict[tuple[Tile, Tile, Op], _Wire] = {}
         self._upstream = {tile: plan.upstream(tile) for tile in schedules}
         self._downstream = {tile: plan.downstream(tile) for tile in schedules}
+        self._gathers = self._start_gathers()
 
     def run(self) -> Simulated:
         like = _alike(self._plan, self._costs)
@@ -176,9 +196,9 @@ class _Simulation:
         while self._at[tile] < len(schedule):
             step = schedule[self._at[tile]]
             match step.op:
-                case Op.FORWARD | Op.BACKWARD:
-                    passes = cost.forward if step.op is Op.FORWARD else cost.backward
-                    one = passes[step.substep]
+                case op if op in PASSES:
+                    one = getattr(cost, PASSES[op])[step.substep]
+                    self._await_weights(tile, clock, one)
                     for part, seconds in (("compute", one.compute), ("tensor", one.tensor), ("data", one.data)):
                         clock.spend(part, seconds)
                 case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
@@ -239,14 +259,61 @@ class _Simulation:
     def _finish(self) -> None:
         """Sum gradients, agree, update, gather weights: all tiles together, as all ranks call it in one order."""
         clocks = self._clocks
-        for sharing in self._costs.sharings:
-            self._exchange(sharing.tiles, sharing.reduce_seconds)
+        self._reduce()
         together = max(clock.now for clock in clocks.values())
         for tile, clock in clocks.items():
             clock.parts["bubble"] += clock.wait_until(together)
             clock.spend("optimizer", self._costs.agree_seconds + self._costs.tiles[tile].update_seconds)
         for sharing in self._costs.sharings:
-            self._exchange(sharing.tiles, sharing.gather_seconds)
+            if sharing.needed_seconds is None:
+                self._exchange(sharing.tiles, sharing.gather_seconds)
+
+    def _start_gathers(self) -> dict[Tile, list[tuple[float, float, float]]]:
+        """Return for each tile of the weights that are gathered beside: seconds taken, when they are there, and how
+        long after the beginning of the first forward pass they are needed."""
+        lane = dict.fromkeys(self._schedules, 0.0)
+        found: dict[Tile, list[tuple[float, float, float]]] = {}
+        for sharing in self._costs.sharings:
+            if sharing.needed_seconds is None or not sharing.gather_seconds:
+                continue
+            end = max(lane[tile] for tile in sharing.tiles) + sharing.gather_seconds
+            for tile in sharing.tiles:
+                lane[tile] = end
+                found.setdefault(tile, []).append((sharing.gather_seconds, end, sharing.needed_seconds[tile]))
+        return found
+
+    def _await_weights(self, tile: Tile, clock: _Clock, one: PassCost) -> None:
+        """Wait in the first forward pass, which computes what it can before."""
+        gathers = self._gathers.pop(tile, None)
+        if gathers:
+            late = max(end - needed for _, end, needed in gathers)
+            self._spend_beside(clock, sum(seconds for seconds, _, _ in gathers), max(0.0, late - clock.now))
+
+    def _reduce(self) -> None:
+        """Sum gradients, each sharing when all its tiles have made them and the one before it is done.
+
+        What is made first, by the last items, is summed first.
+        """
+        lane = dict.fromkeys(self._clocks, 0.0)
+        taken = dict.fromkeys(self._clocks, 0.0)
+        for sharing in sorted(self._costs.sharings, key=lambda each: -max(each.ready_seconds.values(), default=0.0)):
+            if sharing.reduce_seconds:
+                ready = (self._clocks[t].now - sharing.ready_seconds.get(t, 0.0) for t in sharing.tiles)
+                end = max(*ready, *(lane[tile] for tile in sharing.tiles)) + sharing.reduce_seconds
+                for tile in sharing.tiles:
+                    lane[tile] = end
+                    taken[tile] += sharing.reduce_seconds
+        for tile, clock in self._clocks.items():
+            self._spend_beside(clock, taken[tile], max(0.0, lane[tile] - clock.now))
+
+    @staticmethod
+    def _spend_beside(clock: _Clock, seconds: float, waited: float) -> None:
+        """Account for what took so long beside computation, of which the end was waited for."""
+        seen = min(waited, seconds)
+        clock.now += waited
+        clock.parts["data"] += seconds
+        clock.parts["hidden"] -= seconds - seen
+        clock.parts["bubble"] += waited - seen
 
     def _exchange(self, tiles: tuple[Tile, ...], seconds: float) -> None:
         if not seconds:

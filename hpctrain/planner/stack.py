@@ -50,6 +50,8 @@ class Stack:
     """Of a hidden state, per block, that full recomputing keeps."""
     blocking_sends: bool = False
     """Whether messages between stages go through the stream that computes."""
+    splits_backward: bool = False
+    """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     dispatch_seconds: float = 8e-6
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
     link_share: float = 0.8
@@ -70,6 +72,7 @@ HPCTRAIN = Stack(
     block_operations=(28, 60),
     flash=True,
     recomputes_ends=True,
+    splits_backward=True,
     link_share=1.0,
 )
 

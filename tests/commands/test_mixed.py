@@ -52,6 +52,8 @@ def clusters(folder):
     """A cluster of one fast and one slow device, and one whose slow device cannot hold the model alone."""
     (folder / "two.toml").write_text(CLUSTER.replace("SLOW_BYTES", "50_000_000"))
     (folder / "small.toml").write_text(CLUSTER.replace("SLOW_BYTES", str(SMALL_BYTES)))
+    more_slow = CLUSTER.replace("[[nodes]]\ndevices = {slow = 1}", "[[nodes]]\ncount = 2\ndevices = {slow = 1}")
+    (folder / "three.toml").write_text(more_slow.replace("SLOW_BYTES", "40_000_000").replace("4e7", "9e7"))
     return folder
 
 
@@ -95,6 +97,25 @@ def test_a_plan_by_speed_is_a_file_with_the_families_of_the_cluster(hpctrain, cl
     assert hpctrain(*arguments, "--uniform", cwd=clusters).code == 0
     assert [tile.family for tile in load_plan(clusters / "by-speed.toml").tiles] == ["fast", "slow"]
     assert hpctrain(*arguments, "--uniform", "--proportional", cwd=clusters).code == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_run_begun_on_one_mix_goes_on_on_another_as_if_on_one_rank(hpctrain, clusters):
+    def train(*more, ranks, run):
+        done = hpctrain("train", "job.toml", "--run", run, "--sample", "0", *more, ranks=ranks, cwd=clusters)
+        assert done.code == 0, done.out + done.err
+        return done
+
+    train(ranks=1, run="alone")
+    for cluster, ranks, more in (("two", 2, ("--stop-after", "3")), ("three", 3, ())):
+        arguments = ["job.toml", "--cluster", f"{cluster}.toml", "--proportional", "--out", f"by-{cluster}.toml"]
+        assert hpctrain("plan", *arguments, cwd=clusters).code == 0
+        planned = ["--set", f"plan.file=by-{cluster}.toml", "--rehearse", f"{cluster}.toml"]
+        done = train(*planned, *more, ranks=ranks, run="moved")
+    assert "step 3" in done.out and load_plan(clusters / "by-three.toml").ranks == (0, 1, 2)
+    compared = hpctrain("compare", "alone", "moved", "--tolerance", "1e-5", cwd=clusters)
+    print(compared.out)
+    assert compared.code == 0 and "6 steps" in compared.out
 
 
 @pytest.mark.timeout(60)

@@ -103,6 +103,7 @@ def bytes_of_a_step(world, job, which) -> int:
         groups = dict.fromkeys(which(trainer.layout))
         before = sum(sum(group.bytes_sent) for group in groups)
         trainer.step(training)
+        trainer.layout.store.await_weights()  # what is gathered for the next step
         sent = sum(sum(group.bytes_sent) for group in groups) - before
     return sum(world.broadcast_object(world.gather_objects(sent)))
 

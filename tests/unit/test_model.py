@@ -119,3 +119,31 @@ def test_validation_saves_nothing_and_gives_the_same_loss():
 def test_swiglu_has_the_right_gradient():
     both = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(swiglu, (both,))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_split_backward_pass_gives_the_bits_of_one_in_one(name, recompute):
+    model = MODELS[name]
+    tokens = torch.randint(0, model.vocab_size, (2, 3, 10), generator=torch.Generator().manual_seed(1))
+    of_loss = torch.tensor(1.0, dtype=torch.float64)
+
+    def forward(stage, m):
+        return stage.forward(tokens[m, :, :-1], tokens[m, :, 1:].clone(), training=True)[1]
+
+    whole, split = make_stage(model, recompute), make_stage(model, recompute)
+    for m in (0, 1):
+        whole.backward(forward(whole, m), of_loss)
+    under_way = []
+    for m in (0, 1):
+        under_way.append(forward(split, m))
+        split.backward_input(under_way[m], of_loss)
+        assert not any(gradient.any() for gradient in by_name(split, "grads").values())
+    passed = []
+    for saved in under_way:
+        split.backward_weight(saved, passed.append)
+        assert not saved.deferred
+    assert passed == [*reversed(range(model.num_items))] * 2
+    expected, found = by_name(whole, "grads"), by_name(split, "grads")
+    assert all(expected[name].any() for name in expected)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

@@ -56,16 +56,23 @@ def test_coordinates_and_ranks_are_inverse(sizes):
         assert all(tile.axis_ranks(axis, rank)[i] == rank for axis, i in zip("xyz", (x, y, z), strict=True))
 
 
-@pytest.mark.parametrize("plan", [uneven_plan(), even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, zero=0)])
+@pytest.mark.parametrize(
+    "plan", [uneven_plan(), even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, schedule="zb-h1", zero=0)]
+)
 def test_files_round_trip(plan, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(dump_plan(plan))
     assert load_plan(path) == plan
 
 
-def test_depth_to_loss_is_the_longest_path():
+def test_depths_are_those_of_the_longest_paths():
     plan = even_plan(10, TensorGrid(), 4, 2, 4, 2)
     assert [plan.depth_to_loss(t) for t in plan.tiles] == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert [plan.depth_from_start(t) for t in plan.tiles] == [0, 0, 1, 1, 2, 2, 3, 3]
+    cuts = (((0, 2), (0, 1)), ((0, 1), (1, 2)), ((1, 2), (1, 2)), ((2, 3), (0, 2)), ((3, 4), (0, 2)))
+    plan = Plan(tuple(Tile(Interval(*items), Interval(*rows), (i,)) for i, (items, rows) in enumerate(cuts)), 1, 2)
+    assert [plan.depth_from_start(t) for t in plan.tiles] == [0, 0, 1, 2, 3]
+    assert [plan.depth_to_loss(t) for t in plan.tiles] == [2, 3, 2, 1, 0]
 
 
 def broken(**changes) -> Plan:

@@ -17,8 +17,8 @@ from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan, even_plan
 from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.predict import predict
-from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.planner.predict import Predictor, predict
+from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.schedule import one_f_one_b
 from tests.pretended import CLUSTER
@@ -150,6 +150,30 @@ def test_memory_falls_with_each_zero_stage_and_with_recomputing():
     assert kept[0] > 2 * kept[1]
 
 
+def test_weight_passes_that_wait_keep_their_operands():
+    """By ZB-H1 the last stage keeps as much as the first; by 1F1B splitting takes no more than activations did."""
+
+    def activations(plan, **stack) -> list[int]:
+        found = predict(replace(SETUP, stack=replace(HPCTRAIN, **stack)), plan, CLUSTER).memory
+        return [stage.memory.activations for stage in found]
+
+    plan = plan_of(pipeline=4, data=1, microbatches=8)
+    as_one, split = activations(plan, splits_backward=False), activations(plan)
+    delayed = activations(replace(plan, schedule="zb-h1"))
+    assert as_one == split
+    assert delayed[0] == split[0]
+    assert all(more > less for more, less in zip(delayed[1:], split[1:], strict=True))
+    assert activations(replace(plan, schedule="zb-h1", microbatches=1)) == activations(replace(plan, microbatches=1))
+
+
+def test_schedules_that_split_are_faster_and_other_software_does_not():
+    plan = plan_of(pipeline=4, data=1, microbatches=8)
+    whole = predict(replace(SETUP, stack=replace(HPCTRAIN, splits_backward=False)), plan, CLUSTER)
+    split, delayed = (predict(SETUP, replace(plan, schedule=name), CLUSTER) for name in ("1f1b", "zb-h1"))
+    assert delayed.step_seconds < split.step_seconds < whole.step_seconds
+    assert delayed.breakdown_seconds["compute"] == pytest.approx(whole.breakdown_seconds["compute"], rel=1e-3)
+
+
 def test_a_plan_that_does_not_fit_says_so():
     assert predict(replace(SETUP, positions=16), plan_of(), CLUSTER).fits
     assert not predict(replace(SETUP, positions=20_000), plan_of(), CLUSTER).fits
@@ -254,3 +278,47 @@ def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):
     result = run_command(tmp_path, cluster=CLUSTER.model_copy(update={"families": families}))
     assert isinstance(result.exception, TopologyError)
     assert "families fast, slow have no dtype in common to train in (bf16 or fp32)" in str(result.exception)
+
+
+BESIDE = [  # (ready, needed) of two sums and gathers of 1 s each, and what they add to a step of 2 x (1 + 2) s
+    ((0.0, 0.0), None, 4.0),
+    ((1.5, 0.0), None, 3.0),
+    ((0.0, 1.5), None, 3.0),
+    ((1.5, 0.0), (0.9, 0.9), 2.1),
+    ((0.5, 0.0), (0.0, 1.0), 2.5),
+    ((2.0, 1.0), (1.0, 2.0), 0.0),
+]
+
+
+@pytest.mark.parametrize(("ready", "needed", "exposed"), BESIDE)
+def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
+    plan = even_plan(4, TensorGrid(), 1, 2, 2, 2)
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
+    sharings = tuple(
+        Sharing(
+            plan.tiles,
+            1.0,
+            1.0,
+            dict.fromkeys(plan.tiles, ready[i]),
+            None if needed is None else dict.fromkeys(plan.tiles, needed[i]),
+        )
+        for i in (0, 1)
+    )
+    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    assert found.step_seconds == pytest.approx(6.0 + exposed)
+    for parts in found.parts.values():
+        assert sum(parts.values()) == pytest.approx(found.step_seconds)
+        assert parts["data"] == 4.0 and parts["data"] + parts["hidden"] == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize("plan", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[7], plan_of((1, 1, 2), pipeline=1, data=2)])
+def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
+    exposed, beside = (Predictor(SETUP, plan, CLUSTER, None, size).predict(1) for size in (None, 1_000_000))
+    assert sum(beside.breakdown_seconds.values()) == pytest.approx(beside.step_seconds)
+    saved = exposed.step_seconds - beside.step_seconds
+    if all(tile.zero < 3 for tile in plan.tiles):
+        latencies = 0.001 * exposed.step_seconds  # each bucket has its own
+        assert -latencies < saved < exposed.breakdown_seconds["data"] + exposed.breakdown_seconds["bubble"]
+    else:
+        assert saved == 0, "whose weights are gathered in every pass"

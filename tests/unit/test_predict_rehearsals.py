@@ -49,9 +49,9 @@ def predictor(*layout: str) -> Predictor:
 @pytest.mark.parametrize(
     ("layout", "rehearsed_seconds"),
     [
-        (["plan.pipeline=2", "plan.data=2"], 7.04),
+        (["plan.pipeline=2", "plan.data=2"], 6.815),
         (["plan.tensor.y=2", "plan.data=2"], 6.2285),
-        (["plan.tensor.z=2", "plan.pipeline=2"], 7.288),
+        (["plan.tensor.z=2", "plan.pipeline=2"], 7.064),
         (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], 10.2886),
     ],
 )
@@ -61,12 +61,18 @@ def test_predictions_are_near_what_was_rehearsed(layout, rehearsed_seconds):
 
 
 @pytest.mark.parametrize(
-    ("layout", "counted_bytes"),
+    ("layout", "counted_bytes", "tolerance"),
     [
-        (["plan.pipeline=2", "plan.data=2"], (28_593_188, 22_817_448)),
-        (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], (17_758_276, 17_165_872)),
+        (["plan.pipeline=2", "plan.data=2"], (28_789_796, 23_855_008), 0.04),
+        (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], (17_758_276, 17_165_872), 0.04),
+        (["plan.pipeline=4", "plan.schedule=zb-h1"], (24_845_380, 21_741_056, 21_275_648, 28_754_512), 0.07),
+        (
+            ["plan.pipeline=4", "plan.schedule=zb-h1", "plan.recompute=full"],
+            (15_374_404, 15_629_824, 18_318_336, 28_754_512),
+            0.07,
+        ),
     ],
 )
-def test_memory_is_near_what_pretended_devices_counted(layout, counted_bytes):
+def test_memory_is_near_what_pretended_devices_counted(layout, counted_bytes, tolerance):
     found = [stage.memory.total for stage in predictor(*layout).memory]
-    assert found == pytest.approx(counted_bytes, rel=0.04)
+    assert found == pytest.approx(counted_bytes, rel=tolerance)

@@ -1,12 +1,29 @@
 """Schedules do all the work once, as 1F1B says, and do not deadlock; those that do are found out."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import PlanError
-from hpctrain.plan import TensorGrid, even_plan
-from hpctrain.schedule import Instruction, Op, check_no_deadlock, forward_only, one_f_one_b
+from hpctrain.holders import check_zero
+from hpctrain.intervals import Interval
+from hpctrain.job import Model
+from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.schedule import (
+    ADDING,
+    Instruction,
+    Op,
+    check_no_deadlock,
+    check_schedules,
+    forward_only,
+    one_f_one_b,
+    schedule_of,
+    weight_delay,
+)
+from tests.tilings import tilings
 from tests.unit.test_plan import uneven_plan
 
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
@@ -98,3 +115,141 @@ def test_instructions_can_be_read():
     assert ", ".join(map(str, one_f_one_b(plan, plan.tiles[0]))) == (
         "forward 0, send activation 0, receive gradient 0, backward 0, reduce gradients, update"
     )
+
+
+# ---- backward passes that are split ----------------------------------------------------------------------------------
+
+MODEL = Model(architecture="llama", num_layers=5, hidden_size=16, num_heads=4, vocab_size=64)
+TILINGS = st.integers(1, 12).flatmap(
+    lambda ranks: st.integers(1, 9).flatmap(lambda microbatches: tilings(MODEL, ranks, 5, microbatches))
+)
+
+
+def most(steps, over: tuple[Op, ...]) -> int:
+    """The most pieces of microbatches that were forward and not yet in a pass of `over`."""
+    alive = found = 0
+    for step in steps:
+        alive += (step.op is Op.FORWARD) - (step.op in over)
+        found = max(found, alive)
+    return found
+
+
+@given(TILINGS, st.sampled_from(["1f1b", "zb-h1"]), st.booleans())
+def test_any_tiling_has_each_pass_once_in_the_order_of_microbatches_and_ends(drawn, schedule, reduce_early):
+    plan = replace(drawn, schedule=schedule)
+    check_schedules(plan, reduce_early)
+    for tile in plan.tiles:
+        steps = schedule_of(plan, tile, reduce_early)
+        every = [(m, s) for m in range(plan.microbatches) for s in range(tile.substeps)]
+        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
+            assert [(step.microbatch, step.substep) for step in steps if step.op in ops] == every
+        assert [step for step in steps if step.starts_reducing] == [s for s in steps if s.op in ADDING][
+            -1:
+        ] * reduce_early
+
+
+@given(TILINGS)
+def test_zb_h1_keeps_no_more_microbatches_than_the_first_tile_on_the_longest_path_by_1f1b(drawn):
+    plan = replace(drawn, schedule="zb-h1")
+    for tile in plan.tiles:
+        steps, depth = schedule_of(plan, tile), plan.depth_to_loss(tile)
+        if plan.downstream(tile):  # at the loss substeps go forward and back one by one
+            assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.substeps * min(depth + 1, plan.microbatches)
+        path = depth + plan.depth_from_start(tile) + 1
+        assert most(steps, ADDING) <= tile.substeps * min(path, plan.microbatches)
+
+
+@given(TILINGS)
+def test_tiles_wait_for_each_other_in_the_order_of_1f1b_whatever_the_schedule(drawn):
+    for schedule in ("1f1b", "zb-h1"):
+        plan = replace(drawn, schedule=schedule)
+        for tile in plan.tiles:
+            split = [step for step in schedule_of(plan, tile) if step.op is not Op.BACKWARD_WEIGHT]
+            as_one = [replace(s, op=Op.BACKWARD) if s.op is Op.BACKWARD_INPUT else s for s in split]
+            assert as_one == list(one_f_one_b(plan, tile))
+
+
+def test_1f1b_sends_the_gradient_before_it_computes_those_of_weights_where_that_costs_nothing():
+    plan = even_plan(4, TensorGrid(), 2, 1, 2, 1)
+    assert ", ".join(map(str, schedule_of(plan, plan.tiles[1]))) == (
+        "receive activation 0, forward 0, backward input 0, send gradient 0, backward weight 0,"
+        " receive activation 1, forward 1, backward input 1, send gradient 1, backward weight 1,"
+        " reduce gradients, update"
+    )
+    assert schedule_of(plan, plan.tiles[0]) == one_f_one_b(plan, plan.tiles[0]), "nobody waits for it"
+    for option in ({"recompute": "full"}, {"substeps": 2}, {"zero": 2}):
+        assert delay_of_the_second(TensorGrid(), **option) is None
+    grids = (TensorGrid(z=2), TensorGrid(y=2), TensorGrid(x=2))
+    assert [delay_of_the_second(grid) for grid in grids] == [0, None, None]
+
+
+def delay_of_the_second(grid: TensorGrid, **options) -> int | None:
+    plan = even_plan(4, grid, 2, 1, 2, 2, **options)
+    return weight_delay(plan, plan.tiles[1])
+
+
+def test_zb_h1_leaves_weight_passes_for_the_end():
+    plan = even_plan(5, TensorGrid(), 3, 1, 4, 1, schedule="zb-h1")
+    letters = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
+    computed = [
+        " ".join(f"{letters[step.op]}{step.microbatch}" for step in schedule_of(plan, tile) if step.op in letters)
+        for tile in plan.tiles
+    ]
+    assert computed == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
+
+
+@given(st.integers(2, 8), st.integers(0, 12), st.tuples(*[st.floats(0.1, 3.0)] * 3))
+def test_the_bubbles_of_equal_stages_are_those_of_the_paper(stages, more, seconds):
+    """(p - 1) (f + dX + dW) by 1F1B, without dW where the gradient is sent first, and (p - 1) (f + dX - dW) by ZB-H1,
+    of which messages from stage to stage leave no less than a pass."""
+    forward, back, weight = seconds
+    cost = TileCost(*((PassCost(s),) for s in (forward, back + weight)), 0.0, *((PassCost(s),) for s in (back, weight)))
+
+    def bubble(schedule: str, made) -> float:
+        plan = even_plan(stages + 2, TensorGrid(), stages, 1, stages + more, 1, schedule=schedule)
+        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): 0.0 for a in plan.tiles for b in plan.tiles})
+        steps = {tile: made(plan, tile) for tile in plan.tiles}
+        return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
+
+    hops = stages - 1
+    assert bubble("1f1b", one_f_one_b) == pytest.approx(hops * (forward + back + weight))
+    assert bubble("1f1b", schedule_of) == pytest.approx(hops * (forward + back))
+    expected = hops * max(forward + back - weight, forward, back)
+    assert bubble("zb-h1", schedule_of) == pytest.approx(expected)
+
+
+def test_gradients_that_are_added_out_of_order_or_never_are_found():
+    plan = even_plan(4, TensorGrid(), 2, 1, 2, 1, schedule="zb-h1")
+
+    def refusal(change) -> str:
+        schedules = {tile: list(schedule_of(plan, tile)) for tile in plan.tiles}
+        change(schedules[plan.tiles[1]])
+        with pytest.raises(PlanError) as error:
+            check_no_deadlock(plan, schedules)
+        return str(error.value)
+
+    first, second = (Instruction(Op.BACKWARD_WEIGHT, m) for m in (0, 1))
+
+    def swap(steps):
+        a, b = steps.index(first), steps.index(second)
+        steps[a], steps[b] = steps[b], steps[a]
+
+    assert "'backward weight 0' comes after microbatch 1, substep 0 was added" in refusal(swap)
+    assert "'backward input 0' has no weight pass" in refusal(lambda steps: steps.remove(first))
+    assert "'backward weight 0' comes before its input pass" in refusal(lambda steps: steps.insert(0, first))
+
+
+def test_tiles_with_zero_2_delay_their_weight_passes_alike_or_are_refused():
+    check_schedules(even_plan(6, TensorGrid(), 2, 2, 3, 2, schedule="zb-h1", zero=3))
+    cuts = [((0, 2), (0, 1)), ((0, 1), (1, 2)), ((1, 2), (1, 2))]
+    tiles = [Tile(Interval(*items), Interval(*rows), (i,)) for i, (items, rows) in enumerate(cuts)]
+    tiles += [Tile(Interval(2, 6), Interval(row, row + 1), (3 + row,), zero=2) for row in (0, 1)]
+    plan = Plan(tuple(tiles), 3, 2)
+    check_zero(plan, "a test")
+    check_schedules(plan)
+    with pytest.raises(PlanError, match="tiles 3 and 4 share items but have unlike tiles before: 1 and 2"):
+        check_zero(replace(plan, schedule="zb-h1"), "a test")

@@ -45,7 +45,7 @@ class Clock:
     def __init__(self):
         self.compute = Stream()
         self.under_way: set[Paced] = set()
-        """Operations that have begun and not ended: they slow down what is computed meanwhile. Of several threads."""
+        """Operations that have begun and not ended. Of several threads."""
         self.log: list[Paced] | None = None
         """Where operations are listed when they were waited for, if anybody wants to know."""
         self.busy_seconds = 0.0
@@ -63,6 +63,14 @@ class Clock:
         self.compute.moment += seconds
         self.busy_seconds += seconds
         self._wait(LONGEST_LEAD_SECONDS)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes of an operation are on their way: they slow down what is computed meanwhile.
+
+        One that waits for a rank which has not come to it moves nothing.
+        """
+        return any(operation.is_moving for operation in tuple(self.under_way))
 
     def mark(self) -> "Mark":
         """Return where the device is in what it does: each call another mark."""
@@ -144,6 +152,7 @@ class Paced:
         """When the group could begin, and when it had done it."""
         self.asked_at = clock.mark()
         self.met_at: Mark | None = None
+        self._pending: Pending | None = None
         self._steps = self._paced(steps)
 
     def __iter__(self) -> Steps:
@@ -166,11 +175,18 @@ class Paced:
                 clock.is_communicating = False
                 if pending is None:
                     return
+                self._pending = pending
                 yield pending
         finally:
             clock.is_communicating = False
             clock.under_way.discard(self)
             self.ended = stream.moment
+
+    @property
+    def is_moving(self) -> bool:
+        """Any thread may ask."""
+        pending = self._pending
+        return pending is not None and pending.is_moving is not None and pending.is_moving()
 
     def meet(self) -> None:
         """Let the device wait for what the group has done: called by who has waited for it."""

@@ -87,7 +87,7 @@ class RehearsedAccelerator(CpuAccelerator):
             return
         seconds = seconds_of(func, args, outputs, truth)
         if seconds:
-            if clock.under_way:
+            if clock.is_moving:
                 seconds *= truth.overlap_times
             if truth.jitter_share:
                 seconds *= max(0.0, self._random.gauss(1.0, truth.jitter_share))

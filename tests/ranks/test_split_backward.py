@@ -1,0 +1,228 @@
+"""Backward passes that are split: the bits of those in one, whatever the schedule; the bubbles of the literature."""
+
+import functools
+from collections import defaultdict
+from dataclasses import replace
+from hashlib import sha256
+from statistics import mean
+
+import pytest
+
+import hpctrain.engine.pipeline as pipeline
+from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.cluster_file import parse_cluster
+from hpctrain.data.order import open_datasets
+from hpctrain.job import Overlap
+from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.planner.even import check_plan, resolve_plan
+from hpctrain.schedule import Op, check_schedules, one_f_one_b, schedule_of
+from hpctrain.truth import PretendDevice, Truth
+from tests.ranks.given_on_ranks import given_on_ranks
+from tests.ranks.small_runs import Alone, largest_relative_difference, make_job, make_trainer, rehearsed_world
+from tests.tilings import tilings
+
+STEPS = 3
+SHAPE = {"hidden_size": 16, "num_heads": 4}
+LAYOUTS = {
+    2: [{"pipeline": 2}, {"pipeline": 2, "recompute": "full"}],
+    4: [
+        {"pipeline": 4},
+        {"pipeline": 2, "tensor": {"y": 2}, "recompute": "full"},
+        {"pipeline": 2, "tensor": {"x": 2}},
+        {"pipeline": 2, "tensor": {"z": 2}},
+        {"pipeline": 2, "data": 2},
+        {"pipeline": 2, "data": 2, "zero": 2},
+        {"pipeline": 2, "data": 2, "zero": 3},
+    ],
+    8: [
+        {"pipeline": 8},
+        {"pipeline": 2, "tensor": {"x": 2, "y": 2}},
+        {"pipeline": 2, "tensor": {"z": 2}, "data": 2},
+        {"pipeline": 4, "tensor": {"y": 2}},
+    ],
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        from mpi4py import MPI
+
+        layouts = LAYOUTS.get(MPI.COMM_WORLD.size, [])
+        models = [("gpt2", "llama")[i % 2] for i in range(len(layouts))]
+        metafunc.parametrize(("model", "layout"), list(zip(models, layouts, strict=True)), ids=str)
+
+
+def overlapped(job, on: bool):
+    return job.model_copy(update={"overlap": Overlap(bucket_bytes=3000, tensor=on, data=on)})
+
+
+def curve(world, job, plan: Plan) -> tuple[list[float], list[str]]:
+    """Losses and norms of gradients, and of each rank a digest of its weights at the end."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with world.freeing():
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        found = [trainer.step(training)[0] for _ in range(STEPS)]
+        weights = [shard.master.numpy().tobytes() for shard in trainer.optimizer.shards]
+    digests = world.broadcast_object(world.gather_objects(sha256(b"".join(weights)).hexdigest()))
+    return [m[key] for m in found for key in ("loss", "grad_norm")], digests
+
+
+def in_one(plan: Plan, tile, reduce_early: bool):
+    return one_f_one_b(plan, tile, reduce_early)
+
+
+@functools.cache
+def one_rank(world, tokens, model: str, rows: int, microbatches: int) -> list[float]:
+    if world.rank:
+        return world.broadcast_object(None)
+    job = make_job(tokens, model, shape=SHAPE, global_batch=rows * microbatches)
+    return world.broadcast_object(
+        curve(Alone(), job, even_plan(job.model.num_items, TensorGrid(), 1, 1, microbatches, rows))[0]
+    )
+
+
+def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
+    """Compare a plan's schedules with backward passes in one, and with one rank."""
+    job = make_job(tokens, model, shape=SHAPE, global_batch=plan.rows * plan.microbatches)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "schedule_of", in_one)
+        expected = curve(world, overlapped(job, False), plan)
+    assert largest_relative_difference(expected[0], one_rank(world, tokens, model, plan.rows, plan.microbatches)) < 1e-5
+    for schedule, on in (("1f1b", False), ("zb-h1", True)):
+        changed = replace(plan, schedule=schedule)
+        check_plan(job, changed, "drawn")
+        check_schedules(changed, reduce_early=on)
+        assert curve(world, overlapped(job, on), changed) == expected, (schedule, on, plan)
+
+
+@pytest.mark.timeout(120)
+def test_schedules_are_bit_equal_and_give_the_losses_of_one_rank(world, tokens, model, layout, monkeypatch):
+    job = make_job(tokens, model, {"microbatch": 2, "schedule": "zb-h1", **layout}, shape=SHAPE)
+    plan = resolve_plan(job, world.size).plan
+    assert plan.schedule == "zb-h1"
+    split = [any(s.op is Op.BACKWARD_WEIGHT for s in schedule_of(plan, tile)) for tile in plan.tiles]
+    assert split == [bool(plan.upstream(tile)) for tile in plan.tiles]
+    check(world, tokens, model, plan, monkeypatch)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_random_tilings_are_bit_equal(world, tokens, model, monkeypatch):
+    """Unlike depths, grids, recomputing and substeps side by side."""
+    job = make_job(tokens, model, shape=SHAPE)
+    drawn = tilings(job.model, world.size, 5, 3)
+    if world.size > 1:
+        drawn = drawn.filter(lambda plan: any(plan.upstream(tile) for tile in plan.tiles))
+
+    @given_on_ranks(drawn, max_examples=5)
+    def every(world, plan):
+        check(world, tokens, model, plan, monkeypatch)
+
+    every(world)
+
+
+@pytest.mark.timeout(120)
+def test_interrupted_and_resumed_by_another_schedule_is_uninterrupted_bit_for_bit(world, tokens, folder):
+    job = make_job(tokens, "llama", {"pipeline": world.size, "microbatch": 2}, shape=SHAPE)
+    plan = resolve_plan(job, world.size).plan
+    _, training, _ = open_datasets(job.data, job.train.seed)
+
+    def run(steps: int, schedule: str, resume: bool) -> list[tuple[float, float]]:
+        with world.freeing():
+            trainer = make_trainer(world, job, replace(plan, schedule=schedule))
+            if resume:
+                trainer.resume(latest_checkpoint(folder))
+            else:
+                trainer.initialise()
+            found = [trainer.step(training)[0] for _ in range(steps)]
+            trainer.save(folder, {})
+        return [(m["loss"], m["grad_norm"]) for m in found]
+
+    uninterrupted = run(4, "zb-h1", resume=False)
+    for schedule in ("zb-h1", "1f1b"):
+        assert run(2, "zb-h1", resume=False) + run(2, schedule, resume=True) == uninterrupted
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+EQUAL = parse_cluster(
+    """
+    [families.equal]
+    origin = "datasheet"
+    kind = "cuda"
+    memory_bytes = 200_000_000
+    memory_bytes_per_second = 4e10
+    peak_flops_per_second = {fp32 = 2e9}
+
+    [[nodes]]
+    origin = "datasheet"
+    devices = {equal = 4}
+    link_latency_seconds = 1e-5
+    link_bytes_per_second = 1e9
+    """,
+    "a test",
+)
+DEVICE = PretendDevice(memory_bytes=200_000_000, memory_bytes_per_second=4e10, flops_per_second={"fp32": 2e9})
+MICROBATCHES = 8
+PASSES = ("forward", "backward", "backward_input", "backward_weight")
+
+
+def measured(world, job, plan: Plan) -> tuple[float, dict[str, float]]:
+    """Return the pretended seconds of a step, and of each pass of the slowest stage, and of all beside passes."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    device, noted = world.accelerator, defaultdict(list)
+    with world.freeing():
+        trainer = make_trainer(world, job, plan, accelerator=device)
+        trainer.initialise()
+        trainer.step(training)
+        stage = trainer.layout.stage
+
+        def noting(name: str, run):
+            def noted_run(*args):
+                before = device.busy_seconds
+                result = run(*args)
+                noted[name].append(device.busy_seconds - before)
+                return result
+
+            return noted_run
+
+        for name in PASSES:
+            setattr(stage, name, noting(name, getattr(stage, name)))
+        device.start_anew()
+        steps = [trainer.step(training)[0]["step_seconds"] for _ in range(3)]
+        beside = device.busy_seconds / len(steps) - sum(map(sum, noted.values())) / len(steps)
+        own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"beside": beside}
+        if world.rank == 0:
+            print(f"overrun {trainer.overrun():.2%}")
+        else:
+            trainer.overrun()
+    every = world.broadcast_object(world.gather_objects(own))
+    return min(steps), {name: max(each[name] for each in every) for name in own}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, tokens, monkeypatch):
+    shape = {"num_layers": 4, "hidden_size": 128, "ffn_size": 512}
+    job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
+    plan = even_plan(job.model.num_items, TensorGrid(), 4, 1, MICROBATCHES, 4, schedule="zb-h1", family="equal")
+    with rehearsed_world(world, EQUAL, Truth(time_scale=4.0, devices={"equal": DEVICE})) as own:
+        delayed, passes = measured(own, job, plan)
+        split, _ = measured(own, job, replace(plan, schedule="1f1b"))
+        monkeypatch.setattr(pipeline, "schedule_of", in_one)
+        whole, _ = measured(own, job, replace(plan, schedule="1f1b"))
+    forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
+    busy, hops = MICROBATCHES * (forward + back + weight) + passes["beside"], len(plan.tiles) - 1
+    formulas = {
+        "1f1b in one": (whole, busy + hops * (forward + back + weight)),
+        "1f1b": (split, busy + hops * (forward + back)),
+        "zb-h1": (delayed, busy + hops * max(forward + back - weight, forward, back)),
+    }
+    if world.rank == 0:
+        print({name: f"{seconds * 1e3:.2f} ms" for name, seconds in passes.items()})
+        for name, (seconds, formula) in formulas.items():
+            print(f"{name:12} {seconds:.4f} s, formula {formula:.4f} s ({seconds / formula - 1:+.1%})")
+    for seconds, formula in formulas.values():
+        assert seconds == pytest.approx(formula, rel=0.05)
+    assert delayed < split < whole

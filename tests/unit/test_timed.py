@@ -1,0 +1,51 @@
+"""Plans timed by the simulator with measured speeds: what the slow network costs is seen, which estimates leave out."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.cluster_file import find_cluster, load_cluster
+from hpctrain.job import load_job
+from hpctrain.planner.proportional import EVEN, Work, even_candidates, parties_of, proportional_candidates
+from hpctrain.planner.timed import timed
+
+JOB = load_job("mixed", ["data.tokens=none"])
+WORK = Work(JOB.model, JOB.data.sequence_length, JOB.train.global_batch)
+
+
+def candidates(name: str):
+    cluster = load_cluster(find_cluster(name))
+    parties = parties_of(cluster, "fp32")
+    speeds = {party.family: party.speed / WORK.flops for party in parties}
+    return cluster, speeds, [*proportional_candidates(WORK, parties, 8), *even_candidates(WORK, parties)]
+
+
+def test_communication_is_added_to_what_the_estimate_has():
+    cluster, speeds, listed = candidates("v100-t4")
+    estimated = {candidate.plan: candidate.seconds for candidate in listed if candidate.kind != EVEN}
+    for found in timed(listed[:10], JOB, cluster, speeds, beside=False):
+        assert found.seconds > estimated[found.plan] / max(speeds.values()) * 0.5
+    alone = {family: speed * 4 for family, speed in speeds.items()}
+    least = WORK.global_batch * sum(WORK.costs) / sum(alone.values())
+    assert timed(listed, JOB, cluster, speeds, beside=True)[0].seconds > least
+
+
+def test_where_two_fabrics_meet_over_a_slow_one_the_pipeline_crosses_it():
+    """Holmes (arXiv 2312.03549): sums of gradients stay inside a fabric, activations go between them.
+
+    Beside computation the slow network has time enough here, with all rows in one microbatch.
+    """
+    cluster, speeds, listed = candidates("ib-roce")
+    listed = [replace(c, seconds=0.0) for c in listed]  # in no order
+    best = timed(listed, JOB, cluster, speeds, beside=False)[0].plan
+    fabric_of = {device.rank: device.table for device in cluster.devices}
+    for item in range(JOB.model.num_items):
+        tables = {fabric_of[rank] for tile in best.tiles if tile.holds(item) for rank in tile.ranks}
+        assert len(tables) == 1, best.describe()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_fastest_is_first(beside):
+    cluster, speeds, listed = candidates("four-families")
+    seconds = [candidate.seconds for candidate in timed(listed, JOB, cluster, speeds, beside)]
+    assert seconds == sorted(seconds) and len(seconds) > 10
