@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "measure the speed of a job's training step, of collectives, or of plans for a mixed cluster",
     "doctor": "tell what this machine has: versions, ranks, devices, and by which routes they communicate",
     "probe": "measure devices and links, and write a cluster file; start it with mpirun or srun",
+    "profile": "measure what a job's rows take on each family of devices, and how many fit; start it with mpirun",
     "rehearse": "list the clusters that are ready to be rehearsed",
 }
 

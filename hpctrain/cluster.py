@@ -198,6 +198,44 @@ class LinkClass(Figures):
         return self.fabric, tuple(sorted(self.families))
 
 
+class RowTimes(Table):
+    """How long the items of a model take for so many rows at once: each its forward and its backward pass."""
+
+    rows: Count
+    embedding_seconds: tuple[Positive, Positive]
+    block_seconds: tuple[Positive, Positive]
+    head_seconds: tuple[Positive, Positive]
+
+
+class Profile(Figures):
+    """What `hpctrain profile` found of one job on a device of a family that is a replica of the whole model."""
+
+    family: Name
+    work: str
+    """Which model, sequences and dtype, in words that the profiler chooses: it holds for the same ones alone."""
+    zero: Literal[1, 2, 3]
+    """The ZeRO stage; 1 stands for 0 too."""
+    replicas: Count
+    """Among how many the state is cut where the stage cuts it."""
+    largest_rows: Annotated[int, Field(ge=0, strict=True)]
+    """The most of which the whole model can be trained at once; 0: not one."""
+    update_seconds: Positive | None = None
+    """Of the replica's part of the optimizer's work; left out where the whole model does not fit."""
+    times: Annotated[tuple[RowTimes, ...], Field(min_length=1)]
+    """By ascending rows. Without communication."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        rows = [time.rows for time in self.times]
+        if rows != sorted(set(rows)):
+            raise ValueError(f"times are of rows {rows}; list each number of rows once, in ascending order")
+        return self
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.family, self.work, self.zero
+
+
 class Device(NamedTuple):
     """Where a rank's device is."""
 
@@ -218,6 +256,7 @@ class Cluster(Table):
     fabrics: dict[Name, Fabric] = Field(default_factory=dict)
     nodes: Annotated[tuple[Nodes, ...], Field(min_length=1)]
     links: tuple[LinkClass, ...] = ()
+    profiles: tuple[Profile, ...] = ()
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
@@ -233,6 +272,10 @@ class Cluster(Table):
                 self._check("fabric", link.fabric, self.fabrics, f"links.{i}.fabric")
             if link.key in [other.key for other in self.links[:i]]:
                 raise ValueError(f"links.{i}: these families' link is described above already; keep one")
+        for i, profile in enumerate(self.profiles):
+            self._check("family", profile.family, self.families, f"profiles.{i}.family")
+            if profile.key in [other.key for other in self.profiles[:i]]:
+                raise ValueError(f"profiles.{i}: this family's work in this ZeRO stage is above already; keep one")
         return self
 
     @staticmethod
@@ -315,6 +358,7 @@ def guessed_figures(cluster: Cluster) -> list[str]:
         tables[f"nodes.{i}"] = nodes
         tables |= {f"nodes.{i}.nics.{j}": nic for j, nic in enumerate(nodes.nics)}
     tables |= {f"links.{i}": link for i, link in enumerate(cluster.links)}
+    tables |= {f"profiles.{i}": profile for i, profile in enumerate(cluster.profiles)}
     return [
         f"{key}.{figure}"
         for key, table in tables.items()

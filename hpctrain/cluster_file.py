@@ -3,18 +3,20 @@
 import json
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.cluster import Cluster
+from hpctrain.cluster import Cluster, Profile
 from hpctrain.errors import TopologyError, did_you_mean
 from hpctrain.tables import Table, explain, parse_toml, read_text
 from hpctrain.truth import Truth
 
 LINE = 110
 DIGITS = 6
+HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]{}=,]+?)\s*\]{1,2}\s*(?:#.*)?")
 READY_MADE = Path(__file__).parent / "jobs" / "clusters"
 
 
@@ -46,7 +48,7 @@ def load_cluster(path: Path) -> Cluster:
 def parse_cluster(text: str, where: str) -> Cluster:
     """Read a cluster from TOML; `where` is what errors call it. Raises TopologyError."""
     file = _parse(text, where)
-    return Cluster(families=file.families, fabrics=file.fabrics, nodes=file.nodes, links=file.links)
+    return Cluster(**{name: getattr(file, name) for name in Cluster.model_fields})
 
 
 def load_truth(path: Path) -> Truth:
@@ -76,12 +78,57 @@ def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, tr
         for name, table in tables.items():
             lines += ["", *_comment(f"{kind}.{name}", comments), f"[{kind}.{_key(name)}]"]
             lines += _pairs(table, f"{kind}.{name}", comments)
-    for kind, listed in (("nodes", cluster.nodes), ("links", cluster.links)):
-        for i, table in enumerate(listed):
-            lines += ["", *_comment(f"{kind}.{i}", comments), f"[[{kind}]]", *_pairs(table, f"{kind}.{i}", comments)]
+    for kind, listed in (("nodes", cluster.nodes), ("links", cluster.links), ("profiles", cluster.profiles)):
+        lines += _listed(kind, listed, comments)
     if truth:
         lines += ["", *_comment("truth", comments), "[truth]", *_pairs(truth, "truth", comments)]
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: Mapping[str, str]) -> str:
+    """Return the text of a cluster file with these profiles instead of its own; everything else stays as it is.
+
+    `comments` are by key, such as "profiles.0". Raises TopologyError if the file is wrong, or written so that its
+    profiles cannot be told from the rest.
+    """
+    before = _parse(text, where)
+    lines = [*_without_profiles(text.splitlines()), *_listed("profiles", profiles, comments)]
+    made = "\n".join(lines).rstrip("\n") + "\n"
+    with suppress(TopologyError):
+        if _parse(made, where) == before.model_copy(update={"profiles": tuple(profiles)}):
+            return made
+    raise TopologyError(f"{where}: its profiles cannot be told from the rest; remove them, and profile again")
+
+
+def _without_profiles(lines: Sequence[str]) -> list[str]:
+    """Leave out the tables [[profiles]], and comments right above them."""
+    kept: list[str] = []
+    waiting: list[str] = []  # comments and empty lines, which belong to what follows
+    inside = False
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            waiting.append(line)
+            continue
+        if header := HEADER.fullmatch(line):
+            was_inside, inside = inside, header[1] == "profiles"
+            if inside:
+                while waiting and waiting[-1].strip():
+                    waiting.pop()
+                kept += [] if was_inside else waiting
+        if not inside:
+            kept += [*waiting, line]
+        waiting = []
+    while kept and not kept[-1].strip():
+        kept.pop()
+    return kept + ([] if inside else waiting)
+
+
+def _listed(kind: str, tables: Sequence[Table], comments: Mapping[str, str]) -> list[str]:
+    lines = []
+    for i, table in enumerate(tables):
+        key = f"{kind}.{i}"
+        lines += ["", *_comment(key, comments), f"[[{kind}]]", *_pairs(table, key, comments)]
+    return lines
 
 
 def _comment(key: str, comments: Mapping[str, str]) -> list[str]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Clock
     from hpctrain.comm.rehearsal.network import Network
     from hpctrain.comm.rehearsal.shaped import Rehearsal
+    from hpctrain.comm.solo import Solo
     from hpctrain.comm.traced import GroupTrace
 
 # What a rank is told about where it is, for tests; of its device see hpctrain.comm.accelerators.find.
@@ -151,6 +152,12 @@ class World:
         self._rehearsal = Rehearsal(ShapedNetwork(self._mpi, self._comm.Dup(), network), Clock())
         self.topology = Topology(tuple(places), shares_memory=False)
         return self._rehearsal.clock
+
+    def solo(self) -> "Solo":
+        """Return what stands for this world where this rank runs its part of a plan alone. Involves nobody."""
+        from hpctrain.comm.solo import Solo
+
+        return Solo(self.rank, self.size, self._rehearsal.clock if self._rehearsal else None)
 
     @contextmanager
     def freeing(self):

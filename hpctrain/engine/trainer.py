@@ -101,7 +101,7 @@ class Trainer:
             memory, tile = self.accelerator.memory(), self.plan.tile_of(self.world.rank)
             raise TrainingError(
                 f"rank {self.world.rank} ({tile.family}, items {list(tile.items)}, rows {tile.rows}) is out of"
-                f" memory in {what}: {memory.used / 2**20:,.0f} of {memory.total / 2**20:,.0f} MiB are in use, and"
+                f" memory in {what}: {memory.used / 2**20:,.1f} of {memory.total / 2**20:,.1f} MiB are in use, and"
                 f' {str(error).splitlines()[0]}; give its tile fewer rows or items, set plan.recompute to "full",'
                 " plan.microbatch lower, or start more ranks"
             ) from error

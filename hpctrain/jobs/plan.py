@@ -1,5 +1,6 @@
 """`hpctrain plan`: write a plan for a job, or draw one. Needs neither ranks nor torch: runs on a login node."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -10,9 +11,12 @@ from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import override_option
 from hpctrain.plan import Plan, check_tiling, dump_plan, load_plan
+from hpctrain.planner.curves import FamilyCurves, curves_of
 from hpctrain.planner.draw import draw_plan
+from hpctrain.planner.estimate import Work
 from hpctrain.planner.even import Resolved, check_plan, resolve_plan
-from hpctrain.planner.proportional import Work, parties_of, proportional_candidates, turns_reason
+from hpctrain.planner.proportional import parties_of, proportional_candidates, turns_reason
+from hpctrain.planner.replicas import exchange_seconds
 from hpctrain.schedule import check_schedules
 
 
@@ -103,13 +107,29 @@ def _uniform(job: Job, cluster: Cluster | None, num_ranks: int | None) -> Resolv
 def _by_speed(job: Job, cluster: Cluster) -> Resolved:
     """Return the best plan by speed, as far as an estimate of computation and bubble tells."""
     work = Work(job.model, job.data.sequence_length, job.train.global_batch)
-    parties = parties_of(cluster, job.train.dtype or "bf16")
-    found = proportional_candidates(work, parties, cluster.num_devices)
+    zero = max(1, job.plan.zero if job.plan else 1)
+    dtype, curves = _profiled(job, cluster, zero)
+    parties = parties_of(cluster, dtype, curves=curves)
+    exchanged = exchange_seconds(cluster, job.model, range(cluster.num_devices), zero, dtype) if curves else 0.0
+    found = proportional_candidates(work, parties, cluster.num_devices, zero, exchanged)
     check_plan(job, found[0].plan, "the plan by speed")
-    speeds = ", ".join(f"{party.family} {party.speed:.3g} FLOP/s" for party in parties)
+    if curves:
+        rows = ", ".join(f"{family} up to {of.largest_rows} rows at once" for family, of in curves.items())
+        speeds = f"the profiles of this job ({dtype}, ZeRO {zero}: {rows}); {found[0].seconds:.3g} s a step"
+    else:
+        speeds = ", ".join(f"{party.family} {party.speed:.3g} FLOP/s" for party in parties)
+        speeds += "; the cluster file has no profiles of this job (`hpctrain profile`)"
     reason = f"{found[0].describe}: least estimated computation and bubble of {len(found)} plans, by {speeds}"
     turns = turns_reason(work, found[0].plan, {party.family: party.speed for party in parties})
     return Resolved(found[0].plan, {"plan": reason} | ({"plan.rows": turns} if turns else {}))
+
+
+def _profiled(job: Job, cluster: Cluster, zero: int) -> tuple[str, Mapping[str, FamilyCurves] | None]:
+    """Return the job's dtype, and the curves of it that the cluster has; where it is auto, what was profiled."""
+    for dtype in (job.train.dtype,) if job.train.dtype else ("bf16", "fp32"):
+        if curves := curves_of(cluster, job, dtype, zero):
+            return dtype, curves
+    return job.train.dtype or "bf16", None
 
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:

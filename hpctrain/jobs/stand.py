@@ -17,8 +17,9 @@ from hpctrain.job import Job
 from hpctrain.links import links_of
 from hpctrain.observe.console import QUOTED_OVERRUN
 from hpctrain.plan import Plan, Tile
+from hpctrain.planner.estimate import Work
 from hpctrain.planner.even import check_plan
-from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, Work, state_bytes
+from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, state_bytes
 from hpctrain.planner.timed import timed
 from hpctrain.schedule import check_schedules
 

@@ -4,35 +4,37 @@ Two kinds: `side by side`, where each family has replicas of its own, pipelines 
 `in a row`, one pipeline over all families, whose blocks are cut by speed. Both are cut exactly: no other cut into whole
 rows or blocks makes the slowest part faster. Replicas that do not meet before the end of a step have rows by turns
 where whole ones fit their speeds badly: 5 in some microbatches and 6 in the others. Which depths and how many
-microbatches is chosen by a closed form of computation and bubble; what is communicated is not weighed.
+microbatches is chosen by a closed form of computation and bubble (`hpctrain.planner.estimate`).
+
+Speeds are one figure for a family, or the curves that the profiler measured of the job. By curves, replicas of the
+whole model are allocated by `hpctrain.planner.allocate`, which knows how many rows fit; rows by turns are left out
+then, since what a curve says of a step's rows together is not what its microbatches take.
 """
 
-import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 
 from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.job import Model
-from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.planner.allocate import share_rows
+from hpctrain.planner.curves import FamilyCurves
+from hpctrain.planner.estimate import Work, estimate
 from hpctrain.planner.even import GRADIENT_SHARD_BYTES, MOMENT_BYTES, WEIGHT_BYTES
+from hpctrain.planner.replicas import replicas_plan
 from hpctrain.planner.turns import spread
 from hpctrain.rows import Rows
 
-# What the small products of a microbatch cost beside those of its rows: some 300 tokens' time for rows of 2,048.
-ROWS_LOST = 0.15
 # Rows by turns are not worth less than this share of a step.
 TURNS_WORTH = 0.005
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.
 BLOCK_BYTES, HEAD_BYTES = 90, 12
 INPUT_BYTES = 4  # of that, where a block is computed again: its input
-RECOMPUTED = 4 / 3  # as long as without: another forward pass
 SIDE_BY_SIDE, IN_A_ROW, EVEN = "side by side", "in a row", "even"
 
 
@@ -45,6 +47,17 @@ class Party:
     speed: float
     """Of one of them, in any unit that is the same for all."""
     memory_bytes: float = math.inf
+    curves: FamilyCurves | None = None
+    """In place of the speed, and in seconds; of all parties or of none."""
+
+    def seconds(self, work: Work, items: Interval, rows: float) -> float:
+        """Return what rows take through items: in seconds by curves, else in the unit of `Candidate.seconds`.
+
+        By curves they are whole; by speed those of a mean may not be.
+        """
+        if self.curves is not None:
+            return self.curves.seconds(items, int(rows))
+        return work.cost(items) * rows / self.speed
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class Candidate:
     """A plan, and what is thought of it."""
 
     seconds: float
-    """Of a step; where it is an estimate by speeds of any unit, in the time of one row of one block at speed 1."""
+    """Of a step; by speeds of any unit in the time of one row of one block at speed 1, by curves in seconds."""
     kind: str
     depths: tuple[int, ...]
     """Stages of each party, or of all."""
@@ -68,45 +81,15 @@ class Candidate:
         return f"{self.kind}, {depths} stage{'s' if self.depths != (1,) else ''}: {self.plan.describe()}"
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is to be planned: a model's items by their cost, and the rows of a step."""
-
-    model: Model
-    positions: int
-    global_batch: int
-
-    @cached_property
-    def _block(self) -> int:
-        """Return the multiplications of a block for one token, forward."""
-        matrices = sum(math.prod(p.shape) for p in item_parameters(self.model, 1) if p.decay)
-        return matrices + self.model.hidden_size * self.positions  # causal: half of the products with keys and values
-
-    @property
-    def flops(self) -> float:
-        """Of one row of one block, forward and back."""
-        return 6.0 * self.positions * self._block
-
-    @cached_property
-    def costs(self) -> tuple[float, ...]:
-        """Return the operations of each item on one row, in blocks: products by their weights, and attention's own."""
-        head = self.model.hidden_size * self.model.vocab_size
-        return 0.0, *[1.0] * self.model.num_layers, head / self._block
-
-    @cached_property
-    def parameters(self) -> tuple[int, ...]:
-        """Return how many parameters each item has."""
-        items = range(self.model.num_items)
-        return tuple(sum(math.prod(p.shape) for p in item_parameters(self.model, item)) for item in items)
-
-    def cost(self, items: Interval) -> float:
-        return sum(self.costs[slice(*items)])
-
-
-def parties_of(cluster: Cluster, dtype: str, speeds: Mapping[str, float] | None = None) -> list[Party]:
+def parties_of(
+    cluster: Cluster,
+    dtype: str,
+    speeds: Mapping[str, float] | None = None,
+    curves: Mapping[str, FamilyCurves] | None = None,
+) -> list[Party]:
     """Return the families of a cluster with the ranks that have such a device; by measured speed, else by peak.
 
-    Raises PlanError for a family that does not compute in `dtype`.
+    `curves` are of all families that have devices. Raises PlanError for a family that does not compute in `dtype`.
     """
     found = []
     for name, family in cluster.families.items():
@@ -118,71 +101,63 @@ def parties_of(cluster: Cluster, dtype: str, speeds: Mapping[str, float] | None 
                 f" one that all families have, or families.{name}.sustained_flops_per_second"
             )
         if ranks:
-            found.append(Party(name, ranks, speeds[name] if speeds else known[dtype], family.memory_bytes))
+            own = curves[name] if curves else None
+            found.append(Party(name, ranks, speeds[name] if speeds else known[dtype], family.memory_bytes, own))
     return found
 
 
 def cut_rows(num_rows: int, speeds: Sequence[float], least: int = 1) -> list[int]:
     """Return how many rows each replica takes, `least` or more, so that the slowest is as fast as can be.
 
-    Exact: rows are given one by one to who would then be done first. Raises PlanError if there are too few.
+    Exact. Raises PlanError if there are too few.
     """
-    if num_rows < least * len(speeds):
-        raise PlanError(
-            f"{num_rows // least} rows of a microbatch are too few for {len(speeds)} replicas; one is the least"
-        )
-    rows = [least] * len(speeds)
-    waiting = [((least + 1) / speed, i) for i, speed in enumerate(speeds)]
-    heapq.heapify(waiting)
-    for _ in range(num_rows - least * len(speeds)):
-        _, i = waiting[0]
-        rows[i] += 1
-        heapq.heapreplace(waiting, ((rows[i] + 1) / speeds[i], i))
-    return rows
+    return share_rows(num_rows, [lambda rows, speed=speed: rows / speed for speed in speeds], least)
 
 
 def cut_items(costs: Sequence[float], speeds: Sequence[float]) -> list[Interval]:
+    """Return the items of each stage, by the `costs` of all items and the speed of each stage; see `cut_unlike`."""
+    return cut_unlike([[cost / speed for cost in costs] for speed in speeds])
+
+
+def cut_unlike(costs: Sequence[Sequence[float]]) -> list[Interval]:
     """Return the items of each stage, one block at least, so that the slowest is as fast as can be.
 
-    `costs` are of all items; the embedding is with the first block, the head with the last one. Exact, by dynamic
-    programming over stages and blocks. Raises PlanError if there are fewer blocks than stages.
+    `costs` are for each stage those of all items there; the embedding is with the first block, the head with the last
+    one. Exact, by dynamic programming over stages and blocks. Raises PlanError if there are fewer blocks than stages.
     """
-    num_blocks, num_stages = len(costs) - 2, len(speeds)
+    num_blocks, num_stages = len(costs[0]) - 2, len(costs)
     if num_stages > num_blocks:
         raise PlanError(f"{num_stages} stages need as many blocks, the model has {num_blocks}")
-    before = [0.0, *itertools.accumulate(costs[1:-1])]
-    before[0] -= costs[0]
-    before[-1] += costs[-1]
     # best[j]: the seconds of the slowest of the first stages if they take j blocks, and how many all but the last take.
     best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     choices = []
-    for stage, speed in enumerate(speeds):
+    for stage, of_items in enumerate(costs):
+        before = [0.0, *itertools.accumulate(of_items[1:-1])]
+        before[0] -= of_items[0]
+        before[-1] += of_items[-1]
         left = num_stages - stage - 1
         ends = [num_blocks] if not left else range(stage + 1, num_blocks - left + 1)
         best = {
-            end: min(
-                (max(best[start][0], (before[end] - before[start]) / speed), start) for start in best if start < end
-            )
+            end: min((max(best[start][0], before[end] - before[start]), start) for start in best if start < end)
             for end in ends
         }
         choices.append(best)
     bounds = [num_blocks]
     for choice in reversed(choices):
         bounds.append(choice[bounds[-1]][1])
-    bounds = [0, *(bound + 1 for bound in bounds[-2:0:-1]), len(costs)]
+    bounds = [0, *(bound + 1 for bound in bounds[-2:0:-1]), num_blocks + 2]
     return [Interval(*pair) for pair in itertools.pairwise(bounds)]
 
 
 def side_by_side(work: Work, parties: Sequence[Party], depths: Sequence[int], microbatches: int) -> Plan:
-    """Return the plan in which each party has pipelines of its depth, and each of these rows by its speed."""
-    cuts = [cut_items(work.costs, [1.0] * depth) for depth in depths]
-    replicas = [
-        (party, items, replica)
-        for party, depth, items in zip(parties, depths, cuts, strict=True)
-        for replica in range(len(party.ranks) // depth)
-    ]
+    """Return the plan in which each party has pipelines of its depth, and each of these rows by its speed or curves."""
+    replicas, times = [], []
+    for party, depth in zip(parties, depths, strict=True):
+        items = cut_unlike([_item_seconds(work, party, 1)] * depth)
+        num_replicas = len(party.ranks) // depth
+        replicas += [(party, items, replica) for replica in range(num_replicas)]
+        times += [_slowest(work, party, items)] * num_replicas
     num_rows = work.global_batch // microbatches
-    speeds = [party.speed / max(map(work.cost, items)) for party, items, _ in replicas]
 
     def plan_with(cut: Sequence[Rows]) -> Plan:
         tiles = []
@@ -192,13 +167,25 @@ def side_by_side(work: Work, parties: Sequence[Party], depths: Sequence[int], mi
             tiles += [Tile(part, rows, (rank,), family=party.family) for part, rank in zip(items, ranks, strict=True)]
         return Plan(tuple(tiles), microbatches, num_rows)
 
+    if parties[0].curves is not None:
+        return plan_with(spread(share_rows(num_rows, times), 1))
+    speeds = [party.speed / max(map(work.cost, items)) for party, items, _ in replicas]
     return _shorter(work, parties, *(plan_with(cut) for cut in _whole_and_by_turns(num_rows, speeds, microbatches)))
+
+
+def _item_seconds(work: Work, party: Party, rows: float) -> list[float]:
+    return [party.seconds(work, Interval(item, item + 1), rows) for item in range(work.model.num_items)]
+
+
+def _slowest(work: Work, party: Party, stages: Sequence[Interval]) -> Callable[[int], float]:
+    """Return what tells how long rows take in the slowest of some stages."""
+    return lru_cache(None)(lambda rows: max(party.seconds(work, items, rows) for items in stages))
 
 
 def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microbatches: int) -> Plan:
     """Return one pipeline over the parties, in their order; each has its stages, whose replicas share the rows.
 
-    Where all stages have as many replicas, these are pipelines that do not meet, and may have rows by turns.
+    Where all stages have as many replicas, these are pipelines that do not meet, and by speed may have rows by turns.
     """
     rows = work.global_batch // microbatches
     stages = []
@@ -212,7 +199,7 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
     def plan_with(cuts: Mapping[int, Sequence[Rows]]) -> Plan:
         """`cuts` are by the number of replicas."""
         largest = {degree: max(each.mean for each in cut) for degree, cut in cuts.items()}
-        items = cut_items(work.costs, [party.speed / largest[len(ranks)] for party, ranks in stages])
+        items = cut_unlike([_item_seconds(work, party, largest[len(ranks)]) for party, ranks in stages])
         tiles = [
             Tile(part, each, (rank,), family=party.family)
             for part, (party, ranks) in zip(items, stages, strict=True)
@@ -220,7 +207,7 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
         ]
         return Plan(tuple(tiles), microbatches, rows)
 
-    if len(degrees) == 1:
+    if len(degrees) == 1 and parties[0].curves is None:
         (degree,) = degrees
         both = _whole_and_by_turns(rows, [1.0] * degree, microbatches)
         return _shorter(work, parties, *(plan_with({degree: cut}) for cut in both))
@@ -243,50 +230,6 @@ def _shorter(work: Work, parties: Sequence[Party], whole: Plan, by_turns: Plan) 
     speeds = {party.family: party.speed for party in parties}
     shorter = estimate(work, by_turns, speeds) * (1 + TURNS_WORTH) < estimate(work, whole, speeds)
     return by_turns if shorter else whole
-
-
-def estimate(work: Work, plan: Plan, speeds: Mapping[str, float]) -> float:
-    """Return the time of a step: that of the slowest of the pipelines that share no messages.
-
-    Of each one its slowest tile for every microbatch, and the rest of the longest path once; and where rows grow from a
-    microbatch to the next one, as much of it again as they grow, for the tiles behind wait then. An estimate of
-    computation and bubble, from above where paths are unlike or rows go by turns; communication is left out.
-    """
-
-    def seconds(tile: Tile, rows: int) -> float:
-        again = RECOMPUTED if tile.recompute == "full" else 1.0
-        return work.cost(tile.items) * (rows + ROWS_LOST * tile.substeps) * again / speeds[tile.family]
-
-    path: dict[Tile, float] = {}
-    for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
-        ahead = max((path[other] for other in plan.downstream(tile)), default=0.0)
-        path[tile] = seconds(tile, tile.rows.most()) + ahead
-    steps = []
-    for tiles in _pipelines(plan):
-        of_period = [max(seconds(tile, tile.rows_of(m).size) for tile in tiles) for m in range(plan.period)]
-        every = [of_period[m % plan.period] for m in range(plan.microbatches)]
-        slowest = max(every)
-        rest = max(path[tile] for tile in tiles) - slowest
-        growth = sum(max(0.0, after - before) for before, after in itertools.pairwise([0.0, *every]))
-        steps.append(min(slowest * plan.microbatches + rest, sum(every) + rest * growth / slowest))
-    return max(steps)
-
-
-def _pipelines(plan: Plan) -> list[list[Tile]]:
-    """Return the tiles that share messages, directly or through others, together."""
-    found: list[list[Tile]] = []
-    seen: set[Tile] = set()
-    for start in plan.tiles:
-        if start in seen:
-            continue
-        seen.add(start)
-        together = [start]
-        for tile in together:  # grows while it is gone through
-            near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
-            seen.update(near)
-            together += near
-        found.append(together)
-    return found
 
 
 def turns_reason(work: Work, plan: Plan, speeds: Mapping[str, float]) -> str | None:
@@ -368,23 +311,43 @@ def _in_pieces(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Pla
     return replace(plan, tiles=tuple(map(fitting, plan.tiles)))
 
 
-def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int) -> list[Candidate]:
+def proportional_candidates(
+    work: Work, parties: Sequence[Party], num_ranks: int, zero: int = 1, exchange_seconds: float = 0.0
+) -> list[Candidate]:
     """Return plans of the parties' ranks by speed, the others of `num_ranks` unused, the best by estimate first.
 
-    Raises PlanError, with the numbers, where there are too few rows or blocks, or no memory for the states.
+    With curves, which are for replicas in stage `zero`, those of the whole model are allocated by them; in stages 2 and
+    3, where `exchange_seconds` are those of `allocate_in_step`, there are no other plans. Raises PlanError, with the
+    numbers, where there are too few rows or blocks, or no memory for the states.
     """
     speeds = {party.family: party.speed for party in parties}
     memory_bytes = {party.family: party.memory_bytes for party in parties}
-    used = {rank for party in parties for rank in party.ranks}
-    unused = tuple(rank for rank in range(num_ranks) if rank not in used)
+    curves = None if parties[0].curves is None else {party.family: party.curves for party in parties}
+    families = {rank: party.family for party in parties for rank in party.ranks}
+    unused = tuple(rank for rank in range(num_ranks) if rank not in families)
     # First stages keep the activations of most microbatches: those with memory go first.
     by_memory = sorted(parties, key=lambda party: -party.memory_bytes)
+    allocated: list[Candidate] = []
     made: list[Candidate] = []
     refusal = None
+    if curves is not None:
+        try:
+            plan, seconds = replicas_plan(work.model, families, curves, work.global_batch, zero, exchange_seconds)
+        except PlanError as error:
+            if zero >= 2:
+                raise
+            refusal = error
+        else:
+            depths = (1,) * len(parties)
+            allocated.append(Candidate(seconds, SIDE_BY_SIDE, depths, replace(plan, unused=unused)))
+        if zero >= 2:
+            return allocated
     for kind, make, order in ((SIDE_BY_SIDE, side_by_side, parties), (IN_A_ROW, in_a_row, by_memory)):
         if kind == IN_A_ROW and len(parties) == 1:  # the same plans
             continue
         for depths in itertools.product(*(divisors(len(party.ranks)) for party in order)):
+            if curves is not None and kind == SIDE_BY_SIDE and set(depths) == {1}:  # allocated above
+                continue
             for microbatches in divisors(work.global_batch):
                 try:
                     plan = made_to_fit(work, make(work, order, depths, microbatches), memory_bytes)
@@ -392,10 +355,10 @@ def proportional_candidates(work: Work, parties: Sequence[Party], num_ranks: int
                     refusal = error
                     break  # more microbatches have fewer rows
                 plan = replace(plan, unused=unused)
-                made.append(Candidate(estimate(work, plan, speeds), kind, depths, plan))
-    if not made:
-        raise PlanError(f"no plan of {len(used)} ranks by speed for this job; the last one tried says: {refusal}")
-    return _that_fit(work, made, memory_bytes)
+                made.append(Candidate(estimate(work, plan, speeds, curves), kind, depths, plan))
+    if not made and not allocated:
+        raise PlanError(f"no plan of {len(families)} ranks by speed for this job; the last one tried says: {refusal}")
+    return _that_fit(work, made, memory_bytes, allocated)
 
 
 def even_candidates(work: Work, parties: Sequence[Party]) -> list[Candidate]:
@@ -416,22 +379,28 @@ def even_candidates(work: Work, parties: Sequence[Party]) -> list[Candidate]:
     return _that_fit(work, made, {party.family: party.memory_bytes for party in parties})
 
 
-def _that_fit(work: Work, made: Sequence[Candidate], memory: Mapping[str, float]) -> list[Candidate]:
-    fitting, short = [], []
+def _that_fit(
+    work: Work, made: Sequence[Candidate], memory: Mapping[str, float], known: Sequence[Candidate] = ()
+) -> list[Candidate]:
+    """Return those that fit by estimate, and those that are `known` to, the fastest first."""
+    fitting, short = list(known), []
     for candidate in made:
         missing = max(
             (needed - memory[tile.family], needed, tile.family)
             for tile, needed in needed_bytes(work, candidate.plan).items()
         )
-        (short if missing[0] > 0 else fitting).append((missing, candidate))
+        if missing[0] > 0:
+            short.append(missing)
+        else:
+            fitting.append(candidate)
     if not fitting:
-        (_, needed, family), _ = min(short, key=lambda pair: pair[0])
+        _, needed, family = min(short)
         raise PlanError(
             f"no plan of these ranks fits in memory: states and activations need about"
             f" {needed / 2**20:,.1f} MiB on a device of family '{family}', which has {memory[family] / 2**20:,.1f} MiB;"
             " use more devices, or shorter sequences"
         )
-    return sorted((candidate for _, candidate in fitting), key=lambda candidate: candidate.seconds)
+    return sorted(fitting, key=lambda candidate: candidate.seconds)
 
 
 def divisors(number: int) -> Iterator[int]:

@@ -10,8 +10,9 @@ from hpctrain.cluster import Cluster
 from hpctrain.job import Job
 from hpctrain.plan import Tile
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.estimate import ROWS_LOST, Work
 from hpctrain.planner.predict import Predictor
-from hpctrain.planner.proportional import ROWS_LOST, Candidate, Work
+from hpctrain.planner.proportional import Candidate
 from hpctrain.planner.simulate import PassCost
 from hpctrain.planner.stack import HPCTRAIN
 

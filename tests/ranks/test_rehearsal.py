@@ -118,7 +118,7 @@ def test_what_does_not_fit_says_which_rank_and_what_to_change(world, tokens):
     if world.rank == 0:
         assert told[:2] == [None, None]
         assert "rank 2 (cpu, items [0, 10], rows [8, 12]) is out of memory in making weights" in told[2]
-        assert "of 0 MiB are in use" in told[2] and "the pretended slow is out of memory" in told[2]
+        assert "of 0.1 MiB are in use" in told[2] and "the pretended slow is out of memory" in told[2]
 
 
 @pytest.mark.timeout(30)

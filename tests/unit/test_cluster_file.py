@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Time
-from hpctrain.cluster_file import dump_cluster, load_cluster, load_truth
+from hpctrain.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Profile, RowTimes, Time
+from hpctrain.cluster_file import dump_cluster, load_cluster, load_truth, parse_cluster, ready_clusters, with_profiles
 from hpctrain.errors import TopologyError
 from hpctrain.truth import Truth
 from tests.unit.described import FAMILY, NODE, TEXT
@@ -56,6 +56,33 @@ def some_families(draw) -> Family:
 
 
 @st.composite
+def profiles_of(draw, families) -> list[Profile]:
+    keys = st.tuples(st.sampled_from(sorted(families)), st.sampled_from(["a job", "llama: 8 layers; fp32"]))
+    keys = st.tuples(keys, st.integers(1, 3))
+    passes = st.tuples(speeds, speeds)
+    found = []
+    for (family, work), zero in draw(st.lists(keys, unique=True, max_size=3)):
+        rows = sorted(draw(st.sets(st.integers(1, 99), min_size=1, max_size=3)))
+        times = [
+            RowTimes(rows=n, embedding_seconds=draw(passes), block_seconds=draw(passes), head_seconds=draw(passes))
+            for n in rows
+        ]
+        found.append(
+            Profile(
+                origin="measured",
+                family=family,
+                work=work,
+                zero=zero,
+                replicas=draw(st.integers(1, 8)),
+                largest_rows=draw(st.integers(0, 99)),
+                update_seconds=draw(st.none() | speeds),
+                times=times,
+            )
+        )
+    return found
+
+
+@st.composite
 def clusters(draw) -> Cluster:
     families = draw(st.dictionaries(names, some_families(), min_size=1, max_size=3))
     fabrics = draw(
@@ -102,7 +129,11 @@ def clusters(draw) -> Cluster:
         for fabric, pair in chosen
     ]
     found = Cluster(
-        families=families, fabrics=fabrics, nodes=draw(st.lists(nodes, min_size=1, max_size=3)), links=links
+        families=families,
+        fabrics=fabrics,
+        nodes=draw(st.lists(nodes, min_size=1, max_size=3)),
+        links=links,
+        profiles=draw(profiles_of(families)),
     )
     if not draw(st.booleans()):
         return found
@@ -111,7 +142,7 @@ def clusters(draw) -> Cluster:
         table.model_copy(update={"ranks": tuple(next(ranks) for _ in range(table.count * table.num_devices))})
         for table in found.nodes
     ]
-    return Cluster(families=families, fabrics=fabrics, nodes=placed, links=links)
+    return found.model_copy(update={"nodes": tuple(placed)})
 
 
 @settings(deadline=None)
@@ -122,6 +153,38 @@ def test_files_round_trip(cluster, comment, tmp_path_factory):
     comments = {"": comment, f"families.{name}": comment, "nodes.0": comment, "links.0.times": comment}
     path.write_text(dump_cluster(cluster, comments), encoding="utf-8")
     assert load_cluster(path) == cluster
+
+
+@settings(deadline=None)
+@given(data=st.data(), name=st.sampled_from(sorted(ready_clusters())), at_end=st.booleans())
+def test_profiles_are_replaced_and_nothing_else(data, name, at_end):
+    """In the files as they are written, with comments and a truth, and with profiles between other tables."""
+    text = ready_clusters()[name].read_text()
+    bare = parse_cluster(text, name)
+    first, second = (data.draw(profiles_of(bare.families)) for _ in range(2))
+    with_first = with_profiles(text, name, first, {"profiles.0": "measured\ntoday"} if first else {})
+    assert parse_cluster(with_first, name) == bare.model_copy(update={"profiles": tuple(first)})
+    assert with_first.startswith(text.rstrip("\n")), "what was there is as it was"
+    if not at_end:  # the profiles before the truth
+        added = with_first[len(text.rstrip("\n")) :]
+        with_first = text.replace("[truth]\n", f"{added}\n\n# Of pretend devices.\n[truth]\n", 1)
+    with_second = with_profiles(with_first, name, second, {})
+    assert parse_cluster(with_second, name).profiles == tuple(second)
+    assert "today" not in with_second and ("# Of pretend devices." in with_second) != at_end
+    without = with_profiles(with_second, name, [], {})
+    assert [line for line in without.splitlines() if line and line != "# Of pretend devices."] == [
+        line for line in text.splitlines() if line
+    ]
+
+
+def test_profiles_that_cannot_be_told_from_the_rest_are_left_alone(write):
+    """A table that is written in line, as `profiles = [...]` at the top, is no [[profiles]] that can be cut out."""
+    profile = "{origin = 'measured', family = 'mi250x', work = 'w', zero = 1, replicas = 1, largest_rows = 1, times = ["
+    times = "{rows = 1, embedding_seconds = [1.0, 1.0], block_seconds = [1.0, 1.0], head_seconds = [1.0, 1.0]}]}"
+    text = f"profiles = [{profile}{times}]\n{FAMILY}{NODE}"
+    assert len(parse_cluster(text, "a file").profiles) == 1
+    with pytest.raises(TopologyError, match="a file: its profiles cannot be told from the rest; remove them, and"):
+        with_profiles(text, "a file", parse_cluster(text, "a file").profiles, {})
 
 
 def test_text_that_toml_writes_otherwise_than_json_round_trips(write):
@@ -147,6 +210,16 @@ def test_comments_stand_above_what_they_are_about(cluster):
     assert max(map(len, above.splitlines())) <= 110
 
 
+PROFILE = """
+[[profiles]]
+family = "mi250x"
+origin = "measured"
+work = "some"
+zero = 1
+replicas = 1
+largest_rows = 3
+"""
+ONE = "embedding_seconds = [1e-3, 1e-3], block_seconds = [1e-3, 1e-3], head_seconds = [1e-3, 1e-3]"
 BAD_FILES = [
     ("families = ", "not valid TOML"),
     ("", "families: missing; set it"),
@@ -154,7 +227,7 @@ BAD_FILES = [
     ("families = {}\n" + NODE, "families = {}: dictionary should have at least 1 item"),
     ("families = 3\n" + NODE, "families = 3: input should be a valid dictionary"),
     ("nodes = 3\n" + FAMILY, "nodes = 3: input should be a valid tuple"),
-    ("extra = 1\n" + FAMILY + NODE, "extra: unknown key; known are: fabrics, families, links, nodes, truth"),
+    ("extra = 1\n" + FAMILY + NODE, "extra: unknown key; known are: fabrics, families, links, nodes, profiles, truth"),
     (
         FAMILY.replace("memory_bytes =", "memory_byte =") + NODE,
         "families.mi250x.memory_bytes: missing; set it (and 1 more)",
@@ -236,6 +309,19 @@ BAD_FILES = [
         TEXT + TEXT[TEXT.index("[[links]]") :].replace('["mi250x", "a100"]', '["a100", "mi250x"]'),
         "links.1: these families' link is described above already; keep one",
     ),
+    (
+        FAMILY + NODE + PROFILE + "times = [{rows = 2, ONE}, {rows = 1, ONE}]".replace("ONE", ONE),
+        "profiles.0: times are of rows [2, 1]; list each number of rows once, in ascending order",
+    ),
+    (
+        FAMILY + NODE + PROFILE.replace("mi250x", "mi300x") + f"times = [{{rows = 1, {ONE}}}]",
+        "profiles.0.family: no family 'mi300x'; did you mean 'mi250x'?",
+    ),
+    (
+        FAMILY + NODE + 2 * (PROFILE + f"times = [{{rows = 1, {ONE}}}]\n"),
+        "profiles.1: this family's work in this ZeRO stage is above already; keep one",
+    ),
+    (FAMILY + NODE + PROFILE + "times = []", "profiles.0.times"),
     (FAMILY + NODE + "[truth]\ntime_scal = 3", "truth.time_scal: unknown key; did you mean 'time_scale'?"),
     (FAMILY + NODE + "[truth]\ntime_scale = 0", "truth.time_scale = 0: input should be greater than 0"),
 ]

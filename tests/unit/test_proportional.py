@@ -8,21 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.cluster import Cluster, Profile, RowTimes
 from hpctrain.cluster_file import load_cluster, ready_clusters
 from hpctrain.errors import PlanError
-from hpctrain.intervals import Interval
-from hpctrain.job import load_job
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.job import Job, load_job
 from hpctrain.plan import Plan, Tile, check_tiling
+from hpctrain.planner.curves import curves_of, describe_work
+from hpctrain.planner.estimate import ROWS_LOST, Work, estimate
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.proportional import (
     IN_A_ROW,
-    ROWS_LOST,
     SIDE_BY_SIDE,
     Party,
-    Work,
     cut_items,
     cut_rows,
-    estimate,
+    cut_unlike,
     even_candidates,
     in_a_row,
     needed_bytes,
@@ -31,6 +32,7 @@ from hpctrain.planner.proportional import (
     side_by_side,
     turns_reason,
 )
+from hpctrain.planner.replicas import exchange_seconds
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.rows import Rows
 from hpctrain.schedule import check_no_deadlock, one_f_one_b
@@ -71,6 +73,23 @@ def test_blocks_are_cut_as_brute_force_would(seed):
     found = cut_items(costs, speeds)
     assert seconds((found[0].start, *(items.stop for items in found))) == pytest.approx(best)
     assert all(any(1 <= item <= num_blocks for item in range(*items)) for items in found), "a block for each stage"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_that_cost_unlike_on_each_stage_are_cut_as_brute_force_would(seed):
+    drawn = random.Random(seed)
+    num_stages = drawn.randint(1, 3)
+    num_blocks = drawn.randint(num_stages, 7)
+    costs = [[drawn.choice([0.1, 1.0, 2.5]) for _ in range(num_blocks + 2)] for _ in range(num_stages)]
+
+    def seconds(cuts) -> float:
+        return max(sum(of[slice(*items)]) for of, items in zip(costs, cuts, strict=True))
+
+    every = (
+        [Interval(*pair) for pair in itertools.pairwise((0, *inner, num_blocks + 2))]
+        for inner in itertools.combinations(range(2, num_blocks + 1), num_stages - 1)
+    )
+    assert seconds(cut_unlike(costs)) == pytest.approx(min(map(seconds, every)))
 
 
 def test_fast_devices_get_more_rows_or_more_blocks():
@@ -219,3 +238,111 @@ def test_what_cannot_be_is_refused_with_the_numbers():
     cluster = load_cluster(ready_clusters()["v100-t4"])
     with pytest.raises(PlanError, match=r"families.v100-16: its speed in bf16 is not known, only in fp32; set train.d"):
         parties_of(cluster, "bf16")
+
+
+# ---- by curves -------------------------------------------------------------------------------------------------------
+
+LIMITS = {"v100-16": 6, "t4-16": 9}
+SPEEDS = {"v100-16": 1.0, "t4-16": 0.25}  # rows of a block in a millisecond
+
+
+def profiled(job: Job, dtype: str = "fp32", replicas: int = 8, zeros=(1, 2, 3)) -> Cluster:
+    """The v100-t4 cluster with made-up profiles: a constant and a time for each row."""
+    cluster = load_cluster(ready_clusters()["v100-t4"])
+    assert set(cluster.families) == set(LIMITS)
+
+    def times(speed: float, rows: int) -> RowTimes:
+        forward = 1e-3 * (0.5 + rows / speed)
+        passes = (forward, 2 * forward)
+        return RowTimes(rows=rows, embedding_seconds=(1e-6, 1e-6), block_seconds=passes, head_seconds=passes)
+
+    profiles = tuple(
+        Profile(
+            origin="measured",
+            family=family,
+            work=describe_work(job, dtype),
+            zero=zero,
+            replicas=replicas,
+            largest_rows=limit + zero,
+            update_seconds=1e-3,
+            times=tuple(times(SPEEDS[family], rows) for rows in (1, 2, 4, 8)),
+        )
+        for family, limit in LIMITS.items()
+        for zero in zeros
+    )
+    return cluster.model_copy(update={"profiles": profiles})
+
+
+def candidates_by_curve(zero: int, exchanged: float = 0.0):
+    cluster = profiled(JOB)
+    curves = curves_of(cluster, JOB, "fp32", zero)
+    return proportional_candidates(WORK, parties_of(cluster, "fp32", curves=curves), 8, zero, exchanged), curves
+
+
+def test_curves_are_of_one_job_on_as_many_devices_or_none():
+    assert set(curves_of(profiled(JOB), JOB, "fp32", 0)) == set(LIMITS)
+    assert curves_of(profiled(JOB), JOB, "bf16", 1) is None
+    assert curves_of(profiled(JOB, replicas=4), JOB, "fp32", 1) is None
+    assert curves_of(profiled(JOB, zeros=(1, 2)), JOB, "fp32", 1) is None
+    longer = JOB.model_copy(update={"data": JOB.data.model_copy(update={"sequence_length": 16})})
+    assert curves_of(profiled(JOB), longer, "fp32", 1) is None
+    larger = JOB.model_copy(update={"train": JOB.train.model_copy(update={"global_batch": 7, "seed": 9})})
+    assert curves_of(profiled(JOB), larger, "fp32", 1) is not None, "a batch is no part of it"
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_by_curve_keep_within_what_fits(zero):
+    listed, curves = candidates_by_curve(zero, exchanged=1e-3)
+    chosen = [candidate for candidate in listed if candidate.kind == SIDE_BY_SIDE and candidate.depths == (1, 1)]
+    assert len(chosen) == 1, "allocated once, not tried by microbatches"
+    plan = chosen[0].plan
+    check_plan(JOB, plan, "a candidate")
+    check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
+    assert {tile.zero for tile in plan.tiles} == {zero}
+    slowest = 0.0
+    for tile in plan.tiles:
+        pieces = [piece.size for piece in cut_evenly(tile.rows.most(), tile.substeps)]
+        assert max(pieces) <= curves[tile.family].largest_rows == LIMITS[tile.family] + zero
+        taken = sum(curves[tile.family].seconds(tile.items, piece) for piece in pieces) * plan.microbatches
+        slowest = max(slowest, taken)
+    rows = {tile.family: tile.rows.most() for tile in plan.tiles}
+    assert rows["v100-16"] > 2 * rows["t4-16"], "four times as fast, but for what each piece costs"
+    if zero == 1:
+        assert chosen[0].seconds == pytest.approx(slowest + 1e-3)
+        assert len(listed) > 50, "pipelines are weighed against them"
+    else:
+        assert chosen[0].seconds >= slowest, "and what is exchanged"
+        assert len({tile.substeps for tile in plan.tiles}) == 1 and len(listed) == 1
+
+
+def test_all_plans_by_curve_are_in_seconds():
+    listed, curves = candidates_by_curve(1)
+    assert {candidate.kind for candidate in listed} == {SIDE_BY_SIDE, IN_A_ROW}
+    ideal = JOB.train.global_batch * 8 * 3e-3 / (4 * sum(SPEEDS.values()))
+    assert all(ideal < candidate.seconds < 50 * ideal for candidate in listed)
+    for candidate in listed[:20]:
+        check_plan(JOB, candidate.plan, candidate.describe)
+        if candidate.depths != (1, 1):
+            assert estimate(WORK, candidate.plan, {}, curves) == candidate.seconds
+
+
+def test_where_no_replica_has_room_there_are_pipelines_or_the_numbers():
+    cluster = profiled(JOB)
+    none = tuple(profile.model_copy(update={"largest_rows": 0}) for profile in cluster.profiles)
+    cluster = cluster.model_copy(update={"profiles": none})
+    for zero in (1, 3):
+        parties = parties_of(cluster, "fp32", curves=curves_of(cluster, JOB, "fp32", zero))
+        if zero == 1:
+            assert all(set(c.depths) != {1} or c.kind == IN_A_ROW for c in proportional_candidates(WORK, parties, 8))
+        else:
+            with pytest.raises(
+                PlanError, match=r"replica 0 \(and 7 more\) has no room for the whole model with one row"
+            ):
+                proportional_candidates(WORK, parties, 8, zero)
+
+
+def test_the_higher_stages_exchange_more():
+    cluster = profiled(JOB)
+    none, gradients, weights_too = (exchange_seconds(cluster, JOB.model, range(8), zero, "fp32") for zero in (1, 2, 3))
+    assert none == 0.0 < gradients < weights_too < 10 * gradients
+    assert exchange_seconds(cluster, JOB.model, range(1), 3, "fp32") == 0.0

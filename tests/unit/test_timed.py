@@ -6,7 +6,8 @@ import pytest
 
 from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.job import load_job
-from hpctrain.planner.proportional import EVEN, Work, even_candidates, parties_of, proportional_candidates
+from hpctrain.planner.estimate import Work
+from hpctrain.planner.proportional import EVEN, even_candidates, parties_of, proportional_candidates
 from hpctrain.planner.timed import timed
 
 JOB = load_job("mixed", ["data.tokens=none"])

@@ -80,6 +80,9 @@ class Accelerator(ABC):
     def synchronize(self) -> None:
         """Wait until everything that was queued is done."""
 
+    def give_back(self) -> None:  # noqa: B027
+        """Give memory that was freed, and is kept to be used again, back to the device. Most keep none."""
+
     def running(self) -> AbstractContextManager:
         """Enclose all that is computed on the device; for devices that must see it."""
         return nullcontext()

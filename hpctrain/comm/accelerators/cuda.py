@@ -59,6 +59,9 @@ class CudaAccelerator(Accelerator):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
+
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self.device)
 

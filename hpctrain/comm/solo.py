@@ -1,0 +1,88 @@
+"""One rank of many, alone: its part of a plan runs, and holds what it would hold, while nothing is communicated.
+
+For what is to be measured of one device by itself: what it computes, and how much fits. An error on one rank, such as
+an overflow of its memory, leaves nobody waiting.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from hpctrain.comm.communicator import ENDLESS, Backend, Communicator, Lane
+from hpctrain.comm.lanes import Progress
+from hpctrain.comm.rehearsal.clock import Clock, Pace
+from hpctrain.comm.steps import Steps
+from hpctrain.errors import CommError
+from hpctrain.intervals import Interval
+from hpctrain.tracing import UNTRACED
+
+
+class SilentCollectives:
+    """Collectives without others: they leave memory as the real ones would, with numbers that can be computed with.
+
+    Sums are of this rank's part alone; what others would bring is this rank's part again.
+    """
+
+    name = "silent"
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def barrier(self) -> Steps:
+        yield from ()
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        yield from ()
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        out.copy_(flat[slice(*cuts[self.rank])])
+        yield from ()
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        own = flat[slice(*cuts[self.rank])].clone()
+        if size := own.numel():
+            times, rest = divmod(flat.numel(), size)
+            flat[: times * size].view(times, size).copy_(own.expand(times, size))
+            flat[times * size :] = own[:rest]
+        yield from ()
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        yield from ()
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+        yield from ()
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Solo:
+    """Stands for the world where a layout is made (`hpctrain.engine.layout`). Nothing in it involves other ranks."""
+
+    tracer = UNTRACED
+
+    def __init__(self, rank: int, size: int, clock: Clock | None = None):
+        """`clock` is that of a pretended device, which is not charged for what collectives move."""
+        self.rank, self.size = rank, size
+        self._clock = clock
+
+    def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False) -> Communicator:
+        """Return what the group's collectives leave in memory, without the group.
+
+        If `overlapped` it has a lane, since what goes on beside needs rooms of its own.
+        """
+        if len(ranks) == 1:
+            return Communicator(ranks)
+        lane = Lane(ranks, self._silent(ranks, name), Progress(threaded=False), ENDLESS) if overlapped else None
+        return Communicator(ranks, self._silent(ranks, name), lane=lane)
+
+    def _silent(self, ranks: Sequence[int], name: str) -> Backend:
+        pace = None if self._clock is None else Pace(self._clock, name)
+        return Backend(SilentCollectives(tuple(ranks).index(self.rank), len(ranks)), None, "alone", 1, pace)
+
+    def channel(self, peer: int, num_bytes: int, depth: int):
+        """Refuse: a part of a pipeline cannot run without what it receives."""
+        raise CommError(f"rank {self.rank} runs alone, and has no rank {peer} to exchange activations with")

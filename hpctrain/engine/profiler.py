@@ -1,0 +1,339 @@
+"""The profiler of heterogeneous ZeRO (Poplar, arXiv 2408.12596): how many rows fit on a device, and what they take.
+
+Every rank runs its part of the job alone, by the engine itself (`hpctrain.comm.solo`): the weights, shards, moments and
+activations of a replica of the whole model among as many as there are ranks, and no messages. So a rank whose device
+overflows holds nobody up, and what is measured has no waiting in it.
+
+How many rows fit is tried on the whole model, by real training steps and real overflows. What rows take is measured
+on one item of each kind (embedding, block, head), since blocks are alike: any cut of the model is a sum of these, and
+each is measured with more rows than the whole model has room for, as stages of a pipeline have.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hpctrain.cluster import Profile, RowTimes
+from hpctrain.comm.accelerator import DTYPES
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.world import World
+from hpctrain.engine.layout import Layout, make_layout
+from hpctrain.engine.optimizer import Optimizer
+from hpctrain.engine.pipeline import Pipeline
+from hpctrain.errors import TrainingError
+from hpctrain.intervals import Interval
+from hpctrain.job import Job
+from hpctrain.model.stage import Stage
+from hpctrain.plan import Plan, Tile
+from hpctrain.planner.curves import PROFILED_ZEROS, describe_work
+
+SEARCH_SHARE = 0.6  # of the time is for the search of how many rows fit, at most
+ROUNDS = 3  # the best counts, since what others do on the machine only adds
+LEAST_TOP_ROWS = 8  # that curves reach where the job has as many
+DIGITS = 4  # of what was measured; more would only be noise
+# What else than torch's own error says that memory did not suffice: a library's workspace, memory of the host.
+OVERFLOWS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+
+
+class Limit(NamedTuple):
+    """How many rows one rank's device has room for."""
+
+    rows: int
+    because: str
+    """Why no more: of `job`, `time` and `memory`."""
+    update_seconds: float | None
+
+
+def largest_that_fits(fits: Callable[[int], bool], most: int, guess: int = 1) -> int:
+    """Return the largest number up to `most` that fits, 0 if none does; what is less than one that fits, fits too.
+
+    Doubles the distance from the guess until it is beyond, then bisects.
+    """
+    fitting, too_many, step = 0, most + 1, 1
+    at = min(max(guess, 1), most)
+    while fitting < at < too_many:  # until it comes to lie beyond what is known
+        if fits(at):
+            fitting = at
+            at = min(at + step, most)
+        else:
+            too_many = at
+            at = max(at - step, 1)
+        step *= 2
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            too_many = middle
+    return fitting
+
+
+def is_overflow(error: RuntimeError) -> bool:
+    """Say whether an error is one of memory."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OVERFLOWS)
+
+
+class Trials:
+    """One rank's device, and what it does with the job when it is alone."""
+
+    def __init__(self, world: World, accelerator: Accelerator, job: Job, deadline: float):
+        """`job` is resolved. No more than a row is tried where that would end after `deadline` (of time.monotonic)."""
+        self._solo, self._rank = world.solo(), world.rank
+        self._families = [place.family for place in world.topology.places]
+        self._accelerator, self._job = accelerator, job
+        self._deadline = deadline
+        self._is_warm = False
+        self._seconds_per_row = 0.0
+        self._bound = math.inf
+        """Rows; who takes too much of its host's memory is killed, and not told, so that these are not tried."""
+        total = accelerator.memory().total
+        self._share = total // world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else total
+
+    def limit(self, zero: int, most: int, guess: int | None = None) -> Limit:
+        """Return how many rows of the whole model fit, up to `most`, in a ZeRO stage.
+
+        Without a `guess` it is by what the second row takes: the first stage to be asked for has none.
+        """
+        known: dict[int, bool] = {}
+        updates: list[float] = []
+        too_long = False
+
+        def fits(rows: int) -> bool:
+            nonlocal too_long
+            if rows not in known:
+                if rows > 1 and time.monotonic() + rows * self._seconds_per_row > self._deadline:
+                    too_long = True
+                    return False
+                known[rows] = self._fits(zero, rows, updates)
+            return known[rows]
+
+        if guess is None:
+            guess = self._guess(fits, most)
+            if self._accelerator.shares_memory:
+                self._bound = guess
+        rows = largest_that_fits(fits, min(most, self._bound), guess)
+        because = "job" if rows == most else "time" if too_long else "memory"
+        return Limit(rows, because, min(updates, default=None))
+
+    def _guess(self, fits: Callable[[int], bool], most: int) -> int:
+        """Return how many rows should fit, by what the second one takes more than the first."""
+        peaks = []
+        for rows in (1, 2):
+            if rows > most or not fits(rows):
+                return max(1, rows - 1)
+            peaks.append(self._accelerator.memory().peak)
+        each = peaks[1] - peaks[0]
+        return most if each <= 0 else max(2, min(most, 1 + (self._share - peaks[0]) // each))
+
+    def _fits(self, zero: int, rows: int, updates: list[float]) -> bool:
+        start = time.monotonic()
+        try:
+            updates.append(self._train(zero, rows))
+            self._seconds_per_row = (time.monotonic() - start) / rows if self._is_warm else 0.0
+            self._is_warm = True
+            return True
+        except RuntimeError as error:
+            if not is_overflow(error):
+                raise
+            return False
+        finally:
+            self._clean()
+
+    def _clean(self) -> None:
+        gc.collect()  # weights are in cycles of graphs and handles
+        self._accelerator.give_back()
+
+    def _train(self, zero: int, rows: int) -> float:
+        """Do a training step as the only microbatch of a replica; return the seconds of the update."""
+        job, accelerator = self._job, self._accelerator
+        length = job.data.sequence_length
+        with accelerator.running():
+            layout = self._layout(job, zero, rows)
+            optimizer = Optimizer(layout, job.train)
+            optimizer.load_masters()
+            pipeline = Pipeline(layout, optimizer, job.model.hidden_size, length, accelerator.device)
+            pipeline.train(_Noise(job), 0, rows * length)
+            taken = accelerator.stopwatch()
+            optimizer.squared_norm()
+            optimizer.update(1, 0.0)
+            return taken()
+
+    def _layout(self, job: Job, zero: int, rows: int) -> Layout:
+        """Make this rank's part of a plan of as many replicas of the whole model as there are ranks."""
+        items = Interval(0, job.model.num_items)
+        tiles = tuple(
+            Tile(items, Interval(rank * rows, (rank + 1) * rows), (rank,), family=family, zero=zero)
+            for rank, family in enumerate(self._families)
+        )
+        plan = Plan(tiles, 1, rows * len(tiles))
+        layout = make_layout(self._solo, job, plan, DTYPES[job.train.dtype], self._accelerator.device)
+        for group in layout.store.groups:  # some devices multiply zeros faster
+            group.weights.normal_(0.0, job.model.init_std)
+        return layout
+
+    def times(self, zero: int, top: int, deadline: float) -> list[RowTimes]:
+        """Return what 1, 2, 4, ... rows and `top` rows take, but for those that do not fit.
+
+        From 4 rows on also but for those that would end after `deadline`. Raises TrainingError where one row of one
+        block does not fit.
+        """
+        found: list[RowTimes] = []
+        seconds_per_row = 0.0
+        for rows in (*(1 << power for power in range((top - 1).bit_length())), top):
+            start = time.monotonic()
+            if seconds_per_row and start + seconds_per_row * rows > deadline:
+                break
+            try:
+                with self._accelerator.running():
+                    found.append(self._item_times(zero, rows))
+            except RuntimeError as error:
+                if not is_overflow(error):
+                    raise
+                if found:
+                    break
+                raise TrainingError(
+                    f"rank {self._rank} ({self._families[self._rank]}) has no room for the embedding, one block and the"
+                    f" head with one row, in ZeRO stage {zero} of {len(self._families)} ranks:"
+                    f" {str(error).splitlines()[0]}; lower data.sequence_length, or start more ranks"
+                ) from None
+            finally:
+                self._clean()
+            if rows > 1:  # the first one warms up
+                seconds_per_row = (time.monotonic() - start) / rows
+        return found
+
+    def _item_times(self, zero: int, rows: int) -> RowTimes:
+        job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.train.dtype]
+        small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
+        layout = self._layout(small, zero, rows)
+        shape = (rows, job.data.sequence_length)
+        tokens = torch.randint(job.model.vocab_size, shape, device=device)
+        hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
+        of_loss = torch.tensor(1.0 / tokens.numel(), dtype=torch.float64, device=device)
+        embedding, block, head = (
+            Stage(small.model, replace(layout.tile, items=Interval(item, item + 1)), layout.axes, layout.store)
+            for item in range(3)
+        )
+        return RowTimes(
+            rows=rows,
+            embedding_seconds=self._pass_seconds(embedding, tokens, None, hidden),
+            block_seconds=self._pass_seconds(block, hidden, None, hidden),
+            head_seconds=self._pass_seconds(head, hidden, tokens, of_loss),
+        )
+
+    def _pass_seconds(self, stage: Stage, value, targets, gradient) -> tuple[float, float]:
+        """Return what a stage takes forward and backward."""
+        found = []
+        for _ in range(ROUNDS):
+            taken = self._accelerator.stopwatch()
+            _, saved = stage.forward(value, targets, training=True)
+            forward = taken()
+            taken = self._accelerator.stopwatch()
+            stage.backward(saved, gradient)
+            stage.store.traffic.collect()
+            found.append((forward, taken()))
+        forward, backward = (float(f"{min(of_pass):.{DIGITS}g}") for of_pass in zip(*found, strict=True))
+        return forward, backward
+
+
+class _Noise:
+    """A batch of any tokens."""
+
+    def __init__(self, job: Job):
+        self._vocabulary, self._length = job.model.vocab_size, job.data.sequence_length + 1
+
+    def rows(self, rows: Interval) -> np.ndarray:
+        return np.random.default_rng(0).integers(self._vocabulary, size=(rows.size, self._length))
+
+
+def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) -> tuple[list[Profile], list[str]] | None:
+    """Measure for about so many seconds; return a profile of each family and ZeRO stage, and a comment on each.
+
+    `job` is resolved: its vocabulary size, dtype and overlap are values. All ranks must call; rank 0 gets the result,
+    others None. Of ranks of one family the median time counts, and the fewest rows. Raises TrainingError on all of
+    them where one cannot hold a single block.
+    """
+    start = time.monotonic()
+    most = max(1, job.train.global_batch - world.size + 1)  # the other replicas have a row each
+    trials = Trials(world, accelerator, job, start + SEARCH_SHARE * seconds)
+    limits: list[list[Limit]] = []  # by stage and rank
+    own = None
+    for zero in PROFILED_ZEROS:
+        with world.all_or_none():
+            own = trials.limit(zero, most, own and own.rows)
+        limits.append(_of_all(world, own))
+    families = [place.family for place in world.topology.places]
+    measured = []
+    for number, zero in enumerate(PROFILED_ZEROS):
+        fewest = min(
+            of.rows for of, family in zip(limits[number], families, strict=True) if family == world.place.family
+        )
+        left = start + seconds - time.monotonic()
+        deadline = time.monotonic() + left / (len(PROFILED_ZEROS) - number)
+        with world.all_or_none():
+            times = trials.times(zero, max(fewest, min(LEAST_TOP_ROWS, most)), deadline)
+        measured.append(_of_all(world, times))
+    if world.rank:
+        return None
+    profiles, comments = [], []
+    work = describe_work(job, job.train.dtype)
+    for family in dict.fromkeys(families):
+        ranks = [rank for rank, of in enumerate(families) if of == family]
+        for zero, of_limits, of_times in zip(PROFILED_ZEROS, limits, measured, strict=True):
+            own_limits = [of_limits[rank] for rank in ranks]
+            updates = [limit.update_seconds for limit in own_limits if limit.update_seconds is not None]
+            profiles.append(
+                Profile(
+                    origin="measured",
+                    family=family,
+                    work=work,
+                    zero=zero,
+                    replicas=world.size,
+                    largest_rows=min(limit.rows for limit in own_limits),
+                    update_seconds=_median(updates) if len(updates) == len(ranks) else None,
+                    times=_median_times([of_times[rank] for rank in ranks]),
+                )
+            )
+            comments.append(_comment(own_limits))
+    return profiles, comments
+
+
+def _of_all(world: World, value) -> list:
+    return world.broadcast_object(world.gather_objects(value))
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(f"{statistics.median(values):.{DIGITS}g}")
+
+
+def _median_times(of_ranks: Sequence[Sequence[RowTimes]]) -> tuple[RowTimes, ...]:
+    """Return the medians over ranks, for as many rows as all of them have."""
+    found = []
+    for together in zip(*of_ranks, strict=False):
+        items = {
+            name: tuple(_median(values) for values in zip(*(getattr(times, name) for times in together), strict=True))
+            for name in RowTimes.model_fields
+            if name != "rows"
+        }
+        found.append(RowTimes(rows=together[0].rows, **items))
+    return tuple(found)
+
+
+def _comment(limits: Sequence[Limit]) -> str:
+    rows, because = min((limit.rows, limit.because) for limit in limits)
+    why = {
+        "job": "all that the job has for one replica",
+        "time": "there was no time to try more",
+        "memory": "no more fit",
+    }
+    return (
+        f"{len(limits)} rank{'s' if len(limits) > 1 else ''}; times are the median rank's."
+        f" {rows} row{'s' if rows != 1 else ''} at once: {why[because]}."
+    )

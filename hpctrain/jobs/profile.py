@@ -1,0 +1,136 @@
+"""`hpctrain profile`: measure what a job's rows take on each family, and how many fit, for the plan by speed."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from hpctrain.cluster import Cluster, Profile
+from hpctrain.cluster_file import find_cluster, parse_cluster, ready_clusters, with_profiles
+from hpctrain.engine.overlap import resolve_overlap
+from hpctrain.errors import JobError, TopologyError
+from hpctrain.job import Job
+from hpctrain.jobs.common import load_job_on, override_option, rehearse_option, start_rehearsal, started_world
+from hpctrain.jobs.plan import with_vocabulary
+from hpctrain.jobs.probe import check_writable, write
+from hpctrain.planner.curves import is_profiled, profiles_of
+from hpctrain.tables import read_text
+
+SECONDS = 50.0
+
+
+@click.command("profile")
+@click.argument("job")
+@override_option
+@click.option("--cluster", metavar="FILE", help="The cluster file to add to. Default: that of --rehearse.")
+@rehearse_option
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to. Default: the cluster file.")
+@click.option("--refresh", is_flag=True, help="Measure again what the file has.")
+@click.option("--seconds", default=SECONDS, show_default=True, type=click.FloatRange(1), help="How long to measure.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON: the profiles.")
+def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
+    """Measure JOB on the devices of all ranks, and add what was found to a cluster file.
+
+    \b
+    mpirun -n 8 hpctrain profile my.toml --cluster cluster.toml
+    mpirun -n 8 hpctrain profile mixed --rehearse v100-t4 --out profiled.toml
+    hpctrain plan my.toml --cluster cluster.toml --proportional
+
+    For each family and ZeRO stage: seconds of the forward and backward passes of the embedding, a block and the head
+    over rows at once, seconds of the update, and how many rows of the whole model fit. What else is in the file stays
+    as it is.
+    """
+    if not (cluster or rehearse):
+        raise click.UsageError("give --cluster FILE, as `hpctrain probe` writes it, or --rehearse CLUSTER")
+    with started_world() as world:
+        parsed = load_job_on(world, job, overrides)
+        if rehearse:
+            start_rehearsal(world, rehearse)
+        text = described = None
+        with world.all_or_none():
+            if world.rank == 0:
+                source = find_cluster(cluster or rehearse)
+                target = choose_target(source, out)
+                text = read_text(source, TopologyError)
+                described = parse_cluster(text, str(source))
+                check_devices(described, [place.family for place in world.topology.places], str(source))
+        described = world.broadcast_object(described)
+        with world.all_or_none():
+            parsed = with_vocabulary(parsed)
+
+        from hpctrain.comm.accelerator import agree_on_dtype, bind_accelerator  # torch, when nothing is wrong
+        from hpctrain.engine.profiler import profile
+
+        accelerator = bind_accelerator(world)
+        dtype = parsed.train.dtype or agree_on_dtype(world, accelerator)[0]
+        known = is_profiled(described, parsed, dtype)
+        found = None
+        if refresh or not known:
+            found = profile(world, accelerator, _resolved(world, parsed, dtype), seconds)
+        with world.all_or_none():
+            if world.rank == 0:
+                if found:
+                    text = merge(text, str(source), *found)
+                if found or target != source:
+                    write(target, text)
+                profiles = profiles_of(parse_cluster(text, str(target)), parsed, dtype)
+                listed = [of_stage for of_family in profiles.values() for of_stage in of_family.values()]
+                said = (
+                    f"wrote {target}" if found else f"{source} has profiles of this job; measure again with --refresh"
+                )
+                dumped = [of.model_dump(mode="json", exclude_none=True) for of in listed]
+                print(json.dumps(dumped) if as_json else f"{said}\n{report(listed, parsed)}", flush=True)
+
+
+def choose_target(source: Path, out: Path | None) -> Path:
+    """Return where the profiles go to. Raises JobError where that cannot be."""
+    if out is None and source in ready_clusters().values():
+        raise JobError(
+            f"{source.stem} comes with hpctrain and stays as it is; say where the profiled one goes by --out"
+        )
+    check_writable(out or source, force=True)
+    return out or source
+
+
+def check_devices(cluster: Cluster, families: Sequence[str], where: str) -> None:
+    """Refuse ranks that are not the devices of a cluster. Raises TopologyError."""
+    described, started = Counter(device.family for device in cluster.devices), Counter(families)
+    if described != started:
+        counts = [", ".join(f"{n} {name}" for name, n in sorted(of.items())) for of in (described, started)]
+        raise TopologyError(
+            f"{where}: describes {counts[0]}, and the ranks are {counts[1]}; start a rank for each of its devices, or"
+            " describe those that there are (hpctrain probe)"
+        )
+
+
+def merge(text: str, where: str, profiles: Sequence[Profile], comments: Sequence[str]) -> str:
+    """Return a cluster file's text with new profiles in place of those with their keys, and after the others."""
+    new = {profile.key for profile in profiles}
+    kept = [profile for profile in parse_cluster(text, where).profiles if profile.key not in new]
+    keys = {f"profiles.{number}": comment for number, comment in enumerate(comments, len(kept))}
+    return with_profiles(text, where, [*kept, *profiles], keys)
+
+
+def _resolved(world, job: Job, dtype: str) -> Job:
+    overlap, _ = resolve_overlap(job.overlap, world.topology)
+    train = job.train.model_copy(update={"dtype": dtype})
+    return job.model_copy(update={"overlap": overlap, "train": train})
+
+
+def report(profiles: Sequence[Profile], job: Job) -> str:
+    """Say for each profile how many rows fit, and how fast the whole model goes forward and back with them."""
+    from hpctrain.intervals import Interval
+    from hpctrain.planner.curves import FamilyCurves
+
+    lines = [f"{'family':16} {'ZeRO':>4} {'rows fit':>8} {'tokens/s':>10} {'of 1 row':>10} {'update':>10}"]
+    items = Interval(0, job.model.num_items)
+    for profile in profiles:
+        curves, length = FamilyCurves(profile, job.model.num_items), job.data.sequence_length
+        speeds = [rows * length / curves.seconds(items, rows) for rows in (max(1, profile.largest_rows), 1)]
+        update = f"{profile.update_seconds * 1e3:,.1f} ms" if profile.update_seconds else "-"
+        stage = "0, 1" if profile.zero == 1 else str(profile.zero)
+        told = "".join(f" {speed:>10,.0f}" for speed in speeds)
+        lines.append(f"{profile.family:16} {stage:>4} {profile.largest_rows:>8}{told} {update:>10}")
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""Speed curves: what the profiler measured of a job on each family, for any cut of the model and any number of rows."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hpctrain.cluster import Cluster, Profile
+from hpctrain.intervals import Interval
+from hpctrain.job import Job
+
+PROFILED_ZEROS = (1, 2, 3)
+
+
+class Curve:
+    """Seconds over rows, through measured points: monotone cubics (PCHIP, Fritsch and Butland 1984).
+
+    Beyond the last point, at the speed that the device has there; before the first, as long as there. More rows never
+    take less: a point that was measured below an earlier one counts as that.
+    """
+
+    def __init__(self, rows: Sequence[int], seconds: Sequence[float]):
+        """`rows` are whole and ascending."""
+        rising = np.maximum.accumulate(np.asarray(seconds, float))
+        first, self._last = rows[0], rows[-1]
+        inside = _monotone_cubics(np.asarray(rows, float), rising, np.arange(first, self._last + 1))
+        self._seconds = [rising[0]] * first + np.maximum.accumulate(inside).tolist()  # rounding must not let it fall
+
+    def __call__(self, rows: int) -> float:
+        if rows <= self._last:
+            return self._seconds[rows]
+        return self._seconds[-1] * rows / self._last
+
+
+def _monotone_cubics(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Return the values at some places of the cubic Hermite spline through ascending points, which keeps their order.
+
+    Slopes as PCHIP chooses them: at a point the weighted harmonic mean of those of the lines to its neighbours, at the
+    ends that of a parabola through three points, held within what keeps the order.
+    """
+    if len(x) == 1:
+        return np.full(len(at), y[0])
+    width = np.diff(x)
+    line = np.diff(y) / width
+    slope = np.empty_like(y)
+    slope[0], slope[-1] = line[0], line[-1]
+    if len(x) > 2:
+        before, after = 2 * width[1:] + width[:-1], width[1:] + 2 * width[:-1]
+        with np.errstate(divide="ignore"):  # a flat line has a harmonic mean of 0
+            slope[1:-1] = (before + after) / (before / line[:-1] + after / line[1:])
+        for end, (near, far) in ((0, (0, 1)), (-1, (-1, -2))):
+            parabola = ((2 * width[near] + width[far]) * line[near] - width[near] * line[far]) / (
+                width[near] + width[far]
+            )
+            slope[end] = min(max(0.0, parabola), 3 * line[near])
+    i = np.clip(np.searchsorted(x, at, side="right") - 1, 0, len(x) - 2)
+    t, w = (at - x[i]) / width[i], width[i]
+    rise = y[i + 1] - y[i]
+    return y[i] + t * (
+        w * slope[i]
+        + t * (3 * rise - w * (2 * slope[i] + slope[i + 1]) + t * (w * (slope[i] + slope[i + 1]) - 2 * rise))
+    )
+
+
+class FamilyCurves:
+    """A profile, made continuous: forward and backward passes of the items of a model on one device."""
+
+    def __init__(self, profile: Profile, num_items: int):
+        self.largest_rows = profile.largest_rows
+        """Of the whole model."""
+        self.update_seconds = profile.update_seconds or 0.0
+        """Of the whole model, by one of the replicas that the profile is for."""
+        self._last = num_items - 1
+        rows = [time.rows for time in profile.times]
+        self._embedding, self._block, self._head = (
+            Curve(rows, [sum(getattr(time, item)) for time in profile.times])
+            for item in ("embedding_seconds", "block_seconds", "head_seconds")
+        )
+
+    def seconds(self, items: Interval, rows: int) -> float:
+        """Return how long some rows take through some items, forward and back, without communication."""
+        blocks = items.intersect(Interval(1, self._last)).size
+        total = blocks * self._block(rows)
+        if items.start == 0:
+            total += self._embedding(rows)
+        if items.stop > self._last:
+            total += self._head(rows)
+        return total
+
+
+def describe_work(job: Job, dtype: str) -> str:
+    """Return what a profile holds for, in words. The job's vocabulary size is a value."""
+    m = job.model
+    head = "tied" if m.tie_head else "untied"
+    return (
+        f"{m.architecture}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads ({m.kv_heads} for"
+        f" keys), ffn {m.ffn}, vocabulary {m.vocab_size} {head}; {job.data.sequence_length} positions; {dtype}"
+    )
+
+
+def profiles_of(cluster: Cluster, job: Job, dtype: str) -> dict[str, dict[int, Profile]]:
+    """Return the cluster's profiles of a job, by family and ZeRO stage: those made with as many devices as it has."""
+    work, found = describe_work(job, dtype), {}
+    for profile in cluster.profiles:
+        if profile.work == work and profile.replicas == cluster.num_devices:
+            found.setdefault(profile.family, {})[profile.zero] = profile
+    return found
+
+
+def is_profiled(cluster: Cluster, job: Job, dtype: str) -> bool:
+    """Say whether all families of the cluster's devices have profiles of the job, in all ZeRO stages."""
+    found = profiles_of(cluster, job, dtype)
+    return all(set(found.get(device.family, ())) == set(PROFILED_ZEROS) for device in cluster.devices)
+
+
+def curves_of(cluster: Cluster, job: Job, dtype: str, zero: int) -> Mapping[str, FamilyCurves] | None:
+    """Return the curves of all families for a ZeRO stage; None unless the job is profiled on all of them."""
+    if not is_profiled(cluster, job, dtype):
+        return None
+    stage = max(1, zero)
+    found = profiles_of(cluster, job, dtype)
+    return {family: FamilyCurves(found[family][stage], job.model.num_items) for family in found}

@@ -1,0 +1,103 @@
+"""How long a step takes, by a closed form of computation and bubble; what is communicated is not weighed. Pure."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.job import Model
+from hpctrain.parameters import item_parameters
+from hpctrain.plan import Plan, Tile
+from hpctrain.planner.curves import FamilyCurves
+
+# What the small products of a microbatch cost beside those of its rows: some 300 tokens' time for rows of 2,048.
+ROWS_LOST = 0.15
+RECOMPUTED = 4 / 3  # as long as without: another forward pass
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be planned: a model's items by their cost, and the rows of a step."""
+
+    model: Model
+    positions: int
+    global_batch: int
+
+    @cached_property
+    def _block(self) -> int:
+        """Return the multiplications of a block for one token, forward."""
+        matrices = sum(math.prod(p.shape) for p in item_parameters(self.model, 1) if p.decay)
+        return matrices + self.model.hidden_size * self.positions  # causal: half of the products with keys and values
+
+    @property
+    def flops(self) -> float:
+        """Of one row of one block, forward and back."""
+        return 6.0 * self.positions * self._block
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """Return the operations of each item on one row, in blocks: products by their weights, and attention's own."""
+        head = self.model.hidden_size * self.model.vocab_size
+        return 0.0, *[1.0] * self.model.num_layers, head / self._block
+
+    @cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """Return how many parameters each item has."""
+        items = range(self.model.num_items)
+        return tuple(sum(math.prod(p.shape) for p in item_parameters(self.model, item)) for item in items)
+
+    def cost(self, items: Interval) -> float:
+        return sum(self.costs[slice(*items)])
+
+
+def estimate(
+    work: Work, plan: Plan, speeds: Mapping[str, float], curves: Mapping[str, FamilyCurves] | None = None
+) -> float:
+    """Return the time of a step: that of the slowest of the pipelines that share no messages.
+
+    Of each one its slowest tile for every microbatch, and the rest of the longest path once; and where rows grow from a
+    microbatch to the next one, as much of it again as they grow, for the tiles behind wait then. An estimate of
+    computation and bubble, from above where paths are unlike or rows go by turns; communication is left out.
+
+    By speeds in the time of one row of one block at speed 1, by `curves`, which go before them, in seconds.
+    """
+
+    def seconds(tile: Tile, rows: int) -> float:
+        again = RECOMPUTED if tile.recompute == "full" else 1.0
+        if curves is None:
+            return work.cost(tile.items) * (rows + ROWS_LOST * tile.substeps) * again / speeds[tile.family]
+        of = curves[tile.family]
+        return sum(of.seconds(tile.items, piece.size) for piece in cut_evenly(rows, tile.substeps)) * again
+
+    path: dict[Tile, float] = {}
+    for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
+        ahead = max((path[other] for other in plan.downstream(tile)), default=0.0)
+        path[tile] = seconds(tile, tile.rows.most()) + ahead
+    steps = []
+    for tiles in _pipelines(plan):
+        of_period = [max(seconds(tile, tile.rows_of(m).size) for tile in tiles) for m in range(plan.period)]
+        every = [of_period[m % plan.period] for m in range(plan.microbatches)]
+        slowest = max(every)
+        rest = max(path[tile] for tile in tiles) - slowest
+        growth = sum(max(0.0, after - before) for before, after in itertools.pairwise([0.0, *every]))
+        steps.append(min(slowest * plan.microbatches + rest, sum(every) + rest * growth / slowest))
+    return max(steps)
+
+
+def _pipelines(plan: Plan) -> list[list[Tile]]:
+    """Return the tiles that share messages, directly or through others, together."""
+    found: list[list[Tile]] = []
+    seen: set[Tile] = set()
+    for start in plan.tiles:
+        if start in seen:
+            continue
+        seen.add(start)
+        together = [start]
+        for tile in together:  # grows while it is gone through
+            near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
+            seen.update(near)
+            together += near
+        found.append(together)
+    return found

@@ -1,0 +1,119 @@
+"""`hpctrain profile`, the plan by its curves, and the run by that plan; and what does not fit, as a person sees it."""
+
+import json
+import re
+
+import pytest
+
+from hpctrain.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.plan import load_plan
+from hpctrain.truth import PretendDevice, Truth
+from tests.pretended import CLUSTER
+
+FAST = PretendDevice(memory_bytes=3_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})
+SLOW = PretendDevice(memory_bytes=2_000_000, memory_bytes_per_second=1e9, flops_per_second={"fp32": 5e8})
+TRUTH = Truth(devices={"fast": FAST, "slow": SLOW})
+MORE = ("--set", "train.global_batch=48", "--set", "train.steps=2", "--set", "train.validate_every=0")
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(dump_cluster(CLUSTER, {"families.fast": "Ours."}, TRUTH))
+    return path
+
+
+@pytest.mark.timeout(240)
+def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
+    before = cluster.read_text()
+    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "10")
+    done = hpctrain(*asked, ranks=4, cwd=folder)
+    assert done.code == 0, done.err
+    assert f"wrote {cluster}" in done.out and "rows fit" in done.out
+    text = cluster.read_text()
+    assert text.startswith(before.rstrip("\n")) and load_truth(cluster) == TRUTH
+    found = load_cluster(cluster).profiles
+    assert [(of.family, of.zero) for of in found] == [
+        (family, zero) for family in ("fast", "slow") for zero in (1, 2, 3)
+    ]
+    limits = {(of.family, of.zero): of.largest_rows for of in found}
+    assert limits["slow", 1] < limits["fast", 1]
+
+    again = hpctrain(*asked, "--json", ranks=4, cwd=folder)
+    assert again.code == 0, again.err
+    assert cluster.read_text() == text, "what is there is not measured again"
+    assert len(json.loads(again.out)) == 6
+
+    for zero in (1, 3):
+        plan = cluster.parent / f"plan-{zero}.toml"
+        asked_plan = ("plan", "job.toml", *MORE, "--set", f"plan.zero={zero}", "--cluster", cluster, "--proportional")
+        done = hpctrain(*asked_plan, "--out", plan, cwd=folder)
+        assert done.code == 0, done.err
+        assert f"by the profiles of this job (fp32, ZeRO {zero}: fast up to" in plan.read_text()
+        made = load_plan(plan)
+        assert {tile.zero for tile in made.tiles} == {zero}
+        done = hpctrain(
+            *("train", "job.toml", *MORE, "--set", f"plan.file={plan}", "--run", cluster.parent / f"run-{zero}"),
+            *("--rehearse", cluster, "--sample", "0"),
+            ranks=4,
+            cwd=folder,
+        )
+        assert done.code == 0, done.err
+
+    told = hpctrain(
+        "plan", "job.toml", "--cluster", cluster, "--proportional", "--set", "model.num_layers=3", cwd=folder
+    )
+    assert "the cluster file has no profiles of this job (`hpctrain profile`)" in told.out
+
+
+@pytest.mark.timeout(120)
+def test_it_is_measured_again_if_asked_for_and_may_go_elsewhere(hpctrain, folder, cluster):
+    out = cluster.parent / "profiled.toml"
+    before = cluster.read_text()
+    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "8", "--out", out)
+    done = hpctrain(*asked, ranks=4, cwd=folder)
+    assert done.code == 0, done.err
+    assert cluster.read_text() == before and len(load_cluster(out).profiles) == 6
+    edited = out.read_text().replace("largest_rows = ", "largest_rows = 1000")
+    out.write_text(edited)
+    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--cluster", out, "--seconds", "8", "--refresh")
+    done = hpctrain(*asked, ranks=4, cwd=folder)
+    assert done.code == 0, done.err
+    assert all(of.largest_rows < 1000 for of in load_cluster(out).profiles)
+
+
+@pytest.mark.timeout(120)
+def test_what_cannot_be_is_told_before_anything_is_measured(hpctrain, folder, cluster):
+    name = next(iter(ready_clusters()))
+    done = hpctrain("profile", "job.toml", "--cluster", name, ranks=2, cwd=folder)
+    assert done.code == 11 and done.err.count("hpctrain: ") == 1, done.err
+    assert f"{name} comes with hpctrain and stays as it is; say where the profiled one goes by --out" in done.err
+    done = hpctrain("profile", "job.toml", "--cluster", cluster, ranks=2, cwd=folder)
+    assert done.code == 13 and done.err.count("hpctrain: ") == 1, done.err
+    assert "cluster.toml: describes 2 fast, 2 slow, and the ranks are 2 cpu; start a rank for each" in done.err
+    done = hpctrain("profile", "job.toml", ranks=2, cwd=folder)
+    assert done.code == 2
+    assert "give --cluster FILE, as `hpctrain probe` writes it, or --rehearse CLUSTER" in done.err
+
+
+@pytest.mark.timeout(120)
+def test_a_step_that_does_not_fit_ends_all_with_one_message(hpctrain, folder, cluster):
+    """It says which rank, what it needed, what there was, and what to change."""
+    roomy = TRUTH.model_copy(
+        update={"devices": {"fast": FAST.model_copy(update={"memory_bytes": 10**8}), "slow": SLOW}}
+    )
+    cluster.write_text(dump_cluster(CLUSTER, truth=roomy))
+    plan = ("--set", "plan.data=4", "--set", "plan.microbatch=16", "--set", "train.global_batch=64")
+    run = cluster.parent / "run"
+    done = hpctrain("train", "job.toml", *plan, "--run", run, "--rehearse", cluster, ranks=4, cwd=folder)
+    assert done.code == 18, done.err
+    assert done.err.count("hpctrain: TrainingError") == 1, done.err
+    told = " ".join(done.err.split())
+    assert re.search(
+        r"rank (2 \(slow, items \[0, 4\], rows \[32, 48\]|3 \(slow, items \[0, 4\], rows \[48, 64\])\) is", told
+    )
+    assert re.search(r"is out of memory in step 0: 1\.\d of 1\.9 MiB are in use", told)
+    assert re.search(
+        r"the pretended slow is out of memory: \d+ bytes more than the \d+ in use are beyond its 2000000", told
+    )
+    assert "give its tile fewer rows or items" in told and "Traceback" not in told
