@@ -82,7 +82,7 @@ def test_a_family_that_cannot_hold_the_model_is_named_instead_of_a_ratio(hpctrai
     assert done.code == 0, done.out + done.err
     assert "no ratio: slow alone cannot hold the model" in done.out
     assert "slow alone               no plan fits" in done.out and "of the sum" not in done.out
-    told = "slow alone: no plan of these ranks fits in memory: states and activations need about 1.0 MiB on a device"
+    told = "slow alone: no plan of these ranks fits in memory: states and activations need about 0.9 MiB on a device"
     assert f"{told} of family 'slow', which has 0.8 MiB; use more devices" in done.err
 
 
