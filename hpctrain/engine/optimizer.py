@@ -123,7 +123,7 @@ class Optimizer:
                 gathered.append((shard.final_after, shard.holders.start_all_gather(shard.group.weights, shard.cuts)))
         store = self._layout.store
         for item, work in sorted(gathered, key=lambda pair: pair[0]):
-            store.expect(item, work)
+            store.note_gathering(item, work)
         if not store.is_in_place:
             store.await_weights()
         store.publish()

@@ -176,6 +176,23 @@ def start_rehearsal(world: "World", reference: str) -> "Cluster":
     return cluster
 
 
+def check_runs(job: Job, plan: Plan, where: str) -> None:
+    """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
+    from hpctrain.planner.even import check_plan
+
+    check_plan(job, plan, where)
+    check_schedules(plan)
+
+
+def with_vocabulary(job: Job) -> Job:
+    """Return the job with the vocabulary size of its token file, where it says none."""
+    if job.model.vocab_size is not None:
+        return job
+    from hpctrain.data.tokens import open_tokens
+
+    return _with(job, "model", vocab_size=open_tokens(job.data.tokens).vocab_size)
+
+
 def _with(job: Job, section: str, **values) -> Job:
     """Return the job with some values of a section replaced."""
     return job.model_copy(update={section: getattr(job, section).model_copy(update=values)})

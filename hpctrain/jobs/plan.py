@@ -9,15 +9,14 @@ from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import Job, load_job
-from hpctrain.jobs.common import override_option
-from hpctrain.plan import Plan, check_tiling, dump_plan, load_plan
+from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
+from hpctrain.plan import check_tiling, dump_plan, load_plan
 from hpctrain.planner.curves import FamilyCurves, curves_of
 from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.even import Resolved, check_plan, resolve_plan
 from hpctrain.planner.proportional import parties_of, proportional_candidates, turns_reason
 from hpctrain.planner.replicas import exchange_seconds
-from hpctrain.schedule import check_schedules
 
 
 @click.command("plan")
@@ -130,19 +129,3 @@ def _profiled(job: Job, cluster: Cluster, zero: int) -> tuple[str, Mapping[str, 
         if curves := curves_of(cluster, job, dtype, zero):
             return dtype, curves
     return job.train.dtype or "bf16", None
-
-
-def check_runs(job: Job, plan: Plan, where: str) -> None:
-    """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
-    check_plan(job, plan, where)
-    check_schedules(plan)
-
-
-def with_vocabulary(job: Job) -> Job:
-    """Return the job with the vocabulary size of its token file, where it says none."""
-    if job.model.vocab_size is not None:
-        return job
-    from hpctrain.data.tokens import open_tokens
-
-    vocabulary = {"vocab_size": open_tokens(job.data.tokens).vocab_size}
-    return job.model_copy(update={"model": job.model.model_copy(update=vocabulary)})

@@ -10,8 +10,7 @@ from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import load_cluster
 from hpctrain.errors import TopologyError
 from hpctrain.job import Job, load_job
-from hpctrain.jobs.common import override_option
-from hpctrain.jobs.plan import check_runs, with_vocabulary
+from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
 from hpctrain.plan import Plan, load_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel

@@ -12,8 +12,14 @@ from hpctrain.cluster_file import find_cluster, parse_cluster, ready_clusters, w
 from hpctrain.engine.overlap import resolve_overlap
 from hpctrain.errors import JobError, TopologyError
 from hpctrain.job import Job
-from hpctrain.jobs.common import load_job_on, override_option, rehearse_option, start_rehearsal, started_world
-from hpctrain.jobs.plan import with_vocabulary
+from hpctrain.jobs.common import (
+    load_job_on,
+    override_option,
+    rehearse_option,
+    start_rehearsal,
+    started_world,
+    with_vocabulary,
+)
 from hpctrain.jobs.probe import check_writable, write
 from hpctrain.planner.curves import is_profiled, profiles_of
 from hpctrain.tables import read_text

@@ -16,10 +16,10 @@ from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
 from hpctrain.links import links_of
 from hpctrain.observe.console import QUOTED_OVERRUN
-from hpctrain.plan import Plan, Tile
+from hpctrain.plan import Plan
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.even import check_plan
-from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, state_bytes
+from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, rows_at_once, state_bytes
 from hpctrain.planner.timed import timed
 from hpctrain.schedule import check_schedules
 
@@ -105,23 +105,18 @@ class Room:
     def note(self, plan: Plan, held: Sequence[Held]) -> None:
         for tile in plan.tiles:
             key = (tile.items.size, plan.depth_to_loss(tile))
-            each = max(held[rank].peak - held[rank].states for rank in tile.ranks) / _rows_at_once(plan, tile)
+            each = max(held[rank].peak - held[rank].states for rank in tile.ranks) / rows_at_once(plan, tile)
             self._found[key] = max(each, self._found.get(key, 0.0))
 
     def forbids(self, plan: Plan) -> bool:
         """Say whether some tile cannot fit, as tiles with no more to keep took too much for it."""
         states = state_bytes(self._work, plan)
         return any(
-            states[tile] + _rows_at_once(plan, tile) * each > self._cluster.families[tile.family].memory_bytes
+            states[tile] + rows_at_once(plan, tile) * each > self._cluster.families[tile.family].memory_bytes
             for tile in plan.tiles
             for (items, depth), each in self._found.items()
             if tile.items.size >= items and plan.depth_to_loss(tile) >= depth
         )
-
-
-def _rows_at_once(plan: Plan, tile: Tile) -> int:
-    """Return of how many rows of a microbatch a tile keeps activations: at the loss those of one substep."""
-    return tile.rows.most() if plan.depth_to_loss(tile) else -(-tile.rows.most() // tile.substeps)
 
 
 class Stand:

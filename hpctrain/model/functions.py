@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
-from hpctrain.model.store import Weight
+from hpctrain.model.units import Weight
 
 
 def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:

@@ -13,8 +13,9 @@ import torch
 from hpctrain.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
-from hpctrain.model.store import Deferred, Store
+from hpctrain.model.store import Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
+from hpctrain.model.units import Deferred
 from hpctrain.plan import Tile
 from hpctrain.tracing import UNTRACED, Tracer
 

@@ -6,203 +6,15 @@ backward pass. The whole unit is in memory that all of z see, filled after each 
 else it is gathered for an item (when, says `hpctrain.model.traffic`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from hpctrain.holders import Holdings
-from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis, Work
 from hpctrain.model.groups import Group, ShardedUnit, Slabs, UnitArrays, WholeUnits
-from hpctrain.model.traffic import Traffic, UnderWay
-from hpctrain.parameters import UnitLayout
-
-
-class Weight:
-    """A weight in use: `data` in the compute dtype, and `grad` in fp32, to which a backward pass adds.
-
-    Both are views that are there only while the unit is gathered.
-    """
-
-    __slots__ = ("data", "deferred", "grad", "name")
-
-    def __init__(self, name: str):
-        self.name = name
-        self.data: torch.Tensor | None = None
-        self.grad: torch.Tensor | None = None
-        self.deferred: list[Deferred] | None = None
-        """Where additions to `grad` are kept, while a backward pass leaves them for later."""
-
-    def accumulate(self, add: Callable[..., object], *operands: torch.Tensor) -> None:
-        """Do `add(grad, *operands)`, which adds to the gradient: now, or once the weight pass comes to it.
-
-        The operands must stay as they are until then. For backward passes, which change `grad` in no other way.
-        """
-        if self.deferred is None:
-            add(self.grad, *operands)
-        else:  # detached, or they would keep the graph that they were saved in, and its input and gradient with it
-            self.deferred.append(Deferred(self, add, tuple(operand.detach() for operand in operands)))
-
-
-class Deferred(NamedTuple):
-    """What is still to be added to a weight's gradient, with what it takes to do so."""
-
-    weight: Weight
-    add: Callable[..., object]
-    operands: tuple[torch.Tensor, ...]
-
-    def do(self) -> None:
-        self.add(self.weight.grad, *self.operands)
-
-
-class UnitStore:
-    """One unit on one rank: its z-shard of weights and gradients, and its views while gathered."""
-
-    def __init__(
-        self,
-        layout: UnitLayout,
-        axes: Axes,
-        weights: torch.Tensor,
-        grads: torch.Tensor | None,
-        whole: torch.Tensor | None,
-        sharded: ShardedUnit | None = None,
-    ):
-        """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
-
-        With `sharded` that has the gradients, and `weights` may be no more than what it has of them.
-        """
-        self.layout = layout
-        self._sharded, self._z = sharded, axes.z
-        self._stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
-        self.scatters = axes.z.size > 1 or sharded is not None
-        """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
-        over_z = axes.z.size > 1 and axes.z.goes_beside
-        over_holders = sharded is not None and sharded.holders.goes_beside
-        self.scatters_beside = int(over_z) + int(over_holders)
-        """How many operations of a scatter go on while the rank computes."""
-        self._gathers_beside = int(over_z) + int(over_holders and not sharded.keeps_weights)
-        self._whole = whole
-        self._cuts = cut_evenly(layout.size, axes.z.size)
-        self._shard, self._grad_shard = weights, grads
-        self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
-        self._users = 0
-        self._gathering: UnderWay | None = None
-        self._is_gathered = False
-
-    def weights(self, names: Iterable[str]) -> list[Weight]:
-        """Return handles for the named parameters, as few as can be: neighbours with equal trailing dims are one.
-
-        Names that are not in this unit are left out.
-        """
-        wanted = set(names)
-        runs: list[tuple[list[str], Interval, tuple[int, ...]]] = []
-        for parameter, box, at in self.layout.placed():
-            if parameter.name not in wanted:
-                continue
-            shape = tuple(interval.size for interval in box)
-            if runs and runs[-1][1].stop == at.start and runs[-1][2][1:] == shape[1:]:
-                held, where, above = runs[-1]
-                runs[-1] = ([*held, parameter.name], Interval(where.start, at.stop), (above[0] + shape[0], *shape[1:]))
-            else:
-                runs.append(([parameter.name], at, shape))
-        found = [(Weight("+".join(held)), where, shape) for held, where, shape in runs]
-        self._views += found
-        if self._stays:
-            whole = self._shard if self._whole is None else self._whole
-            self._set_views(found, whole, None if self.scatters else self._grad_shard)
-        return [weight for weight, _, _ in found]
-
-    @staticmethod
-    def _set_views(views, data: torch.Tensor | None, grad: torch.Tensor | None) -> None:
-        for weight, at, shape in views:
-            weight.data = None if data is None else data[slice(*at)].view(shape)
-            weight.grad = None if grad is None else grad[slice(*at)].view(shape)
-
-    def gather_ahead(self, distance: int) -> None:
-        """Start what of a gather goes on beside, for a unit that is used so many items later."""
-        number = self._gathers_beside - distance + 1
-        if number < 1 or self._stays or self._is_gathered:
-            return
-        if self._gathering is None:
-            self._gathering = UnderWay(self._gather(), self._gathers_beside)
-        self._gathering.bring(number)
-
-    def gather(self) -> None:
-        """Make the whole unit available; pair with `release`. All ranks of z, and holders of shards, must call."""
-        self._users += 1
-        if self._stays or self._is_gathered:
-            return
-        (self._gathering or UnderWay(self._gather(), self._gathers_beside)).finish()
-        self._gathering = None
-
-    def _gather(self) -> Iterator[Work]:
-        whole = shard = self._shard
-        if self._sharded and not self._sharded.keeps_weights:
-            whole, work = self._sharded.start_gather()
-            if self._sharded.holders.goes_beside:
-                yield work
-            shard = whole
-        if self._z.size > 1:
-            whole = shard.new_empty(self.layout.size)
-            whole[slice(*self._cuts[self._z.rank])] = shard
-            work = self._z.start_all_gather(whole, self._cuts)
-            if self._z.goes_beside:
-                yield work
-        self._set_views(self._views, whole, None)
-        self._is_gathered = True
-
-    def publish(self) -> None:
-        """Copy this rank's shard to where all of z see it; nobody may be reading."""
-        if self._whole is not None:
-            self._whole[slice(*self._cuts[self._z.rank])] = self._shard
-
-    def defer(self, kept: list[Deferred] | None) -> None:
-        """Let backward passes keep in a list what they would add to gradients; None: let them add it at once."""
-        for weight, _, _ in self._views:
-            weight.deferred = kept
-
-    def begin_backward(self, whole_grad: torch.Tensor) -> None:
-        """Let the gradient of the whole unit be added to zeros [size of the unit]."""
-        self._whole_grad = whole_grad
-        for weight, at, shape in self._views:
-            weight.grad = whole_grad[slice(*at)].view(shape)
-
-    def start_scatter(self) -> UnderWay:
-        """Start to sum the gradient and to add this rank's part to its shard; what was begun with is needed until then.
-
-        All ranks of z, and holders of shards, must call.
-        """
-        scattering = UnderWay(self._scatter(self._whole_grad), self.scatters_beside)
-        scattering.bring(1)
-        return scattering
-
-    def _scatter(self, whole_grad: torch.Tensor) -> Iterator[Work]:
-        part = whole_grad
-        if self._z.size > 1:
-            part = part.new_empty(self._cuts[self._z.rank].size)
-            work = self._z.start_reduce_scatter(whole_grad, part, self._cuts)
-            if self._z.goes_beside:
-                yield work
-        if not self._sharded:
-            self._grad_shard += part
-            return
-        own, work = self._sharded.start_sum(part)
-        if self._sharded.holders.goes_beside:
-            yield work
-        self._sharded.add(own)
-
-    def release(self, stays: bool = False) -> None:
-        """Let go of the whole unit where nobody else uses it, unless it `stays`."""
-        self._users -= 1
-        if not stays:
-            self.forget()
-
-    def forget(self) -> None:
-        """Let go of the whole unit, if nobody uses it."""
-        if self._is_gathered and self._users == 0:
-            self._set_views(self._views, None, None)
-            self._is_gathered = False
+from hpctrain.model.traffic import Traffic
+from hpctrain.model.units import Deferred, UnitStore, Weight
 
 
 class Store:
@@ -262,7 +74,7 @@ class Store:
         """Whether items compute with the groups' weights as they are: nothing is to be done by `publish`."""
         return self._z.size == 1 and not any(isinstance(group, Slabs) for group in self.groups)
 
-    def expect(self, item: int, work: Work) -> None:
+    def note_gathering(self, item: int, work: Work) -> None:
         """Take note that weights of an item, and maybe of items behind it, are being gathered."""
         self._awaited.append((item, work))
 

@@ -5,48 +5,20 @@ That is as far as the axes let it: what one does at once is done when it is need
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from hpctrain.model.axes import Axis, Work
-
-if TYPE_CHECKING:
-    from hpctrain.model.store import UnitStore
+from hpctrain.model.axes import Axis
+from hpctrain.model.units import UnderWay, UnitStore
 
 # How many items ahead something starts: over the holders of ZeRO 3's shards two, over z, which needs that, one.
 FARTHEST = 2
 # Items whose gradients are in the making or under way: the one that goes back, and the one before it.
 ROOMS_BESIDE = 2
-
-
-class UnderWay:
-    """Operations of which each needs the result of the one before, started one by one."""
-
-    def __init__(self, operations: Iterator[Work], count: int):
-        """`operations` starts one each time it is asked for the next, and after `count` of them does the rest."""
-        self._operations, self._count = operations, count
-        self._work: Work | None = None
-        self._started = 0
-
-    def bring(self, number: int) -> None:
-        """Have the first `number` operations started, if there are so many, and all but the last of these done."""
-        while self._started < min(number, self._count):
-            self._next()
-
-    def finish(self) -> None:
-        """Have everything done."""
-        while not self._started or self._work is not None:
-            self._next()
-
-    def _next(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        self._work = next(self._operations, None)
-        self._started += 1
 
 
 class _Scattering(NamedTuple):
@@ -65,7 +37,7 @@ class Traffic:
 
     def __init__(
         self,
-        units: Mapping[int, Sequence["UnitStore"]],
+        units: Mapping[int, Sequence[UnitStore]],
         z: Axis,
         device: torch.device,
         keep_gathered: Collection[int],

@@ -261,6 +261,11 @@ def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
     return {tile: sum(each[slice(*tile.items)]) for tile in plan.tiles}
 
 
+def rows_at_once(plan: Plan, tile: Tile) -> int:
+    """Return of how many rows of a microbatch a tile keeps activations: at the loss those of one substep."""
+    return tile.rows.most() if plan.depth_to_loss(tile) else -(-tile.rows.most() // tile.substeps)
+
+
 def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
     """Return roughly what a rank of each tile needs: states, and activations of the microbatches that 1F1B keeps.
 
@@ -275,9 +280,10 @@ def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
         head = tile.holds(last) * HEAD_BYTES * model.vocab_size
         kept = blocks * (INPUT_BYTES if again else BLOCK_BYTES) * model.hidden_size + (0 if again else head)
         making = max(BLOCK_BYTES * model.hidden_size, head) if again else 0
-        depth, at_once = plan.depth_to_loss(tile), -(-tile.rows.most() // tile.substeps)
-        rows = tile.rows.most(min(depth + 1, plan.microbatches)) if depth else at_once
-        return work.positions * (rows * kept + at_once * making)
+        depth, rows = plan.depth_to_loss(tile), rows_at_once(plan, tile)
+        if depth:
+            rows = tile.rows.most(min(depth + 1, plan.microbatches))
+        return work.positions * (rows * kept + -(-tile.rows.most() // tile.substeps) * making)
 
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
 

@@ -1,6 +1,7 @@
 """Small training runs for tests: two model shapes, learnable tokens, and one rank as the reference."""
 
 import contextlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,10 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rehearsal.start import rehearse
 from hpctrain.comm.world import World
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.layout import Layout
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
+from hpctrain.model.axes import Axis
 from hpctrain.plan import Plan
 from hpctrain.planner.even import resolve_plan
 from hpctrain.tracing import UNTRACED
@@ -100,6 +103,38 @@ def losses(
     trainer.initialise()
     found = [trainer.step(training)[0] for _ in range(steps)]
     return [m["loss"] for m in found] + [found[-1]["grad_norm"], trainer.validate(validation)]
+
+
+def go_on(world, job: Job, plan: Plan, folder: Path, steps: int, resume: bool) -> list[float]:
+    """Return losses and norms of gradients of so many steps, from the newest checkpoint or the start; save one."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with world.freeing():
+        trainer = make_trainer(world, job, plan)
+        if resume:
+            trainer.resume(latest_checkpoint(folder))
+        else:
+            trainer.initialise()
+        found = [trainer.step(training)[0] for _ in range(steps)]
+        trainer.save(folder, {})
+    return [m[key] for m in found for key in ("loss", "grad_norm")]
+
+
+def bytes_of_a_step(world, job: Job, which: Callable[[Layout], Iterable[Axis]]) -> int:
+    """Return what all ranks send in a step that is not the first, in the groups that `which` takes from a layout."""
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with world.freeing():
+        trainer = make_trainer(world, job)
+        trainer.initialise()
+        groups = dict.fromkeys(which(trainer.layout))
+
+        def sent() -> int:
+            trainer.step(training)
+            trainer.layout.store.await_weights()  # what is gathered for the next step
+            return sum(sum(group.bytes_sent) for group in groups)
+
+        before = sent()
+        found = sent() - before
+    return sum(world.broadcast_object(world.gather_objects(found)))
 
 
 def largest_relative_difference(a: list[float], b: list[float]) -> float:

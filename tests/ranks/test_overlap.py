@@ -16,6 +16,7 @@ from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import (
     Alone,
+    bytes_of_a_step,
     largest_relative_difference,
     make_job,
     make_trainer,
@@ -91,20 +92,6 @@ def test_uneven_tilings_are_bit_equal_on_and_off(world, tokens, tiles):
     exposed = curve(world, overlapped(job, tensor=False, data=False, z=False), plan)
     assert largest_relative_difference(exposed, one_rank(world, tokens, "gpt2")) < 1e-5
     assert curve(world, overlapped(job, tensor=True, data=True, z=True), plan) == exposed
-
-
-def bytes_of_a_step(world, job, which) -> int:
-    """Return what all ranks send in a step, in the groups that `which` takes from a layout."""
-    _, training, _ = open_datasets(job.data, job.train.seed)
-    with world.freeing():
-        trainer = make_trainer(world, job)
-        trainer.initialise()
-        groups = dict.fromkeys(which(trainer.layout))
-        before = sum(sum(group.bytes_sent) for group in groups)
-        trainer.step(training)
-        trainer.layout.store.await_weights()  # what is gathered for the next step
-        sent = sum(sum(group.bytes_sent) for group in groups) - before
-    return sum(world.broadcast_object(world.gather_objects(sent)))
 
 
 @pytest.mark.timeout(60)

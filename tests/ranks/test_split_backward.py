@@ -9,7 +9,6 @@ from statistics import mean
 import pytest
 
 import hpctrain.engine.pipeline as pipeline
-from hpctrain.checkpoint.format import latest_checkpoint
 from hpctrain.cluster_file import parse_cluster
 from hpctrain.data.order import open_datasets
 from hpctrain.job import Overlap
@@ -18,7 +17,14 @@ from hpctrain.planner.even import check_plan, resolve_plan
 from hpctrain.schedule import Op, check_schedules, one_f_one_b, schedule_of
 from hpctrain.truth import PretendDevice, Truth
 from tests.ranks.given_on_ranks import given_on_ranks
-from tests.ranks.small_runs import Alone, largest_relative_difference, make_job, make_trainer, rehearsed_world
+from tests.ranks.small_runs import (
+    Alone,
+    go_on,
+    largest_relative_difference,
+    make_job,
+    make_trainer,
+    rehearsed_world,
+)
 from tests.tilings import tilings
 
 STEPS = 3
@@ -126,22 +132,13 @@ def test_random_tilings_are_bit_equal(world, tokens, model, monkeypatch):
 def test_interrupted_and_resumed_by_another_schedule_is_uninterrupted_bit_for_bit(world, tokens, folder):
     job = make_job(tokens, "llama", {"pipeline": world.size, "microbatch": 2}, shape=SHAPE)
     plan = resolve_plan(job, world.size).plan
-    _, training, _ = open_datasets(job.data, job.train.seed)
 
-    def run(steps: int, schedule: str, resume: bool) -> list[tuple[float, float]]:
-        with world.freeing():
-            trainer = make_trainer(world, job, replace(plan, schedule=schedule))
-            if resume:
-                trainer.resume(latest_checkpoint(folder))
-            else:
-                trainer.initialise()
-            found = [trainer.step(training)[0] for _ in range(steps)]
-            trainer.save(folder, {})
-        return [(m["loss"], m["grad_norm"]) for m in found]
+    def run(steps: int, schedule: str, resume: bool = False) -> list[float]:
+        return go_on(world, job, replace(plan, schedule=schedule), folder, steps, resume)
 
-    uninterrupted = run(4, "zb-h1", resume=False)
+    uninterrupted = run(4, "zb-h1")
     for schedule in ("zb-h1", "1f1b"):
-        assert run(2, "zb-h1", resume=False) + run(2, schedule, resume=True) == uninterrupted
+        assert run(2, "zb-h1") + run(2, schedule, resume=True) == uninterrupted
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hpctrain.planner.even import check_plan
 from hpctrain.rows import Rows
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 from tests.ranks.given_on_ranks import given_on_ranks
-from tests.ranks.small_runs import Alone, largest_relative_difference, make_job, make_trainer, whole
+from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer, whole
 from tests.tilings import share_items_by_unlike_grids, tilings
 
 TOLERANCE = 1e-5
@@ -223,19 +223,7 @@ EXACT = {
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("tiling", EXACT)
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, tiling, dtype):
-    job = job_of(tokens, "gpt2 tied", dtype=dtype)
-    _, training, _ = open_datasets(job.data, job.train.seed)
-
-    def run(steps: int, resume: bool) -> list[dict]:
-        with world.freeing():
-            trainer = make_trainer(world, job, plan_of(EXACT[tiling], 4))
-            if resume:
-                trainer.resume(latest_checkpoint(folder))
-            else:
-                trainer.initialise()
-            found = [trainer.step(training)[0] for _ in range(steps)]
-            trainer.save(folder, {})
-        return [(m["loss"], m["grad_norm"]) for m in found]
-
-    uninterrupted = run(4, resume=False)
-    assert run(2, resume=False) + run(2, resume=True) == uninterrupted
+    job, plan = job_of(tokens, "gpt2 tied", dtype=dtype), plan_of(EXACT[tiling], 4)
+    uninterrupted = go_on(world, job, plan, folder, 4, resume=False)
+    halves = [go_on(world, job, plan, folder, 2, resume) for resume in (False, True)]
+    assert halves[0] + halves[1] == uninterrupted

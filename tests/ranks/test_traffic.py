@@ -10,7 +10,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile
-from tests.ranks.small_runs import make_job, make_trainer, whole
+from tests.ranks.small_runs import bytes_of_a_step, make_job, make_trainer, whole
 
 STEPS, SAVED = 5, 3
 SHAPE = {"num_layers": 4}
@@ -129,23 +129,6 @@ def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
         assert max(scattering for _, scattering in alive) == (2 if switches["z"] else 0)
 
 
-def bytes_of_a_step(world, job, axis: str) -> int:
-    """Return what all ranks send over one axis in a step that is not the first."""
-    _, training, _ = open_datasets(job.data, job.train.seed)
-    with world.freeing():
-        trainer = make_trainer(world, job)
-        trainer.initialise()
-        layout = trainer.layout
-        groups = dict.fromkeys(layout.groups if axis == "data" else [getattr(layout.axes, axis)])
-        trainer.step(training)
-        trainer.layout.store.await_weights()  # what is gathered for the next step
-        before = sum(sum(group.bytes_sent) for group in groups)
-        trainer.step(training)
-        trainer.layout.store.await_weights()
-        sent = sum(sum(group.bytes_sent) for group in groups) - before
-    return sum(world.broadcast_object(world.gather_objects(sent)))
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -168,9 +151,9 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
     barriers = 2 * n * math.ceil(math.log2(n))
     scattered = microbatches * (embedding + sum(blocks) + head)
     gathered = (microbatches + 1) * embedding + 2 * microbatches * sum(blocks) + microbatches * head
-    assert bytes_of_a_step(world, job_of(), "z") == each * (gathered + scattered) + barriers
+    assert bytes_of_a_step(world, job_of(), over_z) == each * (gathered + scattered) + barriers
     gathered -= microbatches * embedding + (2 * microbatches - 1) * sum(blocks[: kept - 1])
-    assert bytes_of_a_step(world, job_of(keep_gathered=kept), "z") == each * (gathered + scattered) + barriers
+    assert bytes_of_a_step(world, job_of(keep_gathered=kept), over_z) == each * (gathered + scattered) + barriers
 
 
 @pytest.mark.timeout(120)
@@ -188,7 +171,11 @@ def test_shards_of_zero_move_as_often_as_the_formula_says(world, tokens, on, zer
     gathered = sum(sizes)
     if zero == 3:
         gathered = 2 * microbatches * sum(sizes) - (microbatches - 1) * sizes[0] - microbatches * sizes[-1]
-    assert bytes_of_a_step(world, job, "data") == 4 * (n - 1) * (gathered + scattered)
+    assert bytes_of_a_step(world, job, lambda layout: layout.groups) == 4 * (n - 1) * (gathered + scattered)
+
+
+def over_z(layout) -> list:
+    return [layout.axes.z]
 
 
 def sizes_of_items(model) -> list[int]:

@@ -15,7 +15,8 @@ from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, pars
 from hpctrain.errors import PlanError, TopologyError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Model, load_job
-from hpctrain.jobs.plan import check_runs, command
+from hpctrain.jobs.common import check_runs
+from hpctrain.jobs.plan import command
 from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, load_plan
 from hpctrain.planner.bound import least_seconds
