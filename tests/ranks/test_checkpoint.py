@@ -38,8 +38,7 @@ def layouts(size: int) -> list[dict]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize(("model", "number"), [("gpt2", 0), ("llama", 1)])
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, model, number):
     job = make_job(tokens, model, layouts(world.size)[number], steps=STEPS)
     uninterrupted = run(world, job, folder / "a")
@@ -54,12 +53,11 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, fol
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_another_layout_goes_on_where_the_first_stopped(world, tokens, folder, model):
-    first, second = layouts(world.size)[:2]
-    uninterrupted = run(world, make_job(tokens, model, second, steps=STEPS), folder / "a")
-    run(world, make_job(tokens, model, first, steps=STEPS), folder / "b", interrupt_after=3)
-    rest = run(world, make_job(tokens, model, second, steps=STEPS), folder / "b", resume=True)
+def test_another_layout_goes_on_where_the_first_stopped(world, tokens, folder):
+    first, second = (make_job(tokens, "gpt2", layout, steps=STEPS) for layout in layouts(world.size))
+    uninterrupted = run(world, second, folder / "a")
+    run(world, first, folder / "b", interrupt_after=3)
+    rest = run(world, second, folder / "b", resume=True)
     for (loss, _), (expected, _) in zip(rest, uninterrupted[3:], strict=True):
         assert abs(loss - expected) < 1e-5 * expected
 

@@ -1,6 +1,7 @@
 """Same job, same numbers: any layout gives the losses of one rank."""
 
 import functools
+import itertools
 
 import pytest
 
@@ -35,9 +36,17 @@ def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
         from mpi4py import MPI
 
-        size = MPI.COMM_WORLD.size
-        chosen = factorisations(size) if metafunc.config.getoption("--all-layouts") else SELECTION.get(size, [])
-        metafunc.parametrize("layout", list(chosen), ids=lambda sizes: "x".join(map(str, sizes)))
+        size, models = MPI.COMM_WORLD.size, ("llama", "gpt2")
+        if metafunc.config.getoption("--all-layouts"):
+            chosen = list(itertools.product(models, factorisations(size)))
+        else:  # each with one of the models
+            layouts = SELECTION.get(size, [])
+            chosen = [(models[i % 2], layout) for i, layout in enumerate(layouts)]
+        metafunc.parametrize(("model", "layout"), chosen, ids=lambda each: each if each in models else name_of(each))
+
+
+def name_of(layout) -> str:
+    return "x".join(map(str, layout))
 
 
 @functools.cache
@@ -52,7 +61,6 @@ def plan_of(layout) -> dict:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_losses_are_those_of_one_rank(world, tokens, model, layout):
     expected = reference(world, tokens, model)
     found = losses(world, make_job(tokens, model, plan_of(layout)))
