@@ -57,7 +57,7 @@ class Holding:
     layouts: tuple[UnitLayout, ...] = ()
     slabs: tuple[Slab, ...] = ()
     final_after: int = 0
-    """The item of this rank's tile after whose backward pass the gradients of all this have what a microbatch adds."""
+    """The item of this rank's tiles after whose backward pass the gradients of all this have what a microbatch adds."""
 
     def cuts(self, size: int) -> tuple[Interval, ...]:
         """Return for each rank which of `size` elements it owns."""
@@ -83,13 +83,18 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
     x, y, _ = tile.coordinate(rank)
     number_of = _numbers(model)
     cutter = _Cutter(model, plan, rank)
+    tiles = plan.tiles_of(rank)
+
+    def held_items(unit: Unit) -> list[int]:
+        return [item for item in unit.items if any(each.holds(item) for each in tiles)]
+
     whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
     slabs: dict[tuple[int, ...], list[tuple[Unit, Slab]]] = {}
     cut_units = []
     for unit in units(model, tile.tensor):
-        if not any(map(tile.holds, unit.items)):
+        if not held_items(unit):
             continue
-        users = tuple(t for t in plan.tiles if any(map(t.holds, unit.items)))
+        users = _users(plan, unit)
         layout = unit.layout(tile.tensor, x, y)
         if all(t.tensor == tile.tensor for t in users):
             ranks = _counterparts(unit, model, users, tile.coordinate(rank))
@@ -105,7 +110,7 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
         return number_of[slab.parameter.name], slab.rows.start, slab.columns.start
 
     def final_after(held: Sequence[Unit]) -> int:
-        return min(item for unit in held for item in unit.items if tile.holds(item))
+        return min(item for unit in held for item in held_items(unit))
 
     found = []
     for (ranks, zero, _), kept in whole.items():
@@ -121,6 +126,12 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
             found.append((holding, place(bucket[0][1])))
     found.sort(key=lambda pair: pair[1])
     return Holdings(tuple(holding for holding, _ in found), tuple(cut_units))
+
+
+def _users(plan: Plan, unit: Unit) -> tuple[Tile, ...]:
+    """Return for all ranks that use a unit a tile of theirs, in the order of tiles."""
+    tiles = (tile for tile in plan.tiles if any(map(tile.holds, unit.items)))
+    return tuple({tile.ranks: tile for tile in tiles}.values())
 
 
 @lru_cache(maxsize=16)

@@ -116,16 +116,35 @@ class Plan:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that the plan is for, the unused ones too."""
-        return tuple(sorted([*self.unused, *(rank for tile in self.tiles for rank in tile.ranks)]))
+        return tuple(sorted({*self.unused, *(rank for tile in self.tiles for rank in tile.ranks)}))
 
     @cached_property
-    def _tile_of(self) -> dict[int, Tile]:
-        idle = {rank: Tile(Interval(0, 0), Interval(0, 0), (rank,)) for rank in self.unused}
-        return idle | {rank: tile for tile in self.tiles for rank in tile.ranks}
+    def _tiles_of(self) -> dict[int, tuple[Tile, ...]]:
+        found: dict[int, list[Tile]] = {}
+        for tile in self.tiles:
+            found.setdefault(tile.ranks[0], []).append(tile)
+        every = [tuple(sorted(tiles, key=lambda tile: tile.items.start)) for tiles in found.values()]
+        every += [(Tile(Interval(0, 0), Interval(0, 0), (rank,)),) for rank in self.unused]
+        return {rank: tiles for tiles in every for rank in tiles[0].ranks}
+
+    def tiles_of(self, rank: int) -> tuple[Tile, ...]:
+        """Return the tiles of a rank, its chunks, in the order of items; an unused one has an idle tile, without items
+        and neighbours."""
+        return self._tiles_of[rank]
 
     def tile_of(self, rank: int) -> Tile:
-        """Return the tile of a rank; that of an unused one is idle: it has no items and no neighbours."""
-        return self._tile_of[rank]
+        """Return the first tile of a rank, for what all of them have alike: ranks, grid, rows, options (see
+        `check_tiling`)."""
+        return self._tiles_of[rank][0]
+
+    def chunks(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return all tiles of a tile's ranks, in the order of items."""
+        return self._tiles_of[tile.ranks[0]]
+
+    @cached_property
+    def first_tiles(self) -> tuple[Tile, ...]:
+        """Of each tensor grid of ranks the first tile, which stands for what these do."""
+        return tuple(tile for tile in self.tiles if self.chunks(tile)[0] is tile)
 
     @cached_property
     def period(self) -> int:

@@ -15,7 +15,7 @@ from hpctrain.transfers import Transfer, receives, sends
 
 @dataclass(frozen=True)
 class Transfers:
-    """A rank's messages of a microbatch."""
+    """A rank's messages of a microbatch, to and from one of its tiles."""
 
     receive_activation: list[Transfer]
     send_activation: list[Transfer]
@@ -25,9 +25,15 @@ class Transfers:
 
 @dataclass(frozen=True)
 class ChannelNeed:
-    """What a channel to one peer must hold."""
+    """What a channel to one peer must hold.
+
+    Two ranks have one for each two tiles of theirs that are neighbours: what several of these exchange need not be in
+    one order.
+    """
 
     peer: int
+    item: int
+    """The first one of the tile that follows: activations go to it, gradients come from it."""
     elements: int
     """Of the largest message: rows x hidden features; each is `positions` numbers."""
     depth: int
@@ -39,13 +45,14 @@ class Role:
     """One rank's part in a plan."""
 
     rank: int
-    tile: Tile
+    tiles: tuple[Tile, ...]
+    """In the order of items."""
     axes: dict[str, tuple[int, ...]]
     """The ranks along each axis of the tensor grid: x, y, z."""
     held: Holdings
     """The weights that this rank holds, by the ranks that hold the same."""
-    transfers: tuple[Transfers, ...]
-    """Those of microbatch m are at m % period: where rows go by turns, pieces do."""
+    transfers: tuple[tuple[Transfers, ...], ...]
+    """For each tile: those of microbatch m are at m % period, for where rows go by turns, pieces do."""
     channels: list[ChannelNeed]
 
 
@@ -53,29 +60,44 @@ def role_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None
     """Return what a rank takes part in; `bucket_bytes` as in `holdings_of`.
 
     Takes time and memory by the rank's own groups, not by all pairs of ranks."""
-    tile = plan.tile_of(rank)
+    tiles = plan.tiles_of(rank)
+    transfers = tuple(_transfers(model, plan, tile, rank) for tile in tiles)
+    axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in "xyz"}
+    held = holdings_of(model, plan, rank, bucket_bytes)
+    return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
+
+
+def _transfers(model: Model, plan: Plan, tile: Tile, rank: int) -> tuple[Transfers, ...]:
+    of = plan, tile, rank, model.hidden_size
     made = {
         m: Transfers(
-            receive_activation=receives(plan, rank, model.hidden_size, forward=True, microbatch=m),
-            send_activation=sends(plan, rank, model.hidden_size, forward=True, microbatch=m),
-            receive_gradient=receives(plan, rank, model.hidden_size, forward=False, microbatch=m),
-            send_gradient=sends(plan, rank, model.hidden_size, forward=False, microbatch=m),
+            receive_activation=receives(*of, forward=True, microbatch=m),
+            send_activation=sends(*of, forward=True, microbatch=m),
+            receive_gradient=receives(*of, forward=False, microbatch=m),
+            send_gradient=sends(*of, forward=False, microbatch=m),
         )
         for m in set(plan.cut_like)
     }
-    transfers = tuple(made[m] for m in plan.cut_like)
-    axes = {axis: tuple(tile.axis_ranks(axis, rank)) for axis in "xyz"}
-    held = holdings_of(model, plan, rank, bucket_bytes)
-    return Role(rank, tile, axes, held, transfers, _channels(plan, rank, transfers))
+    return tuple(made[m] for m in plan.cut_like)
 
 
-def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[ChannelNeed]:
-    largest: dict[int, int] = {}
-    for of_microbatch in transfers:
-        for name, pieces in vars(of_microbatch).items():
-            for piece in pieces:
-                peer = piece.sender if name.startswith("receive") else piece.receiver
-                largest[peer] = max(largest.get(peer, 0), piece.rows.size * piece.features.size)
-    tile = plan.tile_of(rank)
-    pairs = sorted(largest, key=lambda peer: (min(rank, peer), max(rank, peer)))
-    return [ChannelNeed(peer, largest[peer], channel_depth(plan, tile, plan.tile_of(peer))) for peer in pairs]
+def _channels(plan: Plan, rank: int, transfers: tuple[tuple[Transfers, ...], ...]) -> list[ChannelNeed]:
+    largest: dict[tuple[int, int], int] = {}
+    depth: dict[tuple[int, int], int] = {}
+    for tile, by_turns in zip(plan.tiles_of(rank), transfers, strict=True):
+        for of_microbatch in by_turns:
+            for name, pieces in vars(of_microbatch).items():
+                is_before = name in ("receive_activation", "send_gradient")
+                item = tile.items.start if is_before else tile.items.stop
+                for piece in pieces:
+                    peer = piece.sender if name.startswith("receive") else piece.receiver
+                    if peer == rank:
+                        continue
+                    key = peer, item
+                    largest[key] = max(largest.get(key, 0), piece.rows.size * piece.features.size)
+                    if key not in depth:
+                        near = (plan.upstream if is_before else plan.downstream)(tile)
+                        other = next(each for each in near if peer in each.ranks)
+                        depth[key] = channel_depth(plan, tile, other)
+    pairs = sorted(largest, key=lambda key: (min(rank, key[0]), max(rank, key[0]), key[1]))
+    return [ChannelNeed(*key, largest[key], depth[key]) for key in pairs]

@@ -1,4 +1,7 @@
-"""Schedules as data: what a tile's ranks do in one step, as typed instructions from pure functions.
+"""Schedules as data: what ranks do in one step, as typed instructions from pure functions.
+
+Ranks have one tile, or several, their chunks, on which they work by turns. The first stands for them where schedules
+are listed by tile, and each instruction says which chunk it is for.
 
 The engine executes them, a person can print them, and `check_no_deadlock` proves before anything starts that they
 end. Messages between two tiles arrive in the order in which they were sent. A receive waits for its message; a send
@@ -9,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from hpctrain.errors import PlanError
 from hpctrain.plan import Plan, Tile
@@ -47,52 +51,94 @@ class Instruction:
 
     Nobody waits for that before REDUCE_GRADIENTS.
     """
+    chunk: int = 0
+    """Which of the tiles of its ranks, in the order of items."""
 
     def __str__(self) -> str:
         if self.microbatch < 0:
             return self.op.value
         text = f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
+        text += f" of chunk {self.chunk}" if self.chunk else ""
         return f"{text} and start to reduce" if self.starts_reducing else text
 
 
 def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
-    """Return how many messages a channel between two neighbours holds: in 1F1B a tile runs ahead of the next one by
-    its warm-up and the microbatch that it has in hand."""
-    return max(plan.depth_to_loss(tile), plan.depth_to_loss(other)) + 1
+    """Return how many messages a channel between two neighbours holds: no tile runs further ahead of the next one than
+    by the microbatches that it has under way, so that no send of a training step waits."""
+    return max(under_way(plan, tile), under_way(plan, other))
 
 
-def forward_part(plan: Plan, tile: Tile, m: int) -> list[Instruction]:
-    """Return the instructions of one microbatch's forward pass on a tile."""
-    steps = [Instruction(Op.FORWARD, m, s) for s in range(tile.substeps)]
+def under_way(plan: Plan, tile: Tile) -> int:
+    """Return how many microbatches of a tile are under way at once, from its forward to its backward pass: by 1F1B
+    those of its warm-up and one in hand. A step may have fewer."""
+    chunks = plan.chunks(tile)
+    if len(chunks) == 1:
+        return plan.depth_to_loss(tile) + 1
+    own, alive, most = chunks.index(tile), 0, 0
+    for op, chunk, _ in passes(plan, tile):
+        if chunk == own:
+            alive += 1 if op is Op.FORWARD else -1
+            most = max(most, alive)
+    return most
+
+
+Pass = tuple[Op, int, int]
+"""FORWARD or BACKWARD, the chunk, the microbatch."""
+
+
+def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
+    """Return the order in which a tile's ranks go through their passes by 1F1B (PipeDream-flush, Narayanan et al.
+    2021): warm up, alternate, drain.
+
+    The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
+    even pipeline and also right for tiles that are on paths of unlike length.
+    """
+    return _passes(1, 1, plan.depth_to_loss(tile), plan.microbatches)
+
+
+@lru_cache(maxsize=1024)
+def _passes(chunks: int, stages: int, behind: int, microbatches: int) -> tuple[Pass, ...]:
+    forward = [(0, m) for m in range(microbatches)]
+    made = [(Op.FORWARD, *each) for each in forward[:behind]]
+    for i, back in enumerate(forward):
+        made += [(Op.FORWARD, *each) for each in forward[behind + i : behind + i + 1]]
+        made.append((Op.BACKWARD, *back))
+    return tuple(made)
+
+
+def forward_part(plan: Plan, tile: Tile, m: int, chunk: int = 0) -> list[Instruction]:
+    """Return the instructions of one microbatch's forward pass on a tile, chunk `chunk` of its ranks."""
+    steps = [Instruction(Op.FORWARD, m, s, chunk=chunk) for s in range(tile.substeps)]
     if plan.upstream(tile):
-        steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m))
+        steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m, chunk=chunk))
     if plan.downstream(tile):
-        steps.append(Instruction(Op.SEND_ACTIVATION, m))
+        steps.append(Instruction(Op.SEND_ACTIVATION, m, chunk=chunk))
     return steps
 
 
-def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD) -> list[Instruction]:
+def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int = 0) -> list[Instruction]:
     """Return those of its backward pass, or by BACKWARD_INPUT of the part that its neighbours wait for."""
-    steps = [Instruction(op, m, s) for s in range(tile.substeps)]
+    steps = [Instruction(op, m, s, chunk=chunk) for s in range(tile.substeps)]
     if plan.downstream(tile):
-        steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m))
+        steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m, chunk=chunk))
     if plan.upstream(tile):
-        steps.append(Instruction(Op.SEND_GRADIENT, m))
+        steps.append(Instruction(Op.SEND_GRADIENT, m, chunk=chunk))
     return steps
 
 
-def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD) -> list[Instruction]:
+def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int = 0) -> list[Instruction]:
     """Return a whole microbatch on a tile with the loss: each substep forward and back, so that only one is kept."""
     steps = []
     for s in range(tile.substeps):
-        steps += [Instruction(Op.FORWARD, m, s), Instruction(op, m, s)]
+        steps += [Instruction(Op.FORWARD, m, s, chunk=chunk), Instruction(op, m, s, chunk=chunk)]
     if plan.upstream(tile):
-        return [Instruction(Op.RECEIVE_ACTIVATION, m), *steps, Instruction(Op.SEND_GRADIENT, m)]
+        receive, send = (Instruction(o, m, chunk=chunk) for o in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT))
+        return [receive, *steps, send]
     return steps
 
 
-def weight_part(tile: Tile, m: int) -> list[Instruction]:
-    return [Instruction(Op.BACKWARD_WEIGHT, m, s) for s in range(tile.substeps)]
+def weight_part(tiles: Sequence[Tile], chunk: int, m: int) -> list[Instruction]:
+    return [Instruction(Op.BACKWARD_WEIGHT, m, s, chunk=chunk) for s in range(tiles[chunk].substeps)]
 
 
 def weight_delay(plan: Plan, tile: Tile) -> int | None:
@@ -118,43 +164,44 @@ def splits_freely(tile: Tile) -> bool:
 
 
 def schedule_of(plan: Plan, tile: Tile, reduce_early: bool = False) -> tuple[Instruction, ...]:
-    """Return a training step of a tile by the plan's schedule; `reduce_early` as in `one_f_one_b`."""
-    return one_f_one_b(plan, tile, reduce_early, weight_delay(plan, tile))
+    """Return a training step of a tile's ranks by the plan's schedule; `reduce_early` as in `one_f_one_b`."""
+    return one_f_one_b(plan, tile, reduce_early, splits_backward=True)
 
 
 def one_f_one_b(
-    plan: Plan, tile: Tile, reduce_early: bool = False, weight_delay: int | None = None
+    plan: Plan, tile: Tile, reduce_early: bool = False, splits_backward: bool = False
 ) -> tuple[Instruction, ...]:
-    """Return a step by 1F1B (PipeDream-flush, Narayanan et al. 2021): warm up, alternate, drain.
+    """Return a step in the order of `passes`.
 
-    With `reduce_early` (of all tiles alike) the last pass that adds to gradients starts to reduce them. With a
-    `weight_delay` each backward pass is split, and its weights' part so many microbatches behind: the order in which
-    tiles wait for each other stays that of 1F1B. Delayed by the number of tiles before this one, it is ZB-H1 (Qi et al.
-    2024, arXiv 2401.10241).
-
-    The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
-    even pipeline and also right for tiles that are on paths of unlike length.
+    With `reduce_early` (of all tiles alike) the last pass of each chunk that adds to gradients starts to reduce them.
+    If it `splits_backward`, backward passes are in two parts where `weight_delay` says so, of which that of weights is
+    so many passes behind: the order in which tiles wait for each other stays the same. Delayed by the number of tiles
+    before this one, it is ZB-H1 (Qi et al. 2024, arXiv 2401.10241).
     """
     if tile.is_idle:
         return (Instruction(Op.UPDATE),)
-    warmup = min(plan.depth_to_loss(tile), plan.microbatches)
-    backward = Op.BACKWARD if weight_delay is None else Op.BACKWARD_INPUT
-    delay = weight_delay or 0
+    tiles = plan.chunks(tile)
+    delays = [weight_delay(plan, each) if splits_backward else None for each in tiles]
     steps: list[Instruction] = []
-    for m in range(warmup):
-        steps += forward_part(plan, tile, m)
-    for m in range(plan.microbatches + delay):
-        if m < plan.microbatches and not warmup:
-            steps += at_the_loss(plan, tile, m, backward)
-        elif m < plan.microbatches:
-            if m + warmup < plan.microbatches:
-                steps += forward_part(plan, tile, m + warmup)
-            steps += backward_part(plan, tile, m, backward)
-        if weight_delay is not None and m >= delay:
-            steps += weight_part(tile, m - delay)
+    delayed: deque[tuple[int, int]] = deque()
+    for op, chunk, m in passes(plan, tile):
+        has_loss, delay = not plan.downstream(tiles[chunk]), delays[chunk]
+        if op is Op.FORWARD:
+            if not has_loss:  # else it goes back right after it
+                steps += forward_part(plan, tiles[chunk], m, chunk)
+            continue
+        part = at_the_loss if has_loss else backward_part
+        steps += part(plan, tiles[chunk], m, Op.BACKWARD if delay is None else Op.BACKWARD_INPUT, chunk)
+        if delay is not None:
+            delayed.append((chunk, m))
+            while len(delayed) > delay:
+                steps += weight_part(tiles, *delayed.popleft())
+    for late in delayed:
+        steps += weight_part(tiles, *late)
     if reduce_early:
-        last = max(i for i, step in enumerate(steps) if step.op in ADDING)
-        steps[last] = replace(steps[last], starts_reducing=True)
+        for chunk in range(len(tiles)):
+            last = max(i for i, step in enumerate(steps) if step.op in ADDING and step.chunk == chunk)
+            steps[last] = replace(steps[last], starts_reducing=True)
     return (*steps, Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE))
 
 
@@ -162,27 +209,30 @@ def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     """Return the forward passes alone, for validation."""
     if tile.is_idle:
         return ()
-    return tuple(step for m in range(plan.microbatches) for step in forward_part(plan, tile, m))
+    tiles = plan.chunks(tile)
+    forward = [(chunk, m) for op, chunk, m in passes(plan, tile) if op is Op.FORWARD]
+    return tuple(step for chunk, m in forward for step in forward_part(plan, tiles[chunk], m, chunk))
 
 
 def check_schedules(plan: Plan, reduce_early: bool = False) -> None:
     """Refuse a plan by which a step of training or validation would wait for ever. Raises PlanError."""
-    check_no_deadlock(plan, {tile: schedule_of(plan, tile, reduce_early) for tile in plan.tiles})
-    check_no_deadlock(plan, {tile: forward_only(plan, tile) for tile in plan.tiles})
+    check_no_deadlock(plan, {tile: schedule_of(plan, tile, reduce_early) for tile in plan.first_tiles})
+    check_no_deadlock(plan, {tile: forward_only(plan, tile) for tile in plan.first_tiles})
 
 
-def items_in_order(schedule: Sequence[Instruction], tile: Tile) -> Iterator[int]:
-    """Yield the items whose weights a tile needs, pass by pass: in their order forward, from the last to the first
-    backward."""
+def items_in_order(schedule: Sequence[Instruction], tiles: Sequence[Tile]) -> Iterator[int]:
+    """Yield the items whose weights ranks with these tiles need, pass by pass: in their order forward, from the last to
+    the first backward."""
     for instruction in schedule:
         if instruction.op is Op.FORWARD:
-            yield from range(*tile.items)
+            yield from range(*tiles[instruction.chunk].items)
         elif instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            yield from reversed(range(*tile.items))
+            yield from reversed(range(*tiles[instruction.chunk].items))
 
 
 def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]) -> None:
-    """Run all tiles' instructions against each other without ranks; raise PlanError where they would wait for ever.
+    """Run all ranks' instructions, by their first tiles, against each other; raise PlanError where they would wait for
+    ever.
 
     No step may end with a message that nobody took, a message must be the one that its receiver expects, and a
     reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be. Tiles with ZeRO 2
@@ -191,8 +241,9 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
     reduction. Gradients are added in the order of microbatches and substeps, so that no schedule changes a bit.
     """
     for tile, steps in schedules.items():
-        _check_order_of_gradients(tile, steps)
-        _check_early_reduction(tile, steps)
+        for chunk, own in enumerate(plan.chunks(tile)):
+            _check_order_of_gradients(own, [step for step in steps if step.chunk == chunk])
+            _check_early_reduction(own, [step for step in steps if step.chunk == chunk or step.microbatch < 0])
     at = dict.fromkeys(schedules, 0)
     together = {
         tile: [t for t in schedules if t is not tile and t.items == tile.items] if tile.zero >= 2 else []
@@ -201,7 +252,8 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
     wires: dict[tuple[Tile, Tile, Op], deque[int]] = {}
     pairs = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
 
-    def ready(tile: Tile, step: Instruction) -> bool:
+    def ready(first: Tile, step: Instruction) -> bool:
+        tile = plan.chunks(first)[step.chunk]
         match step.op:
             case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
                 following = step.op is Op.SEND_ACTIVATION
@@ -222,10 +274,10 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
                     if (got := queue.popleft()) != step.microbatch:
                         raise PlanError(f"{_name(tile)} expects microbatch {step.microbatch} and is sent {got}")
             case op if op in COMPUTING:
-                for other in together[tile]:
-                    if (theirs := schedules[other][at[tile]]) != step:
+                for other in together[first]:
+                    if (theirs := schedules[other][at[first]]) != step:
                         raise PlanError(f"{_name(tile)} exchanges in '{step}' while {_name(other)} is at '{theirs}'")
-                return all(at[other] >= at[tile] for other in together[tile])
+                return all(at[other] >= at[first] for other in together[first])
             case Op.REDUCE_GRADIENTS:
                 return all(at[t] >= at_reduce[t] for t in schedules)
         return True
@@ -243,7 +295,8 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
                 moved = True
         unfinished = [tile for tile in unfinished if at[tile] < len(schedules[tile])]
         if unfinished and not moved:
-            waits = "; ".join(f"{_name(t)} waits at '{schedules[t][at[t]]}'" for t in unfinished[:4])
+            stuck = [(schedules[t][at[t]], plan.chunks(t)) for t in unfinished[:4]]
+            waits = "; ".join(f"{_name(tiles[step.chunk])} waits at '{step}'" for step, tiles in stuck)
             raise PlanError(f"the schedule deadlocks: {waits}")
     for (sender, receiver, op), queue in wires.items():
         if queue:

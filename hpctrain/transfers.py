@@ -54,17 +54,17 @@ def _between(source: Tile, target: Tile, receiver: int, hidden_size: int, microb
     return found
 
 
-def receives(plan: Plan, rank: int, hidden_size: int, forward: bool, microbatch: int) -> list[Transfer]:
-    """Return what a rank receives of a microbatch: activations (forward) or their gradients, in order of senders."""
-    tile = plan.tile_of(rank)
+def receives(plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, microbatch: int) -> list[Transfer]:
+    """Return what a rank of a tile receives of a microbatch for it: activations (forward) or their gradients, in order
+    of senders."""
     sources = plan.upstream(tile, microbatch) if forward else plan.downstream(tile, microbatch)
     found = (t for source in sources for t in _between(source, tile, rank, hidden_size, microbatch))
     return sorted(found, key=lambda t: t.sender)
 
 
-def sends(plan: Plan, rank: int, hidden_size: int, forward: bool, microbatch: int) -> list[Transfer]:
-    """Return what a rank sends of a microbatch: activations (forward) or their gradients, in order of receivers."""
-    tile = plan.tile_of(rank)
+def sends(plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, microbatch: int) -> list[Transfer]:
+    """Return what a rank of a tile sends of a microbatch from it: activations (forward) or their gradients, in order of
+    receivers."""
     targets = plan.downstream(tile, microbatch) if forward else plan.upstream(tile, microbatch)
     found = (t for target in targets for r in target.ranks for t in _between(tile, target, r, hidden_size, microbatch))
     return sorted((t for t in found if t.sender == rank), key=lambda t: t.receiver)

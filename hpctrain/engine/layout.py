@@ -1,4 +1,4 @@
-"""A plan made real for one rank: its tile, its communicators, its store of weights."""
+"""A plan made real for one rank: its tiles, its communicators, its store of weights."""
 
 from dataclasses import dataclass
 
@@ -22,28 +22,28 @@ class Layout:
 
     plan: Plan
     rank: int
-    tile: Tile
+    tiles: tuple[Tile, ...]
+    """In the order of items, of one tensor grid; more than one in an interleaved pipeline."""
     everyone: Communicator
     axes: Axes
     held: Holdings
     groups: list[Communicator]
     """For each holding its ranks."""
-    stage: Stage
-    transfers: tuple[Transfers, ...]
-    """Those of microbatch m are at m % period."""
-    channels: dict[int, Channel]
-    """By the rank at the other end."""
+    store: Store
+    """Of the weights of all tiles."""
+    stages: tuple[Stage, ...]
+    """One for each tile."""
+    transfers: tuple[tuple[Transfers, ...], ...]
+    """For each tile: those of microbatch m are at m % period."""
+    channels: dict[tuple[int, int], Channel]
+    """By the rank at the other end, and the first item of the tile that follows."""
     dtype: torch.dtype
     reduces_early: bool
     """Whether gradients are summed over their holders while the last microbatch goes back."""
 
     @property
-    def store(self) -> Store:
-        return self.stage.store
-
-    @property
     def coordinate(self) -> tuple[int, int, int]:
-        return self.tile.coordinate(self.rank)
+        return self.tiles[0].coordinate(self.rank)
 
 
 def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: torch.device) -> Layout:
@@ -62,19 +62,22 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     groups = [made[holding.ranks] for holding in role.held.holdings]
     element_bytes = job.data.sequence_length * dtype.itemsize
     channels = {
-        need.peer: world.channel(need.peer, need.elements * element_bytes, need.depth) for need in role.channels
+        (need.peer, need.item): world.channel(need.peer, need.elements * element_bytes, need.depth)
+        for need in role.channels
     }
-    store = Store(groups, role.held, axes, dtype, device, range(*role.tile.items)[: overlap.keep_gathered])
-    stage = Stage(job.model, role.tile, axes, store, world.tracer)
+    kept = [item for tile in role.tiles for item in range(*tile.items)[: overlap.keep_gathered]]
+    store = Store(groups, role.held, axes, dtype, device, kept)
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,
-        role.tile,
+        role.tiles,
         everyone,
         axes,
         role.held,
         groups,
-        stage,
+        store,
+        stages,
         role.transfers,
         channels,
         dtype,

@@ -1,9 +1,9 @@
-"""Runs a tile's schedule: the one place where instructions become work."""
+"""Runs a rank's schedule: the one place where instructions become work."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from hpctrain.engine.layout import Layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.model.stage import Saved
+from hpctrain.model.stage import Saved, Stage
 from hpctrain.schedule import Instruction, Op, forward_only, items_in_order, schedule_of
 from hpctrain.tracing import UNTRACED, Tracer
 from hpctrain.transfers import Transfer, held
@@ -38,8 +38,16 @@ class Totals:
     """Whether any rank was asked to stop."""
 
 
+class Place(NamedTuple):
+    """Where a tensor belongs."""
+
+    chunk: int
+    """Which of the rank's tiles, in the order of items."""
+    microbatch: int
+
+
 class Pipeline:
-    """Executes the instructions of one tile on one rank."""
+    """Executes the instructions of one rank, on its tiles."""
 
     def __init__(
         self,
@@ -53,9 +61,10 @@ class Pipeline:
         self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
         self._device = device
         self._positions = positions
-        parts = [held(layout.tile, layout.rank, hidden_size, m) for m in range(layout.plan.period)]
+        tile = layout.tiles[0]  # rows and pieces of them are those of all
+        parts = [held(tile, layout.rank, hidden_size, m) for m in range(layout.plan.period)]
         self._rows, self._features = [rows for rows, _ in parts], parts[0][1]
-        self._substeps = [cut_evenly(rows.size, layout.tile.substeps) for rows in self._rows]
+        self._substeps = [cut_evenly(rows.size, tile.substeps) for rows in self._rows]
 
     def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
         """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
@@ -63,56 +72,60 @@ class Pipeline:
         Raises TrainingError, on all ranks alike, if loss or gradient is not finite; the weights are untouched then.
         """
         layout = self._layout
-        schedule = schedule_of(layout.plan, layout.tile, layout.reduces_early)
+        schedule = schedule_of(layout.plan, layout.tiles[0], layout.reduces_early)
         return self._run(schedule, batch, step, loss_tokens, training=True, stop=stop)
 
     def evaluate(self, batch: Batch) -> Totals:
         """Run the forward passes of one batch. All ranks of the plan must call."""
-        return self._run(forward_only(self._layout.plan, self._layout.tile), batch, 0, 1, training=False, stop=False)
+        schedule = forward_only(self._layout.plan, self._layout.tiles[0])
+        return self._run(schedule, batch, 0, 1, training=False, stop=False)
 
     def _run(
         self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training: bool, stop: bool
     ) -> Totals:
-        stage, by_turns = self._layout.stage, self._layout.transfers
-        given: dict[int, torch.Tensor] = {}  # by microbatch: an activation, later a gradient, that came in
-        made: dict[int, torch.Tensor] = {}  # and one that is to go out
-        saved: dict[tuple[int, int], Saved] = {}
+        given: dict[Place, torch.Tensor] = {}  # an activation, later a gradient, that came in
+        made: dict[Place, torch.Tensor] = {}  # and one that is to go out
+        saved: dict[tuple[Place, int], Saved] = {}
         loss = 0.0
         totals = None
-        self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tile))
+        self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tiles))
         for instruction in schedule:
-            m, s = instruction.microbatch, instruction.substep
-            transfers = by_turns[m % len(by_turns)]
+            place, s = Place(instruction.chunk, instruction.microbatch), instruction.substep
+            stage = self._layout.stages[place.chunk]
+            by_turns = self._layout.transfers[place.chunk]
+            transfers = by_turns[place.microbatch % len(by_turns)]
             passed = self._optimizer.start_reduce if instruction.starts_reducing else None
             since = self._tracer.now()
             match instruction.op:
                 case Op.RECEIVE_ACTIVATION:
-                    given[m] = self._receive(transfers.receive_activation, m)
+                    self._receive(transfers.receive_activation, given, place, stage.tile.items.start)
                 case Op.FORWARD:
-                    ids, targets = self._tokens(batch, m, s)
-                    value, kept = stage.forward(self._take(given, m, s) if ids is None else ids, targets, training)
+                    ids, targets = self._tokens(batch, stage, place.microbatch, s)
+                    value, kept = stage.forward(self._take(given, place, s) if ids is None else ids, targets, training)
                     if stage.is_last:
                         loss += float(value)
                     else:
-                        self._put(made, m, s, value)
+                        self._put(made, place, s, value)
                     if training:
-                        saved[m, s] = kept
+                        saved[place, s] = kept
                 case Op.SEND_ACTIVATION:
-                    self._send(transfers.send_activation, made.pop(m), m)
+                    following = Place(place.chunk + 1, place.microbatch)
+                    self._send(transfers.send_activation, made.pop(place), given, following, stage.tile.items.stop)
                 case Op.RECEIVE_GRADIENT:
-                    given[m] = self._receive(transfers.receive_gradient, m)
+                    self._receive(transfers.receive_gradient, given, place, stage.tile.items.stop)
                 case Op.BACKWARD | Op.BACKWARD_INPUT:
-                    gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, m, s)
+                    gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, place, s)
                     if instruction.op is Op.BACKWARD:
-                        gradient = stage.backward(saved.pop((m, s)), gradient, passed)
+                        gradient = stage.backward(saved.pop((place, s)), gradient, passed)
                     else:
-                        gradient = stage.backward_input(saved[m, s], gradient)
+                        gradient = stage.backward_input(saved[place, s], gradient)
                     if gradient is not None:
-                        self._put(made, m, s, gradient)
+                        self._put(made, place, s, gradient)
                 case Op.BACKWARD_WEIGHT:
-                    stage.backward_weight(saved.pop((m, s)), passed)
+                    stage.backward_weight(saved.pop((place, s)), passed)
                 case Op.SEND_GRADIENT:
-                    self._send(transfers.send_gradient, made.pop(m), m)
+                    before = Place(place.chunk - 1, place.microbatch)
+                    self._send(transfers.send_gradient, made.pop(place), given, before, stage.tile.items.start)
                 case Op.REDUCE_GRADIENTS:
                     self._optimizer.reduce()
                 case Op.UPDATE:
@@ -136,9 +149,10 @@ class Pipeline:
         total = self._layout.everyone.all_reduce(own).tolist()
         return Totals(total[0], math.sqrt(total[1]), total[2] > 0)
 
-    def _tokens(self, batch: Batch, microbatch: int, substep: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _tokens(
+        self, batch: Batch, stage: Stage, microbatch: int, substep: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return (ids, targets), each [rows, positions] or None where this stage does not need it."""
-        stage = self._layout.stage
         if not (stage.is_first or stage.is_last):
             return None, None
         piece = self._pieces_of(microbatch)[substep]
@@ -154,37 +168,49 @@ class Pipeline:
         """Return the parts of these rows by substeps, counted from the first of them."""
         return self._substeps[microbatch % len(self._substeps)]
 
-    def _take(self, waiting: dict[int, torch.Tensor], microbatch: int, substep: int) -> torch.Tensor:
+    def _take(self, waiting: dict[Place, torch.Tensor], place: Place, substep: int) -> torch.Tensor:
         """Return the rows of a substep; the last substep takes what waits away."""
-        pieces = self._pieces_of(microbatch)
-        value = waiting.pop(microbatch) if substep == len(pieces) - 1 else waiting[microbatch]
+        pieces = self._pieces_of(place.microbatch)
+        value = waiting.pop(place) if substep == len(pieces) - 1 else waiting[place]
         return value if len(pieces) == 1 else value[slice(*pieces[substep])]
 
-    def _put(self, waiting: dict[int, torch.Tensor], microbatch: int, substep: int, value: torch.Tensor) -> None:
+    def _put(self, waiting: dict[Place, torch.Tensor], place: Place, substep: int, value: torch.Tensor) -> None:
         """Add the rows of a substep to what waits to be sent."""
-        pieces = self._pieces_of(microbatch)
+        pieces = self._pieces_of(place.microbatch)
         if len(pieces) == 1:
-            waiting[microbatch] = value
+            waiting[place] = value
             return
-        if microbatch not in waiting:
-            waiting[microbatch] = value.new_empty(self._rows_of(microbatch).size, *value.shape[1:])
-        waiting[microbatch][slice(*pieces[substep])] = value
+        if place not in waiting:
+            waiting[place] = value.new_empty(self._rows_of(place.microbatch).size, *value.shape[1:])
+        waiting[place][slice(*pieces[substep])] = value
 
     def _inside(self, piece: Transfer, microbatch: int) -> tuple[slice, slice, slice]:
         rows = piece.rows.shift(-self._rows_of(microbatch).start)
         return slice(*rows), slice(None), slice(*piece.features.shift(-self._features.start))
 
-    def _send(self, pieces: list[Transfer], value: torch.Tensor, microbatch: int) -> None:
-        for piece in pieces:
-            self._layout.channels[piece.receiver].send(value[self._inside(piece, microbatch)].contiguous())
+    def _send(
+        self, pieces: list[Transfer], value: torch.Tensor, given: dict[Place, torch.Tensor], to: Place, item: int
+    ) -> None:
+        """Send what tiles exchange of which one ends before `item` and the other starts there.
 
-    def _receive(self, pieces: list[Transfer], microbatch: int) -> torch.Tensor:
-        shape = (self._rows_of(microbatch).size, self._positions, self._features.size)
-        value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
+        Where both are this rank's, which then has all of it, it is `given` to the other at once.
+        """
         for piece in pieces:
-            target = value[self._inside(piece, microbatch)]
+            if piece.receiver == self._layout.rank:
+                given[to] = value
+                continue
+            part = value[self._inside(piece, to.microbatch)].contiguous()
+            self._layout.channels[piece.receiver, item].send(part)
+
+    def _receive(self, pieces: list[Transfer], given: dict[Place, torch.Tensor], place: Place, item: int) -> None:
+        """Receive what is sent by `_send`."""
+        if place in given:
+            return
+        shape = (self._rows_of(place.microbatch).size, self._positions, self._features.size)
+        value = given[place] = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
+        for piece in pieces:
+            target = value[self._inside(piece, place.microbatch)]
             buffer = target if target.is_contiguous() else target.new_empty(target.shape)
-            self._layout.channels[piece.sender].receive(buffer)
+            self._layout.channels[piece.sender, item].receive(buffer)
             if buffer is not target:
                 target.copy_(buffer)
-        return value

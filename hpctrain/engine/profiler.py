@@ -218,7 +218,7 @@ class Trials:
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
         of_loss = torch.tensor(1.0 / tokens.numel(), dtype=torch.float64, device=device)
         embedding, block, head = (
-            Stage(small.model, replace(layout.tile, items=Interval(item, item + 1)), layout.axes, layout.store)
+            Stage(small.model, replace(layout.tiles[0], items=Interval(item, item + 1)), layout.axes, layout.store)
             for item in range(3)
         )
         return RowTimes(

@@ -21,6 +21,7 @@ from hpctrain.engine.pipeline import Pipeline
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval
 from hpctrain.job import Job
+from hpctrain.model.stage import initialise
 from hpctrain.model.transformer import IGNORED
 from hpctrain.plan import Plan
 
@@ -98,9 +99,10 @@ class Trainer:
             with self.accelerator.running():
                 yield
         except torch.OutOfMemoryError as error:
-            memory, tile = self.accelerator.memory(), self.plan.tile_of(self.world.rank)
+            memory, tiles = self.accelerator.memory(), self.plan.tiles_of(self.world.rank)
+            items = " and ".join(str(list(tile.items)) for tile in tiles)
             raise TrainingError(
-                f"rank {self.world.rank} ({tile.family}, items {list(tile.items)}, rows {tile.rows}) is out of"
+                f"rank {self.world.rank} ({tiles[0].family}, items {items}, rows {tiles[0].rows}) is out of"
                 f" memory in {what}: {memory.used / 2**20:,.1f} of {memory.total / 2**20:,.1f} MiB are in use, and"
                 f' {str(error).splitlines()[0]}; give its tile fewer rows or items, set plan.recompute to "full",'
                 " plan.microbatch lower, or start more ranks"
@@ -108,7 +110,7 @@ class Trainer:
 
     def initialise(self) -> None:
         """Start from initial weights."""
-        self.layout.stage.initialise(self.job.train.seed)
+        initialise(self.layout.store, self.job.model, self.job.train.seed)
         self.optimizer.load_masters()
         self.layout.store.publish()
 

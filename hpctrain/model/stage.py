@@ -32,21 +32,22 @@ class Saved:
     of weights."""
 
 
+def initialise(store: Store, model: Model, seed: int) -> None:
+    """Set all weights of a rank to their initial values."""
+    store.await_weights()
+    for group in store.groups:
+        for piece in group.pieces(group.stored):
+            values = torch.empty(piece.at.size)
+            fill_initial(piece.parameter, piece.box, piece.elements, model, seed, values)
+            group.weights_at(piece.at).copy_(values)
+
+
 class Stage:
     """The items of one tile on one rank."""
 
     def __init__(self, model: Model, tile: Tile, axes: Axes, store: Store, tracer: Tracer = UNTRACED):
-        self.model, self.tile, self.store, self._tracer = model, tile, store, tracer
+        self.tile, self.store, self._tracer = tile, store, tracer
         self.items: list[Item] = [make_item(model, i, axes, store) for i in range(*tile.items)]
-
-    def initialise(self, seed: int) -> None:
-        """Set all weights to their initial values."""
-        self.store.await_weights()
-        for group in self.store.groups:
-            for piece in group.pieces(group.stored):
-                values = torch.empty(piece.at.size)
-                fill_initial(piece.parameter, piece.box, piece.elements, self.model, seed, values)
-                group.weights_at(piece.at).copy_(values)
 
     @property
     def is_first(self) -> bool:

@@ -163,7 +163,7 @@ class Predictor:
             delay = self._weight_delay(tile)
             key = self.plan.depth_to_loss(tile), ends, tile.substeps, delay
             if key not in made:
-                made[key] = one_f_one_b(self.plan, tile, weight_delay=delay)
+                made[key] = one_f_one_b(self.plan, tile, splits_backward=self.setup.stack.splits_backward)
             found[tile] = made[key]
         return found
 
@@ -343,7 +343,7 @@ class Predictor:
     def _receive_one(self, found: dict, tile: Tile, rank: int, forward: bool, microbatch: int) -> None:
         element = self.setup.positions * self.setup.item_bytes
         arriving: dict[Tile, float] = {}
-        for piece in receives(self.plan, rank, self.setup.model.hidden_size, forward, microbatch):
+        for piece in receives(self.plan, tile, rank, self.setup.model.hidden_size, forward, microbatch):
             source = self.plan.tile_of(piece.sender)
             num_bytes = piece.rows.size * piece.features.size * element
             flows = self.network.flows(piece.sender, source.ranks, rank)

@@ -177,7 +177,7 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float]]:
         trainer = make_trainer(world, job, plan, accelerator=device)
         trainer.initialise()
         trainer.step(training)
-        stage = trainer.layout.stage
+        stage = trainer.layout.stages[0]
 
         def noting(name: str, run):
             def noted_run(*args):

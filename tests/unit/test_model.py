@@ -10,7 +10,7 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.functions import swiglu
-from hpctrain.model.stage import Stage
+from hpctrain.model.stage import Stage, initialise
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import IGNORED
 from hpctrain.plan import Tile
@@ -27,7 +27,7 @@ def make_stage(model: Model, recompute: str) -> Stage:
     store = Store([alone], whole_model(model), axes, torch.float32, torch.device("cpu"))
     tile = Tile(Interval(0, model.num_items), Interval(0, 3), (0,), recompute=recompute)
     stage = Stage(model, tile, axes, store)
-    stage.initialise(3)
+    initialise(store, model, 3)
     group = store.groups[0]
     group.weights.add_(0.1 * torch.randn(group.size, generator=torch.Generator().manual_seed(0)))  # biases too
     return stage

@@ -44,7 +44,7 @@ def test_every_rank_receives_its_part_exactly_once(forward, plan, microbatch):
         for rank in tile.ranks:
             rows, features = held(tile, rank, HIDDEN, microbatch)
             count = np.zeros((plan.rows, HIDDEN), int)
-            for piece in receives(plan, rank, HIDDEN, forward, microbatch):
+            for piece in receives(plan, tile, rank, HIDDEN, forward, microbatch):
                 assert piece.receiver == rank
                 sender_rows, sender_features = held(plan.tile_of(piece.sender), piece.sender, HIDDEN, microbatch)
                 assert sender_rows.intersect(piece.rows) == piece.rows
@@ -58,8 +58,9 @@ def test_every_rank_receives_its_part_exactly_once(forward, plan, microbatch):
 @pytest.mark.parametrize("forward", [True, False])
 @given(plan=two_stage_plans(), microbatch=st.integers(0, 5))
 def test_what_is_sent_is_what_is_received(forward, plan, microbatch):
-    sent = {piece for rank in plan.ranks for piece in sends(plan, rank, HIDDEN, forward, microbatch)}
-    received = {piece for rank in plan.ranks for piece in receives(plan, rank, HIDDEN, forward, microbatch)}
+    places = [(tile, rank) for tile in plan.tiles for rank in tile.ranks]
+    sent = {piece for place in places for piece in sends(plan, *place, HIDDEN, forward, microbatch)}
+    received = {piece for place in places for piece in receives(plan, *place, HIDDEN, forward, microbatch)}
     assert sent == received
 
 
@@ -70,17 +71,18 @@ def test_channels_hold_the_largest_message_of_any_microbatch(plan, data):
     model = Model(architecture="gpt2", num_layers=2, hidden_size=HIDDEN, num_heads=1, vocab_size=13)
     rank = data.draw(st.sampled_from(plan.ranks))
     needed: dict[int, int] = {}
+    tile = plan.tile_of(rank)
     for forward, microbatch in itertools.product((True, False), range(plan.microbatches)):
-        pieces = [(piece.receiver, piece) for piece in sends(plan, rank, HIDDEN, forward, microbatch)]
-        pieces += [(piece.sender, piece) for piece in receives(plan, rank, HIDDEN, forward, microbatch)]
+        pieces = [(piece.receiver, piece) for piece in sends(plan, tile, rank, HIDDEN, forward, microbatch)]
+        pieces += [(piece.sender, piece) for piece in receives(plan, tile, rank, HIDDEN, forward, microbatch)]
         for peer, piece in pieces:
             needed[peer] = max(needed.get(peer, 0), piece.rows.size * piece.features.size)
     role = role_of(model, plan, rank)
     assert {need.peer: need.elements for need in role.channels} == needed
     for microbatch in range(plan.microbatches):
-        transfers = role.transfers[microbatch % len(role.transfers)]
-        assert transfers.send_activation == sends(plan, rank, HIDDEN, True, microbatch)
-        assert transfers.receive_gradient == receives(plan, rank, HIDDEN, False, microbatch)
+        transfers = role.transfers[0][microbatch % plan.period]
+        assert transfers.send_activation == sends(plan, tile, rank, HIDDEN, True, microbatch)
+        assert transfers.receive_gradient == receives(plan, tile, rank, HIDDEN, False, microbatch)
 
 
 def test_equal_grids_send_to_their_counterpart_alone():
@@ -88,7 +90,7 @@ def test_equal_grids_send_to_their_counterpart_alone():
     tiles = [Tile(Interval(2 * i, 2 * i + 2), Interval(0, 4), tuple(range(8 * i, 8 * i + 8)), grid) for i in range(2)]
     plan = Plan(tuple(tiles), 1, 4)
     for rank in range(8):
-        assert [t.receiver for t in sends(plan, rank, HIDDEN, True, 0)] == [rank + 8]
+        assert [t.receiver for t in sends(plan, plan.tile_of(rank), rank, HIDDEN, True, 0)] == [rank + 8]
 
 
 @pytest.mark.parametrize(("source_y", "target_y"), [(4, 1), (4, 2), (3, 2), (2, 3), (1, 4)])
@@ -97,7 +99,7 @@ def test_all_ranks_that_hold_the_same_share_the_sending(source_y, target_y):
     target_ranks = tuple(range(source_y, source_y + target_y))
     plan = Plan((source, Tile(Interval(2, 4), Interval(0, 12), target_ranks, TensorGrid(y=target_y))), 1, 12)
     sent = [
-        sum(piece.rows.size * piece.features.size for piece in sends(plan, rank, HIDDEN, True, 0))
+        sum(piece.rows.size * piece.features.size for piece in sends(plan, plan.tile_of(rank), rank, HIDDEN, True, 0))
         for rank in source.ranks
     ]
     assert sum(sent) == target_y * 12 * HIDDEN, "conserved"
