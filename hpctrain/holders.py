@@ -202,6 +202,7 @@ def check_zero(plan: Plan, where: str) -> None:
                 ("tensor", tile.tensor, other.tensor),
                 ("zero", tile.zero, other.zero),
                 ("substeps", tile.substeps, other.substeps),
+                ("chunks", *([list(each.items) for each in plan.chunks(t)] for t in (tile, other))),
                 ("tiles until the loss", plan.depth_to_loss(tile), plan.depth_to_loss(other)),
                 *((("tiles before", plan.depth_from_start(tile), plan.depth_from_start(other)),) if delayed else ()),
             ):

@@ -211,16 +211,24 @@ class Plan:
         """Return the number of tiles on the longest path from the first items to this one, not counting itself."""
         return self._depth_from_start[tile]
 
+    def path_length(self, tile: Tile) -> int:
+        """Return the number of tiles on the longest path through this one."""
+        return self.depth_from_start(tile) + 1 + self.depth_to_loss(tile)
+
     def describe(self) -> str:
         """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
         grids = "/".join(sorted({str(tile.tensor) for tile in self.tiles}))
         microbatches = f"{counted(self.microbatches, 'microbatch')} of {counted(self.rows, 'row')}"
-        stages = {tile.items for tile in self.tiles}
+        items = {tile.items for tile in self.tiles}
         replicas = {tile.rows for tile in self.tiles}
-        if len(self.tiles) == len(stages) * len(replicas) and "/" not in grids:
-            tiles = f"{counted(len(stages), 'stage')} x {counted(len(replicas), 'replica')} of {grids} (x,y,z)"
+        chunks = {len(self.chunks(tile)) for tile in self.tiles}
+        if len(self.tiles) == len(items) * len(replicas) and "/" not in grids and len(chunks) == 1:
+            each = max(chunks)
+            stages = counted(len(items) // each, "stage") + (f" of {counted(each, 'chunk')}" if each > 1 else "")
+            tiles = f"{stages} x {counted(len(replicas), 'replica')} of {grids} (x,y,z)"
         else:
             tiles = f"{counted(len(self.tiles), 'tile')} of {grids} (x,y,z)"
+            tiles += f", up to {max(chunks)} a rank" if max(chunks) > 1 else ""
         turns = f", cut in {len(set(self.cut_like))} ways by turns" if self.period > 1 else ""
         unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
         schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
@@ -263,9 +271,11 @@ def check_tiling(plan: Plan, num_items: int) -> None:
                 f"{where}: z = {tile.tensor.z} and substeps = {tile.substeps} split {least} rows; lower substeps"
             )
         for rank in tile.ranks:
-            if rank in seen:
-                raise PlanError(f"{where}: rank {rank} is already in tile {seen[rank]}")
-            seen[rank] = number
+            if plan.tiles[seen.setdefault(rank, number)].ranks != tile.ranks:
+                raise PlanError(
+                    f"{where}: rank {rank} is already in tile {seen[rank]}, which has other ranks; tiles that share"
+                    " ranks must have all of them in the same order"
+                )
         if tile.items.size == 0 or tile.items.start < 0 or tile.items.stop > num_items:
             raise PlanError(f"{where}: items must lie in [0, {num_items}): the embedding, the blocks, the head")
         if any(rows.start < 0 or rows.stop > plan.rows for rows in tile.rows.phases):
@@ -274,6 +284,7 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
         if tile.items.start > 0 and not plan.upstream(tile):
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
+    _check_chunks(plan)
     for microbatch in sorted(set(plan.cut_like)):
         for item in range(num_items):
             rows = [tile.rows_of(microbatch) for tile in plan.tiles if tile.holds(item)]
@@ -290,6 +301,38 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         raise PlanError(f"rank {missing[0]} is in no tile; list it under unused = {missing}")
 
 
+def _check_chunks(plan: Plan) -> None:
+    """Refuse ranks with several tiles that are not chunks of an interleaved pipeline: alike but for `items` and
+    `recompute`, and as many tiles apart as there are stages."""
+    for first in plan.first_tiles:
+        tiles = plan.chunks(first)
+        if len(tiles) == 1:
+            continue
+        numbers = [plan.tiles.index(tile) for tile in tiles]
+        where = f"tiles {', '.join(map(str, numbers))} have the same ranks {list(first.ranks)[:8]}"
+        for key in ("tensor", "rows", "family", "zero", "state_share", "substeps"):
+            values = [str(getattr(tile, key)) for tile in tiles]
+            if len(set(values)) > 1:
+                raise PlanError(f"{where}, but unlike {key}: {', '.join(values)}; make them alike")
+        if plan.schedule != "1f1b":
+            raise PlanError(f'{where}, and schedule = "{plan.schedule}" is of one tile a rank; set it to "1f1b"')
+        length = plan.path_length(first)
+        stages = length // len(tiles)
+        before = [plan.depth_from_start(tile) for tile in tiles]
+        near = {each for tile in tiles for each in (*plan.upstream(tile), *plan.downstream(tile))}
+        unlike = [tile for tile in near if len(plan.chunks(tile)) != len(tiles) or plan.path_length(tile) != length]
+        if (
+            unlike
+            or length % len(tiles)
+            or before != [before[0] % stages + stages * chunk for chunk in range(len(tiles))]
+        ):
+            raise PlanError(
+                f"{where}, with {', '.join(map(str, before))} tiles before them of the {length} on their way from the"
+                " embedding to the loss: ranks with several tiles are an interleaved pipeline, in which all have as"
+                " many, and of s stages each has every s-th tile; give each rank one tile, or every s-th"
+            )
+
+
 def even_plan(
     num_items: int,
     grid: TensorGrid,
@@ -298,26 +341,36 @@ def even_plan(
     microbatches: int,
     rows: int,
     schedule: str = "1f1b",
+    chunks: int = 1,
     **tile,
 ) -> Plan:
     """Return the even plan: `pipeline` stages x `data` replicas of `grid`; `tile` gives the rest of each tile.
 
     Blocks are cut evenly by count, with embedding and head at the ends; ranks run fastest in the tensor grid, then
-    over replicas, then over stages, so that what exchanges most sits closest.
+    over replicas, then over stages, so that what exchanges most sits closest. With `chunks` each stage has so many
+    tiles, every `pipeline`-th: an interleaved pipeline.
 
-    Raises PlanError if there are fewer blocks than stages, or rows that do not divide.
+    Raises PlanError if there are fewer blocks than tiles in a row, rows that do not divide, or chunks of one stage.
     """
-    if pipeline > num_items - 2:
-        raise PlanError(f"pipeline = {pipeline} stages need as many blocks, the model has {num_items - 2}")
+    if chunks > 1 and pipeline == 1:
+        raise PlanError(
+            f"chunks = {chunks} shorten the bubble of a pipeline, and pipeline = 1 has none; set chunks to 1, or"
+            " pipeline to 2 or more"
+        )
+    if chunks > 1 and schedule != "1f1b":
+        raise PlanError(f'chunks = {chunks}: schedule = "{schedule}" is of one tile a rank; set chunks to 1, or "1f1b"')
+    if pipeline * chunks > num_items - 2:
+        of_each = f" x chunks = {chunks}" if chunks > 1 else ""
+        raise PlanError(f"pipeline = {pipeline} stages{of_each} need as many blocks, the model has {num_items - 2}")
     if rows % data:
         raise PlanError(f"{rows} rows of a microbatch do not divide among data = {data} replicas")
-    cuts = [cut.shift(1) for cut in cut_evenly(num_items - 2, pipeline)]
+    cuts = [cut.shift(1) for cut in cut_evenly(num_items - 2, pipeline * chunks)]
     cuts[0] = Interval(0, cuts[0].stop)
     cuts[-1] = Interval(cuts[-1].start, num_items)
     tiles = []
-    for items in cuts:
-        for replica in cut_evenly(rows, data):
-            first = len(tiles) * grid.size
+    for number, items in enumerate(cuts):
+        for place, replica in enumerate(cut_evenly(rows, data)):
+            first = (number % pipeline * data + place) * grid.size
             tiles.append(Tile(items, replica, tuple(range(first, first + grid.size)), grid, **tile))
     return Plan(tuple(tiles), microbatches, rows, schedule)
 

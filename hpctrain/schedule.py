@@ -87,23 +87,32 @@ Pass = tuple[Op, int, int]
 
 
 def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
-    """Return the order in which a tile's ranks go through their passes by 1F1B (PipeDream-flush, Narayanan et al.
-    2021): warm up, alternate, drain.
+    """Return the order in which a tile's ranks go through their passes by 1F1B (PipeDream-flush, Narayanan et al. 2021,
+    arXiv 2104.04473): warm up, alternate, drain.
 
     The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
     even pipeline and also right for tiles that are on paths of unlike length.
+
+    Ranks with several chunks are of an interleaved pipeline: they take as many microbatches through a chunk as there
+    are stages, then through the next one, and warm up by `2 (stages - 1 - stage) + (chunks - 1) stages` passes. Where
+    microbatches are no multiple of the stages, they go as if there were more, without those.
     """
-    return _passes(1, 1, plan.depth_to_loss(tile), plan.microbatches)
+    tiles = plan.chunks(tile)
+    stages = plan.depth_from_start(tiles[1]) - plan.depth_from_start(tiles[0]) if len(tiles) > 1 else 1
+    return _passes(len(tiles), stages, plan.depth_to_loss(tiles[-1]), plan.microbatches)
 
 
 @lru_cache(maxsize=1024)
 def _passes(chunks: int, stages: int, behind: int, microbatches: int) -> tuple[Pass, ...]:
-    forward = [(0, m) for m in range(microbatches)]
-    made = [(Op.FORWARD, *each) for each in forward[:behind]]
-    for i, back in enumerate(forward):
-        made += [(Op.FORWARD, *each) for each in forward[behind + i : behind + i + 1]]
-        made.append((Op.BACKWARD, *back))
-    return tuple(made)
+    """Return `passes` of a stage with so many behind it."""
+    rounds = range(0, microbatches, stages)
+    forward = [(chunk, m) for first in rounds for chunk in range(chunks) for m in range(first, first + stages)]
+    warmup = behind if chunks == 1 else 2 * behind + (chunks - 1) * stages
+    made = [(Op.FORWARD, *each) for each in forward[:warmup]]
+    for i, (chunk, m) in enumerate(forward):
+        made += [(Op.FORWARD, *each) for each in forward[warmup + i : warmup + i + 1]]
+        made.append((Op.BACKWARD, chunks - 1 - chunk, m))
+    return tuple(each for each in made if each[2] < microbatches)
 
 
 def forward_part(plan: Plan, tile: Tile, m: int, chunk: int = 0) -> list[Instruction]:

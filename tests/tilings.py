@@ -88,3 +88,12 @@ def _by_turns(draw, rows: int, parts: int, microbatches: int) -> list[Rows]:
 
 def _intervals(sizes: list[int]) -> list[Interval]:
     return [Interval(start, stop) for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+
+
+def stages_of_unlike_degree() -> Plan:
+    """An interleaved pipeline of two stages on four ranks, the first of which has two replicas, the other y = 2."""
+    tiles = []
+    for start in (0, 4):
+        tiles += [Tile(Interval(start, start + 2), Interval(row, row + 1), (row,)) for row in (0, 1)]
+        tiles.append(Tile(Interval(start + 2, start + 4 + start // 2), Interval(0, 2), (2, 3), TensorGrid(y=2)))
+    return Plan(tuple(tiles), 3, 2)

@@ -17,7 +17,7 @@ def draw_plan(plan: Plan) -> str:
     """
     item_bounds = sorted({bound for tile in plan.tiles for bound in tile.items})
     row_bounds = sorted({bound for tile in plan.tiles for bound in tile.rows_of(0)})
-    texts = [_text(number, tile) for number, tile in enumerate(plan.tiles)]
+    texts = [_text(plan, number, tile) for number, tile in enumerate(plan.tiles)]
     width = max(MIN_WIDTH, 3 * item_bounds[-1])
     columns = _positions(item_bounds, width, [(t.items, 3 + max(map(len, text))) for t, text in _pairs(plan, texts)])
     lines = _positions(row_bounds, 0, [(t.rows_of(0), 1 + len(text)) for t, text in _pairs(plan, texts)])
@@ -57,8 +57,10 @@ def _pairs(plan: Plan, texts: list[list[str]]):
     return zip(plan.tiles, texts, strict=True)
 
 
-def _text(number: int, tile: Tile) -> list[str]:
-    options = [] if tile.recompute == "none" else [f"recompute {tile.recompute}"]
+def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
+    chunks = plan.chunks(tile)
+    options = [f"chunk {chunks.index(tile)} of {len(chunks)}"] if len(chunks) > 1 else []
+    options += [] if tile.recompute == "none" else [f"recompute {tile.recompute}"]
     options += [f"zero {tile.zero}"] if tile.zero != 1 else []
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []
     options += [f"{tile.substeps} substeps"] if tile.substeps != 1 else []

@@ -107,7 +107,7 @@ def _even(job: Job, request: PlanRequest) -> Resolved:
     microbatch = request.microbatch
     if microbatch is None:
         microbatch, reasons["plan.microbatch"] = _choose_microbatch(
-            per_replica, grid.z, request.pipeline, job.data.sequence_length
+            per_replica, grid.z, request.pipeline, request.chunks, job.data.sequence_length
         )
     if per_replica % microbatch:
         raise PlanError(
@@ -127,6 +127,7 @@ def _even(job: Job, request: PlanRequest) -> Resolved:
         per_replica // microbatch,
         microbatch * request.data,
         request.schedule,
+        request.chunks,
         recompute=request.recompute,
         zero=request.zero,
     )
@@ -137,7 +138,7 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _choose_microbatch(per_replica: int, z: int, pipeline: int, sequence_length: int) -> tuple[int, str]:
+def _choose_microbatch(per_replica: int, z: int, pipeline: int, chunks: int, sequence_length: int) -> tuple[int, str]:
     fitting = [n for n in _divisors(per_replica) if n >= z]
     if not fitting:
         raise PlanError(
@@ -148,7 +149,7 @@ def _choose_microbatch(per_replica: int, z: int, pipeline: int, sequence_length:
     small = [n for n in enough or fitting[:1] if n * sequence_length <= WANTED_TOKENS * z]
     chosen = max(small) if small else (enough or fitting)[0]
     count = per_replica // chosen
-    bubble = (pipeline - 1) / (count + pipeline - 1)
+    bubble = (pipeline - 1) / (count * chunks + pipeline - 1)
     reason = f"{chosen * sequence_length} tokens at once"
     if pipeline > 1:
         reason += f"; {count} microbatches over {pipeline} stages leave a bubble of {bubble:.0%} at most"

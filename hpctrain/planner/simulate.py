@@ -1,10 +1,11 @@
 """Runs the instructions of `hpctrain.schedule` against a clock: the very lists that the engine executes. Pure.
 
-Time passes for each tile on its own: a message leaves when it is sent and arrives after its seconds, those of a channel
-one after the other; a receive waits for it; a send waits while the channel is full. All tiles meet where gradients are
-summed and where the step is agreed on. What goes on beside computation has a lane: gradients are summed from where the
-last backward pass has made them, and weights gathered while the first forward pass of the next step is on its way to
-them. Where a tile's time goes is noted part by part, so that the parts add up.
+Time passes for each tile on its own; where ranks have several, for the first of them, which stands for all. A message
+leaves when it is sent and arrives after its seconds, those of a channel one after the other; a receive waits for it; a
+send waits while the channel is full. All tiles meet where gradients are summed and where the step is agreed on. What
+goes on beside computation has a lane: gradients are summed from where the last backward pass has made them, and weights
+gathered while the first forward pass of the next step is on its way to them. Where a tile's time goes is noted part by
+part, so that the parts add up.
 """
 
 import itertools
@@ -126,8 +127,9 @@ class Simulated:
 
     step_seconds: float
     parts: dict[Tile, dict[str, float]]
+    """By the first tile of the ranks, as the schedules are."""
     busy_until: dict[Tile, float]
-    """When each tile had done its last backward pass."""
+    """When these had done their last backward pass."""
 
 
 def simulate(plan: Plan, schedules: Mapping[Tile, tuple[Instruction, ...]], costs: Costs) -> Simulated:
@@ -151,7 +153,8 @@ def _alike(plan: Plan, costs: Costs) -> dict[Tile, Tile]:
         if following:
             continue  # pipelines that meet
         ways = [(costs.messages[a, b], costs.messages[b, a]) for a, b in itertools.pairwise(chain)]
-        key = tuple(costs.tiles[t] for t in chain), tuple(ways), tuple(t.substeps for t in chain)
+        places = tuple(chain.index(plan.chunks(t)[0]) for t in chain)
+        key = tuple(costs.tiles[t] for t in chain), tuple(ways), tuple(t.substeps for t in chain), places
         like |= dict(zip(chain, first.setdefault(key, tuple(chain)), strict=True))
     return like
 
@@ -159,12 +162,16 @@ def _alike(plan: Plan, costs: Costs) -> dict[Tile, Tile]:
 class _Simulation:
     def __init__(self, plan: Plan, schedules: Mapping[Tile, tuple[Instruction, ...]], costs: Costs):
         self._plan, self._schedules, self._costs = plan, schedules, costs
+        self._own = {tile: plan.chunks(tile) for tile in schedules}
+        self._first = {tile: first for first, tiles in self._own.items() for tile in tiles}
         self._clocks = {tile: _Clock() for tile in schedules}
+        self._done = dict.fromkeys(self._first, 0.0)
+        """When each tile did something for the last time."""
         self._at = dict.fromkeys(schedules, 0)
         self._wires: dict[tuple[Tile, Tile, Op], _Wire] = {}
         turns = range(plan.period)
-        self._upstream = {tile: [plan.upstream(tile, m) for m in turns] for tile in schedules}
-        self._downstream = {tile: [plan.downstream(tile, m) for m in turns] for tile in schedules}
+        self._upstream = {tile: [plan.upstream(tile, m) for m in turns] for tile in self._first}
+        self._downstream = {tile: [plan.downstream(tile, m) for m in turns] for tile in self._first}
         self._gathers = self._start_gathers()
 
     def run(self) -> Simulated:
@@ -179,7 +186,8 @@ class _Simulation:
                     waiting.add(woken)
                     runnable.append(woken)
         for tile, other in like.items():
-            if other is not tile:
+            self._done[tile] = self._done[other]
+            if other is not tile and tile in self._clocks:
                 self._at[tile] = self._at[other]
                 self._clocks[tile] = _Clock(self._clocks[other].now, dict(self._clocks[other].parts))
         stuck = [t for t, at in self._at.items() if at < len(self._schedules[t]) and not self._is_at_end(t)]
@@ -199,12 +207,13 @@ class _Simulation:
     def _is_at_end(self, tile: Tile) -> bool:
         return self._schedules[tile][self._at[tile]].op in (Op.REDUCE_GRADIENTS, Op.UPDATE)
 
-    def _advance(self, tile: Tile) -> set[Tile]:
-        """Execute what a tile can; return the tiles that may go on because of it."""
+    def _advance(self, first: Tile) -> set[Tile]:
+        """Execute what the ranks of a tile can; return the tiles whose ranks may go on because of it."""
         woken: set[Tile] = set()
-        schedule, clock = self._schedules[tile], self._clocks[tile]
-        while self._at[tile] < len(schedule):
-            step = schedule[self._at[tile]]
+        schedule, clock = self._schedules[first], self._clocks[first]
+        while self._at[first] < len(schedule):
+            step = schedule[self._at[first]]
+            tile = self._own[first][step.chunk]
             match step.op:
                 case op if op in PASSES:
                     cost = self._costs.of_tile(tile, step.microbatch)
@@ -216,16 +225,17 @@ class _Simulation:
                     peers = self._peers(tile, step, downstream=step.op is Op.SEND_ACTIVATION)
                     if not self._send(tile, clock, step, peers):
                         return woken
-                    woken.update(peers)
+                    woken.update(self._first[peer] for peer in peers)
                 case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
                     peers = self._peers(tile, step, downstream=step.op is Op.RECEIVE_GRADIENT)
                     if not self._receive(tile, clock, step, peers):
                         return woken
-                    woken.update(peers)
+                    woken.update(self._first[peer] for peer in peers)
                 case _:
                     return woken
-            self._at[tile] += 1
-        return woken
+            self._at[first] += 1
+            self._done[tile] = clock.now
+        return woken - {first}
 
     def _peers(self, tile: Tile, step: Instruction, downstream: bool) -> tuple[Tile, ...]:
         by_turns = (self._downstream if downstream else self._upstream)[tile]
@@ -292,9 +302,9 @@ class _Simulation:
         for sharing in self._costs.sharings:
             if sharing.needed_seconds is None or not sharing.gather_seconds:
                 continue
-            end = max(lane[tile] for tile in sharing.tiles) + sharing.gather_seconds
+            end = max(lane[self._first[tile]] for tile in sharing.tiles) + sharing.gather_seconds
             for tile in sharing.tiles:
-                lane[tile] = end
+                lane[self._first[tile]] = end
                 found.setdefault(tile, []).append((sharing.gather_seconds, end, sharing.needed_seconds[tile]))
         return found
 
@@ -312,15 +322,23 @@ class _Simulation:
         """
         lane = dict.fromkeys(self._clocks, 0.0)
         taken = dict.fromkeys(self._clocks, 0.0)
-        for sharing in sorted(self._costs.sharings, key=lambda each: -max(each.ready_seconds.values(), default=0.0)):
+        for sharing in sorted(self._costs.sharings, key=self._order_of_sums):
             if sharing.reduce_seconds:
-                ready = (self._clocks[t].now - sharing.ready_seconds.get(t, 0.0) for t in sharing.tiles)
-                end = max(*ready, *(lane[tile] for tile in sharing.tiles)) + sharing.reduce_seconds
-                for tile in sharing.tiles:
-                    lane[tile] = end
-                    taken[tile] += sharing.reduce_seconds
+                firsts = [self._first[tile] for tile in sharing.tiles]
+                made = (
+                    self._done[tile] - sharing.ready_seconds[tile] if sharing.ready_seconds else self._clocks[first].now
+                    for tile, first in zip(sharing.tiles, firsts, strict=True)
+                )
+                end = max(*made, *(lane[first] for first in firsts)) + sharing.reduce_seconds
+                for first in firsts:
+                    lane[first] = end
+                    taken[first] += sharing.reduce_seconds
         for tile, clock in self._clocks.items():
             self._spend_beside(clock, taken[tile], max(0.0, lane[tile] - clock.now))
+
+    def _order_of_sums(self, sharing: Sharing) -> tuple[int, float]:
+        chunk = max(self._own[self._first[tile]].index(tile) for tile in sharing.tiles)
+        return -chunk, -max(sharing.ready_seconds.values(), default=0.0)
 
     @staticmethod
     def _spend_beside(clock: _Clock, seconds: float, waited: float) -> None:
@@ -334,8 +352,8 @@ class _Simulation:
     def _exchange(self, tiles: tuple[Tile, ...], seconds: float) -> None:
         if not seconds:
             return
-        start = max(self._clocks[tile].now for tile in tiles)
-        for tile in tiles:
-            clock = self._clocks[tile]
+        clocks = [self._clocks[self._first[tile]] for tile in tiles]
+        start = max(clock.now for clock in clocks)
+        for clock in clocks:
             clock.parts["bubble"] += clock.wait_until(start)
             clock.spend("data", seconds)

@@ -36,6 +36,16 @@ EVEN = st.builds(
     st.integers(1, 2),
     st.integers(0, 3),
 )
+INTERLEAVED = st.builds(
+    lambda model, x, y, z, data, zero: (
+        model,
+        even_plan(model.num_items, TensorGrid(x, y, z), 2, data, 2, 12, chunks=2, zero=zero),
+    ),
+    st.sampled_from([model for model in MODELS if model.num_layers >= 4]),
+    *[st.sampled_from([1, 2])] * 2,
+    *[st.integers(1, 2)] * 2,
+    st.integers(0, 3),
+)
 ANY = st.tuples(st.sampled_from(MODELS), st.integers(1, 12)).flatmap(
     lambda pair: st.tuples(st.just(pair[0]), tilings(pair[0], pair[1], 8, 1))
 )
@@ -59,7 +69,7 @@ def store_of(model: Model, plan, rank: int):
     return Store(groups, held, axes, torch.float32, torch.device("cpu")), held
 
 
-@given(EVEN | ANY)
+@given(EVEN | INTERLEAVED | ANY)
 def test_owners_cover_every_element_once(drawn):
     model, plan = drawn
     check_tiling(plan, model.num_items)
@@ -75,7 +85,7 @@ def test_owners_cover_every_element_once(drawn):
     assert all((count == 1).all() for count in seen.values())
 
 
-@given(EVEN | ANY)
+@given(EVEN | INTERLEAVED | ANY)
 def test_holders_agree_about_each_other_and_their_order(drawn):
     model, plan = drawn
     of_rank = {rank: store_of(model, plan, rank) for rank in plan.ranks}

@@ -1,0 +1,129 @@
+"""Interleaved pipelines: the numbers of one rank, the same bits whatever overlaps, checkpoints of any other plan."""
+
+import functools
+from hashlib import sha256
+
+import pytest
+
+import hpctrain.engine.pipeline as pipeline
+from hpctrain.data.order import open_datasets
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.planner.even import check_plan, resolve_plan
+from hpctrain.schedule import check_schedules
+from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer
+from tests.ranks.test_split_backward import in_one, overlapped
+from tests.tilings import stages_of_unlike_degree
+
+STEPS = 2
+SHAPE = {"hidden_size": 16, "num_heads": 4}
+LAYOUTS = {
+    2: [
+        {"pipeline": 2, "chunks": 2},
+        {"pipeline": 2, "chunks": 4, "recompute": "full"},
+    ],
+    4: [
+        {"pipeline": 4, "chunks": 2},
+        {"pipeline": 2, "chunks": 2, "tensor": {"y": 2}, "recompute": "full"},
+        {"pipeline": 2, "chunks": 2, "tensor": {"z": 2}},
+        {"pipeline": 2, "chunks": 3, "data": 2},
+        {"pipeline": 2, "chunks": 2, "data": 2, "zero": 3},
+    ],
+    8: [
+        {"pipeline": 4, "chunks": 2, "tensor": {"x": 2}},
+        {"pipeline": 2, "chunks": 2, "tensor": {"z": 2}, "data": 2, "zero": 2},
+    ],
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        from mpi4py import MPI
+
+        layouts = LAYOUTS.get(MPI.COMM_WORLD.size, [])
+        models = [("gpt2", "llama")[i % 2] for i in range(len(layouts))]
+        metafunc.parametrize(("model", "layout"), list(zip(models, layouts, strict=True)), ids=str)
+
+
+def curve(world, job, plan: Plan) -> tuple[list[float], list[str]]:
+    """Losses, norms of gradients, the validation loss; of each rank a digest of its weights at the end."""
+    _, training, validation = open_datasets(job.data, job.train.seed)
+    with world.freeing():
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        found = [trainer.step(training)[0] for _ in range(STEPS)]
+        told = [m[key] for m in found for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
+        weights = [shard.master.numpy().tobytes() for shard in trainer.optimizer.shards]
+    return told, world.broadcast_object(world.gather_objects(sha256(b"".join(weights)).hexdigest()))
+
+
+@functools.cache
+def one_rank(world, tokens, model: str, rows: int, microbatches: int) -> list[float]:
+    if world.rank:
+        return world.broadcast_object(None)
+    job = make_job(tokens, model, shape=SHAPE, global_batch=rows * microbatches)
+    whole = even_plan(job.model.num_items, TensorGrid(), 1, 1, microbatches, rows)
+    return world.broadcast_object(curve(Alone(), job, whole)[0])
+
+
+def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
+    """Compare a plan with one rank; and what is split and goes on beside with what is not."""
+    job = make_job(tokens, model, shape=SHAPE, global_batch=plan.rows * plan.microbatches)
+    check_plan(job, plan, "a test")
+    check_schedules(plan, reduce_early=True)
+    found = curve(world, overlapped(job, True), plan)
+    assert largest_relative_difference(found[0], one_rank(world, tokens, model, plan.rows, plan.microbatches)) < 1e-5
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "schedule_of", in_one)
+        assert curve(world, overlapped(job, False), plan) == found
+
+
+@pytest.mark.timeout(120)
+def test_losses_are_those_of_one_rank_whatever_overlaps(world, tokens, model, layout, monkeypatch):
+    job = make_job(tokens, model, {"microbatch": 2, **layout}, shape=SHAPE)
+    plan = resolve_plan(job, world.size).plan
+    assert {len(plan.tiles_of(rank)) for rank in range(world.size)} == {layout["chunks"]}
+    check(world, tokens, model, plan, monkeypatch)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.ranks(2, 4)
+def test_microbatches_need_be_no_multiple_of_the_stages(world, tokens, monkeypatch):
+    check(world, tokens, "gpt2", even_plan(10, TensorGrid(), world.size, 1, 5, 2, chunks=2, substeps=2), monkeypatch)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.ranks(2)
+def test_tiles_of_one_rank_that_are_neighbours_hand_over_to_each_other(world, tokens, monkeypatch):
+    tiles = [
+        Tile(Interval(*items), Interval(rank, rank + 1), (rank,), recompute=recompute)
+        for items, recompute in (((0, 3), "full"), ((3, 4), "none"), ((4, 10), "none"))
+        for rank in (0, 1)
+    ]
+    check(world, tokens, "gpt2", Plan(tuple(tiles), 4, 2), monkeypatch)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.ranks(4)
+def test_stages_may_have_unlike_replicas_and_grids(world, tokens, monkeypatch):
+    check(world, tokens, "llama", stages_of_unlike_degree(), monkeypatch)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.ranks(2, 4, 8)
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_goes_on(world, tokens, folder):
+    job = make_job(tokens, "llama", {"microbatch": 2}, shape=SHAPE)
+    pipeline_size = min(world.size, 4)
+    plans = {
+        chunks: even_plan(10, TensorGrid(), pipeline_size, world.size // pipeline_size, 8, 2, chunks=chunks)
+        for chunks in (1, 2)
+    }
+
+    def run(steps: int, chunks: int, resume: bool = False) -> list[float]:
+        return go_on(world, job, plans[chunks], folder, steps, resume)
+
+    uninterrupted = run(2, 2)
+    for before, after in ((2, 2), (2, 1), (1, 2)):
+        found = run(1, before) + run(1, after, resume=True)
+        assert largest_relative_difference(found, uninterrupted) < 1e-5
+        assert before != after or found == uninterrupted

@@ -1,0 +1,223 @@
+"""Interleaved pipelines: plans whose ranks have several tiles, and the order of their passes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import PlanError
+from hpctrain.holders import check_zero
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, dump_plan, even_plan, parse_plan
+from hpctrain.planner.draw import draw_plan
+from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.schedule import (
+    ADDING,
+    Instruction,
+    Op,
+    check_no_deadlock,
+    check_schedules,
+    forward_only,
+    one_f_one_b,
+    passes,
+    schedule_of,
+    under_way,
+)
+from tests.tilings import stages_of_unlike_degree
+
+SHAPES = st.tuples(st.integers(2, 5), st.integers(2, 3), st.integers(1, 12), st.integers(1, 2))
+"""Stages, chunks, microbatches, replicas."""
+
+
+def plan_of(shape, **tile) -> Plan:
+    stages, chunks, microbatches, data = shape
+    num_items = stages * chunks + 3
+    return even_plan(num_items, TensorGrid(), stages, data, microbatches, data, chunks=chunks, **tile)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@given(SHAPES)
+def test_each_rank_has_every_s_th_tile(shape):
+    stages, chunks, _, data = shape
+    plan = plan_of(shape)
+    check_tiling(plan, stages * chunks + 3)
+    assert plan.ranks == tuple(range(stages * data))
+    assert [tile.ranks[0] for tile in plan.tiles] == list(range(stages * data)) * chunks
+    assert [plan.chunks(tile) for tile in plan.first_tiles] == [
+        plan.tiles[rank :: stages * data] for rank in plan.ranks
+    ]
+    assert parse_plan(dump_plan(plan), "a test") == plan
+
+
+def test_it_is_described_and_drawn():
+    drawing = draw_plan(plan_of((2, 2, 4, 2)))
+    assert drawing.startswith("2 stages of 2 chunks x 2 replicas of 1x1x1 (x,y,z), 4 microbatches of 2 rows\n")
+    assert drawing.count(" chunk 0 of 2 ") == drawing.count(" chunk 1 of 2 ") == 4
+    assert drawing.count(" rank 3 ") == 2
+    assert stages_of_unlike_degree().describe().startswith("6 tiles of 1x1x1/1x2x1 (x,y,z), up to 2 a rank, ")
+
+
+def refusal(tiles, **plan) -> str:
+    with pytest.raises(PlanError) as error:
+        check_tiling(Plan(tuple(tiles), 2, 2, **plan), max(tile.items.stop for tile in tiles))
+    return str(error.value)
+
+
+def in_a_row(*ranks: int, **options) -> list[Tile]:
+    return [Tile(Interval(i, i + 1), Interval(0, 2), (rank,), **options) for i, rank in enumerate(ranks)]
+
+
+def test_ranks_whose_tiles_are_no_chunks_are_refused():
+    for ranks in ((0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 0, 1, 0), (0, 1, 0), (0, 1, 2, 0, 2, 1)):
+        assert "give each rank one tile, or every s-th" in refusal(in_a_row(*ranks))
+    assert refusal(in_a_row(0, 1, 1, 0)) == (
+        "tiles 0, 3 have the same ranks [0], with 0, 3 tiles before them of the 4 on their way from the embedding to"
+        " the loss: ranks with several tiles are an interleaved pipeline, in which all have as many, and of s stages"
+        " each has every s-th tile; give each rank one tile, or every s-th"
+    )
+    tiles = in_a_row(0, 1, 0, 1)
+    assert "tiles 0, 2 have the same ranks [0], but unlike zero: 1, 0;" in refusal(
+        [*tiles[:2], *in_a_row(0, 1, 0, zero=0)[2:], tiles[3]]
+    )
+    assert 'schedule = "zb-h1" is of one tile a rank; set it to "1f1b"' in refusal(tiles, schedule="zb-h1")
+    wide = [replace(tile, ranks=(0, 1), tensor=TensorGrid(y=2)) for tile in in_a_row(0, 0)]
+    swapped = replace(wide[1], ranks=(1, 0))
+    assert "rank 1 is already in tile 0, which has other ranks" in refusal([wide[0], swapped])
+
+
+def test_even_plans_that_cannot_be_interleaved_are_refused():
+    for arguments, message in (
+        ((8, TensorGrid(), 1, 1, 2, 1, "1f1b", 2), "pipeline = 1 has none; set chunks to 1, or pipeline to 2 or more"),
+        (
+            (7, TensorGrid(), 2, 1, 2, 1, "1f1b", 3),
+            "pipeline = 2 stages x chunks = 3 need as many blocks, the model has 5",
+        ),
+        ((8, TensorGrid(), 2, 1, 2, 1, "zb-h1", 2), 'schedule = "zb-h1" is of one tile a rank; set chunks to 1'),
+    ):
+        with pytest.raises(PlanError, match=message):
+            even_plan(*arguments)
+
+
+def test_tiles_with_zero_2_have_like_chunks_or_are_refused():
+    check_zero(plan_of((2, 2, 3, 2), zero=3), "a test")
+    cuts = [(items, row, 2 * stage + row) for stage in (0, 1) for items in ((0, 1), (1, 2)) for row in (0, 1)]
+    tiles = [Tile(Interval(*items), Interval(row, row + 1), (rank,), zero=2) for items, row, rank in cuts]
+    tiles = [
+        replace(t, items=Interval(2 * (n // 4) + t.items.start, 2 * (n // 4) + t.items.stop))
+        for n, t in enumerate(tiles)
+    ]
+    one_by_one = [replace(tile, ranks=(4 + n,)) for n, tile in enumerate(tiles) if tile.rows.of(0).start]
+    interleaved = [replace(t, ranks=(n % 2,)) for n, t in enumerate(t for t in tiles if not t.rows.of(0).start)]
+    plan = Plan((*interleaved, *(replace(t, ranks=(2 + n,)) for n, t in enumerate(one_by_one))), 3, 2)
+    check_tiling(plan, 4)
+    with pytest.raises(PlanError, match="share items but have unlike chunks"):
+        check_zero(plan, "a test")
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+def written(plan: Plan, tile: Tile) -> str:
+    """Passes by microbatch, forward ones of chunks as `a b c`, backward ones as `A B C`."""
+    letters = {Op.FORWARD: "abc", Op.BACKWARD: "ABC"}
+    return " ".join(f"{letters[op][chunk]}{m}" for op, chunk, m in passes(plan, tile))
+
+
+def test_the_order_is_that_of_the_paper():
+    """Narayanan et al. 2021, figure 4: four stages of two chunks, eight microbatches."""
+    plan = plan_of((4, 2, 8, 1))
+    first, *_, last = (written(plan, tile) for tile in plan.first_tiles)
+    assert first == ("a0 a1 a2 a3 b0 b1 b2 b3 a4 a5 a6 B0 a7 B1 b4 B2 b5 B3 b6 A0 b7 A1 A2 A3 B4 B5 B6 B7 A4 A5 A6 A7")
+    assert last == ("a0 a1 a2 a3 b0 B0 b1 B1 b2 B2 b3 B3 a4 A0 a5 A1 a6 A2 a7 A3 b4 B4 b5 B5 b6 B6 b7 B7 A4 A5 A6 A7")
+    short = plan_of((4, 2, 5, 1))
+    assert written(short, short.tiles[3]) == "a0 a1 a2 a3 b0 B0 b1 B1 b2 B2 b3 B3 a4 A0 A1 A2 A3 b4 B4 A4"
+
+
+@given(SHAPES, st.booleans(), st.sampled_from([{}, {"zero": 3}, {"recompute": "full"}, {"zero": 2}]))
+def test_each_pass_is_there_once_in_the_order_of_microbatches_and_all_end(shape, reduce_early, options):
+    plan = plan_of(shape, **options)
+    check_zero(plan, "a test")
+    check_schedules(plan, reduce_early)
+    stages, chunks, microbatches, _ = shape
+    for tile in plan.first_tiles:
+        steps = schedule_of(plan, tile, reduce_early)
+        for chunk in range(chunks):
+            own = [step for step in steps if step.chunk == chunk]
+            for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
+                assert [step.microbatch for step in own if step.op in ops] == list(range(microbatches))
+            early = [step for step in own if step.starts_reducing]
+            assert early == [step for step in own if step.op in ADDING][-1:] * reduce_early
+        backward = [
+            step.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+            for step in steps
+            if step.op in {Op.FORWARD, *ADDING, Op.BACKWARD_INPUT}
+        ]
+        if microbatches % stages == 0:
+            warmup = 2 * (stages - 1 - tile.ranks[0] // shape[3]) + (chunks - 1) * stages
+            assert backward.index(True) == min(warmup + 1, chunks * microbatches)
+        order = [(step.chunk, step.microbatch) for step in steps if step.op is Op.FORWARD]
+        assert order == [(s.chunk, s.microbatch) for s in forward_only(plan, tile) if s.op is Op.FORWARD]
+
+
+@given(SHAPES)
+def test_channels_hold_what_is_under_way(shape):
+    plan = plan_of(shape)
+    for tile in plan.tiles:
+        alive = most = 0
+        for op, chunk, _ in passes(plan, tile):
+            if plan.chunks(tile)[chunk] == tile:
+                alive += 1 if op is Op.FORWARD else -1
+                most = max(most, alive)
+        assert under_way(plan, tile) == most <= shape[2]
+
+
+def test_stages_of_unlike_degree_and_two_tiles_of_one_rank_end():
+    check_schedules(stages_of_unlike_degree())
+    alone = Plan(tuple(in_a_row(0, 0, 0)), 3, 2)
+    check_tiling(alone, 3)
+    check_schedules(alone)
+    assert written(alone, alone.tiles[0]) == "a0 b0 c0 C0 a1 B0 b1 A0 c1 C1 a2 B1 b2 A1 c2 C2 B2 A2"
+
+
+def test_instructions_say_which_chunk_they_are_for_and_are_checked_by_it():
+    plan = plan_of((2, 2, 2, 1))
+    schedules = {tile: list(one_f_one_b(plan, tile)) for tile in plan.first_tiles}
+    text = ", ".join(map(str, schedules[plan.tiles[1]]))
+    assert text.startswith("receive activation 0, forward 0, send activation 0, receive activation 1, forward 1, send")
+    assert "forward 0 of chunk 1, backward 0 of chunk 1, send gradient 0 of chunk 1" in text
+    check_no_deadlock(plan, schedules)
+    first = schedules[plan.tiles[0]]
+    first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_ACTIVATION, 0, chunk=1))))
+    with pytest.raises(PlanError, match=r"deadlocks: .*items \[3, 4\].* waits at 'receive activation 0 of chunk 1'"):
+        check_no_deadlock(plan, schedules)
+
+
+@given(st.integers(2, 6), st.integers(2, 3), st.integers(1, 4), st.tuples(*[st.floats(0.1, 3.0)] * 3))
+def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, chunks, rounds, seconds):
+    """(p - 1) (f + b) / v, f and b those of a whole stage; without the gradients of weights where those wait."""
+    forward, back, weight = seconds
+    both = [(PassCost(each / chunks),) for each in (forward, back + weight, back, weight)]
+    cost = (TileCost(*both[:2], 0.0, *both[2:]),)
+    plan = plan_of((stages, chunks, stages * rounds, 1))
+    costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): (0.0,) for a in plan.tiles for b in plan.tiles})
+
+    def bubble(made) -> float:
+        steps = {tile: made(plan, tile) for tile in plan.first_tiles}
+        return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
+
+    assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / chunks)
+    split = bubble(schedule_of) * chunks / (stages - 1)
+    assert split == pytest.approx(forward + back) or forward + back < split < sum(seconds)
+
+
+def test_passes_of_equal_length_hide_those_of_weights():
+    for shape in ((2, 2, 2, 1), (4, 2, 8, 1), (5, 3, 5, 1)):
+        plan = plan_of(shape)
+        cost = (TileCost(*[(PassCost(each),) for each in (1.0, 2.0)], 0.0, *[(PassCost(1.0),)] * 2),)
+        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): (0.0,) for a in plan.tiles for b in plan.tiles})
+        steps = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
+        busy = shape[1] * shape[2] * 3.0
+        assert simulate(plan, steps, costs).step_seconds == pytest.approx(busy + (shape[0] - 1) * 2.0)
