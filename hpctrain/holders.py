@@ -56,6 +56,8 @@ class Holding:
     """The ZeRO stage in which they exchange."""
     layouts: tuple[UnitLayout, ...] = ()
     slabs: tuple[Slab, ...] = ()
+    items: tuple[int, ...] = ()
+    """Of which all this is, in their order; one that is tied is of two."""
     final_after: int = 0
     """The item of this rank's tiles after whose backward pass the gradients of all this have what a microbatch adds."""
 
@@ -109,20 +111,21 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
     def place(slab: Slab) -> tuple[int, int, int]:
         return number_of[slab.parameter.name], slab.rows.start, slab.columns.start
 
-    def final_after(held: Sequence[Unit]) -> int:
-        return min(item for unit in held for item in held_items(unit))
+    def placed(held: Sequence[Unit]) -> dict:
+        final_after = min(item for unit in held for item in held_items(unit))
+        return {"items": tuple(sorted({item for unit in held for item in unit.items})), "final_after": final_after}
 
     found = []
     for (ranks, zero, _), kept in whole.items():
         for bucket in _buckets(kept, bucket_bytes, lambda u: u.unit, lambda u: u.size / tile.tensor.z):
-            final = final_after([layout.unit for layout in bucket])
-            holding = _holding(plan, ranks, zero, layouts=tuple(bucket), final_after=final)
+            where = placed([layout.unit for layout in bucket])
+            holding = _holding(plan, ranks, zero, layouts=tuple(bucket), **where)
             found.append((holding, _first(bucket, number_of)))
     for ranks, kept in slabs.items():
         kept.sort(key=lambda pair: place(pair[1]))
         for bucket in _buckets(kept, bucket_bytes, lambda pair: pair[0], lambda pair: pair[1].size):
-            final = final_after([unit for unit, _ in bucket])
-            holding = _holding(plan, ranks, 1, slabs=tuple(slab for _, slab in bucket), final_after=final)
+            where = placed([unit for unit, _ in bucket])
+            holding = _holding(plan, ranks, 1, slabs=tuple(slab for _, slab in bucket), **where)
             found.append((holding, place(bucket[0][1])))
     found.sort(key=lambda pair: pair[1])
     return Holdings(tuple(holding for holding, _ in found), tuple(cut_units))

@@ -74,11 +74,16 @@ def under_way(plan: Plan, tile: Tile) -> int:
     chunks = plan.chunks(tile)
     if len(chunks) == 1:
         return plan.depth_to_loss(tile) + 1
-    own, alive, most = chunks.index(tile), 0, 0
-    for op, chunk, _ in passes(plan, tile):
-        if chunk == own:
-            alive += 1 if op is Op.FORWARD else -1
-            most = max(most, alive)
+    return _under_way(*_place(plan, tile))[chunks.index(tile)]
+
+
+@lru_cache(maxsize=256)
+def _under_way(chunks: int, stages: int, behind: int, microbatches: int) -> list[int]:
+    """Return `under_way` for each chunk of a stage."""
+    alive, most = [0] * chunks, [0] * chunks
+    for op, chunk, _ in _passes(chunks, stages, behind, microbatches):
+        alive[chunk] += 1 if op is Op.FORWARD else -1
+        most[chunk] = max(most[chunk], alive[chunk])
     return most
 
 
@@ -97,14 +102,20 @@ def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
     are stages, then through the next one, and warm up by `2 (stages - 1 - stage) + (chunks - 1) stages` passes. Where
     microbatches are no multiple of the stages, they go as if there were more, without those.
     """
+    return _passes(*_place(plan, tile))
+
+
+def _place(plan: Plan, tile: Tile) -> tuple[int, int, int, int]:
+    """Return what the order of a tile's ranks depends on: chunks, stages of the pipeline, tiles behind the last chunk,
+    microbatches."""
     tiles = plan.chunks(tile)
     stages = plan.depth_from_start(tiles[1]) - plan.depth_from_start(tiles[0]) if len(tiles) > 1 else 1
-    return _passes(len(tiles), stages, plan.depth_to_loss(tiles[-1]), plan.microbatches)
+    return len(tiles), stages, plan.depth_to_loss(tiles[-1]), plan.microbatches
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _passes(chunks: int, stages: int, behind: int, microbatches: int) -> tuple[Pass, ...]:
-    """Return `passes` of a stage with so many behind it."""
+    """Return `passes` of a stage."""
     rounds = range(0, microbatches, stages)
     forward = [(chunk, m) for first in rounds for chunk in range(chunks) for m in range(first, first + stages)]
     warmup = behind if chunks == 1 else 2 * behind + (chunks - 1) * stages

@@ -83,6 +83,6 @@ class Solo:
         pace = None if self._clock is None else Pace(self._clock, name)
         return Backend(SilentCollectives(tuple(ranks).index(self.rank), len(ranks)), None, "alone", 1, pace)
 
-    def channel(self, peer: int, num_bytes: int, depth: int):
+    def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         """Refuse: a part of a pipeline cannot run without what it receives."""
         raise CommError(f"rank {self.rank} runs alone, and has no rank {peer} to exchange activations with")

@@ -128,12 +128,15 @@ class World:
         self._lanes.append(made)
         return self._keep(made)
 
-    def channel(self, peer: int, num_bytes: int, depth: int) -> "Channel":
-        """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call."""
+    def channel(self, peer: int, num_bytes: int, depth: int, name: str = "") -> "Channel":
+        """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call.
+
+        Of several to the same peer each has a `name` of its own.
+        """
         from hpctrain.comm.channel import RecordedChannel, make_channel
 
         ranks = sorted((self.rank, peer))
-        journal, trace = self._journal("pipeline", ranks), self._trace("pipeline", ranks)
+        journal, trace = self._journal("pipeline", ranks), self._trace("pipeline", ranks, name)
         with journal.recorded("connect"):
             made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, trace)
         return self._keep(RecordedChannel(made, journal, trace))
@@ -204,12 +207,14 @@ class World:
 
         return Journal(self.oversight.recorder, name or "group", ranks) if len(ranks) > 1 else None
 
-    def _trace(self, name: str, ranks: Sequence[int]) -> "GroupTrace | None":
+    def _trace(self, name: str, ranks: Sequence[int], which: str = "") -> "GroupTrace | None":
         if self.tracer is UNTRACED or len(ranks) == 1:
             return None
         from hpctrain.comm.traced import GroupTrace
 
-        return GroupTrace(self.tracer, name or "group", f"{name or 'group'} {write_ranks(ranks)}")
+        return GroupTrace(
+            self.tracer, name or "group", f"{name or 'group'} {write_ranks(ranks)}{which and f' {which}'}"
+        )
 
     def _routes(self):
         from hpctrain.comm.routes import RouteMaker

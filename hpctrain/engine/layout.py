@@ -62,7 +62,9 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     groups = [made[holding.ranks] for holding in role.held.holdings]
     element_bytes = job.data.sequence_length * dtype.itemsize
     channels = {
-        (need.peer, need.item): world.channel(need.peer, need.elements * element_bytes, need.depth)
+        (need.peer, need.item): world.channel(
+            need.peer, need.elements * element_bytes, need.depth, f"before item {need.item}"
+        )
         for need in role.channels
     }
     kept = [item for tile in role.tiles for item in range(*tile.items)[: overlap.keep_gathered]]

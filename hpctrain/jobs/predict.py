@@ -73,7 +73,8 @@ def describe(prediction: Prediction, dtype: str) -> dict:
     stages = []
     for stage in prediction.memory:
         tile, memory = stage.tile, stage.memory
-        where = {"items": list(tile.items), "rows": tile.rows.listed(), "family": tile.family}
+        items = [list(each) for each in stage.items]
+        where = {"items": items if len(items) > 1 else items[0], "rows": tile.rows.listed(), "family": tile.family}
         available = {"total": memory.total, "available": stage.available_bytes, "fits": stage.fits}
         stages.append(where | vars(memory) | available)
     return {

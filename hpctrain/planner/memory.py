@@ -5,6 +5,7 @@ allocator cannot use.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.holders import Holdings
@@ -13,7 +14,7 @@ from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.cost import Setup, unit_elements
 from hpctrain.rows import most_of
-from hpctrain.schedule import weight_delay
+from hpctrain.schedule import Op, passes, weight_delay
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 
@@ -39,7 +40,7 @@ class Memory:
 
 
 def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int) -> Memory:
-    """Return what one rank of a tile needs."""
+    """Return what one rank of a tile needs, for all of its tiles."""
     weights = gradients = moments = 0
     mixed = setup.item_bytes < MASTER_BYTES
     z = tile.coordinate(rank)[2]
@@ -54,16 +55,17 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int) -
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
-    return Memory(weights, gradients, moments, kept, _gathered(setup, tile, held), largest)
+    return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, held), largest)
 
 
-def _gathered(setup: Setup, tile: Tile, held: Holdings) -> int:
+def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
     """Return the room for whole weights and gradients of two items: those in the making and their largest neighbour's,
     which are gathered ahead and scattered behind."""
     zero = max((holding.zero for holding in held.holdings), default=0)
     if tile.is_idle or (tile.tensor.z == 1 and zero < 2):
         return 0
-    sizes = [unit_elements(setup.model, tile.tensor, item) for item in range(*tile.items)]
+    items = [item for chunk in plan.chunks(tile) for item in range(*chunk.items)]
+    sizes = [unit_elements(setup.model, tile.tensor, item) for item in items]
     largest = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     weights = setup.item_bytes if tile.tensor.z > 1 or zero == 3 else 0
     return largest * (weights + GRADIENT_BYTES)
@@ -79,6 +81,30 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     """Return the bytes kept, and those of the item that needs the most while it computes."""
     if tile.is_idle:
         return 0, 0
+    chunks = plan.chunks(tile)
+    if len(chunks) > 1:
+        return _kept_of_chunks(setup, plan, chunks), max(_activations_of_one(setup, plan, each)[1] for each in chunks)
+    return _activations_of_one(setup, plan, tile)
+
+
+def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
+    """Return the bytes kept of tiles that the same ranks work on by turns."""
+    rows = -(-chunks[0].rows.most() // chunks[0].tensor.z)
+    each, split = [], []
+    for tile in chunks:
+        kept_rows = rows if plan.downstream(tile) else -(-rows // tile.substeps)
+        each.append(kept_rows * sum(item_kept(setup, tile, item, tile.recompute) for item in range(*tile.items)))
+        is_split = setup.stack.splits_backward and weight_delay(plan, tile) is not None
+        deferred = sum(item_deferred(setup, tile, item) for item in range(*tile.items)) * kept_rows
+        split.append(max(0.0, deferred - each[-1]) if is_split else 0.0)
+    alive = most = 0.0
+    for op, chunk, _ in passes(plan, chunks[0]):
+        alive += each[chunk] if op is Op.FORWARD else -each[chunk]
+        most = max(most, alive)
+    return int(most + max(split))
+
+
+def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     sizes = [-(-size // tile.tensor.z) for size in tile.rows.sizes]
     rows = max(sizes)
     at_once = -(-rows // tile.substeps)

@@ -8,7 +8,7 @@ from functools import cached_property
 from hpctrain.cluster import Cluster, guessed_figures
 from hpctrain.errors import PlanError
 from hpctrain.holders import Holding, Holdings, holdings_of
-from hpctrain.intervals import cut_evenly
+from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.catalogue import Efficiency
@@ -32,8 +32,11 @@ class StageMemory:
     """What a rank of a tile needs, and has."""
 
     tile: Tile
+    """The first one of the rank."""
     memory: Memory
     available_bytes: int
+    items: tuple[Interval, ...]
+    """Of all tiles of the rank."""
 
     @property
     def fits(self) -> bool:
@@ -142,7 +145,8 @@ class Predictor:
             breakdown["bubble"] -= saved
             step -= saved
         tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
-        peak = sum(self._device(rank).peak(self.setup.dtype) for tile in self.plan.tiles for rank in tile.ranks)
+        ranks = [rank for tile in self.plan.first_tiles for rank in tile.ranks]
+        peak = sum(self._device(rank).peak(self.setup.dtype) for rank in ranks)
         error = MEASURED_ERROR if self._is_measured else DATASHEET_ERROR
         return Prediction(
             step,
@@ -155,27 +159,28 @@ class Predictor:
         )
 
     def _schedules(self) -> dict[Tile, tuple[Instruction, ...]]:
-        """Return each tile's instructions, made once for tiles that have the same."""
+        """Return the instructions of each tile's ranks, by the first they have, made once for those that have the
+        same."""
         made: dict[tuple, tuple[Instruction, ...]] = {}
         found = {}
-        for tile in self.plan.tiles:
-            ends = bool(self.plan.upstream(tile)), bool(self.plan.downstream(tile))
-            delay = self._weight_delay(tile)
-            key = self.plan.depth_to_loss(tile), ends, tile.substeps, delay
+        for tile in self.plan.first_tiles:
+            key = tuple(self._schedule_key(chunk) for chunk in self.plan.chunks(tile))
             if key not in made:
                 made[key] = one_f_one_b(self.plan, tile, splits_backward=self.setup.stack.splits_backward)
             found[tile] = made[key]
         return found
 
+    def _schedule_key(self, tile: Tile) -> tuple:
+        ends = bool(self.plan.upstream(tile)), bool(self.plan.downstream(tile))
+        return self.plan.depth_to_loss(tile), ends, tile.substeps, self._weight_delay(tile)
+
     def _weight_delay(self, tile: Tile) -> int | None:
         return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None
 
     def _mean_parts(self, simulated: Simulated) -> dict[str, float]:
-        num_ranks = sum(len(tile.ranks) for tile in self.plan.tiles)
-        return {
-            part: sum(simulated.parts[tile][part] * len(tile.ranks) for tile in self.plan.tiles) / num_ranks
-            for part in PARTS
-        }
+        tiles = self.plan.first_tiles
+        num_ranks = sum(len(tile.ranks) for tile in tiles)
+        return {part: sum(simulated.parts[t][part] * len(t.ranks) for t in tiles) / num_ranks for part in PARTS}
 
     @property
     def _used_families(self) -> list[str]:
@@ -254,7 +259,8 @@ class Predictor:
         return self._first_held(tile)[0]
 
     def _first_held(self, tile: Tile) -> tuple[Holdings, int]:
-        key = tile.items, tile.tensor, tile.zero, tile.state_share, tile.family
+        items = tuple(chunk.items for chunk in self.plan.chunks(tile))
+        key = items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._holdings:
             held = holdings_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
             self._holdings[key] = held, tile.ranks[0]
@@ -288,20 +294,25 @@ class Predictor:
             for number, holding in enumerate(held.holdings):
                 if len(holding.ranks) == 1 or (holding.ranks, number) in found:
                     continue
-                tile, beside = self.plan.tile_of(rank), self._on_same_node(holding.ranks[0])
+                tile, on_node = self.plan.tile_of(rank), self._on_same_node(holding.ranks[0])
                 stored = self._stored(holding, tile.tensor.z)
                 reduced = stored * self.setup.stack.gradient_bytes
                 reduce = gather = 0.0
                 if holding.zero < 2:
                     operation = "reduce_scatter" if holding.zero else "all_reduce"
-                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, beside)
+                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, on_node)
                 if holding.zero in (1, 2):
                     gather = self.network.group_seconds(
-                        "all_gather", stored * self.setup.item_bytes, holding.ranks, beside
+                        "all_gather", stored * self.setup.item_bytes, holding.ranks, on_node
                     )
-                tiles = tuple(dict.fromkeys(self.plan.tile_of(r) for r in holding.ranks))
+                tiles = tuple(dict.fromkeys(self._tile_with(rank, holding.items) for rank in holding.ranks))
                 found[holding.ranks, number] = self._placed(Sharing(tiles, reduce, gather), holding)
         return tuple(found.values())
+
+    def _tile_with(self, rank: int, items: Sequence[int]) -> Tile:
+        """Return the first tile of a rank that has one of the items: where their weights are needed first, and their
+        gradients are final."""
+        return next(tile for tile in self.plan.tiles_of(rank) if any(map(tile.holds, items)))
 
     def _placed(self, sharing: Sharing, holding: Holding) -> Sharing:
         """Return a sharing with when its gradients are made and its weights needed, where it goes on beside."""
@@ -310,8 +321,7 @@ class Predictor:
         ready, needed = {}, {}
         for tile in sharing.tiles:
             last = "backward" if self._weight_delay(tile) is None else "backward_weight"
-            items = [item for layout in holding.layouts for item in layout.unit.items if tile.holds(item)]
-            first = min(items, default=max(holding.final_after, tile.items.start))
+            first = min(filter(tile.holds, holding.items))
             # Weights are needed in the first microbatch, gradients made in the last one.
             for found, name, microbatch in ((needed, "forward", 0), (ready, last, self.plan.microbatches - 1)):
                 rows = -(-tile.rows_of(microbatch).size // tile.tensor.z) // tile.substeps
@@ -342,9 +352,14 @@ class Predictor:
 
     def _receive_one(self, found: dict, tile: Tile, rank: int, forward: bool, microbatch: int) -> None:
         element = self.setup.positions * self.setup.item_bytes
+        sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
+        source_of = {sender: source for source in sources for sender in source.ranks}
         arriving: dict[Tile, float] = {}
         for piece in receives(self.plan, tile, rank, self.setup.model.hidden_size, forward, microbatch):
-            source = self.plan.tile_of(piece.sender)
+            source = source_of[piece.sender]
+            if piece.sender == rank:  # a tile of its own
+                arriving[source] = 0.0
+                continue
             num_bytes = piece.rows.size * piece.features.size * element
             flows = self.network.flows(piece.sender, source.ranks, rank)
             seconds = self.network.seconds(piece.sender, rank, num_bytes, flows)
@@ -355,12 +370,15 @@ class Predictor:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Return for each tile what its first rank needs; those that are alike once."""
+        """Return for each tile what its first rank needs, for all of its tiles; those that are alike once."""
         found: dict[tuple, StageMemory] = {}
-        for tile in self.plan.tiles:
+        for tile in self.plan.first_tiles:
+            chunks = self.plan.chunks(tile)
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
-            key = (tile.items, tile.rows.sizes, tile.tensor, tile.recompute, tile.zero, tile.family, tile.substeps)
+            unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
+            key = (unlike, tile.rows.sizes, tile.tensor, tile.zero, tile.family, tile.substeps)
             if key not in found:
                 held = self._held_by(tile, tile.ranks[0])
-                found[key] = StageMemory(tile, memory_of(self.setup, self.plan, tile, held, tile.ranks[0]), available)
+                memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0])
+                found[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
         return tuple(found.values())

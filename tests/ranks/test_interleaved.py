@@ -8,11 +8,20 @@ import pytest
 import hpctrain.engine.pipeline as pipeline
 from hpctrain.data.order import open_datasets
 from hpctrain.intervals import Interval
+from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.planner.even import check_plan, resolve_plan
 from hpctrain.schedule import check_schedules
-from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer
-from tests.ranks.test_split_backward import in_one, overlapped
+from hpctrain.truth import Truth
+from tests.ranks.small_runs import (
+    Alone,
+    go_on,
+    largest_relative_difference,
+    make_job,
+    make_trainer,
+    rehearsed_world,
+)
+from tests.ranks.test_split_backward import DEVICE, EQUAL, MICROBATCHES, in_one, measured
 from tests.tilings import stages_of_unlike_degree
 
 STEPS = 2
@@ -43,6 +52,10 @@ def pytest_generate_tests(metafunc):
         layouts = LAYOUTS.get(MPI.COMM_WORLD.size, [])
         models = [("gpt2", "llama")[i % 2] for i in range(len(layouts))]
         metafunc.parametrize(("model", "layout"), list(zip(models, layouts, strict=True)), ids=str)
+
+
+def overlapped(job, on: bool):
+    return job.model_copy(update={"overlap": Overlap(bucket_bytes=3000, tensor=on, data=on, z=on)})
 
 
 def curve(world, job, plan: Plan) -> tuple[list[float], list[str]]:
@@ -123,7 +136,33 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_goes_
         return go_on(world, job, plans[chunks], folder, steps, resume)
 
     uninterrupted = run(2, 2)
-    for before, after in ((2, 2), (2, 1), (1, 2)):
+    for before, after in ((2, 2), (2, 1), (1, 2))[: 3 if world.size == 4 else 1]:
         found = run(1, before) + run(1, after, resume=True)
         assert largest_relative_difference(found, uninterrupted) < 1e-5
         assert before != after or found == uninterrupted
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, tokens, monkeypatch):
+    """A bubble of (p - 1) (f + dX + dW), which are those of a chunk: as many times shorter as there are chunks."""
+    stages, chunks = 4, 2
+    shape = {"num_layers": stages * chunks, "hidden_size": 128, "ffn_size": 512}
+    job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
+    plan = even_plan(job.model.num_items, TensorGrid(), stages, 1, MICROBATCHES, 4, chunks=chunks, family="equal")
+    with rehearsed_world(world, EQUAL, Truth(time_scale=4.0, devices={"equal": DEVICE})) as own:
+        split, passes = measured(own, job, plan)
+        monkeypatch.setattr(pipeline, "schedule_of", in_one)
+        whole, _ = measured(own, job, plan)
+    forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
+    busy = MICROBATCHES * chunks * (forward + back + weight) + passes["beside"]
+    formulas = {
+        "in one": (whole, busy + (stages - 1) * (forward + back + weight)),
+        "split": (split, busy + (stages - 1) * (forward + back)),
+    }
+    if world.rank == 0:
+        print({name: f"{seconds * 1e3:.2f} ms" for name, seconds in passes.items()})
+        for name, (seconds, formula) in formulas.items():
+            print(f"{name:12} {seconds:.4f} s, formula {formula:.4f} s ({seconds / formula - 1:+.1%})")
+    for seconds, formula in formulas.values():
+        assert seconds == pytest.approx(formula, rel=0.05)

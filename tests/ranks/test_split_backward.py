@@ -170,14 +170,13 @@ PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 
 def measured(world, job, plan: Plan) -> tuple[float, dict[str, float]]:
-    """Return the pretended seconds of a step, and of each pass of the slowest stage, and of all beside passes."""
+    """Return the pretended seconds of a step, and of each pass over a tile of the slowest rank, and of all beside."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     device, noted = world.accelerator, defaultdict(list)
     with world.freeing():
         trainer = make_trainer(world, job, plan, accelerator=device)
         trainer.initialise()
         trainer.step(training)
-        stage = trainer.layout.stages[0]
 
         def noting(name: str, run):
             def noted_run(*args):
@@ -188,8 +187,9 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float]]:
 
             return noted_run
 
-        for name in PASSES:
-            setattr(stage, name, noting(name, getattr(stage, name)))
+        for stage in trainer.layout.stages:
+            for name in PASSES:
+                setattr(stage, name, noting(name, getattr(stage, name)))
         device.start_anew()
         steps = [trainer.step(training)[0]["step_seconds"] for _ in range(2)]
         beside = device.busy_seconds / len(steps) - sum(map(sum, noted.values())) / len(steps)

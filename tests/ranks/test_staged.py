@@ -61,7 +61,7 @@ class Pretended:
         lane = Lane(ranks, self.routes.backend(ranks), self.progress, self.patience) if several else None
         return Communicator(ranks, self.routes.backend(ranks), self.patience, lane=lane)
 
-    def channel(self, peer: int, num_bytes: int, depth: int):
+    def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         return make_channel(self.routes, self.progress, peer, num_bytes, depth, self.patience)
 
     def __getattr__(self, name: str):

@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from hpctrain.errors import PlanError
 from hpctrain.holders import check_zero
 from hpctrain.intervals import Interval
+from hpctrain.job import load_job
 from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, dump_plan, even_plan, parse_plan
+from hpctrain.planner.cost import Setup
 from hpctrain.planner.draw import draw_plan
+from hpctrain.planner.predict import Predictor, predict
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.schedule import (
     ADDING,
     Instruction,
@@ -24,6 +28,7 @@ from hpctrain.schedule import (
     schedule_of,
     under_way,
 )
+from tests.pretended import CLUSTER
 from tests.tilings import stages_of_unlike_degree
 
 SHAPES = st.tuples(st.integers(2, 5), st.integers(2, 3), st.integers(1, 12), st.integers(1, 2))
@@ -221,3 +226,45 @@ def test_passes_of_equal_length_hide_those_of_weights():
         steps = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
         busy = shape[1] * shape[2] * 3.0
         assert simulate(plan, steps, costs).step_seconds == pytest.approx(busy + (shape[0] - 1) * 2.0)
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+SETUP = Setup(load_job("tiny", ["model.vocab_size=64", "model.num_layers=8"]).model, 128, "fp32", HPCTRAIN)
+
+
+def on_two_ranks(plan: Plan) -> Plan:
+    return replace(plan, unused=(2, 3))
+
+
+def test_chunks_shorten_the_predicted_bubble_and_cost_memory_as_the_paper_says():
+    plans = {n: on_two_ranks(even_plan(10, TensorGrid(), 2, 1, 8, 8, chunks=n, family="fast")) for n in (1, 2, 4)}
+    found = {n: predict(SETUP, plan, CLUSTER) for n, plan in plans.items()}
+    bubbles = {n: each.breakdown_seconds["bubble"] for n, each in found.items()}
+    assert bubbles[2] == pytest.approx(bubbles[1] / 2, rel=0.15)
+    assert bubbles[4] == pytest.approx(bubbles[1] / 4, rel=0.3)
+    for n, prediction in found.items():
+        assert sum(prediction.breakdown_seconds.values()) == pytest.approx(prediction.step_seconds)
+        first, last = prediction.memory
+        assert len(first.items) == n and first.items[0].start == 0 and last.items[-1].stop == 10
+        assert first.memory.weights + last.memory.weights == sum(s.memory.weights for s in found[1].memory)
+        kept = first.memory.activations / found[1].memory[0].memory.activations
+        assert kept == pytest.approx((2 + (n > 1) / n) / 2, rel=0.05), "p + (p - 1) / v microbatches instead of p"
+
+
+def test_what_stays_on_a_rank_takes_no_time():
+    tiles = [Tile(Interval(*items), Interval(0, 8), (0,), family="fast") for items in ((0, 5), (5, 10))]
+    plan = Plan(tuple(tiles), 4, 8, unused=(1, 2, 3))
+    assert set(Predictor(SETUP, plan, CLUSTER).costs.messages.values()) == {(0.0,)}
+    whole = Plan((replace(tiles[0], items=Interval(0, 10)),), 4, 8, unused=(1, 2, 3))
+    seconds = [predict(SETUP, each, CLUSTER).step_seconds for each in (plan, whole)]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+def test_gradients_of_the_last_chunks_are_summed_beside_the_passes_of_the_first():
+    plan = even_plan(10, TensorGrid(), 2, 2, 8, 8, chunks=2, zero=1)
+    families = ("fast", "fast", "slow", "slow")
+    plan = replace(plan, tiles=tuple(replace(tile, family=families[tile.ranks[0]]) for tile in plan.tiles))
+    beside, after = (Predictor(SETUP, plan, CLUSTER, bucket_bytes=size).predict(1) for size in (1, None))
+    assert beside.breakdown_seconds["hidden"] < after.breakdown_seconds["hidden"]
+    assert beside.step_seconds < after.step_seconds
