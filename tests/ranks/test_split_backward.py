@@ -169,7 +169,7 @@ MICROBATCHES = 8
 PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 
-def measured(world, job, plan: Plan) -> tuple[float, dict[str, float]]:
+def measured(world, job, plan: Plan, steps: int = 2) -> tuple[float, dict[str, float]]:
     """Return the pretended seconds of a step, and of each pass over a tile of the slowest rank, and of all beside."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     device, noted = world.accelerator, defaultdict(list)
@@ -191,15 +191,15 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float]]:
             for name in PASSES:
                 setattr(stage, name, noting(name, getattr(stage, name)))
         device.start_anew()
-        steps = [trainer.step(training)[0]["step_seconds"] for _ in range(2)]
-        beside = device.busy_seconds / len(steps) - sum(map(sum, noted.values())) / len(steps)
+        found = [trainer.step(training)[0]["step_seconds"] for _ in range(steps)]
+        beside = device.busy_seconds / steps - sum(map(sum, noted.values())) / steps
         own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"beside": beside}
         if world.rank == 0:
             print(f"overrun {trainer.overrun():.2%}")
         else:
             trainer.overrun()
     every = world.broadcast_object(world.gather_objects(own))
-    return min(steps), {name: max(each[name] for each in every) for name in own}
+    return min(found), {name: max(each[name] for each in every) for name in own}
 
 
 @pytest.mark.ranks(4)

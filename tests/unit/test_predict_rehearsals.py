@@ -50,6 +50,7 @@ def predictor(*layout: str) -> Predictor:
     ("layout", "rehearsed_seconds"),
     [
         (["plan.pipeline=2", "plan.data=2"], 6.815),
+        (["plan.pipeline=2", "plan.data=2", "plan.chunks=2"], 6.776),
         (["plan.tensor.y=2", "plan.data=2"], 6.2285),
         (["plan.tensor.z=2", "plan.pipeline=2"], 7.064),
         (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], 10.2886),
@@ -65,6 +66,7 @@ def test_predictions_are_near_what_was_rehearsed(layout, rehearsed_seconds):
     [
         (["plan.pipeline=2", "plan.data=2"], (28_789_796, 23_855_008), 0.04),
         (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], (17_758_276, 17_165_872), 0.04),
+        (["plan.pipeline=2", "plan.data=2", "plan.chunks=2"], (33_459_780, 27_402_144), 0.05),
         (["plan.pipeline=4", "plan.schedule=zb-h1"], (24_845_380, 21_741_056, 21_275_648, 28_754_512), 0.07),
         (
             ["plan.pipeline=4", "plan.schedule=zb-h1", "plan.recompute=full"],
