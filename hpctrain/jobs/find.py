@@ -102,7 +102,8 @@ def _summary(told: dict) -> list[str]:
     return [
         f"bound     no plan takes less than {told['lower_bound_seconds']:.4g} s: the gap is {told['gap']:.1%}",
         f"searched  {searched['weighed']:,} plans in {searched['groups']:,} groups, {searched['timed']} of them timed,"
-        f" in {told['wall_seconds']:.2f} s, the first found after {told['first_plan_seconds']:.2f} s" + ("; no other can be better" if told["is_complete"] else ""),
+        f" in {told['wall_seconds']:.2f} s, the first found after {told['first_plan_seconds']:.2f} s"
+        + ("; no other can be better" if told["is_complete"] else ""),
         "because",
         *(f"  {reason}" for reason in told["reasons"]),
         f"runner-up {told['runner_up'] or 'none'}",

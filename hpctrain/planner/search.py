@@ -119,13 +119,19 @@ class Search:
         seconds = self._limits.seconds
         return seconds is not None and self._clock() - self._started > seconds * share
 
-    def run(self) -> Found:
-        is_complete = self._weigh_groups() and not self._shortlists.left_out
+    def fastest(self) -> tuple[list[Timed], bool]:
+        """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
+        all_weighed = self._weigh_groups() and not self._shortlists.left_out
         self.layouts.sort(key=lambda layout: layout.seconds)
         plans, all_timed = self._timer.time(self.layouts, self._first)
         if not plans:
             raise PlanError(self._timer.shortage or self._least_shortage())
-        bound = min(least_seconds(self.costs, self._global_batch, self._space), plans[0].seconds)
+        return plans, all_weighed and all_timed
+
+    def run(self) -> Found:
+        plans, is_complete = self.fastest()
+        known = self.costs, self._global_batch, self._space, plans[0].seconds
+        bound = least_seconds(*known, lambda: self._is_over(1.0))
         return Found(
             plans=tuple(plans),
             pools=self._pools,
@@ -136,7 +142,7 @@ class Search:
                 "fitting": len(self.layouts),
                 "timed": len(plans),
             },
-            is_complete=is_complete and all_timed,
+            is_complete=is_complete,
             wall_seconds=self._clock() - self._started,
             first_plan_seconds=min(self._first_after, self._clock() - self._started),
             least_by_arrangement=self._least(lambda shape: shape.pipelines),
