@@ -105,7 +105,7 @@ def rehearse(cluster_name: str, given: Path, steps: int) -> None:
 
         stand, told = Stand(world, cluster, job, steps, lambda text: None), {}
         for number, (name, saved) in enumerate(json.loads(given.read_text()).items()):
-            candidate = Candidate(saved["seconds"], name, (number,), load_plan(saved["path"]))
+            candidate = Candidate(saved["seconds"], name, (number,), load_plan(Path(saved["path"])))
             found = stand.best(name, 1, [candidate])
             told[name] = found and {"step_seconds": found.step_seconds, "overrun": found.overrun}
         if world.rank == 0:

@@ -188,7 +188,7 @@ class _Bound:
         step = max(1, all_rows // ROW_PARTS)
         for i, row in enumerate(pipelines):
             low, high = max(0, all_rows - sum(most) + most[i]), most[i] + 1
-            if low > most[i]:
+            if low > most[i] or (low > 0 and not does(row, low)):
                 return False
             while high - low > step:
                 middle = (low + high) // 2
@@ -211,21 +211,26 @@ class _Bound:
         if not row:
             nothing = np.zeros(1)
             return _States(np.zeros(1, dtype=int), nothing, nothing, nothing)
-        key = row, frozenset(whole_row)
+        key = row, frozenset(whole_row), row == whole_row
         if key not in known:
             behind = self._states(row[1:], whole_row, group, left, known)
             options = self._options_of(row[0], whole_row, group, left)
             self._work += len(behind.depth) * len(options)
             if self._work > MOST_WORK or self._is_over():
                 raise _SpentError
-            known[key] = _before(behind, options, group.microbatches, self._num_blocks, left, is_last=len(row) == 1)
+            ends = row == whole_row, len(row) == 1
+            known[key] = _before(behind, options, group.microbatches, self._num_blocks, left, ends)
         return known[key]
 
 
 def _before(
-    behind: _States, options: Options, microbatches: int, num_blocks: int, left: float, is_last: bool
+    behind: _States, options: Options, microbatches: int, num_blocks: int, left: float, ends: tuple[bool, bool]
 ) -> _States:
-    """Return the states with the stages of one more pool before those that there are."""
+    """Return the states with the stages of one more pool before those that there are.
+
+    `ends` say whether it is the first one of its pipeline, and the last.
+    """
+    is_first, is_last = ends
     if not len(behind.depth) or not len(options):
         return behind.only(np.zeros(0, dtype=int))
     stages = options.stages.astype(int)
@@ -251,6 +256,7 @@ def _before(
     if is_last:
         more[:, 0] -= price * options.head
     more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in (more, fit.max(axis=0)))
+    first = options.embedding if is_first else np.zeros(len(options))
     depth = behind.depth[:, None] + stages
     states, numbers = np.nonzero(depth <= deepest)
     before, after = behind.depth[states], depth[states, numbers]
@@ -263,6 +269,6 @@ def _before(
     return _States(
         after,
         per_second,
-        behind.more[states] + more[numbers, after] - more[numbers, before],
+        behind.more[states] + more[numbers, after] - more[numbers, before] - (price * first)[numbers],
         behind.whole[states] + whole[numbers, after] - whole[numbers, before],
     ).undominated(num_blocks)

@@ -31,10 +31,11 @@ FEW_ROWS = 64
 
 
 class Rate(NamedTuple):
-    """What a rank does at the most: rows in a second of a block, of the head; and see `Options.late`."""
+    """What a rank does at the most: rows in a second of a block, the head, the embedding; and see `Options.late`."""
 
     block: float
     head: float
+    embedding: float
     late: float
 
 
@@ -69,6 +70,7 @@ class Options:
     kept_bytes: np.ndarray
     """[2, n] of each block, for each microbatch whose activations are kept."""
     head: np.ndarray
+    embedding: np.ndarray
     """Seconds of a microbatch."""
     memory_bytes: int
 
@@ -178,6 +180,7 @@ def _figures(
         state,
         kept,
         most / rate.head,
+        most / rate.embedding,
     )
 
 
@@ -187,9 +190,9 @@ def rates_of(costs: StageCosts, space: Space, number: int, rows: int) -> dict[Te
     for grid in costs.grids[number]:
         if space.largest_grid is None or grid.size <= space.largest_grid:
             counts = [1 << n for n in range(rows.bit_length())]
-            ofs = [[costs.seconds(number, grid, item, n, how) for n in counts] for item in (1, costs.last)]
+            ofs = [[costs.seconds(number, grid, item, n, how) for n in counts] for item in (1, costs.last, 0)]
             speeds = [max(n / s.both for n, s in zip(counts, of, strict=True)) * ROW_SPEED for of in ofs]
-            late = max(s.backward_weight / s.both for of in ofs for s in of) * ROW_SPEED
+            late = max(s.backward_weight / s.both for of in ofs[:2] for s in of) * ROW_SPEED
             found[grid] = Rate(*speeds, late)
     return found
 
@@ -229,6 +232,7 @@ def _undominated(options: Options) -> np.ndarray:
             options.state_bytes,
             options.kept_bytes,
             options.head,
+            options.embedding,
         ]
     )
     kept = np.ones(len(options), dtype=bool)
