@@ -29,8 +29,8 @@ from hpctrain.planner.stages import StageCosts
 
 CERTAIN_SHARE = 0.9
 """Of updates: cuts are rounded."""
-TESTS = 6
-"""How often the range between what is certain at once and the best plan is halved."""
+STEPS, HALVINGS = 4, 4
+"""From what is certain at once to the best plan by so many steps, the last of which is halved so often."""
 ROW_PARTS = 64
 """How finely the rows that a pipeline can do are searched for: to one of so many parts of all."""
 ROUNDING, ROUGHLY = 1e-9, 5e-4
@@ -111,21 +111,27 @@ class _Bound:
         low = min(quick.values())
         if low >= best_seconds:
             return best_seconds
-        high, left = best_seconds, [m for m in counts if quick[m] < best_seconds]
-        left.sort(key=quick.get)
-        # Times are tried that are apart by the same factor; what is refuted for a long one is for a shorter one.
-        for _ in range(TESTS):
-            middle = math.sqrt(low * high)
-            try:
-                possible = next((m for m in left if quick[m] < middle and self._is_possible(m, middle)), None)
-            except _SpentError:
-                break
-            if possible is None:
-                low = middle
-            else:
-                high = middle
-                left = [m for m in left if quick[m] < middle]
-                left.sort(key=lambda m: (m != possible, quick[m]))
+        left = sorted((m for m in counts if quick[m] < best_seconds), key=quick.get)
+
+        def is_refuted(seconds: float) -> bool:
+            """What was possible in a longer time comes first: it tells the soonest."""
+            for place, m in enumerate(left):
+                if quick[m] < seconds and self._is_possible(m, seconds):
+                    left.insert(0, left.pop(place))
+                    return False
+            return True
+
+        # Upwards, for short times leave few options; then by halving, times that are apart by the same factors.
+        step, high = (best_seconds / low) ** (1 / STEPS), best_seconds
+        try:
+            while low * step < high and is_refuted(low * step):
+                low *= step
+            high = min(high, low * step)
+            for _ in range(HALVINGS):
+                middle = math.sqrt(low * high)
+                low, high = (middle, high) if is_refuted(middle) else (low, middle)
+        except _SpentError:
+            pass
         return min(low, best_seconds)
 
     def _quick(self, microbatches: int) -> float:

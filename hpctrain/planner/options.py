@@ -30,6 +30,10 @@ FEW_ROWS = 64
 """Up to so many, a rank's seconds are looked up; those of more follow from its rate."""
 
 
+ROOMY, BASE_BYTES = (0.0, 0.0), 4
+"""What stands for the bytes of a stage whose memory is never short, and their place in `_figures`."""
+
+
 class Rate(NamedTuple):
     """What a rank does at the most: rows in a second of a block, the head, the embedding; and see `Options.late`."""
 
@@ -116,6 +120,8 @@ def options_of(
                 known[key] = _figures(costs, space, number, choice, zero, group, seconds, rates[choice.grid])
             if known[key]:
                 found.append((choice.stages, *known[key]))
+                if known[key][BASE_BYTES] == ROOMY:
+                    break  # to keep less of the state, and exchange more, gains nothing
     names = [f.name for f in fields(Options) if f.name != "memory_bytes"]
     columns = zip(*found, strict=True) if found else [()] * len(names)
     arrays = {name: np.array(column, dtype=float) for name, column in zip(names, columns, strict=True)}
@@ -157,7 +163,7 @@ def _figures(
     one, two = _bytes(costs, grid, most, first, zero, holders)
     memory, depth = costs.pools[number].memory_bytes, min(m, costs.setup.model.num_layers)
     if one.base + blocks * (one.each + (depth - 1) * (two.each - one.each)) <= memory:
-        again, base, state, kept = once, (0.0, 0.0), 1.0, (0.0, 0.0)  # memory is never short
+        again, base, state, kept = once, ROOMY, 1.0, (0.0, 0.0)  # memory is never short
     else:
         lines = [(one, two), _bytes(costs, grid, most, last, zero, holders)]
         again = block(last)
