@@ -39,6 +39,7 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
         "searched": found.searched,
         "is_complete": found.is_complete,
         "wall_seconds": found.wall_seconds,
+        "first_plan_seconds": found.first_plan_seconds,
         "reasons": reasons(found) + left_out,
         "runner_up": runner_up(found),
         "top": [],
@@ -101,7 +102,8 @@ def _summary(told: dict) -> list[str]:
     return [
         f"bound     no plan takes less than {told['lower_bound_seconds']:.4g} s: the gap is {told['gap']:.1%}",
         f"searched  {searched['weighed']:,} plans in {searched['groups']:,} groups, {searched['timed']} of them timed,"
-        f" in {told['wall_seconds']:.2f} s" + ("; no other can be better" if told["is_complete"] else ""),
+        f" in {told['wall_seconds']:.2f} s, the first found after {told['first_plan_seconds']:.2f} s"
+        + ("; no other can be better" if told["is_complete"] else ""),
         "because",
         *(f"  {reason}" for reason in told["reasons"]),
         f"runner-up {told['runner_up'] or 'none'}",

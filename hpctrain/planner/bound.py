@@ -1,197 +1,280 @@
 """What no plan of the search's space can take less than. Pure.
 
-Each pool is granted, for a number of microbatches, the choice of tensor grid, stages, replicas and ZeRO stage by which
-it would do the most, whatever the others do; no message between stages takes any time, and no pool waits for another.
-Counted in full are, of each block: its products, on as many rows as a rank has; what its tensor grid exchanges; what
-its replicas exchange of its weights; the room that its weights need; and how long the stages of the pool itself wait
-for each other. In the end all devices update an equal part of the weights.
+A time is refuted if no arrangement of pools, with no number of microbatches, can do all blocks in it; the bound is the
+longest time that was refuted. In a pipeline of 1F1B that ends after E, a stage with M microbatches of T seconds each
+neither starts before the first one has passed the stages before it, nor ends before the last one has come back:
+
+    (M - late) T + sum over the stages before of (1 - late) T  <=  E
+
+where `late` is the share of a stage's time after it has sent the gradient. These are the constraints of a linear
+program for the most blocks that stages can do; any prices of them give an upper bound (duality), and those of stages
+that are all full are found backwards, from the loss to the first stage, pool by pool. Beside that a stage does whole
+blocks, no more than it has memory for with the activations that its depth makes it keep, without recomputing or with;
+replicas exchange what they share. Messages are not counted. Of pipelines side by side each is given as many rows as it
+can do in the time; a time is refuted if these are too few.
 """
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from hpctrain.parameters import count_parameters
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.cost import update_seconds
-from hpctrain.planner.space import Space
+from hpctrain.planner.options import Group, Options, Rate, options_of, rates_of
+from hpctrain.planner.space import Pipelines, Space, arrangements
 from hpctrain.planner.stages import StageCosts
 
 CERTAIN_SHARE = 0.9
-"""Of exchanges and updates: cuts are rounded, and replicas may lie on nodes in other ways than the first ones do."""
-HALVINGS = 40
+"""Of updates: cuts are rounded."""
+STEPS, HALVINGS = 4, 4
+"""From what is certain at once to the best plan by so many steps, the last of which is halved so often."""
+ROW_PARTS = 64
+"""How finely the rows that a pipeline can do are searched for: to one of so many parts of all."""
+ROUNDING, ROUGHLY = 1e-9, 5e-4
+MOST_WORK = 4_000_000
+"""How many stages of options beside states are reckoned with, before the bound is left as it is."""
 
 
-def least_seconds(costs: StageCosts, global_batch: int, space: Space) -> float:
-    """Return the bound: of the numbers of microbatches, that by which least is needed."""
-    setup = costs.setup
-    work = min(_Bound(costs, global_batch, m, space).seconds() for m in space.microbatch_counts(global_batch))
-    parameters = count_parameters(setup.model)
-    updated = sum(pool.num_devices / update_seconds(setup, pool.device, parameters) for pool in costs.pools)
-    return work + CERTAIN_SHARE / updated + costs.agree_seconds + setup.stack.step_seconds
+@dataclass(frozen=True)
+class _States:
+    """The last stages of a pipeline, in ways none of which is worse than another in all respects."""
+
+    depth: np.ndarray
+    """How many stages they are."""
+    per_second: np.ndarray
+    """Blocks for each second that the pipeline has, by prices of its constraints."""
+    more: np.ndarray
+    """Blocks beside, which cost less than the prices."""
+    whole: np.ndarray
+    """Whole blocks, if no stage waited."""
+
+    def only(self, which: np.ndarray) -> "_States":
+        return _States(*(array[which] for array in vars(self).values()))
+
+    def undominated(self, num_blocks: int) -> "_States":
+        """Return those that are not worse than another one with as many stages, their figures rounded up a little."""
+        rate = np.exp(np.ceil(np.log(self.per_second) / ROUGHLY) * ROUGHLY)
+        more = np.ceil(self.more / (num_blocks * ROUGHLY)) * num_blocks * ROUGHLY
+        order = np.lexsort((-self.whole, -more, -rate, self.depth))
+        figures = np.stack([self.depth, rate, more, self.whole], axis=1)[order]
+        is_new = np.ones(len(order), dtype=bool)
+        is_new[1:] = np.any(figures[1:, :3] != figures[:-1, :3], axis=1)
+        kept: list[tuple[float, ...]] = []
+        first = 0  # of those with as many stages; they come by falling rates
+        for depth, speed, beside, whole in figures[is_new].tolist():
+            if kept and kept[-1][0] != depth:
+                first = len(kept)
+            if not any(beside <= b and whole <= w for _, _, b, w in kept[first:]):
+                kept.append((depth, speed, beside, whole))
+        found = np.array(kept).reshape(-1, 4)
+        return _States(found[:, 0].astype(int), *found.T[1:])
 
 
-class _Way(NamedTuple):
-    """What a pool can do of an item that is there many times."""
+def least_seconds(
+    costs: StageCosts,
+    global_batch: int,
+    space: Space,
+    best_seconds: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> float:
+    """Return the bound, at the most `best_seconds`: those of a plan that is known. `is_over` says that time is."""
+    return _Bound(costs, global_batch, space, is_over).least_seconds(best_seconds)
 
-    per_second: float
-    """How many, for all rows of the batch, in a second of the step."""
-    most: float
-    """How many it has room for."""
+
+class _SpentError(Exception):
+    """There was as much work as there may be."""
 
 
 class _Bound:
-    """The bound for one number of microbatches."""
+    def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_over: Callable[[], bool]):
+        self._costs, self._space, self._batch, self._is_over = costs, space, global_batch, is_over
+        setup = costs.setup
+        parameters = count_parameters(setup.model)
+        updated = sum(pool.num_devices / update_seconds(setup, pool.device, parameters) for pool in costs.pools)
+        self._at_end = CERTAIN_SHARE / updated + costs.agree_seconds + setup.stack.step_seconds
+        self._num_blocks = setup.model.num_layers
+        every = list(arrangements(len(costs.pools)))
+        self._in_a_row = [pipelines[0] for pipelines in every if len(pipelines) == 1]
+        self._beside = [pipelines for pipelines in every if len(pipelines) > 1]
+        self._options: dict[tuple, Options] = {}
+        self._found_rates: dict[tuple[int, int], dict[TensorGrid, Rate]] = {}
+        self._longest = math.inf
+        self._work = 0
 
-    def __init__(self, costs: StageCosts, global_batch: int, microbatches: int, space: Space):
-        self._costs, self._space = costs, space
-        self._microbatches, self._rows = microbatches, global_batch // microbatches
-        self._per_row: dict[tuple, float] = {}
-        self._late: dict[tuple, float] = {}
+    def least_seconds(self, best_seconds: float) -> float:
+        counts = self._space.microbatch_counts(self._batch)
+        quick = {m: self._quick(m) for m in counts}
+        self._longest = best_seconds
+        low = min(quick.values())
+        if low >= best_seconds:
+            return best_seconds
+        left = sorted((m for m in counts if quick[m] < best_seconds), key=quick.get)
 
-    def seconds(self) -> float:
-        """Return the least seconds of a step, but for its end."""
-        costs = self._costs
-        num_blocks, pools = costs.setup.model.num_layers, range(len(costs.pools))
-        blocks = [_best(self._ways(number)) for number in pools]
-        speeds = [ways[0].per_second for ways in blocks]
-        # An embedding or head is worth as many blocks as the pool that is worst at blocks, beside it, could do instead.
-        pairs = list(zip(pools, speeds, strict=True))
-        ends = sum(min(speed * self._alone(number, item) for number, speed in pairs) for item in (0, costs.last))
-        low = (num_blocks + ends) / sum(speeds)
-        if sum(max(way.most for way in ways) for ways in blocks) < num_blocks:
-            return math.inf
-        high = low
-        while _done(blocks, high) < num_blocks:
-            high *= 2
-        for _ in range(HALVINGS if high > low else 0):
-            middle = (low + high) / 2
-            low, high = (low, middle) if _done(blocks, middle) >= num_blocks else (middle, high)
-        return low
+        def is_refuted(seconds: float) -> bool:
+            """What was possible in a longer time comes first: it tells the soonest."""
+            for place, m in enumerate(left):
+                if quick[m] < seconds and self._is_possible(m, seconds):
+                    left.insert(0, left.pop(place))
+                    return False
+            return True
 
-    def _alone(self, number: int, item: int) -> float:
-        """Return in how many seconds all devices of a pool do an item at the least, for all rows of the batch."""
-        costs, how = self._costs, self._space.recompute[0]
-        best = math.inf
-        for grid in costs.grids[number]:
-            costs.seconds(number, grid, item, -(-self._rows // grid.z), how)
-            known = costs.known_rows[number, grid, item, how]
-            best = min(best, min(seconds.both / rows for rows, seconds in known.items()) * grid.size / grid.z)
-        return best * self._microbatches * self._rows / costs.pools[number].num_devices
+        # Upwards, for short times leave few options; then by halving, times that are apart by the same factors.
+        step, high = (best_seconds / low) ** (1 / STEPS), best_seconds
+        try:
+            while low * step < high and is_refuted(low * step):
+                low *= step
+            high = min(high, low * step)
+            for _ in range(HALVINGS):
+                middle = math.sqrt(low * high)
+                low, high = (middle, high) if is_refuted(middle) else (low, middle)
+        except _SpentError:
+            pass
+        return min(low, best_seconds)
 
-    def _ways(self, number: int) -> Iterator[_Way]:
-        """Yield what a pool can do of blocks."""
-        costs, m, pool = self._costs, self._microbatches, self._costs.pools[number]
-        recompute = self._space.recompute[-1]
-        for grid, replicas, fewest, counts in self._choices(number):
-            computed = self._seconds(number, 1, grid, replicas)
-            weights = costs.elements_of(grid, 1) / grid.z
-            holders = replicas if len(costs.pools) == 1 else max(replicas, self._rows)
-            for zero in self._space.zero if fewest > 1 else (1,):
-                needed = costs.bytes(grid, 1, recompute, zero, holders, 1, (False, False), 1)
-                room = needed.most(pool.memory_bytes)
-                if zero < 2:
-                    exchanged = _exchange_seconds(costs, number, grid.size, fewest, weights)
-                else:
-                    exchanged = CERTAIN_SHARE * m * costs.exchange(number, grid, fewest, 1, zero).both
-                each = m * computed + exchanged
-                # stages of the same pool wait for each other, too
-                late = self._weight_share(number, grid, replicas, zero)
-                yield from (_Way(min(n / each, _overlap(n, m, late) / computed), n * room) for n in counts)
+    def _quick(self, microbatches: int) -> float:
+        """Return what all blocks take if each pool does them by its fastest grid, and no stage waits."""
+        rows = self._batch // microbatches
+        speed = sum(self._rows_per_second(number, rows) for number in range(len(self._costs.pools)))
+        return self._batch * self._num_blocks / speed + self._at_end
 
-    def _weight_share(self, number: int, grid: TensorGrid, replicas: int, zero: int) -> float:
-        """Return the largest share of a stage's time that comes after the gradient is sent; embeddings are never on a
-        stage that sends it early."""
-        costs, how = self._costs, self._space.recompute[0]
-        if not costs.splits(grid, how, zero):
-            return 0.0
-        key = number, grid, replicas
-        if key not in self._late:
-            most = self._most_rows(grid, replicas)
-            known = []
-            for item in (1, costs.last):
-                costs.seconds(number, grid, item, most, how)
-                known += [s for rows, s in costs.known_rows[number, grid, item, how].items() if rows <= most]
-            self._late[key] = max(s.backward_weight / (s.forward + s.backward_input + s.backward_weight) for s in known)
-        return self._late[key]
+    def _rows_per_second(self, number: int, rows: int) -> float:
+        """Return how many rows all devices of a pool take through a block in a second, at the most."""
+        pool = self._costs.pools[number]
+        rates = self._rates(number, rows).items()
+        return max(rate.block * grid.z * len(pool.slots(grid.size)) for grid, rate in rates)
 
-    def _most_rows(self, grid: TensorGrid, replicas: int) -> int:
-        return math.ceil(math.ceil(self._rows / replicas) / grid.z)
+    def _rates(self, number: int, rows: int) -> dict[TensorGrid, Rate]:
+        key = number, rows.bit_length()
+        if key not in self._found_rates:
+            self._found_rates[key] = rates_of(self._costs, self._space, number, rows)
+        return self._found_rates[key]
 
-    def _seconds(self, number: int, item: int, grid: TensorGrid, replicas: int) -> float:
-        """Return the least seconds of a stage for an item of all rows of a microbatch.
+    def _wanted(self, number: int, row: Sequence[int], group: Group, left: float) -> float:
+        """Return how many blocks a pool must do at the least, for the others of its pipeline cannot do more."""
+        others = sum(self._rows_per_second(other, group.rows) for other in row if other != number)
+        return self._num_blocks - others * left / (group.microbatches * group.rows)
 
-        The rows of a single pool are known; those of one of several may be fewer, and are counted by the best rate.
-        """
-        key = number, item, grid, replicas
-        if key not in self._per_row:
-            costs, how = self._costs, self._space.recompute[0]
-            most = self._most_rows(grid, replicas)
-            found = costs.seconds(number, grid, item, most, how).both
-            if len(costs.pools) > 1:
-                known = costs.known_rows[number, grid, item, how]
-                rate = min(seconds.both / rows for rows, seconds in known.items() if rows <= most)
-                found = rate * self._rows / (replicas * grid.z)
-            self._per_row[key] = found
-        return self._per_row[key]
+    def _options_of(self, number: int, row: Sequence[int], group: Group, left: float) -> Options:
+        """Return the options by which a pool does what the others of its pipeline cannot."""
+        key = number, frozenset(row), group
+        if key not in self._options:
+            longest = self._longest - self._at_end
+            wanted, rates = self._wanted(number, row, group, longest), self._rates(number, group.rows)
+            self._options[key] = options_of(self._costs, self._space, group, number, rates, longest, wanted)
+        options = self._options[key]
+        whole = np.floor(left / (group.microbatches * options.seconds[0]) * (1 + ROUNDING))
+        is_enough = options.stages * whole >= self._wanted(number, row, group, left)
+        return options.only(np.flatnonzero(is_enough & (whole > 0)))
 
-    def _choices(self, number: int) -> Iterator[tuple[TensorGrid, int, int, list[int]]]:
-        """Yield grids, replicas, how many of them exchange the least in that way, and how many stages there may be.
+    # ---- whether a time suffices -------------------------------------------------------------------------------------
 
-        They exchange not at all, on a node, or over nodes; the more there are of a kind, the more they compute.
-        """
-        pool, costs = self._costs.pools[number], self._costs
-        for grid in costs.grids[number]:
-            if self._space.largest_grid is not None and grid.size > self._space.largest_grid:
-                continue
-            slots, near = len(pool.slots(grid.size)), max(1, len(pool.nodes[0]) // grid.size)
-            found: dict[tuple[int, int], list[int]] = {}
-            for stages in range(1, min(slots, costs.setup.model.num_layers) + 1):
-                most = min(slots // stages, self._rows // grid.z)
-                for replicas, fewest in ((1, 1), (min(near, most), 2), (most, near + 1)):
-                    if fewest <= replicas <= most:
-                        found.setdefault((replicas, fewest), []).append(stages)
-            for (replicas, fewest), counts in found.items():
-                yield grid, replicas, fewest, counts
+    def _is_possible(self, microbatches: int, seconds: float) -> bool:
+        rows, left = self._batch // microbatches, seconds - self._at_end
+        known: dict[tuple, _States] = {}
+        if any(self._does_all(row, Group(microbatches, rows, rows, 1), left, known) for row in self._in_a_row):
+            return True
+        return any(self._has_rows(pipelines, microbatches, rows, left) for pipelines in self._beside)
+
+    def _has_rows(self, pipelines: Pipelines, microbatches: int, all_rows: int, left: float) -> bool:
+        """Say whether pipelines side by side can do all rows in the time."""
+
+        def does(row: tuple[int, ...], rows: int) -> bool:
+            return self._does_all(row, Group(microbatches, rows, all_rows, len(pipelines)), left, {})
+
+        # As far as their devices go; then by what each must do, for the others cannot do more; then each by itself.
+        speeds = [sum(self._rows_per_second(number, all_rows) for number in row) for row in pipelines]
+        highest = all_rows - len(pipelines) + 1
+        most = [min(highest, math.floor(speed * left / (microbatches * self._num_blocks))) for speed in speeds]
+        for i, row in enumerate(pipelines):
+            if (wanted := all_rows - sum(most) + most[i]) > most[i] or (wanted > 0 and not does(row, wanted)):
+                return False
+        step = max(1, all_rows // ROW_PARTS)
+        for i, row in enumerate(pipelines):
+            low, high = max(0, all_rows - sum(most) + most[i]), most[i] + 1
+            if low > most[i] or (low > 0 and not does(row, low)):
+                return False
+            while high - low > step:
+                middle = (low + high) // 2
+                low, high = (middle, high) if does(row, middle) else (low, middle)
+            most[i] = high - 1
+        return sum(most) >= all_rows
+
+    def _does_all(self, row: tuple[int, ...], group: Group, left: float, known: dict) -> bool:
+        """Say whether a pipeline of these pools may do all blocks of its rows in the time."""
+        states = self._states(row, row, group, left, known)
+        if not len(states.depth):
+            return False
+        does = (states.per_second * left + states.more) * (1 + ROUNDING)
+        return bool(np.any((does >= self._num_blocks) & (states.whole >= self._num_blocks)))
+
+    def _states(
+        self, row: tuple[int, ...], whole_row: tuple[int, ...], group: Group, left: float, known: dict
+    ) -> _States:
+        """Return what the stages of the pools `row` can be, the last ones of the pipeline `whole_row`."""
+        if not row:
+            nothing = np.zeros(1)
+            return _States(np.zeros(1, dtype=int), nothing, nothing, nothing)
+        key = row, frozenset(whole_row), row == whole_row
+        if key not in known:
+            behind = self._states(row[1:], whole_row, group, left, known)
+            options = self._options_of(row[0], whole_row, group, left)
+            self._work += len(behind.depth) * len(options)
+            if self._work > MOST_WORK or self._is_over():
+                raise _SpentError
+            ends = row == whole_row, len(row) == 1
+            known[key] = _before(behind, options, group.microbatches, self._num_blocks, left, ends)
+        return known[key]
 
 
-@lru_cache(None)
-def _overlap(stages: int, microbatches: int, late: float) -> float:
-    """Return how many seconds of one microbatch all stages can do together in a second of the step, at the most.
+def _before(
+    behind: _States, options: Options, microbatches: int, num_blocks: int, left: float, ends: tuple[bool, bool]
+) -> _States:
+    """Return the states with the stages of one more pool before those that there are.
 
-    A stage neither starts before the first microbatch has passed those before it, nor ends before the last one has
-    come back to them. If P stages together take S for one of M microbatches, none more than T = 1 / M, they wait the
-    least if the last ones are full: S (S / T - 1) / 2 altogether, beside M S of work in P. Solved for S. Of what takes
-    a share `late` of a stage's time, after it has sent the gradient, none waits, and while it does the last of it, it
-    does not wait: (1 - late) S (S / T - 1) / 2 - late S.
+    `ends` say whether it is the first one of its pipeline, and the last.
     """
-    m, waiting = microbatches, (1 - late) / 2
-    linear = m - waiting - late
-    return (math.sqrt(linear**2 + 4 * m * waiting * stages) - linear) / (2 * m * waiting)
-
-
-def _best(ways: Iterator[_Way]) -> list[_Way]:
-    """Return the ways than which no other is both faster and roomier, the fastest first."""
-    found: list[_Way] = []
-    for way in sorted(ways, reverse=True):
-        if not found or way.most > found[-1].most:
-            found.append(way)
-    return found
-
-
-def _done(pools: list[list[_Way]], seconds: float) -> float:
-    """Return how many items all pools do in a step of so many seconds."""
-    return sum(max(min(way.most, way.per_second * seconds) for way in ways) for ways in pools)
-
-
-def _exchange_seconds(costs: StageCosts, number: int, size: int, replicas: int, weights: float) -> float:
-    """Return what replicas exchange of a block once a step: by bandwidth, for a stage's blocks go in one message."""
-    if replicas == 1:
-        return 0.0
-    groups, num_blocks = ((number, size, replicas),), costs.setup.model.num_layers
-    found = 0.0
-    for each in (costs.setup.stack.gradient_bytes, costs.setup.item_bytes):
-        whole = int(weights * each * num_blocks)
-        found += costs.sharing_seconds(groups, 2 * whole) - costs.sharing_seconds(groups, whole)
-    return CERTAIN_SHARE * found / num_blocks
+    is_first, is_last = ends
+    if not len(behind.depth) or not len(options):
+        return behind.only(np.zeros(0, dtype=int))
+    stages = options.stages.astype(int)
+    deepest = min(num_blocks, int(behind.depth.max() + stages.max()))
+    most = options.most_blocks(deepest, microbatches)
+    # What a stage may take of one microbatch: it computes all of them, and then exchanges.
+    seconds, late = options.seconds, options.late[:, None]
+    limit = np.full((len(options), deepest), left)
+    limit = limit / (microbatches - late)
+    if is_last:
+        limit[:, 0] -= options.head
+    own = microbatches * seconds + options.exchanged
+    alone = np.floor(np.maximum(left - microbatches * (options.head if is_last else 0.0), 0.0) / own * (1 + ROUNDING))
+    alone = np.stack([alone, np.floor(left / own * (1 + ROUNDING))], axis=-1)  # [2, n, (last stage, others)]
+    fit = np.floor(np.maximum(limit, 0.0) / seconds[:, :, None] * (1 + ROUNDING))
+    fit = np.minimum(np.minimum(fit, most), alone[:, :, np.minimum(np.arange(deepest), 1)])
+    # Prices: that of a block whose activations are kept, where there is memory for all that time allows; else of one
+    # that is computed again.
+    is_short = most[0] < np.floor(limit / seconds[0][:, None])
+    at = np.minimum(stages, deepest) - 1
+    price = 1 / np.where(is_short[np.arange(len(options)), at], seconds[1], seconds[0])
+    more = np.maximum((fit * (1 - price[:, None] * seconds[:, :, None])).max(axis=0), 0.0)
+    if is_last:
+        more[:, 0] -= price * options.head
+    more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in (more, fit.max(axis=0)))
+    first = options.embedding if is_first else np.zeros(len(options))
+    depth = behind.depth[:, None] + stages
+    states, numbers = np.nonzero(depth <= deepest)
+    before, after = behind.depth[states], depth[states, numbers]
+    own_price, through = price[numbers], options.through[numbers]
+    # A price of a stage's time is never below what it takes from those behind.
+    full = own_price / np.maximum(through, 1e-12)
+    had = behind.per_second[states]
+    passed = (1 - through / (microbatches - options.late[numbers])) ** stages[numbers]
+    per_second = np.where(had < full, full + (had - full) * passed, had)
+    return _States(
+        after,
+        per_second,
+        behind.more[states] + more[numbers, after] - more[numbers, before] - (price * first)[numbers],
+        behind.whole[states] + whole[numbers, after] - whole[numbers, before],
+    ).undominated(num_blocks)

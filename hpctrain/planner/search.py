@@ -61,6 +61,8 @@ class Found:
     is_complete: bool
     """Whether no plan of the space can be faster, by its bound."""
     wall_seconds: float
+    first_plan_seconds: float
+    """After which the first plan was there that fits, by simulation."""
     least_by_arrangement: dict[Pipelines, float]
     """By the closed form, for each arrangement of pools that fits."""
     least_by_microbatches: dict[int, float]
@@ -107,6 +109,9 @@ class Search:
         self.weigher = Weigher(self.costs, global_batch, space)
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.weigher, limits.per_group)
+        self._timer = Timer(setup, cluster, self.weigher, limits.timed, lambda: self._is_over(1.0))
+        self._first: Timed | None = None
+        self._first_after = math.inf
         self.layouts: list[Layout] = []
         self._num_weighed = self._num_groups = 0
 
@@ -114,14 +119,19 @@ class Search:
         seconds = self._limits.seconds
         return seconds is not None and self._clock() - self._started > seconds * share
 
-    def run(self) -> Found:
-        is_complete = self._weigh_groups() and not self._shortlists.left_out
+    def fastest(self) -> tuple[list[Timed], bool]:
+        """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
+        all_weighed = self._weigh_groups() and not self._shortlists.left_out
         self.layouts.sort(key=lambda layout: layout.seconds)
-        timer = Timer(self._setup, self._cluster, self.weigher, self._limits.timed, lambda: self._is_over(1.0))
-        plans, all_timed = timer.time(self.layouts)
+        plans, all_timed = self._timer.time(self.layouts, self._first)
         if not plans:
-            raise PlanError(timer.shortage or self._least_shortage())
-        bound = min(least_seconds(self.costs, self._global_batch, self._space), plans[0].seconds)
+            raise PlanError(self._timer.shortage or self._least_shortage())
+        return plans, all_weighed and all_timed
+
+    def run(self) -> Found:
+        plans, is_complete = self.fastest()
+        known = self.costs, self._global_batch, self._space, plans[0].seconds
+        bound = least_seconds(*known, lambda: self._is_over(1.0))
         return Found(
             plans=tuple(plans),
             pools=self._pools,
@@ -132,8 +142,9 @@ class Search:
                 "fitting": len(self.layouts),
                 "timed": len(plans),
             },
-            is_complete=is_complete and all_timed,
+            is_complete=is_complete,
             wall_seconds=self._clock() - self._started,
+            first_plan_seconds=min(self._first_after, self._clock() - self._started),
             least_by_arrangement=self._least(lambda shape: shape.pipelines),
             least_by_microbatches=self._least(lambda shape: shape.microbatches),
         )
@@ -144,6 +155,12 @@ class Search:
         for layout in self.layouts:
             least.setdefault(key(layout.shape), layout.seconds)
         return least
+
+    def _time_first(self, layout: Layout) -> None:
+        """Time the first plan at once, so that there is one; or the next one, where that does not fit after all."""
+        if self._first is None and len(self.layouts) <= TRIED:
+            self._first = self._timer.one(layout)
+            self._first_after = self._clock() - self._started if self._first else math.inf
 
     # ---- weighing ----------------------------------------------------------------------------------------------------
 
@@ -230,5 +247,6 @@ class Search:
             is_short |= layout is None or layout.is_short_of_memory
             if layout is not None:
                 self.layouts.append(layout)
+                self._time_first(layout)
                 least = min(least, layout.seconds)
         return least

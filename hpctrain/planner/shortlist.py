@@ -91,5 +91,5 @@ class Shortlists:
             slowest *= again
         is_short = most(last, max(space.zero)) < of_stage
         exchanged = int(costs.elements(grid, False, False).each * of_stage)
-        ends = costs.sharing_seconds(((pool, grid.size, replicas),), 4 * exchanged) * 2
+        ends = costs.sharing_seconds(((pool, grid.size, replicas),), 4 * exchanged, "all_reduce")
         return is_short, (microbatches - 1 + stages) * slowest + ends

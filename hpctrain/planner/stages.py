@@ -63,12 +63,10 @@ class StageCosts:
         self.exchange = lru_cache(None)(self._exchange)
         self.bytes = lru_cache(None)(self._bytes)
         self.elements = lru_cache(None)(self._elements)
-        self._flows = lru_cache(None)(
-            lambda number, target: self.network.flows(pools[number].nodes[0][0], pools[number].nodes[0], target)
-        )
         self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
         self._kept = lru_cache(None)(self._kept_by)
-        self.sharing_seconds = lru_cache(None)(self._sharing_seconds)
+        self._sharing = lru_cache(None)(self._sharing_seconds)
+        self.across_seconds = lru_cache(None)(self._across_seconds)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices), ())
         self.grids = [self._grids(pool) for pool in pools]
         self.known_rows: dict[tuple[int, TensorGrid, int, str], dict[int, Seconds]] = {}
@@ -171,29 +169,32 @@ class StageCosts:
         base = stored.base * state + sum(activations[1:]) + buffers + gathered
         return Line(base, stored.each * state + activations[0])
 
-    def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int) -> float:
-        """Return about what one way of an exchange among holders takes, such as a reduce-scatter of `num_bytes`.
+    def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
+        """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.
 
-        `groups` are (pool, ranks of a tensor grid, replicas): inside each, over its nodes, then across. An estimate:
-        it ranks plans, and is no part of a bound.
+        `groups` are (pool, ranks of a tensor grid, replicas). As if each began at the first node of its pool: an
+        estimate, which ranks plans. Between powers of two it is a line.
         """
-        slowest = 0.0
-        for number, size, replicas in groups:
-            pool = self.pools[number]
-            slots = pool.slots(size)
-            here = pool.nodes[0]
-            near = min(replicas, max(1, len(here) // size))
-            seconds = 0.0
-            if near > 1:
-                seconds += self.network.seconds(slots[0][0], slots[1][0], num_bytes * (near - 1) / near)
-            if replicas > near:
-                nodes = -(-replicas // near)
-                part, target = num_bytes / near * (nodes - 1) / nodes, slots[near][0]
-                seconds += self.network.seconds(slots[0][0], target, part, self._flows(number, target))
-            if len(groups) > 1:
-                other = next(self.pools[n] for n, _, _ in groups if n != number)
-                part = num_bytes / replicas * (len(groups) - 1) / len(groups)
-                target = other.nodes[0][0]
-                seconds += self.network.seconds(here[0], target, part, self._flows(number, target))
-            slowest = max(slowest, seconds)
-        return slowest
+        if num_bytes < 1:
+            return 0.0
+        power = num_bytes.bit_length() - 1
+        low, high = (self._sharing(groups, 1 << n, operation) for n in (power, power + 1))
+        return low + (high - low) * (num_bytes / (1 << power) - 1)
+
+    def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
+        ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
+        return self.network.group_seconds(operation, num_bytes, ranks, self.pools[groups[0][0]].nodes[0])
+
+    def _across_seconds(self, number: int, num_pipelines: int) -> float:
+        """Return what it takes at the least, for each byte, that one rank of a pool exchanges with other pipelines.
+
+        By bandwidth, by the fastest way; 0 where pools have families in common, which exchange as one.
+        """
+        families = [family for pool in self.pools for family in pool.families]
+        if len(set(families)) < len(families):
+            return 0.0
+        source, sizes = self.pools[number].nodes[0][0], (1 << 26, 1 << 27)
+        others = (pool.nodes[0][0] for other, pool in enumerate(self.pools) if other != number)
+        some, twice = zip(*([self.network.seconds(source, to, size) for size in sizes] for to in others), strict=True)
+        each = min(two - one for one, two in zip(some, twice, strict=True))
+        return each / sizes[0] * (num_pipelines - 1) / num_pipelines

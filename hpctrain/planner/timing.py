@@ -41,28 +41,36 @@ class Timer:
         self.shortage = ""
         """What the first plan lacked that did not fit after all."""
 
-    def time(self, layouts: Sequence[Layout]) -> tuple[list[Timed], bool]:
+    def one(self, layout: Layout) -> Timed | None:
+        """Return a layout with its time, or None where it does not fit."""
+        plan = self._weigher.plan(layout)
+        prediction = Predictor(self._setup, plan, self._cluster).predict(1)
+        if prediction.fits:
+            return Timed(layout, plan, prediction)
+        if not self.shortage:
+            stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
+            which = tuple(stage.tile.items), stage.tile.family, stage.memory.total, stage.available_bytes
+            self.shortage = tell_shortage(self._cluster, self._setup, plan, *which)
+        return None
+
+    def time(self, layouts: Sequence[Layout], known: Timed | None = None) -> tuple[list[Timed], bool]:
         """Return those that were timed and fit, the fastest first, and whether no other one can be faster.
 
-        `layouts` are in the order of what the closed form says.
+        `layouts` are in the order of what the closed form says; `known` is one of them, if it was timed before.
         """
-        found: list[Timed] = []
-        best, all_done = math.inf, True
+        found = [known] if known else []
+        best, all_done = min((timed.seconds for timed in found), default=math.inf), True
         for number, layout in enumerate(layouts):
+            if known and layout is known.layout:
+                continue
             if found and self._is_enough(len(found), layout.seconds / best - 1):
                 all_done = all(self._weigher.bound(other) >= best for other in layouts[number:])
                 break
             if len(found) >= FEW and self._weigher.bound(layout) >= best:
                 continue
-            plan = self._weigher.plan(layout)
-            prediction = Predictor(self._setup, plan, self._cluster).predict(1)
-            if prediction.fits:
-                found.append(Timed(layout, plan, prediction))
-                best = min(best, prediction.step_seconds)
-            elif not self.shortage:
-                stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
-                which = tuple(stage.tile.items), stage.tile.family, stage.memory.total, stage.available_bytes
-                self.shortage = tell_shortage(self._cluster, self._setup, plan, *which)
+            if timed := self.one(layout):
+                found.append(timed)
+                best = min(best, timed.seconds)
         return sorted(found, key=lambda timed: timed.seconds), all_done
 
     def _is_enough(self, num_timed: int, slower_share: float) -> bool:

@@ -7,7 +7,7 @@ stages behind it are waited for only as far as its own warm-up does not hide the
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -119,6 +119,17 @@ def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches
     return done
 
 
+def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts: Sequence[Sequence[float]]) -> float:
+    """Return when all stages are done that start at some moments and exchange one thing after the other."""
+    now = [list(moments) for moments in starts]
+    for members, seconds in exchanged:
+        if seconds:
+            end = max(now[p][i] for p, i in members) + seconds
+            for p, i in members:
+                now[p][i] = end
+    return max(map(max, now))
+
+
 class Weigher:
     """Weighs shapes for one job on one cluster."""
 
@@ -226,19 +237,57 @@ class Weigher:
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
     def _seconds(self, shape: Shape, rows: Sequence[int], pipelines: Sequence[Sequence[Placed]]) -> float:
-        longest = after = 0.0
-        known: dict[tuple, tuple[float, float]] = {}
+        costs, setup = self.costs, self.costs.setup
+        passed: list[list[float]] = []
         for of_row, stages in zip(rows, pipelines, strict=True):
             messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(stages)]
-            done = done_after([placed.passes for placed in stages], messages, shape.microbatches)
-            for i, (placed, end) in enumerate(zip(stages, done, strict=True)):
-                ends = i == 0, i == len(stages) - 1
-                key = placed.pool, placed.blocks, ends
-                if key not in known:
-                    known[key] = self._end(shape, placed, ends)
-                reduce, finish = known[key]
-                longest, after = max(longest, end + reduce), max(after, finish)
-        return longest + self.costs.agree_seconds + after + self.costs.setup.stack.step_seconds
+            passed.append(done_after([placed.passes for placed in stages], messages, shape.microbatches))
+        # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
+        updated = [[0.0] * len(stages) for stages in pipelines]
+        exchanged = []
+        for members, pieces in self._pieces(pipelines):
+            placed = [pipelines[p][i] for p, i in members]
+            holders = sum(each.choice.replicas for each in placed)
+            for (p, i), each, elements in zip(members, placed, pieces, strict=True):
+                is_cut = shape.zero > 0 and holders > 1
+                device = costs.pools[each.pool].device
+                updated[p][i] += update_seconds(setup, device, int(elements / holders if is_cut else elements))
+            if holders > 1:
+                exchanged.append((members, *self._exchange_seconds(shape.zero, placed, pieces)))
+        longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
+        after = _after([(members, gather) for members, _, gather in exchanged], updated)
+        return longest + costs.agree_seconds + after + setup.stack.step_seconds
+
+    def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[tuple[list[tuple[int, int]], list[float]]]:
+        """Yield which stages (pipeline, place) hold the same items, and how many weights of these their ranks have."""
+        ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
+        start, at = 0, [0] * len(pipelines)
+        for stop in sorted(set(itertools.chain(*ends))):
+            is_first, is_last = start == 0, stop == self._model.num_layers
+            elements = [
+                self.costs.elements(stages[i].choice.grid, is_first, is_last).at(stop - start)
+                for stages, i in zip(pipelines, at, strict=True)
+            ]
+            yield list(enumerate(at)), elements
+            at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
+            start = stop
+
+    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], elements: Sequence[float]) -> tuple[float, float]:
+        """Return what summing the gradients of a piece takes, and gathering its weights.
+
+        Ranks of unlike grids meet in parts of what the finest has, one after the other.
+        """
+        costs, stack = self.costs, self.costs.setup.stack
+        groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
+        sizes = [size for _, size, _ in groups]
+        part, times = min(elements), max(sizes) / min(sizes)
+        reduce = gather = 0.0
+        if zero < 2:
+            operation = "reduce_scatter" if zero else "all_reduce"
+            reduce = costs.sharing_seconds(groups, int(part * stack.gradient_bytes), operation)
+        if zero in (1, 2):
+            gather = costs.sharing_seconds(groups, int(part * costs.setup.item_bytes), "all_gather")
+        return reduce * times, gather * times
 
     def _message(self, source: Placed, target: Placed, rows: int) -> float:
         costs, into = self.costs, target.choice.grid
@@ -254,31 +303,6 @@ class Weigher:
         ranks = sending[0]
         to = receiving[choice.replicas][0] if source == target else receiving[0][0]
         return network.seconds(ranks[0], to, num_bytes, network.flows(ranks[0], ranks, to))
-
-    def _end(self, shape: Shape, placed: Placed, ends: tuple[bool, bool]) -> tuple[float, float]:
-        """Return what a stage needs to sum its gradients, and to update and gather its weights."""
-        costs, (grid, _, replicas) = self.costs, placed.choice
-        elements = costs.elements(grid, *ends).at(placed.blocks)
-        own = placed.pool, grid.size, replicas
-        beside = [
-            (row[0], choices[0].grid.size, choices[0].replicas)
-            for row, choices in zip(shape.pipelines, shape.choices, strict=True)
-            if placed.pool not in row
-        ]
-        holders = self.holders(shape, placed.choice)
-        is_cut = shape.zero > 0 and holders > 1
-        device = costs.pools[placed.pool].device
-        update = update_seconds(costs.setup, device, int(elements / holders if is_cut else elements))
-        if holders == 1:
-            return 0.0, update
-        groups = own, *beside
-        gradients = int(elements * costs.setup.stack.gradient_bytes)
-        reduce = gather = 0.0
-        if shape.zero < 2:
-            reduce = costs.sharing_seconds(groups, gradients) * (1 if shape.zero else 2)
-        if shape.zero in (1, 2):
-            gather = costs.sharing_seconds(groups, int(elements * costs.setup.item_bytes))
-        return reduce, update + gather
 
     def worst_shortage(self, layout: Layout) -> tuple[float, int]:
         """Return how many bytes the stage lacks that lacks the most, and its number."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 from click.testing import CliRunner
@@ -26,9 +27,11 @@ from hpctrain.planner.pools import pools_of
 from hpctrain.planner.predict import Predictor, predict
 from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
 from hpctrain.planner.search import Limits, Search, search
+from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space, arrangements
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import Line
+from hpctrain.schedule import schedule_of
 
 EVERYTHING = Limits(weighed=None, timed=None, per_group=None)
 # of devices, their memory, and links: computing takes milliseconds, and sending some of them
@@ -220,23 +223,30 @@ def cases(draw):
     microbatches = draw(st.sampled_from([m for m in (1, 2, 3, 4, 6) if batch % m == 0]))
     largest = draw(st.sampled_from([1, 1, 2]))
     zero = draw(st.sampled_from([(1,), (0, 1), (1, 2, 3)])) if largest == 1 and len(sizes) == 1 else (1,)
-    setup = setup_of(draw(st.integers(1, 12)), vocabulary=draw(st.sampled_from([8, 512])))
+    setup = setup_of(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 12])), vocabulary=draw(st.sampled_from([8, 512])))
     space = Space((microbatches,), largest, zero, ("none",))
     return setup, batch, cluster_of(tables, speeds=speeds, **network), space
 
 
-@pytest.mark.timeout(900)  # 25 s on an idle core
+def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
+    """What the predictor says, without memory and where the time goes."""
+    schedules = {tile: schedule_of(plan, tile) for tile in plan.tiles}
+    return simulate(plan, schedules, Predictor(setup, plan, cluster).costs).step_seconds + setup.stack.step_seconds
+
+
+@pytest.mark.timeout(900)
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_as_good_as_looking_at_every_plan(case):
     setup, batch, cluster, space = case
     _ALONE.clear()
-    seconds = [predict(setup, plan, cluster).step_seconds for plan in every_plan(setup, batch, cluster, space)]
-    found = search(setup, batch, cluster, space=space, limits=EVERYTHING)
-    assert found.best.seconds == pytest.approx(min(seconds), rel=1e-9)
-    assert found.is_complete
-    assert found.searched["fitting"] <= len(seconds)
-    check_tiling(found.best.plan, setup.model.num_items)
+    seconds = [step_seconds(setup, plan, cluster) for plan in every_plan(setup, batch, cluster, space)]
+    searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
+    (best, *_), is_complete = searching.fastest()
+    assert best.seconds == pytest.approx(min(seconds), rel=1e-9)
+    assert is_complete
+    assert len(searching.layouts) <= len(seconds)
+    check_tiling(best.plan, setup.model.num_items)
 
 
 # ---- what the closed forms promise -----------------------------------------------------------------------------------
@@ -247,14 +257,14 @@ def test_as_good_as_looking_at_every_plan(case):
 def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
     setup, batch, cluster, space = case
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
-    searching.run()
-    least = least_seconds(searching.costs, batch, space)
+    # No time is refuted that a plan needs: those above the best one's too could be.
+    least = least_seconds(searching.costs, batch, space, 1.5 * searching.run().best.seconds)
     for layout in searching.layouts[:20]:
-        seconds = predict(setup, searching.weigher.plan(layout), cluster).step_seconds
+        seconds = step_seconds(setup, searching.weigher.plan(layout), cluster)
         assert searching.weigher.bound(layout) <= seconds * (1 + 1e-9)
         assert least <= seconds * (1 + 1e-9)
-        # Pipelines side by side that are unlike exchange each piece by itself, which the estimate takes for one.
-        error = 0.4 if len(layout.shape.pipelines) == 1 else 0.6
+        # Unlike pipelines side by side may share a NIC in their exchanges in ways that the estimate does not see.
+        error = 0.35 if len(layout.shape.pipelines) == 1 else 0.45
         assert layout.seconds == pytest.approx(seconds, rel=error), "what ranks plans is near what decides"
 
 
@@ -334,7 +344,12 @@ def test_a_family_by_two_names_is_one(split):
 def test_a_cluster_that_is_slower_in_everything_takes_as_much_longer(tables):
     once, thrice = (best(cluster_of(tables, times=times)) for times in (300.0, 900.0))
     assert thrice.best.seconds == pytest.approx(3 * once.best.seconds, rel=1e-3), "but for launches"
-    assert thrice.lower_bound_seconds == pytest.approx(3 * once.lower_bound_seconds, rel=1e-3)
+    assert thrice.lower_bound_seconds == pytest.approx(3 * once.lower_bound_seconds, rel=1e-2), "it is found by halving"
+
+
+@lru_cache(None)
+def best_with_few(tables: tuple[tuple[str, int, int], ...], network: tuple[tuple[str, float], ...]):
+    return best(cluster_of(list(tables), **dict(network)), zero=(1,), microbatches=(2, 4))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -345,11 +360,11 @@ def test_a_cluster_that_is_slower_in_everything_takes_as_much_longer(tables):
 )
 def test_one_more_device_never_hurts(tables, more, network):
     """But for agreeing on the step, which all ranks do, those too that are unused."""
-    space = {"zero": (1,), "microbatches": (2, 4)}
-    before, after = (best(cluster_of(found, **network), **space) for found in (tables, [*tables, (more, 1, 1)]))
+    known = tuple(network.items())
+    before, after = (best_with_few(tuple(found), known) for found in (tables, [*tables, (more, 1, 1)]))
     agreeing = 4 * network.get("latency", 1e-5)
     assert after.best.seconds <= before.best.seconds + agreeing
-    assert after.lower_bound_seconds <= before.lower_bound_seconds + agreeing
+    assert after.lower_bound_seconds <= before.best.seconds + agreeing
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(1, 4), (4, 1), (2, 2), (1, 8)])

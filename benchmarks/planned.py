@@ -1,0 +1,161 @@
+"""What the searched plan of each ready cluster gains on the even one and on that by speed.
+
+    python benchmarks/planned.py                       all of them, as predicted
+    python benchmarks/planned.py v100-t4 ib-roce       some
+    python benchmarks/planned.py v100-t4 --measure     rehearsed too: these three, and the next best of the search
+
+The job is that of `hpctrain bench mixed`. A rehearsal measures all plans of a cluster one after the other on the same
+ranks; its times are the rehearsed cluster's. Overlap is off there, for it is what the search counts with.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.cluster import Cluster
+from hpctrain.cluster_file import find_cluster, load_cluster, ready_clusters
+from hpctrain.job import Job, load_job
+from hpctrain.jobs.bench_mixed import OWN_JOB, write_own_tokens
+from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
+from hpctrain.jobs.find import find_plan
+from hpctrain.plan import Plan, load_plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predict import predict
+from hpctrain.planner.proportional import Candidate
+from hpctrain.planner.search import Limits
+from hpctrain.planner.stack import HPCTRAIN
+
+BIN = Path(sys.executable).parent
+SEARCHED, BY_SPEED, EVEN = "searched", "by speed", "even"
+TOP = 5
+EXPOSED = ("overlap.tensor=false", "overlap.data=false", "overlap.z=false")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A plan, and how long it is predicted to take."""
+
+    name: str
+    plan: Plan
+    seconds: float
+    fits: bool
+
+
+def plans_of(cluster_name: str) -> tuple[list[Named], float]:
+    """Return the plans of a cluster, those of the search first, and the gap of the best one to its bound."""
+    job, cluster = load_job(OWN_JOB), load_cluster(find_cluster(cluster_name))
+    told = find_plan(job, cluster_name, Limits())
+    best = told["found"].plans[:TOP]
+    named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds, True) for place, timed in enumerate(best)]
+    for name, option in ((BY_SPEED, "--proportional"), (EVEN, "--uniform")):
+        if plan := written(cluster_name, option):
+            named.append(predicted(name, job, plan, cluster, told["dtype"]))
+    return named, told["gap"]
+
+
+def written(cluster_name: str, option: str) -> Plan | None:
+    """Return the plan that `hpctrain plan` writes, None where it says that there is none that fits."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "plan.toml")
+        command = [BIN / "hpctrain", "plan", OWN_JOB, "--cluster", cluster_name, option, "--out", path]
+        done = subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL)
+        return load_plan(path) if done.returncode == 0 else None
+
+
+def predicted(name: str, job: Job, plan: Plan, cluster: Cluster, dtype: str) -> Named:
+    found = predict(Setup(job.model, job.data.sequence_length, dtype, HPCTRAIN), plan, cluster)
+    return Named(name, plan, found.step_seconds, found.fits)
+
+
+def measure(cluster_name: str, plans: list[Named], steps: int) -> dict[str, dict]:
+    """Rehearse all plans in one start; return what was measured, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_own_tokens(Path(folder, "mixed.bin"))
+        num_ranks = load_cluster(find_cluster(cluster_name)).num_devices
+        command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster_name]
+        # Started by itself on each rank, with the plans that this process made.
+        given = Path(folder, "plans.json")
+        given.write_text(json.dumps({named.name: _saved(Path(folder), i, named) for i, named in enumerate(plans)}))
+        options = ["--rehearse", given, "--steps", steps]
+        done = subprocess.run([str(p) for p in (*command, *options)], stdout=subprocess.PIPE, text=True, cwd=folder)
+    if done.returncode:
+        sys.exit(f"{cluster_name}: exit code {done.returncode}\n{done.stdout}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _saved(folder: Path, number: int, named: Named) -> dict:
+    from hpctrain.plan import dump_plan
+
+    path = folder / f"{number}.toml"
+    path.write_text(dump_plan(named.plan))
+    return {"path": str(path), "seconds": named.seconds}
+
+
+def rehearse(cluster_name: str, given: Path, steps: int) -> None:
+    """Be one rank of a rehearsal that measures plans; rank 0 prints what was found."""
+    with started_world() as world:
+        job = load_job_on(world, OWN_JOB, ("data.tokens=mixed.bin", *EXPOSED))
+        cluster = start_rehearsal(world, cluster_name)
+
+        from hpctrain.jobs.stand import Stand
+
+        stand, told = Stand(world, cluster, job, steps, lambda text: None), {}
+        for number, (name, saved) in enumerate(json.loads(given.read_text()).items()):
+            candidate = Candidate(saved["seconds"], name, (number,), load_plan(Path(saved["path"])))
+            found = stand.best(name, 1, [candidate])
+            told[name] = found and {"step_seconds": found.step_seconds, "overrun": found.overrun}
+        if world.rank == 0:
+            print(json.dumps(told), flush=True)
+
+
+def show(cluster_name: str, plans: list[Named], gap: float, measured: dict[str, dict]) -> None:
+    """Print a cluster's row, and below it what was measured."""
+    by_name = {named.name: named for named in plans}
+    best = plans[0]
+
+    def other(name: str) -> str:
+        if name not in by_name:
+            return "none"
+        found = by_name[name]
+        return f"{found.seconds:.4g} ({found.seconds / best.seconds:.2f})" + ("" if found.fits else ", does not fit")
+
+    print(f"| {cluster_name} | {best.seconds:.4g} | {gap:.1%} | {other(BY_SPEED)} | {other(EVEN)} |", flush=True)
+    for name, found in measured.items():
+        named = by_name[name]
+        if found is None:
+            print(f"    {name}: predicted {named.seconds:.4g} s, does not fit", flush=True)
+            continue
+        ratio, overrun = named.seconds / found["step_seconds"], found["overrun"]
+        print(
+            f"    {name}: predicted {named.seconds:.4g} s, measured {found['step_seconds']:.4g} s"
+            f" (predicted / measured {ratio:.3f}, overrun {overrun:.2%}): {named.plan.describe()}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clusters", nargs="*")
+    parser.add_argument("--measure", action="store_true", help="rehearse the plans, too")
+    parser.add_argument("--steps", default=2, type=int, help="timed of each plan")
+    parser.add_argument("--rehearse", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rehearse:
+        rehearse(given.clusters[0], given.rehearse, given.steps)
+        return
+    print("| cluster | searched, s | gap | by speed, s (of searched) | even, s (of searched) |\n|---|--:|--:|--:|--:|")
+    slower = []
+    for name in given.clusters or ready_clusters():
+        plans, gap = plans_of(name)
+        show(name, plans, gap, measure(name, plans, given.steps) if given.measure else {})
+        slower += [f"{name}: {p.name}" for p in plans[1:] if p.fits and p.seconds < plans[0].seconds * (1 - 1e-9)]
+    if slower:
+        sys.exit(f"predicted to be faster than what was searched: {', '.join(slower)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""What a pool can become in a pipeline, as arrays: figures of a stage that the bound reckons with. Pure.
+
+Options that are worse than another one of as many stages in every respect are left out. Figures are optimistic where
+they depend on what other pools do.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.plan import TensorGrid
+from hpctrain.planner.space import Choice, Space, choices_of
+from hpctrain.planner.stages import Line, StageCosts
+from hpctrain.planner.weigh import rank_rows
+
+CERTAIN_SHARE = 0.9
+"""Of exchanges: replicas may lie on nodes in other ways than the first ones do."""
+
+
+NEGLIGIBLE_SHARE = 0.002
+"""Of what a block computes: exchanges are rounded down to so much, or options would all be unlike."""
+
+
+ROW_SPEED = 1.02
+"""How much faster other numbers of rows than powers of two may be."""
+FEW_ROWS = 64
+"""Up to so many, a rank's seconds are looked up; those of more follow from its rate."""
+
+
+ROOMY, BASE_BYTES = (0.0, 0.0), 4
+"""What stands for the bytes of a stage whose memory is never short, and their place in `_figures`."""
+
+
+class Rate(NamedTuple):
+    """What a rank does at the most: rows in a second of a block, the head, the embedding; and see `Options.late`."""
+
+    block: float
+    head: float
+    embedding: float
+    late: float
+
+
+class Group(NamedTuple):
+    """Pipelines that an option may be in."""
+
+    microbatches: int
+    rows: int
+    """Of a microbatch, for the pipeline."""
+    all_rows: int
+    """For all pipelines."""
+    num_pipelines: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """Each array is by option; those of two rows are for activations kept, and computed again."""
+
+    stages: np.ndarray
+    seconds: np.ndarray
+    """[2, n] of a microbatch for a block, forward and backward."""
+    late: np.ndarray
+    """The largest share of a stage's time that comes after it has sent the gradient."""
+    through: np.ndarray
+    """The least share of a stage's time in which a microbatch passes it, there and back."""
+    exchanged: np.ndarray
+    """Seconds a block at the end of a step, for gradients and weights."""
+    base_bytes: np.ndarray
+    """[2, n] of a stage."""
+    state_bytes: np.ndarray
+    """Of each of its blocks."""
+    kept_bytes: np.ndarray
+    """[2, n] of each block, for each microbatch whose activations are kept."""
+    head: np.ndarray
+    embedding: np.ndarray
+    """Seconds of a microbatch."""
+    memory_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def most_blocks(self, depth: int, microbatches: int) -> np.ndarray:
+        """Return [2, n, depth]: how many blocks a stage has memory for that has so many stages behind it."""
+        kept = np.minimum(np.arange(depth) + 1, microbatches)
+        each = self.state_bytes[None, :, None] + self.kept_bytes[:, :, None] * kept
+        return np.maximum(np.floor((self.memory_bytes - self.base_bytes)[:, :, None] / each), 0.0)
+
+    def only(self, which: np.ndarray) -> "Options":
+        arrays = {f.name: getattr(self, f.name)[..., which] for f in fields(self) if f.name != "memory_bytes"}
+        return replace(self, **arrays)
+
+
+def options_of(
+    costs: StageCosts,
+    space: Space,
+    group: Group,
+    number: int,
+    rates: Mapping[TensorGrid, Rate],
+    seconds: float,
+    wanted: float,
+) -> Options:
+    """Return what a pool can become in a pipeline of a group that takes no longer than `seconds`.
+
+    `rates` are by grid; left out is what cannot do
+    the blocks that are wanted of the pool.
+    """
+    pool, rows = costs.pools[number], group.rows
+    slots = {g: len(pool.slots(g.size)) for g in rates}
+    known: dict[tuple, tuple | None] = {}  # by all but the number of stages
+    found = []
+    for choice in choices_of(slots, costs.setup.model.num_layers, rows):
+        blocks = seconds * rates[choice.grid].block / (group.microbatches * rank_rows(choice, rows))
+        if blocks < 1 or choice.stages * blocks < wanted:
+            continue
+        for zero in _zeros(space, choice, group.num_pipelines):
+            key = choice.grid, choice.replicas, zero
+            if key not in known:
+                known[key] = _figures(costs, space, number, choice, zero, group, seconds, rates[choice.grid])
+            if known[key]:
+                found.append((choice.stages, *known[key]))
+                if known[key][BASE_BYTES] == ROOMY:
+                    break  # to keep less of the state, and exchange more, gains nothing
+    names = [f.name for f in fields(Options) if f.name != "memory_bytes"]
+    columns = zip(*found, strict=True) if found else [()] * len(names)
+    arrays = {name: np.array(column, dtype=float) for name, column in zip(names, columns, strict=True)}
+    arrays |= {name: arrays[name].reshape(-1, 2).T for name in ("seconds", "base_bytes", "kept_bytes")}
+    every = Options(**arrays, memory_bytes=pool.memory_bytes)
+    return every.only(_undominated(every))
+
+
+def _zeros(space: Space, choice: Choice, num_pipelines: int) -> Iterator[int]:
+    """Yield ZeRO stages, of 0 and 1 that which needs less."""
+    if num_pipelines > 1 or choice.replicas == 1:
+        yield 1
+        return
+    yield from (zero for zero in space.zero if zero or 1 not in space.zero)
+
+
+def _figures(
+    costs: StageCosts, space: Space, number: int, choice: Choice, zero: int, group: Group, seconds: float, rate: Rate
+) -> tuple | None:
+    """Return all figures but the number of stages, None where a stage cannot do a block."""
+    grid, _, replicas = choice
+    most, least = rank_rows(choice, group.rows), rank_rows(choice, group.rows, fewest=True)
+    first, last, m = space.recompute[0], space.recompute[-1], group.microbatches
+    extra = costs.exchange(number, grid, replicas, 1, zero).both * CERTAIN_SHARE
+
+    def block(how: str) -> float:
+        """What rows beyond a few take is not looked up for each number of them."""
+        if most <= FEW_ROWS:
+            return costs.seconds(number, grid, 1, most, how).both + extra
+        if how == first:
+            return most / rate.block + extra
+        few = costs.seconds(number, grid, 1, FEW_ROWS, how).both
+        return few * most / FEW_ROWS / ROW_SPEED + extra
+
+    once = block(first)
+    late = rate.late if costs.splits(grid, first, zero) else 0.0
+    blocks = math.floor(seconds / (m * once))
+    holders = replicas if group.num_pipelines == 1 else replicas + group.all_rows - group.rows
+    one, two = _bytes(costs, grid, most, first, zero, holders)
+    memory, depth = costs.pools[number].memory_bytes, min(m, costs.setup.model.num_layers)
+    if one.base + blocks * (one.each + (depth - 1) * (two.each - one.each)) <= memory:
+        again, base, state, kept = once, ROOMY, 1.0, (0.0, 0.0)  # memory is never short
+    else:
+        lines = [(one, two), _bytes(costs, grid, most, last, zero, holders)]
+        again = block(last)
+        base = [one.base for one, _ in lines]
+        state = min(2 * one.each - two.each for one, two in lines)
+        kept = [two.each - one.each for one, two in lines]
+        if max(one.most(memory) for one, _ in lines) < 1:
+            return None
+    if blocks < 1:
+        return None
+    fastest = once if least == most else least / rate.block + extra
+    exchanged = _exchanged(costs, number, choice, zero, group.num_pipelines)
+    step = m * once * NEGLIGIBLE_SHARE
+    return (
+        (once, again),
+        late,
+        (1 - late) * fastest / once,
+        step * math.floor(exchanged / step),
+        base,
+        state,
+        kept,
+        most / rate.head,
+        most / rate.embedding,
+    )
+
+
+def rates_of(costs: StageCosts, space: Space, number: int, rows: int) -> dict[TensorGrid, Rate]:
+    """Return by grid what a rank of a pool does at the most, if it has up to `rows` rows."""
+    how, found = space.recompute[0], {}
+    for grid in costs.grids[number]:
+        if space.largest_grid is None or grid.size <= space.largest_grid:
+            counts = [1 << n for n in range(rows.bit_length())]
+            ofs = [[costs.seconds(number, grid, item, n, how) for n in counts] for item in (1, costs.last, 0)]
+            speeds = [max(n / s.both for n, s in zip(counts, of, strict=True)) * ROW_SPEED for of in ofs]
+            late = max(s.backward_weight / s.both for of in ofs[:2] for s in of) * ROW_SPEED
+            found[grid] = Rate(*speeds, late)
+    return found
+
+
+def _bytes(costs: StageCosts, grid, rows: int, recompute: str, zero: int, holders: int) -> list[Line]:
+    """Return what a stage needs that keeps one microbatch, and two."""
+    return [costs.bytes(grid, rows, recompute, zero, holders, kept, (False, False), 1) for kept in (1, 2)]
+
+
+def _exchanged(costs: StageCosts, number: int, choice: Choice, zero: int, num_pipelines: int) -> float:
+    """Return what replicas exchange of a block once a step: by bandwidth, for a stage's blocks go in one message."""
+    if zero > 1:
+        return 0.0
+    grid, _, replicas = choice
+    num_blocks, setup = costs.setup.model.num_layers, costs.setup
+    weights = costs.elements_of(grid, 1) / grid.z
+    groups, found = ((number, grid.size, replicas),), 0.0
+    for each, operation in ((setup.stack.gradient_bytes, "reduce_scatter"), (setup.item_bytes, "all_gather")):
+        whole = int(weights * each * num_blocks)
+        if replicas > 1:
+            one, two = (costs.sharing_seconds(groups, n * whole, operation) for n in (1, 2))
+            found += two - one
+        if num_pipelines > 1:
+            found += whole * costs.across_seconds(number, num_pipelines) / replicas
+    return CERTAIN_SHARE * found / num_blocks
+
+
+def _undominated(options: Options) -> np.ndarray:
+    """Return which options no other one of as many stages is as good as in everything."""
+    figures = np.vstack(
+        [
+            options.seconds,
+            -options.late,
+            options.through,
+            options.exchanged,
+            options.base_bytes,
+            options.state_bytes,
+            options.kept_bytes,
+            options.head,
+            options.embedding,
+        ]
+    )
+    kept = np.ones(len(options), dtype=bool)
+    for stages in np.unique(options.stages):
+        of_these = np.flatnonzero(options.stages == stages)
+        own = figures[:, of_these]
+        is_as_good = np.all(own[:, :, None] <= own[:, None, :], axis=0)  # [better, worse]
+        is_same = is_as_good & is_as_good.T
+        before = np.arange(len(of_these))[:, None] < np.arange(len(of_these))[None, :]
+        kept[of_these] = ~np.any((is_as_good & ~is_same) | (is_same & before), axis=0)
+    return np.flatnonzero(kept)
