@@ -4,19 +4,24 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
 
 from hpctrain.errors import PlanError
 from hpctrain.jobs.common import load_job_on, override_option, start_rehearsal, started_world
+from hpctrain.planner.alone import alone_candidates, searched_candidates
 from hpctrain.planner.proportional import (
     IN_A_ROW,
+    SEARCHED,
     SIDE_BY_SIDE,
     even_candidates,
     parties_of,
     proportional_candidates,
+    rows_at_once,
 )
+from hpctrain.planner.timed import MOST_TIMED
 
 OWN_JOB = "mixed"
 NUM_TOKENS = 200_000
@@ -26,17 +31,20 @@ NUM_TOKENS = 200_000
 @click.argument("cluster")
 @click.option("--job", "reference", default=OWN_JOB, show_default=True, help="What to train; its [plan] is not used.")
 @override_option
-@click.option("--plans", default=2, show_default=True, type=click.IntRange(1), help="Plans measured of each kind.")
+@click.option("--alone", default=5, show_default=True, type=click.IntRange(1), help="Plans measured of each family.")
+@click.option(
+    "--plans", default=2, show_default=True, type=click.IntRange(1), help="Plans measured of each other kind."
+)
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(1), help="Steps timed, after one more.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def command(cluster, reference, overrides, plans, steps, as_json):
-    """Rehearse CLUSTER, a file or the name of a ready one: each family alone, all evenly, all by speed.
+def command(cluster, reference, overrides, alone, plans, steps, as_json):
+    """Rehearse CLUSTER, a file or the name of a ready one: each family alone, all evenly, all by speed and by search.
 
     \b
     mpirun -n 8 hpctrain bench mixed v100-t4
 
-    All train the same global batch, each by the best of a few plans. The yardstick is the sum of what the families do
-    alone (HetHub, arXiv 2405.16256).
+    All train the same global batch. The yardstick is the sum of what the families do alone (HetHub, arXiv 2405.16256):
+    all plans of a family are simulated, and the best ones measured, of each depth and tensor grid one.
     """
     with started_world() as world, _own_tokens(world, reference) as tokens:
         job = load_job_on(world, reference, (*overrides, *tokens))
@@ -45,12 +53,12 @@ def command(cluster, reference, overrides, plans, steps, as_json):
         from hpctrain.jobs.stand import Stand
 
         stand = Stand(world, described, job, steps, _teller(world))
-        told = {"cluster": cluster, "ranks": world.size} | _yardstick(stand, plans)
+        told = {"cluster": cluster, "ranks": world.size} | _yardstick(stand, alone, plans)
         if world.rank == 0:
             print(json.dumps(told) if as_json else _table(told), flush=True)
 
 
-def _yardstick(stand, plans: int) -> dict:
+def _yardstick(stand, num_alone: int, plans: int) -> dict:
     """Measure everything; return it as plain data, the same on all ranks."""
     job, cluster, work = stand.job, stand.cluster, stand.work
     parties = parties_of(cluster, job.train.dtype)
@@ -58,38 +66,40 @@ def _yardstick(stand, plans: int) -> dict:
     alone = {}
     for party in parties:
         name = f"{party.family} alone"
-        listed = _listed(stand, name, speeds, proportional_candidates, work, [party], cluster.num_devices)
-        alone[party.family] = stand.best(name, plans, listed)
+        listed = _listed(stand, name, speeds, partial(alone_candidates, job, cluster, work, party), None)
+        alone[party.family] = stand.best(name, num_alone, listed)
     told: dict = {"alone": {name: _about(best, cluster.num_of(name)) for name, best in alone.items()}}
     without = [name for name, best in alone.items() if best is None]
     if not without:
         each = sum(work.costs) / work.positions
         speeds = {name: best.tokens_per_second / cluster.num_of(name) * each for name, best in alone.items()}
-    even = stand.best("even", plans, _listed(stand, "even", speeds, even_candidates, work, parties))
+    even = stand.best("even", plans, _listed(stand, "even", speeds, partial(even_candidates, work, parties)))
     by_speed = parties_of(cluster, job.train.dtype, speeds)
-    listed = _listed(stand, "by speed", speeds, proportional_candidates, work, by_speed, cluster.num_devices)
+    listed = _listed(stand, "by speed", speeds, partial(proportional_candidates, work, by_speed, cluster.num_devices))
+    families = [party.family for party in parties]
+    listed += _listed(stand, "searched", speeds, partial(searched_candidates, job, cluster, families))
     mixed = [
-        stand.best(f"by speed, {kind}", plans, [candidate for candidate in listed if candidate.kind == kind])
-        for kind in (SIDE_BY_SIDE, IN_A_ROW)
+        stand.best(kind, plans, [candidate for candidate in listed if candidate.kind == kind])
+        for kind in (SIDE_BY_SIDE, IN_A_ROW, SEARCHED)
     ]
     mixed = [measured for measured in mixed if measured is not None]
-    told |= {"even": _about(even, cluster.num_devices), "by_speed": [_about(m, cluster.num_devices) for m in mixed]}
+    told |= {"even": _about(even, cluster.num_devices), "mixed": [_about(m, cluster.num_devices) for m in mixed]}
     told["loss_difference"] = stand.loss_difference()
     told["overrun"] = stand.overrun()
     if without:
         told["no_ratio"] = f"{', '.join(without)} alone cannot hold the model"
     elif not mixed:
-        told["no_ratio"] = "no plan by speed fits"
+        told["no_ratio"] = "no plan of all families fits"
     else:
         best = max(mixed, key=lambda measured: measured.tokens_per_second)
         told |= _ratios(cluster, alone, even, best)
     return told
 
 
-def _listed(stand, name: str, speeds, make, *arguments) -> list:
+def _listed(stand, name: str, speeds, make, most: int | None = MOST_TIMED) -> list:
     """Return the plans to be tried, the fastest by simulation first; where there can be none, say why."""
     try:
-        return stand.timed(make(*arguments), speeds)
+        return stand.timed(make, speeds, most)
     except PlanError as error:
         stand.tell(f"{name}: {error}")
         return []
@@ -107,9 +117,31 @@ def _ratios(cluster, alone, even, best) -> dict:
     if even is not None:
         found["of_even"] = best.tokens_per_second / even.tokens_per_second
     lost = best.lost(best.tokens / total)
+    if found["of_sum"] > 1:
+        found["because"] = _weaknesses(alone, best)
     # Of the plans that the ratios are of; others, that were slower, may have been late.
     overrun = max(measured.overrun for measured in (*alone.values(), best, *([even] if even else [])))
     return found | {"overrun": overrun, "lost": lost, "cause": max(lost, key=lost.get)}
+
+
+def _weaknesses(alone, best) -> list[str]:
+    """Say what families alone do for lack of memory, which makes their sum a weak baseline."""
+    found = []
+    rows = max(rows_at_once(best.candidate.plan, tile) for tile in best.candidate.plan.tiles)
+    for family, measured in alone.items():
+        plan = measured.candidate.plan
+        most = max(rows_at_once(plan, tile) for tile in plan.tiles)
+        does = []
+        if any(tile.recompute != "none" for tile in plan.tiles):
+            does.append("computes blocks again")
+        zero = max(tile.zero for tile in plan.tiles)
+        if zero >= 2:
+            does.append(f"exchanges {'gradients' if zero == 2 else 'weights'} in every pass")
+        if most < rows:
+            does.append(f"has {most} rows at once at the most, where the mix has up to {rows}")
+        if does:
+            found.append(f"{family} {' and '.join(does)}")
+    return found
 
 
 def _about(measured, num_devices: int) -> dict | None:
@@ -159,7 +191,7 @@ def _table(told: dict) -> str:
 
     lines = [f"{'':24} {'tokens/s':>10} {'overrun':>8} {'memory':>7}  plan"]
     rows = [(f"{name} alone", about) for name, about in told["alone"].items()]
-    rows += [("all, evenly", told["even"]), *(("all, by speed", about) for about in told["by_speed"])]
+    rows += [("all, evenly", told["even"]), *(("all, mixed", about) for about in told["mixed"])]
     for name, about in rows:
         if about is None:
             lines.append(f"{name:24} no plan fits")
@@ -179,6 +211,9 @@ def _table(told: dict) -> str:
         ):
             if key in told:
                 lines.append(f"{told[key]:6.3f} {what}")
+        if "because" in told:
+            why = "; ".join(told["because"]) or "nothing that memory explains: measure again"
+            lines.append(f"more than the sum for a weak baseline: alone, {why}")
         parts = ", ".join(f"{name} {share:.1%}" for name, share in told["lost"].items())
         lines.append(f"lost, of the step: {parts}; most by {told['cause']}")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ from hpctrain.jobs.probe import check_writable, write
 from hpctrain.planner.curves import is_profiled, profiles_of
 from hpctrain.tables import read_text
 
-SECONDS = 50.0
+SECONDS = 45.0
 
 
 @click.command("profile")

@@ -1,6 +1,7 @@
 """Where plans of a rehearsed cluster are measured one after the other, on the same ranks."""
 
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -13,6 +14,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.engine.overlap import resolve_overlap
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.trainer import Trainer
+from hpctrain.errors import PlanError
 from hpctrain.job import Job
 from hpctrain.links import links_of
 from hpctrain.observe.console import QUOTED_OVERRUN
@@ -20,11 +22,12 @@ from hpctrain.plan import Plan
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, rows_at_once, state_bytes
-from hpctrain.planner.timed import timed
+from hpctrain.planner.timed import MOST_TIMED, timed
 from hpctrain.schedule import check_schedules
 
 AGAIN = 1  # times that a plan is measured once more where the overrun was higher
-MOST_TRIES = 8  # of one kind: who has found none until then has no room for the model
+MOST_TRIES = 8  # of one kind, that found no room: who has found none until then has no room for the model
+OUT_OF_REACH = 1.05  # times the best plan's step: who takes longer in the first step is not timed any more
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Measured:
     """That each device computed in a step."""
     overrun: float = 0.0
     loss: float = 0.0
-    """Of the second step."""
+    """Of the second step; 0 where there was none."""
 
     @property
     def fits(self) -> bool:
@@ -82,8 +85,8 @@ class Measured:
         busiest = max(used, key=used.__getitem__)
         depth = max(map(plan.depth_to_loss, plan.tiles))
         cut = "rows"
-        if self.candidate.kind != SIDE_BY_SIDE:
-            cut = "head" if plan.depth_to_loss(plan.tile_of(busiest)) == 0 and depth else "blocks"
+        if self.candidate.kind != SIDE_BY_SIDE and depth:
+            cut = "head" if plan.depth_to_loss(plan.tile_of(busiest)) == 0 else "blocks"
         bubble = used[busiest] * depth / plan.microbatches
         parts = {
             cut: used[busiest] - mean(used.values()),
@@ -140,32 +143,48 @@ class Stand:
         world.preferences = Preferences(job.comm.route, job.comm.algorithm, job.comm.links or links_of(cluster))
         world.enter(phases_of(job.observe).first_step)
 
-    def timed(self, candidates: Sequence[Candidate], speeds: Mapping[str, float]) -> list[Candidate]:
-        """Return candidates with their time by simulation, as `hpctrain.planner.timed` does, reckoned on one rank."""
-        alone = self._world.rank == 0
-        found = timed(candidates, self.job, self.cluster, speeds, bool(self.job.overlap.data)) if alone else None
-        return self._world.broadcast_object(found)
+    def timed(
+        self, make: Callable[[], Sequence[Candidate]], speeds: Mapping[str, float], most: int | None = MOST_TIMED
+    ) -> list[Candidate]:
+        """Return what is made, with its time by simulation as `hpctrain.planner.timed` does, the fastest first.
+
+        Made and timed on one rank. Raises PlanError on all, if it is raised there.
+        """
+        found: list[Candidate] | PlanError | None = None
+        if self._world.rank == 0:
+            try:
+                beside = bool(self.job.overlap.data)
+                found = timed(make(), self.job, self.cluster, speeds, beside, most)
+            except PlanError as error:
+                found = error
+        found = self._world.broadcast_object(found)
+        if isinstance(found, PlanError):
+            raise found
+        return found
 
     def best(self, name: str, count: int, candidates: Sequence[Candidate]) -> Measured | None:
         """Return the fastest of the first `count` plans that fit, one of each shape; None if there is none."""
         found: dict[tuple, Measured] = {}
-        tries = 0
+        failed = 0
+        least = math.inf
         for candidate in candidates:
-            if len(found) == count or tries == MOST_TRIES:
+            if len(found) == count or failed == MOST_TRIES:
                 break
             if candidate.shape in found or self._room.forbids(candidate.plan):
                 continue
-            tries += 1
-            measured = self._measure(candidate)
+            measured = self._measure(candidate, OUT_OF_REACH * least)
             if measured.fits:
                 found[candidate.shape] = measured
+                least = min(least, measured.step_seconds)
                 said = f"{measured.tokens_per_second:,.0f} tokens/s, overrun {measured.overrun:.2%}"
             else:
+                failed += 1
                 said = f"does not fit: {measured.memory_share:.0%} of a device's memory"
             self.tell(f"{name}: {candidate.describe}: {said}")
         return max(found.values(), key=lambda measured: measured.tokens_per_second, default=None)
 
-    def _measure(self, candidate: Candidate) -> Measured:
+    def _measure(self, candidate: Candidate, reach: float) -> Measured:
+        """Train some steps by a plan; only the first where that takes longer than `reach`."""
         world, device, plan = self._world, self._device, candidate.plan
         check_plan(self.job, plan, candidate.describe)
         check_schedules(plan)
@@ -176,12 +195,16 @@ class Stand:
             trainer.initialise()
             states = device.memory().used
             world.agree(None)  # nobody begins the first step before all can
-            trainer.step(self._training)
+            first = trainer.step(self._training)[0]
             memory = device.memory()
             held = self._of_all(Held(states, memory.peak, memory.total))
             measured = Measured(candidate, tokens, held)
             self._room.note(plan, measured.held)
-            for _ in range(1 + AGAIN if measured.fits else 0):
+            seconds, overrun = world.largest(first["step_seconds"]), trainer.overrun()
+            beaten = seconds > reach and overrun <= QUOTED_OVERRUN
+            if beaten:
+                measured = replace(measured, step_seconds=seconds, overrun=overrun)
+            for _ in range(1 + AGAIN if measured.fits and not beaten else 0):
                 device.start_anew()
                 timed = [trainer.step(self._training)[0] for _ in range(self._steps)]
                 busy = self._of_all(device.busy_seconds / self._steps)
@@ -205,5 +228,5 @@ class Stand:
 
     def loss_difference(self) -> float:
         """Return the largest relative difference of the plans' losses after as many steps."""
-        losses = [measured.loss for measured in self._measured]
+        losses = [measured.loss for measured in self._measured if measured.loss]
         return (max(losses) - min(losses)) / min(losses) if losses else 0.0

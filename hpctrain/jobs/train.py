@@ -14,6 +14,7 @@ from hpctrain.jobs.common import (
     start_rehearsal,
     started_world,
 )
+from hpctrain.jobs.yardstick import tell_yardstick, yardstick
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
@@ -44,9 +45,8 @@ def command(job, overrides, run_path, stop_after, rehearse, trace, progress, sam
     """
     with started_world() as world:
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)
-        if rehearse:
-            start_rehearsal(world, rehearse)
-        summary, signal_name = _train(world, parsed, run_path, stop_after, progress, sample, as_json)
+        rehearsed = (rehearse, start_rehearsal(world, rehearse)) if rehearse else None
+        summary, signal_name = _train(world, parsed, run_path, stop_after, progress, sample, as_json, rehearsed)
         if world.rank == 0 and as_json:
             print(json.dumps(summary), flush=True)
     if signal_name:
@@ -63,7 +63,17 @@ def _show_sample(console, job, checkpoint, num_tokens):
         console.say(f"sample:\n{Generator(checkpoint).text('', num_tokens, seed=job.train.seed)}")
 
 
-def _train(world, job, run_path, stop_after, progress, sample, as_json):
+def _show_yardstick(console, job, rehearsed, tokens_per_second) -> dict:
+    """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
+    name, cluster = rehearsed
+    told = yardstick(job, cluster, tokens_per_second)
+    if told is None:
+        return {}
+    console.say(tell_yardstick(told, name))
+    return {"yardstick": told}
+
+
+def _train(world, job, run_path, stop_after, progress, sample, as_json, rehearsed):
     from hpctrain.checkpoint.format import latest_checkpoint
     from hpctrain.comm.oversight.flight import FOLDER as FLIGHT
     from hpctrain.observe.run import RunFolder, default_run_folder
@@ -126,6 +136,8 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json):
     if trace and (told := trace.finish()):
         console.say(told)
     summary = console.finish(last, path, saved[0], prepared.source, signal_name, trainer.overrun())
+    if rehearsed and last and world.rank == 0 and not signal_name:
+        summary |= _show_yardstick(console, job, rehearsed, last["tokens_per_second"])
     if sample and world.rank == 0 and saved[0] and tokenizer and not signal_name:
         _show_sample(console, job, saved[0], sample)
     return summary, signal_name

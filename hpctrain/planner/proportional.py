@@ -35,7 +35,7 @@ TURNS_WORTH = 0.005
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.
 BLOCK_BYTES, HEAD_BYTES = 90, 12
 INPUT_BYTES = 4  # of that, where a block is computed again: its input
-SIDE_BY_SIDE, IN_A_ROW, EVEN = "side by side", "in a row", "even"
+SIDE_BY_SIDE, IN_A_ROW, EVEN, SEARCHED = "side by side", "in a row", "even", "searched"
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,10 @@ class Candidate:
     plan: Plan
 
     @property
-    def shape(self) -> tuple[str, tuple[int, ...]]:
-        return self.kind, self.depths
+    def shape(self) -> tuple:
+        """Plans of one shape are as deep, by the same tensor grids, in as many tiles."""
+        tiles = self.plan.tiles
+        return self.depths, len(tiles), frozenset((tile.family, tile.tensor) for tile in tiles)
 
     @property
     def describe(self) -> str:

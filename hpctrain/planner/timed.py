@@ -17,7 +17,7 @@ from hpctrain.planner.simulate import PassCost
 from hpctrain.planner.stack import HPCTRAIN
 
 MOST_TIMED = 60
-"""Of the candidates, the best by estimate; the simulator takes some 10 ms for each."""
+"""Of the candidates; the simulator takes some 10 ms for each."""
 
 
 class SpeedPredictor(Predictor):
@@ -45,18 +45,23 @@ class SpeedPredictor(Predictor):
 
 
 def timed(
-    candidates: Sequence[Candidate], job: Job, cluster: Cluster, speeds: Mapping[str, float], beside: bool
+    candidates: Sequence[Candidate],
+    job: Job,
+    cluster: Cluster,
+    speeds: Mapping[str, float],
+    beside: bool,
+    most: int | None = MOST_TIMED,
 ) -> list[Candidate]:
     """Return the candidates with the seconds of a step as simulated, the fastest first.
 
     `speeds` are of one device of each family, in blocks x rows a second. With `beside` gradients are summed and weights
-    gathered beside computation.
+    gathered beside computation. The best `most` by estimate are timed, or all (None).
     """
     work = Work(job.model, job.data.sequence_length, job.train.global_batch)
     setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN)
     bucket_bytes = job.overlap.bucket_bytes if beside else None
     found = []
-    for candidate in sorted(candidates, key=lambda candidate: candidate.seconds)[:MOST_TIMED]:
+    for candidate in sorted(candidates, key=lambda candidate: candidate.seconds)[:most]:
         predictor = SpeedPredictor(work, speeds, setup, candidate.plan, cluster, bucket_bytes=bucket_bytes)
         found.append(replace(candidate, seconds=predictor.predict(interleave=1).step_seconds))
     return sorted(found, key=lambda candidate: candidate.seconds)

@@ -59,7 +59,20 @@ def clusters(folder):
 
 @pytest.mark.timeout(120)
 def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, clusters):
-    arguments = ["bench", "mixed", "two.toml", "--job", "job.toml", "--steps", "1", "--plans", "1", "--json"]
+    arguments = [
+        "bench",
+        "mixed",
+        "two.toml",
+        "--job",
+        "job.toml",
+        "--steps",
+        "1",
+        "--plans",
+        "1",
+        "--alone",
+        "2",
+        "--json",
+    ]
     done = hpctrain(*arguments, ranks=2, cwd=clusters)
     assert done.code == 0, done.out + done.err
     told = json.loads(done.out.splitlines()[-1])
@@ -69,15 +82,15 @@ def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, 
     assert told["loss_difference"] < 1e-5
     assert told["possible_of_even"] == pytest.approx(2, rel=0.1)
     assert 0.85 < told["of_sum"] < 1.05 and told["of_even"] > 1.6
-    assert len(told["by_speed"]) == 2 and told["cause"] in told["lost"]
+    assert len(told["mixed"]) == 3 and told["cause"] in told["lost"], "side by side, in a row, searched"
     missing = 1 - told["of_sum"]
-    best = max(told["by_speed"], key=lambda about: about["tokens_per_second"])
+    best = max(told["mixed"], key=lambda about: about["tokens_per_second"])
     assert sum(told["lost"].values()) == pytest.approx(missing, abs=1e-6), best
 
 
 @pytest.mark.timeout(120)
 def test_a_family_that_cannot_hold_the_model_is_named_instead_of_a_ratio(hpctrain, clusters):
-    arguments = ["bench", "mixed", "small.toml", "--job", "job.toml", "--steps", "1", "--plans", "1"]
+    arguments = ["bench", "mixed", "small.toml", "--job", "job.toml", "--steps", "1", "--plans", "1", "--alone", "1"]
     done = hpctrain(*arguments, ranks=2, cwd=clusters)
     assert done.code == 0, done.out + done.err
     assert "no ratio: slow alone cannot hold the model" in done.out
@@ -104,6 +117,7 @@ def test_a_run_begun_on_one_mix_goes_on_on_another_as_if_on_one_rank(hpctrain, c
     def train(*more, ranks, run):
         done = hpctrain("train", "job.toml", "--run", run, "--sample", "0", *more, ranks=ranks, cwd=clusters)
         assert done.code == 0, done.out + done.err
+        assert ("yardstick: families alone" in done.out) == ("--rehearse" in more)
         return done
 
     train(ranks=1, run="alone")
@@ -112,6 +126,7 @@ def test_a_run_begun_on_one_mix_goes_on_on_another_as_if_on_one_rank(hpctrain, c
         assert hpctrain("plan", *arguments, cwd=clusters).code == 0
         planned = ["--set", f"plan.file=by-{cluster}.toml", "--rehearse", f"{cluster}.toml"]
         done = train(*planned, *more, ranks=ranks, run="moved")
+    assert "this run is " in done.out and "measured by `hpctrain bench mixed three.toml`" in done.out
     assert "step 3" in done.out and load_plan(clusters / "by-three.toml").ranks == (0, 1, 2)
     compared = hpctrain("compare", "alone", "moved", "--tolerance", "1e-5", cwd=clusters)
     print(compared.out)

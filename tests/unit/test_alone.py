@@ -1,0 +1,83 @@
+"""The yardstick's baseline: all plans of a family alone, whoever finds them."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.cluster_file import find_cluster, load_cluster
+from hpctrain.errors import PlanError
+from hpctrain.job import load_job
+from hpctrain.jobs.yardstick import tell_yardstick, yardstick
+from hpctrain.plan import even_plan
+from hpctrain.planner.alone import EVERY_PLAN, alone_candidates, search_families
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.estimate import Work
+from hpctrain.planner.even import check_plan
+from hpctrain.planner.predict import predict
+from hpctrain.planner.proportional import SEARCHED, SIDE_BY_SIDE, parties_of
+from hpctrain.planner.stack import HPCTRAIN
+from tests.tilings import grids_of
+
+JOB = load_job("mixed", ["data.tokens=none", "train.global_batch=24"])
+WORK = Work(JOB.model, JOB.data.sequence_length, JOB.train.global_batch)
+CLUSTER = load_cluster(find_cluster("a100-80-40"))
+FAMILY = "a100-40"
+
+
+def every_even_plan():
+    """All grids, stages, replicas, microbatches and ZeRO stages of the four devices of the family."""
+    ranks = [device.rank for device in CLUSTER.devices if device.family == FAMILY]
+    for size, depth, recompute, zero in itertools.product((1, 2, 4), (1, 2, 4), ("none", "full"), (1, 3)):
+        replicas = len(ranks) // size // depth
+        for grid in grids_of(JOB.model, size) if replicas else ():
+            for microbatches in (1, 3, 6, 12, 24):
+                rows = JOB.train.global_batch // microbatches
+                if rows % replicas or rows // replicas < grid.z:
+                    continue
+                options = {"family": FAMILY, "recompute": recompute, "zero": zero}
+                plan = even_plan(JOB.model.num_items, grid, depth, replicas, microbatches, rows, **options)
+                tiles = tuple(replace(t, ranks=tuple(ranks[r] for r in t.ranks)) for t in plan.tiles)
+                yield replace(plan, tiles=tiles, unused=tuple(sorted(set(range(CLUSTER.num_devices)) - set(ranks))))
+
+
+def test_no_even_plan_of_a_family_is_faster_than_what_is_found():
+    setup = Setup(JOB.model, JOB.data.sequence_length, "fp32", HPCTRAIN)
+    found = search_families(JOB, CLUSTER, [FAMILY], EVERY_PLAN)
+    predicted = [predict(setup, plan, CLUSTER) for plan in every_even_plan()]
+    fitting = [each.step_seconds for each in predicted if each.fits]
+    assert len(fitting) > 50
+    assert found.best.seconds <= min(fitting) * 1.001
+
+
+def test_plans_of_a_family_alone_leave_the_others_out_and_are_of_many_shapes():
+    (party,) = (party for party in parties_of(CLUSTER, "fp32") if party.family == FAMILY)
+    made = alone_candidates(JOB, CLUSTER, WORK, party)
+    assert {candidate.kind for candidate in made} == {SIDE_BY_SIDE, SEARCHED}
+    for candidate in made:
+        check_plan(JOB, candidate.plan, candidate.describe)
+        assert {rank for tile in candidate.plan.tiles for rank in tile.ranks} <= set(party.ranks)
+        assert len(candidate.plan.ranks) == CLUSTER.num_devices
+    assert len({candidate.shape for candidate in made}) >= 3
+
+
+def test_a_family_that_cannot_hold_the_model_is_named():
+    large = JOB.model_copy(update={"model": JOB.model.model_copy(update={"num_layers": 90})})
+    (party,) = (party for party in parties_of(CLUSTER, "fp32") if party.family == FAMILY)
+    work = Work(large.model, large.data.sequence_length, large.train.global_batch)
+    with pytest.raises(PlanError, match="fits in memory"):
+        alone_candidates(large, CLUSTER, work, party)
+    told = yardstick(large, CLUSTER, 1000.0)
+    assert told["no_ratio"] == "a100-40 alone cannot hold the model" and "of_sum" not in told
+    assert "a100-40 cannot hold the model tokens/s" not in (said := tell_yardstick(told, "a100-80-40"))
+    assert "no ratio: a100-40 alone cannot hold the model" in said
+
+
+def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
+    told = yardstick(JOB, CLUSTER, 1000.0)
+    alone = told["predicted_alone"]
+    assert set(alone) == {"a100-80", "a100-40"}
+    assert told["of_sum"] == pytest.approx(1000.0 / sum(alone.values()))
+    assert told["of_best_family"] == pytest.approx(1000.0 / max(alone.values()))
+    said = tell_yardstick(told, "a100-80-40")
+    assert f"this run is {told['of_sum']:.2f} of their sum" in said and "`hpctrain bench mixed a100-80-40`" in said
