@@ -19,7 +19,17 @@ from typing import TypeVar
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_by_shares, cut_evenly
 from hpctrain.job import Model
-from hpctrain.parameters import Box, Parameter, Unit, UnitLayout, all_parameters, item_units, units, whole_rows
+from hpctrain.parameters import (
+    Box,
+    Parameter,
+    Unit,
+    UnitLayout,
+    all_parameters,
+    item_units,
+    join_units,
+    units,
+    whole_rows,
+)
 from hpctrain.plan import Plan, TensorGrid, Tile
 
 Rectangle = tuple[Interval, Interval]
@@ -72,7 +82,7 @@ class Holdings:
 
     holdings: tuple[Holding, ...]
     cut_units: tuple[UnitLayout, ...] = ()
-    """The units whose elements are in slabs."""
+    """The units whose elements are in slabs, of each item what is not tied as one."""
 
 
 def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Holdings:
@@ -91,22 +101,25 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
         return [item for item in unit.items if any(each.holds(item) for each in tiles)]
 
     whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
-    slabs: dict[tuple[int, ...], list[tuple[Unit, Slab]]] = {}
-    cut_units = []
+    slabs: dict[tuple[tuple[int, ...], int, Unit | None], list[tuple[Unit, Slab]]] = {}
+    unlike: list[Unit] = []
     for unit in units(model, tile.tensor):
         if not held_items(unit):
             continue
         users = _users(plan, unit)
-        layout = unit.layout(tile.tensor, x, y)
-        if all(t.tensor == tile.tensor for t in users):
-            ranks = _counterparts(unit, model, users, tile.coordinate(rank))
-            zero = _zero(plan, ranks, unit)
-            by_itself = unit if zero >= 2 else None  # exchanged while it computes
-            whole.setdefault((ranks, zero, by_itself), []).append(layout)
+        if any(t.tensor != tile.tensor for t in users):
+            unlike.append(unit)
             continue
-        cut_units.append(layout)
-        for slab, ranks in cutter.slabs(unit, users):
-            slabs.setdefault(ranks, []).append((unit, slab))
+        ranks = _counterparts(unit, model, users, tile.coordinate(rank))
+        zero = _zero(plan, ranks, unit)
+        by_itself = unit if zero >= 2 else None  # exchanged while it computes
+        whole.setdefault((ranks, zero, by_itself), []).append(unit.layout(tile.tensor, x, y))
+    cut_units = join_units(unlike)
+    for unit in cut_units:
+        for slab, ranks in cutter.slabs(unit, _users(plan, unit)):
+            zero = max(1, _zero(plan, ranks, unit))
+            by_itself = unit if zero >= 2 else None
+            slabs.setdefault((ranks, zero, by_itself), []).append((unit, slab))
 
     def place(slab: Slab) -> tuple[int, int, int]:
         return number_of[slab.parameter.name], slab.rows.start, slab.columns.start
@@ -121,14 +134,15 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
             where = placed([layout.unit for layout in bucket])
             holding = _holding(plan, ranks, zero, layouts=tuple(bucket), **where)
             found.append((holding, _first(bucket, number_of)))
-    for ranks, kept in slabs.items():
+    for (ranks, zero, _), kept in slabs.items():
         kept.sort(key=lambda pair: place(pair[1]))
         for bucket in _buckets(kept, bucket_bytes, lambda pair: pair[0], lambda pair: pair[1].size):
             where = placed([unit for unit, _ in bucket])
-            holding = _holding(plan, ranks, 1, slabs=tuple(slab for _, slab in bucket), **where)
+            holding = _holding(plan, ranks, zero, slabs=tuple(slab for _, slab in bucket), **where)
             found.append((holding, place(bucket[0][1])))
     found.sort(key=lambda pair: pair[1])
-    return Holdings(tuple(holding for holding, _ in found), tuple(cut_units))
+    layouts = (unit.layout(tile.tensor, x, y) for unit in cut_units)
+    return Holdings(tuple(holding for holding, _ in found), tuple(layouts))
 
 
 def _users(plan: Plan, unit: Unit) -> tuple[Tile, ...]:
@@ -179,7 +193,7 @@ def _holding(plan: Plan, ranks: tuple[int, ...], zero: int, **held) -> Holding:
 
 
 def _zero(plan: Plan, ranks: tuple[int, ...], unit: Unit) -> int:
-    """Return the ZeRO stage in which ranks exchange a unit of the same grid: the highest of their tiles.
+    """Return the ZeRO stage in which ranks exchange a unit, or slabs of it: the highest of their tiles.
 
     0, where everybody updates everything, is for one family, whose ranks compute the same bits. 2 and 3 need somebody
     to share with, and the same items, since they exchange while they compute; so a tied embedding stays at 1.
@@ -202,7 +216,6 @@ def check_zero(plan: Plan, where: str) -> None:
                 continue
             for what, a, b in (
                 ("items", list(tile.items), list(other.items)),
-                ("tensor", tile.tensor, other.tensor),
                 ("zero", tile.zero, other.zero),
                 ("substeps", tile.substeps, other.substeps),
                 ("chunks", *([list(each.items) for each in plan.chunks(t)] for t in (tile, other))),
@@ -274,7 +287,7 @@ class _Cutter:
             found: list[dict[Rectangle, list[int]]] = [{} for _ in names]
             for index in range(grid.size):
                 x, y, z = grid.coordinate(index)
-                for unit in item_units(self._model, grid, item):
+                for unit in join_units(item_units(self._model, grid, item)):
                     layout = unit.layout(grid, x, y)
                     shard = cut_evenly(layout.size, grid.z)[z]
                     for parameter, box, placed in layout.placed():

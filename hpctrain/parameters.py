@@ -12,7 +12,7 @@ and coordinate z stores a consecutive z-th of it.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -213,6 +213,14 @@ def item_units(model: Model, grid: TensorGrid, item: int) -> list[Unit]:
     if shared:
         found.append(Unit((item,), shared, shared_over_y=True))
     return found
+
+
+def join_units(units: Iterable[Unit]) -> list[Unit]:
+    """Return units with those of the same items as one, for those who tell by slabs who shares what."""
+    found: dict[tuple[int, ...], list[Parameter]] = {}
+    for unit in units:
+        found.setdefault(unit.items, []).extend(unit.parameters)
+    return [Unit(items, tuple(parameters)) for items, parameters in found.items()]
 
 
 @lru_cache(maxsize=256)  # asked for by every rank of a plan that one process looks at

@@ -1,6 +1,7 @@
 """Random tilings: any cut of items x rows among unlike tensor grids, for tests on one rank and on many."""
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -38,10 +39,13 @@ def _shares(draw, total: int, parts: int) -> list[int]:
 
 
 @st.composite
-def tilings(draw, model: Model, num_ranks: int, rows: int, microbatches: int, unused: bool = True) -> Plan:
+def tilings(
+    draw, model: Model, num_ranks: int, rows: int, microbatches: int, unused: bool = True, exchanging: bool = False
+) -> Plan:
     """A plan for exactly `num_ranks` ranks: side by side pipelines of any depth, or stages of any data degree.
 
-    Rows are the same of all microbatches, or others by turns; stages may have periods of their own.
+    Rows are the same of all microbatches, or others by turns; stages may have periods of their own. With `exchanging`
+    the tiles of a stage may exchange while they compute (ZeRO 2 and 3), by unlike grids too.
     """
     left_out = draw(st.integers(0, 1)) if unused and num_ranks > 2 else 0
     order = draw(st.permutations(range(num_ranks)))
@@ -77,7 +81,19 @@ def tilings(draw, model: Model, num_ranks: int, rows: int, microbatches: int, un
             "substeps": draw(st.integers(1, max(1, min(width.sizes) // grid.z // 2))),
         }
         made.append(Tile(items, width, members, grid, **options))
+    if exchanging and not side_by_side:
+        made = _some_exchange(draw, made)
     return Plan(tuple(made), microbatches, rows, unused=tuple(sorted(ranks)))
+
+
+def _some_exchange(draw, tiles: list[Tile]) -> list[Tile]:
+    """Let the stages exchange while they compute, or not."""
+    chosen = {}
+    for items in dict.fromkeys(tile.items for tile in tiles):
+        substeps = min(tile.substeps for tile in tiles if tile.items == items)
+        zero = draw(st.sampled_from([None, 2, 3]))
+        chosen[items] = {"zero": zero, "substeps": substeps} if zero else {}
+    return [replace(tile, **chosen[tile.items]) for tile in tiles]
 
 
 def _by_turns(draw, rows: int, parts: int, microbatches: int) -> list[Rows]:

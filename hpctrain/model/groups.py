@@ -1,7 +1,7 @@
 """What the same ranks hold, as one flat array: what is reduced, updated and gathered in one large message.
 
-Whole units are such an array already, and the model computes with views of it. Slabs of units lie scattered in what
-the model computes with; they are packed for the exchange and spread out after it.
+Whole units are such an array already, and the model computes with views of it; slabs of units are in
+`hpctrain.model.slabs`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.holders import Holding, Slab
+from hpctrain.holders import Holding
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis, Work
-from hpctrain.parameters import Box, Parameter, UnitLayout, box_size
+from hpctrain.parameters import Box, Parameter, UnitLayout
 
 
 @dataclass(frozen=True)
@@ -89,31 +89,32 @@ class WholeUnits(Group):
         return self._grads
 
 
-class ShardedUnit(Group):
-    """The group of ranks that hold one unit, its gradients as shards only (ZeRO 2), or its weights too (ZeRO 3)."""
+class Sharded(Group):
+    """A group of ranks that exchange one item while it computes: they keep gradients as shards only (ZeRO 2), or
+    weights too (ZeRO 3)."""
 
-    def __init__(self, holding: Holding, holders: Axis, axes: Axes, dtype, device):
-        (self.layout,) = holding.layouts
-        shard = cut_evenly(self.layout.size, axes.z.size)[axes.z.rank]
-        self.holders, self.cuts = holders, holding.cuts(shard.size)
+    def __init__(self, holding: Holding, holders: Axis, size: int, dtype, device):
+        """`size` is of what they hold together."""
+        self.holders, self.cuts = holders, holding.cuts(size)
+        self.item = holding.final_after
         own = self.cuts[holders.rank]
         self.keeps_weights = holding.zero < 3
         if self.keeps_weights:
-            super().__init__(shard.size, holders.allocate(shard.size, dtype, device))
+            super().__init__(size, holders.allocate(size, dtype, device))
         else:
-            super().__init__(shard.size, torch.zeros(own.size, dtype=dtype, device=device), own)
-        self._placed, self._coordinate = [(self.layout, shard, 0)], (axes.x.rank, axes.y.rank)
+            super().__init__(size, torch.zeros(own.size, dtype=dtype, device=device), own)
         self._grads = torch.zeros(own.size, dtype=torch.float32, device=device)
 
-    def pieces(self, within: Interval) -> Iterator[Piece]:
-        return _unit_pieces(self._placed, self._coordinate, within)
+    @property
+    def goes_beside(self) -> bool:
+        return self.holders.goes_beside
 
     def own_grads(self) -> torch.Tensor:
         """Return the sum over all holders of what this rank owns."""
         return self._grads
 
     def start_sum(self, grads: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """Sum gradients of the whole unit over all holders, all of whom must call; return what this rank owns of it,
+        """Sum gradients of all that is held over all holders, all of whom must call; return what this rank owns of it,
         which is there when the work is done."""
         own = torch.empty_like(self._grads)
         return own, self.holders.start_reduce_scatter(grads, own, self.cuts)
@@ -122,13 +123,29 @@ class ShardedUnit(Group):
         self._grads += own
 
     def start_gather(self) -> tuple[torch.Tensor, Work]:
-        """Return the weights of a unit of which each holder has a part, which are there when the work is done.
+        """Return the weights of which each holder has a part, which are there when the work is done.
 
         All holders must call.
         """
         whole = self.weights.new_empty(self.size)
         whole[slice(*self.stored)] = self.weights
         return whole, self.holders.start_all_gather(whole, self.cuts)
+
+
+class ShardedUnit(Sharded):
+    """The group of ranks that hold one unit, by the same tensor grid, as shards."""
+
+    is_alike = True
+    """Whether all holders have the same tensor grid."""
+
+    def __init__(self, holding: Holding, holders: Axis, axes: Axes, dtype, device):
+        (self.layout,) = holding.layouts
+        shard = cut_evenly(self.layout.size, axes.z.size)[axes.z.rank]
+        super().__init__(holding, holders, shard.size, dtype, device)
+        self._placed, self._coordinate = [(self.layout, shard, 0)], (axes.x.rank, axes.y.rank)
+
+    def pieces(self, within: Interval) -> Iterator[Piece]:
+        return _unit_pieces(self._placed, self._coordinate, within)
 
 
 def _unit_pieces(placed_units, coordinate: tuple[int, int], within: Interval) -> Iterator[Piece]:
@@ -138,55 +155,3 @@ def _unit_pieces(placed_units, coordinate: tuple[int, int], within: Interval) ->
             if stored.size:
                 elements = stored.shift(shard.start - at - placed.start)
                 yield Piece(parameter, box, elements, stored, parameter.counts_at(*coordinate))
-
-
-class Slabs(Group):
-    """The group of ranks that hold the same slabs, by unlike tensor grids."""
-
-    def __init__(self, slabs: Sequence[Slab], axes: Axes, weights: torch.Tensor):
-        super().__init__(weights.numel(), weights)
-        self._axes = axes
-        self._slabs: list[tuple[Slab, Interval]] = []
-        at = 0
-        for slab in slabs:
-            self._slabs.append((slab, Interval(at, at + slab.size)))
-            at += slab.size
-        self._scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """For each slab its weights and gradients in the arrays of the units, [rows, columns]."""
-
-    def attach(self, arrays: UnitArrays) -> None:
-        """Find the slabs in the arrays of the units that they are of."""
-        start_of: dict[str, tuple[Box, int]] = {}
-        for layout, shard, at in arrays.placed:
-            for parameter, box, placed in layout.placed():
-                start_of[parameter.name] = box, at + placed.start - shard.start
-        for slab, _ in self._slabs:
-            box, start = start_of[slab.parameter.name]
-            width = box_size(box[1:])
-            first_column = box[1].start if len(box) > 1 else 0
-            offset = start + (slab.rows.start - box[0].start) * width + slab.columns.start - first_column
-            shape = slab.rows.size, slab.columns.size
-            views = (
-                flat.as_strided(shape, (width, 1), flat.storage_offset() + offset)
-                for flat in (arrays.weights, arrays.grads)
-            )
-            self._scattered.append(tuple(views))
-
-    def pieces(self, within: Interval) -> Iterator[Piece]:
-        """Yield what lies in an interval of the packed array. Each element has one owner, so that all count."""
-        for slab, placed in self._slabs:
-            at = placed.intersect(within)
-            if at.size:
-                yield Piece(slab.parameter, slab.box, at.shift(-placed.start), at, counts=True)
-
-    def own_grads(self) -> torch.Tensor:
-        """Return what this rank adds to the sum of gradients, packed: zeros where another copy in the tile does."""
-        packed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)
-        for (slab, at), (_, grads) in zip(self._slabs, self._scattered, strict=True):
-            if slab.parameter.counts_at(self._axes.x.rank, self._axes.y.rank):
-                packed[slice(*at)].view(grads.shape).copy_(grads)
-        return packed
-
-    def spread_weights(self) -> None:
-        for (_, at), (weights, _) in zip(self._slabs, self._scattered, strict=True):
-            weights.copy_(self.weights[slice(*at)].view(weights.shape))

@@ -12,7 +12,8 @@ import torch
 
 from hpctrain.holders import Holdings
 from hpctrain.model.axes import Axes, Axis, Work
-from hpctrain.model.groups import Group, ShardedUnit, Slabs, UnitArrays, WholeUnits
+from hpctrain.model.groups import Group, Sharded, ShardedUnit, UnitArrays, WholeUnits
+from hpctrain.model.slabs import CutUnit, PackedSlabs, ShardedSlabs, Slabs
 from hpctrain.model.traffic import Traffic
 from hpctrain.model.units import Deferred, UnitStore, Weight
 
@@ -36,16 +37,24 @@ class Store:
         self.groups: list[Group] = []
         self._arrays: list[UnitArrays] = []
         for holders, holding in zip(communicators, held.holdings, strict=True):
-            if holding.slabs:
-                weights = holders.allocate(sum(slab.size for slab in holding.slabs), dtype, device)
-                self.groups.append(Slabs(holding.slabs, axes, weights))
-            elif holding.zero >= 2:
-                self.groups.append(ShardedUnit(holding, holders, axes, dtype, device))
+            if holding.zero >= 2:
+                kind = ShardedSlabs if holding.slabs else ShardedUnit
+                self.groups.append(kind(holding, holders, axes, dtype, device))
+            elif holding.slabs:
+                slabs = PackedSlabs(holding.slabs, axes)
+                self.groups.append(Slabs(slabs, holders.allocate(slabs.size, dtype, device)))
             else:
                 self._arrays.append(UnitArrays(holding.layouts, axes, holders, dtype, device))
                 self.groups.append(WholeUnits(self._arrays[-1], axes))
-        if held.cut_units:
-            self._arrays.append(UnitArrays(held.cut_units, axes, None, dtype, device))
+        exchanging: dict[int, list[ShardedSlabs]] = {}
+        for group in self.groups:
+            if isinstance(group, ShardedSlabs):
+                exchanging.setdefault(group.item, []).append(group)
+        of_one = [layout for layout in held.cut_units if len(layout.unit.items) == 1]  # tied ones exchange at once
+        sharded = [layout for layout in of_one if layout.unit.items[0] in exchanging]
+        at_once = [layout for layout in held.cut_units if layout not in sharded]
+        if at_once:
+            self._arrays.append(UnitArrays(at_once, axes, None, dtype, device))
             for group in self.groups:
                 if isinstance(group, Slabs):
                     group.attach(self._arrays[-1])
@@ -60,9 +69,9 @@ class Store:
                 self._units.append(UnitStore(layout, axes, weights, grads, unit_whole))
                 at_whole += layout.size
 
-        for group in self.groups:
-            if isinstance(group, ShardedUnit):
-                self._units.append(UnitStore(group.layout, axes, group.weights, None, None, group))
+        cut = [CutUnit(layout, exchanging[layout.unit.items[0]], axes, dtype, device) for layout in sharded]
+        for unit in (*(group for group in self.groups if isinstance(group, ShardedUnit)), *cut):
+            self._units.append(UnitStore(unit.layout, axes, unit.weights, None, None, unit))
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
         self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_over_y))
         items = {item for unit in self._units for item in unit.layout.unit.items}
@@ -72,7 +81,8 @@ class Store:
     @property
     def is_in_place(self) -> bool:
         """Whether items compute with the groups' weights as they are: nothing is to be done by `publish`."""
-        return self._z.size == 1 and not any(isinstance(group, Slabs) for group in self.groups)
+        packed = any(isinstance(group, Slabs | ShardedSlabs) for group in self.groups)
+        return self._z.size == 1 and not packed
 
     def note_gathering(self, item: int, work: Work) -> None:
         """Take note that weights of an item, and maybe of items behind it, are being gathered."""
@@ -110,5 +120,5 @@ class Store:
         for arrays in self._arrays:
             arrays.grads.zero_()
         for group in self.groups:
-            if isinstance(group, ShardedUnit):
+            if isinstance(group, Sharded):
                 group.own_grads().zero_()

@@ -12,6 +12,7 @@ import torch
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Work
 from hpctrain.model.groups import ShardedUnit
+from hpctrain.model.slabs import CutUnit
 from hpctrain.parameters import UnitLayout
 
 
@@ -88,7 +89,7 @@ class UnitStore:
         weights: torch.Tensor,
         grads: torch.Tensor | None,
         whole: torch.Tensor | None,
-        sharded: ShardedUnit | None = None,
+        sharded: ShardedUnit | CutUnit | None = None,
     ):
         """`weights` and `grads` are this rank's z-shard; `whole` is the unit in memory that all of z see, if any.
 
@@ -99,8 +100,10 @@ class UnitStore:
         self._stays = whole is not None or (axes.z.size == 1 and (sharded is None or sharded.keeps_weights))
         self.scatters = axes.z.size > 1 or sharded is not None
         """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
-        over_z = axes.z.size > 1 and axes.z.goes_beside
-        over_holders = sharded is not None and sharded.holders.goes_beside
+        # Holders exchange in one order: who has no z would start with them where others are still at z.
+        self._z_goes_beside = axes.z.goes_beside and (sharded is None or sharded.is_alike)
+        over_z = axes.z.size > 1 and self._z_goes_beside
+        over_holders = sharded is not None and sharded.goes_beside
         self.scatters_beside = int(over_z) + int(over_holders)
         """How many operations of a scatter go on while the rank computes."""
         self._gathers_beside = int(over_z) + int(over_holders and not sharded.keeps_weights)
@@ -162,15 +165,17 @@ class UnitStore:
         whole = shard = self._shard
         if self._sharded and not self._sharded.keeps_weights:
             whole, work = self._sharded.start_gather()
-            if self._sharded.holders.goes_beside:
+            if self._sharded.goes_beside:
                 yield work
             shard = whole
         if self._z.size > 1:
             whole = shard.new_empty(self.layout.size)
             whole[slice(*self._cuts[self._z.rank])] = shard
             work = self._z.start_all_gather(whole, self._cuts)
-            if self._z.goes_beside:
+            if self._z_goes_beside:
                 yield work
+            else:
+                work.wait()
         self._set_views(self._views, whole, None)
         self._is_gathered = True
 
@@ -204,13 +209,15 @@ class UnitStore:
         if self._z.size > 1:
             part = part.new_empty(self._cuts[self._z.rank].size)
             work = self._z.start_reduce_scatter(whole_grad, part, self._cuts)
-            if self._z.goes_beside:
+            if self._z_goes_beside:
                 yield work
+            else:
+                work.wait()
         if not self._sharded:
             self._grad_shard += part
             return
         own, work = self._sharded.start_sum(part)
-        if self._sharded.holders.goes_beside:
+        if self._sharded.goes_beside:
             yield work
         self._sharded.add(own)
 

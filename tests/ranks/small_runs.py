@@ -119,11 +119,11 @@ def go_on(world, job: Job, plan: Plan, folder: Path, steps: int, resume: bool) -
     return [m[key] for m in found for key in ("loss", "grad_norm")]
 
 
-def bytes_of_a_step(world, job: Job, which: Callable[[Layout], Iterable[Axis]]) -> int:
+def bytes_of_a_step(world, job: Job, which: Callable[[Layout], Iterable[Axis]], plan: Plan | None = None) -> int:
     """Return what all ranks send in a step that is not the first, in the groups that `which` takes from a layout."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     with world.freeing():
-        trainer = make_trainer(world, job)
+        trainer = make_trainer(world, job, plan)
         trainer.initialise()
         groups = dict.fromkeys(which(trainer.layout))
 

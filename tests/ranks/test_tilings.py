@@ -7,14 +7,25 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.comm.topology import Preferences
 from hpctrain.data.order import open_datasets
+from hpctrain.holders import holdings_of
 from hpctrain.intervals import Interval
+from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.even import check_plan
 from hpctrain.rows import Rows
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 from tests.ranks.given_on_ranks import given_on_ranks
-from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job, make_trainer, whole
+from tests.ranks.small_runs import (
+    Alone,
+    bytes_of_a_step,
+    go_on,
+    largest_relative_difference,
+    make_job,
+    make_trainer,
+    whole,
+)
 from tests.tilings import share_items_by_unlike_grids, tilings
 
 TOLERANCE = 1e-5
@@ -46,9 +57,9 @@ def plan_of(tiles: tuple[Tile, ...], num_ranks: int) -> Plan:
     return Plan(tiles, MICROBATCHES, ROWS, unused=tuple(sorted(unused)))
 
 
-def job_of(tokens, name: str, steps: int = STEPS, **more):
+def job_of(tokens, name: str, steps: int = STEPS, global_batch: int = ROWS * MICROBATCHES, **more):
     model, shape = MODELS[name]
-    return make_job(tokens, model, shape={**SHAPE, **shape}, global_batch=ROWS * MICROBATCHES, steps=steps, **more)
+    return make_job(tokens, model, shape={**SHAPE, **shape}, global_batch=global_batch, steps=steps, **more)
 
 
 def curve(world, job, plan: Plan) -> list[float]:
@@ -67,8 +78,9 @@ def one_rank(world, tokens, name: str, steps: int) -> list[float]:
     return world.broadcast_object(alone)
 
 
-def check(world, tokens, name: str, plan: Plan, steps: int = STEPS) -> None:
+def check(world, tokens, name: str, plan: Plan, steps: int = STEPS, overlap: bool = False) -> None:
     job = job_of(tokens, name, steps=steps)
+    job = job.model_copy(update={"overlap": Overlap(tensor=overlap, data=overlap, z=overlap)})
     check_plan(job, plan, "drawn")
     for schedule in (one_f_one_b, forward_only):
         check_no_deadlock(plan, {tile: schedule(plan, tile) for tile in plan.tiles})
@@ -80,7 +92,7 @@ def check(world, tokens, name: str, plan: Plan, steps: int = STEPS) -> None:
 
 
 def unlike_tilings(tokens, name: str, size: int):
-    drawn = tilings(job_of(tokens, name).model, size, ROWS, MICROBATCHES)
+    drawn = tilings(job_of(tokens, name).model, size, ROWS, MICROBATCHES, exchanging=True)
     if size > 2:  # fewer ranks cannot be unlike
         drawn = drawn.filter(share_items_by_unlike_grids)
     return drawn.map(lambda plan: (name, plan))
@@ -180,6 +192,40 @@ def test_a_checkpoint_of_one_tiling_is_that_of_any_other_bit_for_bit(world, toke
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "zero"), [("gpt2 untied, a key/value head for all", 3), ("llama tied", 2)])
+def test_unlike_grids_share_gradients_and_weights(world, tokens, name, zero):
+    """x, y and z against each other in one stage, the exchange while they compute, and beside."""
+    x_y = {"zero": zero, "recompute": "full"}
+    check(world, tokens, name, plan_of(unlike_grids(zero), 4))
+    for tiles in (
+        unlike_grids(zero),
+        (tile((0, LAST), (0, 3), (2, 0), (2, 1, 1), **x_y), tile((0, LAST), (3, 5), (1, 3), (1, 2, 1), **x_y)),
+        (tile((0, LAST), (0, 4), (1, 3, 0), (1, 1, 3), zero=zero), tile((0, LAST), (4, 5), (2,), zero=zero)),
+    ):
+        check(world, tokens, name, plan_of(tiles, 4), overlap=True)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_unlike_grids_move_each_slab_by_formula(world, tokens, zero, monkeypatch):
+    """A step of one microbatch: n holders of a slab send n - 1 times its gradients, and its weights as often as these
+    are gathered: before each pass of an item by ZeRO 3, but once for the head, which goes back at once; after the
+    update by ZeRO 2."""
+    monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
+    job = job_of(tokens, "llama", global_batch=ROWS)
+    plan = Plan(unlike_grids(zero), 1, ROWS)
+    sent = bytes_of_a_step(world, job, lambda layout: layout.groups, plan)
+    expected = 0
+    for holding in {h for rank in plan.ranks for h in holdings_of(job.model, plan, rank).holdings}:
+        size, others = sum(slab.size for slab in holding.slabs), len(holding.ranks) - 1
+        gathers = 1 if zero == 2 or holding.final_after == LAST - 1 else 2
+        expected += others * size * 4 * (1 + gathers)
+    assert sent == expected
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama"])
 def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, zero):
@@ -209,6 +255,13 @@ def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, 
     world.agree(None)
 
 
+def unlike_grids(zero: int) -> tuple[Tile, ...]:
+    return (
+        tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=zero, substeps=1),
+        tile((0, LAST), (2, 5), (3, 2), (1, 1, 2), zero=zero, state_share=3),
+    )
+
+
 EXACT = {
     "unlike grids": FIXED["unlike grids in one stage"],
     "replicas that share weights": (
@@ -216,6 +269,7 @@ EXACT = {
         tile((0, LAST), (3, 5), (2, 3), (1, 2, 1), zero=3),
     ),
     "rows by turns": FIXED["rows by turns that z cuts unevenly"],
+    "unlike grids that share weights": unlike_grids(3),
 }
 
 
