@@ -10,7 +10,7 @@ from hpctrain.holders import Holdings, holdings_of
 from hpctrain.job import Model
 from hpctrain.plan import Plan, Tile
 from hpctrain.schedule import channel_depth
-from hpctrain.transfers import Transfer, receives, sends
+from hpctrain.transfers import Near, Transfer, everywhere, gathers, receives, sends
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,12 @@ class Transfers:
     send_activation: list[Transfer]
     receive_gradient: list[Transfer]
     send_gradient: list[Transfer]
+    gathers_activation: bool = False
+    """Whether the y of the tile receive pieces, and gather what they all need."""
+    gathers_gradient: bool = False
+
+
+MESSAGES = ("receive_activation", "send_activation", "receive_gradient", "send_gradient")
 
 
 @dataclass(frozen=True)
@@ -56,25 +62,27 @@ class Role:
     channels: list[ChannelNeed]
 
 
-def role_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Role:
-    """Return what a rank takes part in; `bucket_bytes` as in `holdings_of`.
+def role_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None, near: Near = everywhere) -> Role:
+    """Return what a rank takes part in; `bucket_bytes` as in `holdings_of`, `near` as in `hpctrain.transfers`.
 
     Takes time and memory by the rank's own groups, not by all pairs of ranks."""
     tiles = plan.tiles_of(rank)
-    transfers = tuple(_transfers(model, plan, tile, rank) for tile in tiles)
+    transfers = tuple(_transfers(model, plan, tile, rank, near) for tile in tiles)
     axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in "xyz"}
     held = holdings_of(model, plan, rank, bucket_bytes)
     return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
 
 
-def _transfers(model: Model, plan: Plan, tile: Tile, rank: int) -> tuple[Transfers, ...]:
+def _transfers(model: Model, plan: Plan, tile: Tile, rank: int, near: Near) -> tuple[Transfers, ...]:
     of = plan, tile, rank, model.hidden_size
     made = {
         m: Transfers(
-            receive_activation=receives(*of, forward=True, microbatch=m),
-            send_activation=sends(*of, forward=True, microbatch=m),
-            receive_gradient=receives(*of, forward=False, microbatch=m),
-            send_gradient=sends(*of, forward=False, microbatch=m),
+            receive_activation=receives(*of, forward=True, microbatch=m, near=near),
+            send_activation=sends(*of, forward=True, microbatch=m, near=near),
+            receive_gradient=receives(*of, forward=False, microbatch=m, near=near),
+            send_gradient=sends(*of, forward=False, microbatch=m, near=near),
+            gathers_activation=gathers(plan, tile, True, m, near),
+            gathers_gradient=gathers(plan, tile, False, m, near),
         )
         for m in set(plan.cut_like)
     }
@@ -86,7 +94,8 @@ def _channels(plan: Plan, rank: int, transfers: tuple[tuple[Transfers, ...], ...
     depth: dict[tuple[int, int], int] = {}
     for tile, by_turns in zip(plan.tiles_of(rank), transfers, strict=True):
         for of_microbatch in by_turns:
-            for name, pieces in vars(of_microbatch).items():
+            for name in MESSAGES:
+                pieces = getattr(of_microbatch, name)
                 is_before = name in ("receive_activation", "send_gradient")
                 item = tile.items.start if is_before else tile.items.stop
                 for piece in pieces:

@@ -4,8 +4,12 @@ The activation between two tiles is a rectangle rows x features (for all positio
 (x, y, z) of a tile holds the z-th part of the tile's rows and the x-th part of the features, and so do the other y.
 Unlike grids, rows and numbers of ranks on the two sides need nothing special: a piece is where two parts meet. Where
 tiles have other rows by turns, each microbatch of the plan's period has pieces of its own.
+
+The y of a tile need the same. Where they are near each other and somebody who sends is far, each receives a piece,
+over a NIC of its own, and they gather the whole among themselves (`gathers`): over the slow link goes one copy.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpctrain.intervals import Interval, cut_evenly
@@ -28,13 +32,51 @@ def held(tile: Tile, rank: int, hidden_size: int, microbatch: int) -> tuple[Inte
     return tile.rows_at(z, microbatch), cut_evenly(hidden_size, tile.tensor.x)[x]
 
 
-def _between(source: Tile, target: Tile, receiver: int, hidden_size: int, microbatch: int) -> list[Transfer]:
-    """Return what `receiver` needs from the ranks of `source`.
+Near = Callable[[int, int], bool]
+"""Whether what goes from one rank to another one stays where links are fast."""
 
-    The y of a tile hold the same. Each receives the whole of its part once, and they share the sending: of what two
-    parts have in common, the i-th of n senders brings what the i-th n-th of the receivers needs, or a piece of it.
+
+def everywhere(_one: int, _other: int) -> bool:
+    """All ranks are near each other."""
+    return True
+
+
+def gathers(plan: Plan, tile: Tile, forward: bool, microbatch: int, near: Near) -> bool:
+    """Say whether the y of a tile receive pieces of what they need and gather the whole: of activations (forward) or
+    gradients of a microbatch.
+
+    That is where all y of each x and z are near each other, some rank that sends is far from them, and there are rows
+    for all.
+    """
+    y, z = tile.tensor.y, tile.tensor.z
+    sources = plan.upstream(tile, microbatch) if forward else plan.downstream(tile, microbatch)
+    if y == 1 or min(tile.rows_at(each, microbatch).size for each in range(z)) < y:
+        return False
+    first = tile.ranks[0]
+    if all(near(first, rank) or source.ranks == tile.ranks for source in sources for rank in source.ranks):
+        return False  # among them the tile's own ranks, which have it
+    return all(near(tile.ranks[i - i % y], rank) for i, rank in enumerate(tile.ranks))
+
+
+def gathered_rows(tile: Tile, rank: int, microbatch: int) -> Interval:
+    """Return which of the rows that a rank of the tile holds it receives itself, where its y gather."""
+    _, y, z = tile.coordinate(rank)
+    rows = tile.rows_at(z, microbatch)
+    return cut_evenly(rows.size, tile.tensor.y)[y].shift(rows.start)
+
+
+def _between(
+    source: Tile, target: Tile, receiver: int, hidden_size: int, microbatch: int, is_gathered: bool
+) -> list[Transfer]:
+    """Return what `receiver` is sent by the ranks of `source`.
+
+    The y of a tile hold the same. Each receives the whole of its part once, or the piece that it brings to a gather,
+    and they share the sending: of what two parts have in common, the i-th of n senders brings what the i-th n-th of the
+    receivers needs, or a piece of it.
     """
     rows, features = held(target, receiver, hidden_size, microbatch)
+    if is_gathered:
+        rows = gathered_rows(target, receiver, microbatch)
     ours = Interval(0, source.tensor.y).shift(target.coordinate(receiver)[1] * source.tensor.y)
     senders = [(y, ours.intersect(Interval(y, y + 1).scale(target.tensor.y))) for y in range(source.tensor.y)]
     senders = [(y, part.shift(-ours.start)) for y, part in senders if part.size]
@@ -54,17 +96,25 @@ def _between(source: Tile, target: Tile, receiver: int, hidden_size: int, microb
     return found
 
 
-def receives(plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, microbatch: int) -> list[Transfer]:
+def receives(
+    plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, microbatch: int, near: Near = everywhere
+) -> list[Transfer]:
     """Return what a rank of a tile receives of a microbatch for it: activations (forward) or their gradients, in order
     of senders."""
     sources = plan.upstream(tile, microbatch) if forward else plan.downstream(tile, microbatch)
-    found = (t for source in sources for t in _between(source, tile, rank, hidden_size, microbatch))
+    is_gathered = gathers(plan, tile, forward, microbatch, near)
+    found = (t for source in sources for t in _between(source, tile, rank, hidden_size, microbatch, is_gathered))
     return sorted(found, key=lambda t: t.sender)
 
 
-def sends(plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, microbatch: int) -> list[Transfer]:
+def sends(
+    plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, microbatch: int, near: Near = everywhere
+) -> list[Transfer]:
     """Return what a rank of a tile sends of a microbatch from it: activations (forward) or their gradients, in order of
     receivers."""
-    targets = plan.downstream(tile, microbatch) if forward else plan.upstream(tile, microbatch)
-    found = (t for target in targets for r in target.ranks for t in _between(tile, target, r, hidden_size, microbatch))
+    found = []
+    for target in plan.downstream(tile, microbatch) if forward else plan.upstream(tile, microbatch):
+        is_gathered = gathers(plan, target, forward, microbatch, near)
+        for receiver in target.ranks:
+            found += _between(tile, target, receiver, hidden_size, microbatch, is_gathered)
     return sorted((t for t in found if t.sender == rank), key=lambda t: t.receiver)

@@ -2,8 +2,15 @@
 
 from hpctrain.cluster_file import parse_cluster
 
-CLUSTER = parse_cluster(
-    """
+NIC_BYTES_PER_SECOND = 5e7
+
+
+def cluster_with(nic_bytes_per_second: float):
+    """Return the cluster with NICs of that bandwidth."""
+    return parse_cluster(TEXT.replace("SPEED", str(nic_bytes_per_second)), "a test")
+
+
+TEXT = """
     [families.fast]
     origin = "datasheet"
     kind = "cuda"
@@ -27,14 +34,13 @@ CLUSTER = parse_cluster(
     devices = {fast = 2}
     link_latency_seconds = 1e-4
     link_bytes_per_second = 1e9
-    nics = [{fabric = "ib", send_bytes_per_second = 5e7, receive_bytes_per_second = 5e7, origin = "datasheet"}]
+    nics = [{fabric = "ib", send_bytes_per_second = SPEED, receive_bytes_per_second = SPEED, origin = "datasheet"}]
 
     [[nodes]]
     origin = "datasheet"
     devices = {slow = 2}
     link_latency_seconds = 1e-4
     link_bytes_per_second = 1e9
-    nics = [{fabric = "ib", send_bytes_per_second = 5e7, receive_bytes_per_second = 5e7, origin = "datasheet"}]
-    """,
-    "a test",
-)
+    nics = [{fabric = "ib", send_bytes_per_second = SPEED, receive_bytes_per_second = SPEED, origin = "datasheet"}]
+    """
+CLUSTER = cluster_with(NIC_BYTES_PER_SECOND)

@@ -74,6 +74,12 @@ class Topology:
     def ranks_on_host(self, rank: int) -> int:
         return sum(place.host == self.places[rank].host for place in self.places)
 
+    def is_near(self, one: int, other: int, links: Links) -> bool:
+        """Say whether a message between two ranks stays where links are fast: on one host, or anywhere where hosts'
+        own links are no faster than those between."""
+        inside, across = links.inside.bandwidth_bytes_per_second, links.across.bandwidth_bytes_per_second
+        return self.places[one].host == self.places[other].host or inside <= across
+
     def domains(self, ranks: Sequence[int], by: str) -> tuple[tuple[int, ...], ...]:
         """Return positions in `ranks` that agree in `by` (family or host), in the order in which each first appears."""
         found: dict[str, list[int]] = {}

@@ -103,6 +103,10 @@ class World:
     def place(self) -> Place:
         return self.topology.places[self.rank]
 
+    def is_near(self, one: int, other: int) -> bool:
+        """Say whether a message between two ranks stays where links are fast; all ranks say the same."""
+        return self.topology.is_near(one, other, self.preferences.links)
+
     def enter(self, phase: Phase) -> None:
         """Begin another part of the run. All ranks should, at about the same time; nobody waits."""
         self.patience.phase = phase

@@ -53,7 +53,7 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     for somebody who waits for him, and 4,096 ranks make no more than they use.
     """
     overlap = job.overlap
-    role = role_of(job.model, plan, world.rank, overlap.bucket_bytes)
+    role = role_of(job.model, plan, world.rank, overlap.bucket_bytes, world.is_near)
     everyone = world.group(plan.ranks, "everyone")
     x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
     axes = Axes(x, y, world.group(role.axes["z"], "z", overlapped=bool(overlap.z)))

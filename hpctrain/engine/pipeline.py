@@ -98,7 +98,8 @@ class Pipeline:
             since = self._tracer.now()
             match instruction.op:
                 case Op.RECEIVE_ACTIVATION:
-                    self._receive(transfers.receive_activation, given, place, stage.tile.items.start)
+                    gathers = transfers.gathers_activation
+                    self._receive(transfers.receive_activation, gathers, given, place, stage.tile.items.start)
                 case Op.FORWARD:
                     ids, targets = self._tokens(batch, stage, place.microbatch, s)
                     value, kept = stage.forward(self._take(given, place, s) if ids is None else ids, targets, training)
@@ -112,7 +113,8 @@ class Pipeline:
                     following = Place(place.chunk + 1, place.microbatch)
                     self._send(transfers.send_activation, made.pop(place), given, following, stage.tile.items.stop)
                 case Op.RECEIVE_GRADIENT:
-                    self._receive(transfers.receive_gradient, given, place, stage.tile.items.stop)
+                    gathers = transfers.gathers_gradient
+                    self._receive(transfers.receive_gradient, gathers, given, place, stage.tile.items.stop)
                 case Op.BACKWARD | Op.BACKWARD_INPUT:
                     gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, place, s)
                     if instruction.op is Op.BACKWARD:
@@ -202,8 +204,10 @@ class Pipeline:
             part = value[self._inside(piece, to.microbatch)].contiguous()
             self._layout.channels[piece.receiver, item].send(part)
 
-    def _receive(self, pieces: list[Transfer], given: dict[Place, torch.Tensor], place: Place, item: int) -> None:
-        """Receive what is sent by `_send`."""
+    def _receive(
+        self, pieces: list[Transfer], gathers: bool, given: dict[Place, torch.Tensor], place: Place, item: int
+    ) -> None:
+        """Receive what is sent by `_send`, of which the y of the tile may have to gather their pieces."""
         if place in given:
             return
         shape = (self._rows_of(place.microbatch).size, self._positions, self._features.size)
@@ -214,3 +218,6 @@ class Pipeline:
             self._layout.channels[piece.sender, item].receive(buffer)
             if buffer is not target:
                 target.copy_(buffer)
+        if gathers:
+            y, (num_rows, *row) = self._layout.axes.y, shape
+            y.all_gather(value.view(-1), [cut.scale(math.prod(row)) for cut in cut_evenly(num_rows, y.size)])

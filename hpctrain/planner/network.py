@@ -13,7 +13,7 @@ from hpctrain.comm.costs import cheapest_flat, flat_seconds
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.errors import LaunchError
 from hpctrain.job import Link
-from hpctrain.links import PairLink, link_between, message_seconds, nic_of
+from hpctrain.links import PairLink, link_between, links_of, message_seconds, nic_of
 
 MESSAGE_OVERHEAD_SECONDS = 0.0
 """That each further message under way costs its sender; 0: links' latencies have the software's share."""
@@ -26,6 +26,7 @@ class ClusterNetwork:
     def __init__(self, cluster: Cluster, link_share: float = 1.0):
         self.cluster, self._share = cluster, link_share
         self._topology = Topology(places_of(cluster), shares_memory=False)
+        self._links = links_of(cluster)
         self.link = lru_cache(KEPT)(self._link)
         self.collective_seconds = lru_cache(KEPT)(self._collective_seconds)
 
@@ -39,6 +40,10 @@ class ClusterNetwork:
 
     def _link(self, source: int, target: int) -> PairLink:
         return link_between(self.cluster, source, target)
+
+    def is_near(self, one: int, other: int) -> bool:
+        """Say whether a message between two ranks stays where links are fast, as all ranks will say of it."""
+        return self._topology.is_near(one, other, self._links)
 
     def seconds(self, source: int, target: int, num_bytes: float, flows: int = 1) -> float:
         """Return what a message takes with `flows` like it through the same NIC."""

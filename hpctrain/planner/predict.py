@@ -18,7 +18,7 @@ from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.simulate import PARTS, PASSES, Costs, PassCost, Sharing, Simulated, TileCost, simulate
 from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
-from hpctrain.transfers import receives
+from hpctrain.transfers import gathers, receives
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
 # that were measured, and for those of a data sheet.
@@ -355,7 +355,8 @@ class Predictor:
         sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
         source_of = {sender: source for source in sources for sender in source.ranks}
         arriving: dict[Tile, float] = {}
-        for piece in receives(self.plan, tile, rank, self.setup.model.hidden_size, forward, microbatch):
+        how = forward, microbatch, self.network.is_near
+        for piece in receives(self.plan, tile, rank, self.setup.model.hidden_size, *how):
             source = source_of[piece.sender]
             if piece.sender == rank:  # a tile of its own
                 arriving[source] = 0.0
@@ -364,7 +365,13 @@ class Predictor:
             flows = self.network.flows(piece.sender, source.ranks, rank)
             seconds = self.network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
+        gather = 0.0
+        if gathers(self.plan, tile, *how):
+            _, _, z = tile.coordinate(rank)
+            num_bytes = tile.rows_at(z, microbatch).size * self.setup.model.hidden_size // tile.tensor.x * element
+            gather = self.network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), tile.ranks)
         for source, seconds in arriving.items():
+            seconds += gather  # as if it came later by so much
             by_cut = found.setdefault((source, tile), dict.fromkeys(self.plan.cut_like, 0.0))
             by_cut[microbatch] = max(by_cut[microbatch], seconds)
 

@@ -293,16 +293,25 @@ class Weigher:
         costs, into = self.costs, target.choice.grid
         each = min(rank_rows(source.choice, rows), rank_rows(target.choice, rows))
         num_bytes = each * costs.setup.positions * (self._model.hidden_size // into.x) * costs.setup.item_bytes
-        return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes)
+        has_pieces = rank_rows(target.choice, rows) >= into.y > 1
+        return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes, has_pieces)
 
-    def _message_between(self, source: int, choice: Choice, target: int, other: Choice, num_bytes: int) -> float:
-        """Return a message's seconds from the last stage of a pool to the next one, or inside the pool."""
+    def _message_between(
+        self, source: int, choice: Choice, target: int, other: Choice, num_bytes: int, has_pieces: bool
+    ) -> float:
+        """Return a message's seconds from the last stage of a pool to the next one, or inside the pool.
+
+        With `has_pieces` its y may gather it, see `transfers.gathers`.
+        """
         network = self.costs.network
         sending = self.costs.pools[source].slots(choice.grid.size)
         receiving = self.costs.pools[target].slots(other.grid.size)
-        ranks = sending[0]
-        to = receiving[choice.replicas][0] if source == target else receiving[0][0]
-        return network.seconds(ranks[0], to, num_bytes, network.flows(ranks[0], ranks, to))
+        ranks, into = sending[0], receiving[choice.replicas] if source == target else receiving[0]
+        gather, y = 0.0, other.grid.y
+        if has_pieces and not network.is_near(ranks[0], into[0]):
+            gather = network.group_seconds("all_gather", num_bytes, into[:y], into)
+            num_bytes /= y
+        return gather + network.seconds(ranks[0], into[0], num_bytes, network.flows(ranks[0], ranks, into[0]))
 
     def worst_shortage(self, layout: Layout) -> tuple[float, int]:
         """Return how many bytes the stage lacks that lacks the most, and its number."""

@@ -66,6 +66,9 @@ class Alone:
     def group(self, ranks, name="", overlapped=False):
         return Communicator(ranks)
 
+    def is_near(self, one, other):
+        return True
+
     def all_or_none(self):
         return contextlib.nullcontext()
 

@@ -7,11 +7,12 @@ from hpctrain.comm.rehearsal.network import network_of
 from hpctrain.comm.rehearsal.start import rehearse
 from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
+from hpctrain.data.order import open_datasets
 from hpctrain.errors import LaunchError, TopologyError, TrainingError
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.truth import PretendDevice, Truth
-from tests.pretended import CLUSTER
+from tests.pretended import CLUSTER, cluster_with
 from tests.ranks.small_runs import (
     Alone,
     largest_relative_difference,
@@ -25,6 +26,8 @@ from tests.virtual_ranks import VirtualRanks, VirtualTransports
 FAST = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})
 SLOW = PretendDevice(memory_bytes=25_000_000, memory_bytes_per_second=1e9, flops_per_second={"fp32": 1e9})
 TRUTH = Truth(devices={"fast": FAST, "slow": SLOW})
+SLOW_BANDWIDTH = 1e6
+ENDS, ROWS = (Interval(0, 2), Interval(2, 4)), Interval(0, 8)
 pytestmark = pytest.mark.ranks(4)
 
 
@@ -55,6 +58,45 @@ def test_unlike_families_in_unlike_tiles_give_them_too(world, tokens, model):
     with rehearsed(world) as own:
         found = losses(own, job, steps=5, accelerator=own.accelerator, plan=Plan(tiles, microbatches=2, rows=8))
     assert largest_relative_difference(found, expected) < 1e-5
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        (Tile(ENDS[0], ROWS, (0, 1), TensorGrid(y=2), "fast"), Tile(ENDS[1], ROWS, (2, 3), TensorGrid(y=2), "slow")),
+        (Tile(ENDS[0], ROWS, (1,), family="fast"), Tile(ENDS[1], ROWS, (2, 3), TensorGrid(y=2), "slow")),
+    ],
+)
+def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world, tokens, tiles):
+    """The two y of each tile share their node's NIC. Sent whole, messages are twice as large, or as many."""
+    job = make_job(tokens, "llama", shape={"num_layers": 2, "hidden_size": 64}, dtype="fp32")
+    unused = tuple(sorted(set(range(4)) - {rank for tile in tiles for rank in tile.ranks}))
+    plan = Plan(tiles, 2, ROWS.size, unused=unused)
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    found, seconds, sent = {}, {}, {}
+    truth = TRUTH.model_copy(update={"time_scale": 4.0})
+    for way in ("pieces", "whole"):
+        with rehearsed_world(world, cluster_with(SLOW_BANDWIDTH), truth) as own:
+            if way == "whole":
+                own.is_near = lambda one, other: True
+            trainer = make_trainer(own, job, plan, own.accelerator)
+            trainer.initialise()
+            metrics = [trainer.step(training)[0] for _ in range(3)]
+            found[way] = [each[key] for each in metrics for key in ("loss", "grad_norm")]
+            seconds[way] = own.largest(min(each["step_seconds"] for each in metrics))
+            transfers = trainer.layout.transfers[0][0]
+            own_pieces = transfers.send_activation + transfers.send_gradient
+            elements = sum(piece.rows.size * piece.features.size for piece in own_pieces)
+            sent[way] = sum(own.broadcast_object(own.gather_objects(elements)))
+    if world.rank == 0:
+        print(f"sent {sent}, seconds of a step {seconds}")
+    assert found["pieces"] == found["whole"]
+    num_ys = sum(tile.tensor.y for tile in tiles)
+    assert sent["whole"] / sent["pieces"] == num_ys / 2, "to each tile one copy in place of one for each y"
+    # 2 microbatches x 8 rows x 16 positions x 64 features x 4 bytes at 1 MB/s: 65 ms for each copy.
+    saved = (num_ys - 2) * 2 * ROWS.size * 16 * 64 * 4 / SLOW_BANDWIDTH
+    assert seconds["whole"] - seconds["pieces"] > 0.4 * saved
 
 
 @pytest.mark.timeout(60)

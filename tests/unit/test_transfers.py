@@ -1,6 +1,7 @@
 """Activations between tiles of unlike grids: every element arrives once, and both ends agree."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling
 from hpctrain.role import role_of
 from hpctrain.rows import Rows
-from hpctrain.transfers import held, receives, sends
+from hpctrain.transfers import everywhere, gathered_rows, gathers, held, receives, sends
 
 HIDDEN = 12
 GRIDS = st.builds(TensorGrid, *[st.integers(1, 3)] * 3)
@@ -55,13 +56,71 @@ def test_every_rank_receives_its_part_exactly_once(forward, plan, microbatch):
             assert np.array_equal(count, expected)
 
 
+def of_hosts(size: int):
+    """Ranks are near those of their host, of which each has so many."""
+    return lambda one, other: one // size == other // size
+
+
+HOSTS = st.integers(1, 12).map(of_hosts)
+
+
 @pytest.mark.parametrize("forward", [True, False])
-@given(plan=two_stage_plans(), microbatch=st.integers(0, 5))
-def test_what_is_sent_is_what_is_received(forward, plan, microbatch):
+@given(plan=two_stage_plans(), microbatch=st.integers(0, 5), near=HOSTS)
+def test_what_is_sent_is_what_is_received(forward, plan, microbatch, near):
     places = [(tile, rank) for tile in plan.tiles for rank in tile.ranks]
-    sent = {piece for place in places for piece in sends(plan, *place, HIDDEN, forward, microbatch)}
-    received = {piece for place in places for piece in receives(plan, *place, HIDDEN, forward, microbatch)}
+    sent = {piece for place in places for piece in sends(plan, *place, HIDDEN, forward, microbatch, near)}
+    received = {piece for place in places for piece in receives(plan, *place, HIDDEN, forward, microbatch, near)}
     assert sent == received
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@given(plan=two_stage_plans(), microbatch=st.integers(0, 5), near=HOSTS)
+def test_where_pieces_are_gathered_each_element_comes_once_to_all_y_together(forward, plan, microbatch, near):
+    for tile in plan.tiles:
+        if not gathers(plan, tile, forward, microbatch, near):
+            continue
+        for x, z in itertools.product(range(tile.tensor.x), range(tile.tensor.z)):
+            together = [tile.rank_at(x, y, z) for y in range(tile.tensor.y)]
+            assert all(near(together[0], rank) for rank in together)
+            rows, features = held(tile, together[0], HIDDEN, microbatch)
+            count = np.zeros((plan.rows, HIDDEN), int)
+            for rank in together:
+                own = gathered_rows(tile, rank, microbatch)
+                for piece in receives(plan, tile, rank, HIDDEN, forward, microbatch, near):
+                    assert own.intersect(piece.rows) == piece.rows
+                    count[slice(*piece.rows), slice(*piece.features)] += 1
+            expected = np.zeros_like(count)
+            expected[slice(*rows), slice(*features)] = 1
+            assert np.array_equal(count, expected)
+
+
+@pytest.mark.parametrize(("source_y", "target_y"), [(1, 4), (2, 4), (4, 4), (4, 2), (3, 2)])
+def test_one_copy_goes_over_the_slow_link_and_all_senders_share_it(source_y, target_y):
+    size = max(source_y, target_y)
+    source = Tile(Interval(0, 2), Interval(0, 12), tuple(range(source_y)), TensorGrid(y=source_y))
+    into = tuple(range(size, size + target_y))
+    target = Tile(Interval(2, 4), Interval(0, 12), into, TensorGrid(y=target_y))
+    plan = Plan((source, target), 1, 12, unused=tuple(range(source_y, size)))
+    near = of_hosts(size)
+    assert gathers(plan, target, True, 0, near) and not gathers(plan, target, True, 0, everywhere)
+
+    def bytes_sent(rank: int, near) -> int:
+        return sum(piece.rows.size * piece.features.size for piece in sends(plan, source, rank, HIDDEN, True, 0, near))
+
+    whole = sum(bytes_sent(rank, everywhere) for rank in source.ranks)
+    pieces = [bytes_sent(rank, near) for rank in source.ranks]
+    assert whole == target_y * 12 * HIDDEN and sum(pieces) == 12 * HIDDEN
+    assert max(pieces) == min(pieces)
+
+
+def test_few_rows_and_far_y_are_sent_whole():
+    source = Tile(Interval(0, 2), Interval(0, 2), (0,))
+    target = Tile(Interval(2, 4), Interval(0, 2), (2, 3, 4), TensorGrid(y=3))
+    plan = Plan((source, target), 1, 2, unused=(1,))
+    assert not gathers(plan, target, True, 0, lambda one, other: min(one, other) >= 2), "two rows for three y"
+    plan = Plan((replace(source, rows=Interval(0, 3)), replace(target, rows=Interval(0, 3))), 1, 3, unused=(1,))
+    assert gathers(plan, plan.tiles[1], True, 0, lambda one, other: min(one, other) >= 2)
+    assert not gathers(plan, plan.tiles[1], True, 0, lambda one, other: {one, other} <= {2, 3}), "4 is elsewhere"
 
 
 @settings(max_examples=30, deadline=None)
