@@ -85,13 +85,13 @@ def korthikanti_memory() -> list[tuple[str, float, float]]:
     published = list(read("seqsel_a100.csv"))
     for row, r in zip(korthikanti().rows, published, strict=True):
         if row.run.recompute == "full":
-            stages = [stage.memory for stage in replace(row.run, recompute="none").predict().memory]
+            stages = [stage.memory for stage in replace(row.run, recompute="none").memory()]
             plain, middle = stages[0], stages[len(stages) // 2]
             states = middle.weights + middle.gradients + middle.moments
             found.append((f"{r['model']} states", float(r["paper_param_opt_GiB"]) * 2**30, states))
             found.append((f"{r['model']} none", float(r["paper_act_GiB_tp_only"]) * 2**30, plain.activations))
         else:
-            kept = row.run.predict().memory[0].memory.activations
+            kept = row.run.memory()[0].memory.activations
             found.append((f"{r['model']} selective", float(r["paper_act_GiB_seqsel"]) * 2**30, kept))
     return found
 

@@ -16,7 +16,7 @@ from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS, Efficiency
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.layers import LayeredPredictor, LayerTimes
-from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.predict import Prediction, Predictor, StageMemory
 from hpctrain.planner.stack import STACKS, Stack
 
 COLLECTIVE_LATENCY_SECONDS = 10e-6
@@ -159,13 +159,22 @@ class DescribedRun:
         layers: LayerTimes | None = None,
     ) -> Prediction:
         """Predict a step; `stack` and `efficiency` are for fitting, `layers` are in place of a data sheet."""
+        predictor = self._predictor(stack, efficiency, layers)
+        found = predictor.predict(self.interleave)
+        return replace(found, memory=self._interleaved(found.memory))
+
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Return what ranks need, without simulating a step."""
+        return self._interleaved(self._predictor(None, None, None).memory)
+
+    def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
         arguments = self.setup(stack), self.plan, self.cluster, efficiencies, BUCKET_BYTES if self.beside else None
-        predictor = LayeredPredictor(layers, *arguments) if layers else Predictor(*arguments)
-        found = predictor.predict(self.interleave)
+        return LayeredPredictor(layers, *arguments) if layers else Predictor(*arguments)
+
+    def _interleaved(self, memory: tuple[StageMemory, ...]) -> tuple[StageMemory, ...]:
+        """Return it with what an interleaved schedule keeps more (Korthikanti et al. 2022, section 4.2.3)."""
         if self.interleave == 1:
-            return found
-        # Of an interleaved schedule the first stage keeps a little more (Korthikanti et al. 2022, section 4.2.3).
+            return memory
         more = 1 + (self.pipeline - 1) / (self.pipeline * self.interleave)
-        kept = [replace(s.memory, activations=int(s.memory.activations * more)) for s in found.memory]
-        return replace(found, memory=tuple(replace(s, memory=k) for s, k in zip(found.memory, kept, strict=True)))
+        return tuple(replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in memory)
