@@ -21,8 +21,10 @@ from hpctrain.planner.calibrate import SHIPPED, Measured, Parameters, dump_param
 from hpctrain.planner.catalogue import ACCELERATORS
 from hpctrain.planner.cost import model_flops
 
-MOST_FITTED = 50
+MOST_FITTED = 20
 """Rows of a set that a fit looks at, evenly chosen: 749 say little more, and each set counts the same."""
+LONGEST_FITTED = 3000
+"""Stages x microbatches of such a row: longer ones take seconds to simulate, some hundred times over."""
 UNTOUCHED = {"product_share": 0.7, "memory_share": 0.8, "dispatch_seconds": 10e-6, "link_share": 0.8}
 
 
@@ -73,22 +75,30 @@ def scores(predicted: Sequence[float], rows: Sequence[Measured]) -> str:
     return told + (f"  regret {lost:5.1%} of {choices} choices" if choices else "")
 
 
+def _names(row: Measured) -> set[str]:
+    """Return whose parameters a row depends on."""
+    return {row.run.stack} | (set() if row.layers else {ACCELERATORS[row.run.accelerator].family_name})
+
+
 def fitted_without(left_out: PublishedSet | None, sets: Sequence[PublishedSet]) -> Parameters:
     """Return the parameters that fit all sets but one, from values that no set has touched."""
     rows = []
+    concerned = {name for row in left_out.rows for name in _names(row)} if left_out else None
     for each in sets:
-        if each is not left_out:
-            chosen = each.rows[:: -(-len(each.rows) // MOST_FITTED)]
+        if each is not left_out and (concerned is None or concerned & {n for row in each.rows for n in _names(row)}):
+            short = [r for r in each.rows if r.run.pipeline * r.run.plan.microbatches <= LONGEST_FITTED]
+            chosen = short[:: -(-len(short) // MOST_FITTED)]
             rows += [replace(row, weight=100 / len(chosen)) for row in chosen]
-    names = {"efficiencies": {ACCELERATORS[row.run.accelerator].family_name for row in rows}}
-    names["stacks"] = {row.run.stack for row in rows}
+    used = rows + list(left_out.rows if left_out else ())
+    names = {"efficiencies": {ACCELERATORS[row.run.accelerator].family_name for row in used if not row.layers}}
+    names["stacks"] = {row.run.stack for row in used}
     start: Mapping = {
         (kind, name, constant): value
         for kind, constants in (("efficiencies", 2), ("stacks", 4))
         for name in names[kind]
         for constant, value in itertools.islice(UNTOUCHED.items(), constants - 2, constants)
     }
-    return fit(rows, SHIPPED.changed(start))
+    return fit(rows, SHIPPED.changed(start)) if rows else SHIPPED.changed(start)
 
 
 def report(each: PublishedSet, sets: Sequence[PublishedSet], leave_out: bool, show_rows: bool) -> None:
@@ -146,6 +156,7 @@ def main() -> None:
     parser.add_argument(
         "--fit", action="store_true", help="print what a fit to all sets would change, and nothing else"
     )
+    parser.add_argument("--only", default="", metavar="NAME", help="sets whose name has this in it")
     arguments = parser.parse_args()
     sets = all_sets()
     if arguments.fit:
@@ -155,7 +166,10 @@ def main() -> None:
             print(f"{each.name:40} {scores([fitted.predict(row).step_seconds for row in each.rows], each.rows)}")
         return
     for each in sets:
-        report(each, sets, not arguments.quick, arguments.rows)
+        if arguments.only.lower() in each.name.lower():
+            report(each, sets, not arguments.quick, arguments.rows)
+    if arguments.only:
+        return
     report_layers(arguments.rows)
     off = [(name, found / published - 1) for name, published, found in korthikanti_memory()]
     print(f"Korthikanti, memory by part, {len(off)} figures")
