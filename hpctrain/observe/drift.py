@@ -94,7 +94,7 @@ class Expected:
     def compare(self, measured: Sequence[Measured], num_steps: int) -> dict:
         """Return what was predicted, what was measured on the ranks in their order, and how far apart they are."""
         found = self.prediction
-        ranks = [measured[rank] for tile in self.plan.tiles for rank in tile.ranks]
+        ranks = [measured[rank] for tile in self.plan.first_tiles for rank in tile.ranks]
         step = sum(each.step_seconds for each in ranks) / len(ranks)
         told = {
             "cluster": self.where,

@@ -147,6 +147,7 @@ class LayeredPredictor(Predictor):
         return {name: replace(cost, compute=compute[name], tensor=0.0) for name, cost in passes.items()}
 
     def _update_seconds(self, tile: Tile) -> float:
-        whole = sum(max(u.update_seconds for u in self._measured(tile, item)) for item in range(*tile.items))
+        items = [item for t in self.plan.tiles if t.ranks == tile.ranks for item in range(*t.items)]
+        whole = sum(max(layer.update_seconds for layer in self._measured(tile, item)) for item in items)
         updated, stored = self._updated_and_stored(tile)
         return whole * updated / max(1, stored)
