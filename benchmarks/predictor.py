@@ -1,113 +1,46 @@
-"""Scores the predictor against published measurements (benchmarks/published/), beside a trivial baseline.
+"""Scores the predictor against published measurements (benchmarks/published.py), beside a trivial baseline.
 
     python benchmarks/predictor.py --rows
 
-The baseline is one efficiency for all devices, the best for the same set or for all others, and (P - 1) / M of bubble.
-The predictor's constants (`planner/catalogue.py`, `planner/stack.py`) are those that are shipped; which of them were
-chosen by looking at which set is in docs/benchmarks.md.
+For each set: the mean and the 95th percentile of the error of a step's time, Kendall's tau, what the plan that is
+predicted to be the fastest loses against the one that was (of runs of the same model, batch and devices), and the
+error of memory. The baseline is one efficiency for all devices, the best for the same set or for all others, and
+(P - 1) / M of bubble. "Fitted without it": with parameters fitted to all other sets (`hpctrain.planner.calibrate`),
+starting from values that no set has touched.
 """
 
 import argparse
-import csv
 import itertools
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from hpctrain.plan import TensorGrid, even_plan
-from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
+from published import PublishedSet, all_sets, korthikanti_memory, sailor_single_layers
+
+from hpctrain.planner.calibrate import SHIPPED, Measured, Parameters, dump_parameters, fit
+from hpctrain.planner.catalogue import ACCELERATORS
 from hpctrain.planner.cost import model_flops
-from hpctrain.planner.described import DescribedRun
-from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
-from hpctrain.schedule import one_f_one_b
 
-PUBLISHED = Path(__file__).parent / "published"
-A100 = "A100-80"
-VTRAIN_LINK = 150e9  # bytes/s inside a node, of vTrain's own configuration
-
-
-@dataclass(frozen=True)
-class Row:
-    """A measured step, and what both sides need to predict it."""
-
-    name: str
-    measured: float
-    run: DescribedRun
-
-    def baseline(self) -> float:
-        """Return the trivial prediction, at full efficiency."""
-        run = self.run
-        tokens = run.global_batch * run.positions
-        flops = model_flops(run.setup(), tokens) * (4 / 3 if run.recompute == "full" else 1)
-        microbatches = run.global_batch // run.data // run.microbatch
-        bubble = 1 + (run.pipeline - 1) / microbatches / run.interleave
-        return flops * bubble / run.num_devices / ACCELERATORS[run.accelerator].peak_flops_per_second["fp16"]
+MOST_FITTED = 20
+"""Rows of a set that a fit looks at, evenly chosen: 749 say little more, and each set counts the same."""
+LONGEST_FITTED = 3000
+"""Stages x microbatches of such a row: longer ones take seconds to simulate, some hundred times over."""
+UNTOUCHED = {"product_share": 0.7, "memory_share": 0.8, "dispatch_seconds": 10e-6, "link_share": 0.8}
 
 
-def read(name: str) -> Iterable[dict[str, str]]:
-    with (PUBLISHED / name).open() as file:
-        yield from csv.DictReader(file)
+def at_peak(row: Measured) -> float:
+    """Return the trivial prediction, at full efficiency."""
+    run = row.run
+    flops = model_flops(run.setup(), run.global_batch * run.positions) * (4 / 3 if run.recompute == "full" else 1)
+    microbatches = run.global_batch // run.data // run.microbatch
+    bubble = 1 + (run.pipeline - 1) / microbatches / run.interleave
+    return flops * bubble / run.num_devices / ACCELERATORS[run.accelerator].peak_flops_per_second[run.dtype]
 
 
-def vtrain() -> list[Row]:
-    """Megatron-DeepSpeed on one node (vTrain, Bang et al. 2024). Vocabulary and memory size are not told: assumed."""
-    return [
-        Row(
-            f"h{r['hidden']} l{r['layers']} t{r['tp']} p{r['pp']} d{r['dp']} b{r['micro_batch']}",
-            float(r["iter_time_ms"]) / 1e3,
-            DescribedRun(
-                *(int(r[key]) for key in ("hidden", "layers", "heads", "seq", "tp", "pp", "dp", "micro_batch")),
-                int(r["global_batch"]),
-                A100,
-                recompute="full",
-                link_bytes_per_second=VTRAIN_LINK,
-                stack="megatron-deepspeed",
-            ),
-        )
-        for r in read("vtrain_single_a100.csv")
-    ]
-
-
-def korthikanti() -> list[Row]:
-    """Megatron-LM with full recomputing, and with selective and sequence parallelism (Korthikanti et al. 2022)."""
-    found = []
-    for r in read("seqsel_a100.csv"):
-        full = r["mode"].startswith("full")
-        run = DescribedRun(
-            *(int(r[key]) for key in ("hidden", "layers", "heads", "seq", "tp", "pp", "dp", "micro_batch")),
-            int(r["global_batch"]),
-            A100,
-            recompute="full" if full else "selective",
-            sequence_parallel=not full,
-            interleave=int(r["interleave"]),
-        )
-        found.append(Row(f"{r['model']} {'full' if full else 'selective'}", float(r["measured_iter_time_s"]), run))
-    return found
-
-
-def sc21() -> list[Row]:
-    """Megatron-LM at scale (Narayanan et al. 2021). Microbatches and interleaving are not told: assumed here."""
-    found = []
-    for r in read("megatron_sc21_a100.csv"):
-        pipeline, data = int(r["pp"]), int(r["dp"])
-        measured = float(r["measured_iter_time_s"] or r["derived_iter_time_s"])
-        interleaved = "interleaved +" in r["schedule"] and pipeline > 1
-        per_stage = int(r["layers"]) // pipeline
-        run = DescribedRun(
-            *(int(r[key]) for key in ("hidden", "layers", "heads", "seq", "tp", "pp", "dp")),
-            4 if pipeline == 1 else 1,
-            int(r["global_batch"]) // data * data,
-            A100,
-            recompute="full",
-            interleave=next(v for v in (2, 3, 1) if per_stage % v == 0) if interleaved else 1,
-        )
-        found.append(Row(r["model"], measured, run))
-    return found
-
-
-def errors(predicted: list[float], rows: list) -> list[float]:
-    return [abs(p / row.measured - 1) for p, row in zip(predicted, rows, strict=True)]
+def baseline(rows: Sequence[Measured], of: Sequence[Measured]) -> list[float]:
+    """Return the trivial predictions of `rows`, with the efficiency that fits `of` best."""
+    efficiency = statistics.median(at_peak(row) / row.seconds for row in of)
+    return [at_peak(row) / efficiency for row in rows]
 
 
 def kendall(predicted: list[float], measured: list[float]) -> float:
@@ -117,118 +50,136 @@ def kendall(predicted: list[float], measured: list[float]) -> float:
     return sum(signs) / max(1, len(pairs))
 
 
-def told(predicted: list[float], rows: list) -> str:
+def regret(predicted: Sequence[float], rows: Sequence[Measured]) -> tuple[float, int]:
+    """Return how much longer than the fastest the one predicted to be it took, in the mean over choices, and how many
+    choices there were: runs of the same model and batch on as many devices."""
+    choices: dict[tuple, list[tuple[float, float]]] = {}
+    for seconds, row in zip(predicted, rows, strict=True):
+        run = row.run
+        key = run.model, run.positions, run.accelerator, run.num_devices, run.global_batch, row.name.split("(")[1:]
+        choices.setdefault(str(key), []).append((seconds, row.seconds))
+    lost = [min(each)[1] / min(measured for _, measured in each) - 1 for each in choices.values() if len(each) > 1]
+    return (statistics.mean(lost), len(lost)) if lost else (0.0, 0)
+
+
+def scores(predicted: Sequence[float], rows: Sequence[Measured]) -> str:
     """Return a line of scores."""
-    found = sorted(errors(predicted, rows))
+    relative = [p / row.seconds - 1 for p, row in zip(predicted, rows, strict=True)]
+    found = sorted(map(abs, relative))
     high = found[min(len(found) - 1, int(0.95 * len(found)))]
-    tau = kendall(predicted, [row.measured for row in rows])
-    bias = statistics.mean(p / row.measured - 1 for p, row in zip(predicted, rows, strict=True))
-    return f"mean {statistics.mean(found):6.1%}  95th {high:6.1%}  tau {tau:5.2f}  bias {bias:+6.1%}"
+    tau = kendall(list(predicted), [row.seconds for row in rows])
+    lost, choices = regret(predicted, rows)
+    told = (
+        f"mean {statistics.mean(found):6.1%}  95th {high:6.1%}  tau {tau:5.2f}  bias {statistics.mean(relative):+6.1%}"
+    )
+    return told + (f"  regret {lost:5.1%} of {choices} choices" if choices else "")
 
 
-def baseline(rows: list[Row], of: list[Row]) -> list[float]:
-    """Return the trivial predictions of `rows`, with the efficiency that fits `of` best."""
-    efficiency = statistics.median(row.baseline() / row.measured for row in of)
-    return [row.baseline() / efficiency for row in rows]
+def _names(row: Measured) -> set[str]:
+    """Return whose parameters a row depends on."""
+    return {row.run.stack} | (set() if row.layers else {ACCELERATORS[row.run.accelerator].family_name})
 
 
-# ---- Sailor's runs, from its layer profiles --------------------------------------------------------------------------
+def fitted_without(left_out: PublishedSet | None, sets: Sequence[PublishedSet]) -> Parameters:
+    """Return the parameters that fit all sets but one, from values that no set has touched."""
+    rows = []
+    concerned = {name for row in left_out.rows for name in _names(row)} if left_out else None
+    for each in sets:
+        if each is not left_out and (concerned is None or concerned & {n for row in each.rows for n in _names(row)}):
+            short = [r for r in each.rows if r.run.pipeline * r.run.plan.microbatches <= LONGEST_FITTED]
+            chosen = short[:: -(-len(short) // MOST_FITTED)]
+            rows += [replace(row, weight=100 / len(chosen)) for row in chosen]
+    used = rows + list(left_out.rows if left_out else ())
+    names = {"efficiencies": {ACCELERATORS[row.run.accelerator].family_name for row in used if not row.layers}}
+    names["stacks"] = {row.run.stack for row in used}
+    start: Mapping = {
+        (kind, name, constant): value
+        for kind, constants in (("efficiencies", 2), ("stacks", 4))
+        for name in names[kind]
+        for constant, value in itertools.islice(UNTOUCHED.items(), constants - 2, constants)
+    }
+    return fit(rows, SHIPPED.changed(start)) if rows else SHIPPED.changed(start)
 
 
-@dataclass(frozen=True)
-class ProfiledRun:
-    """A run of Sailor (Strati et al. 2025) on nodes of 4 GH200; `flag` where the set itself calls it suspect."""
-
-    name: str
-    measured: float
-    model: str
-    microbatch: int
-    microbatches: int
-    data: int
-    layers: tuple[int, ...]
-    flag: str
-
-
-# Of each model hidden size and vocabulary (their published configurations); sequences of 2,048 (Sailor's scripts).
-SAILOR_MODELS = {"OPT-350": (1024, 50272), "GPT-Neo-2.7": (2560, 50257)}
-SAILOR_POSITIONS, SAILOR_TENSOR = 2048, 4
-
-
-def sailor() -> list[ProfiledRun]:
-    return [
-        ProfiledRun(
-            r["file"].removeprefix("clariden/").removesuffix(".json"),
-            float(r["real_s"]),
-            r["model"],
-            int(r["mbs"]),
-            int(r["gbs"]) // int(r["mbs"]) // int(r["dp"]),
-            int(r["dp"]),
-            tuple(map(int, r["layers_per_stage"].split("/"))),
-            r["flag"],
-        )
-        for r in read("sailor_gh200_runs.csv")
-    ]
+def report(each: PublishedSet, sets: Sequence[PublishedSet], leave_out: bool, show_rows: bool) -> None:
+    rows = each.rows
+    others = [row for other in sets if other is not each for row in other.rows]
+    predictions = [SHIPPED.predict(row) for row in rows]
+    predicted = [prediction.step_seconds for prediction in predictions]
+    print(f"{each.name}, {len(rows)} rows")
+    print(f"  predictor                {scores(predicted, rows)}")
+    if leave_out:
+        parameters = fitted_without(each, sets)
+        print(f"    fitted without it      {scores([parameters.predict(row).step_seconds for row in rows], rows)}")
+    print(f"  trivial baseline         {scores(baseline(rows, rows), rows)}")
+    print(f"    fitted without it      {scores(baseline(rows, others), rows)}")
+    needed = [max(stage.memory.total for stage in prediction.memory) for prediction in predictions]
+    with_memory = [(n, row.memory_bytes) for n, row in zip(needed, rows, strict=True) if row.memory_bytes]
+    if with_memory:
+        off = sorted(abs(n / measured - 1) for n, measured in with_memory)
+        print(f"  memory                   mean {statistics.mean(off):6.1%}  largest {off[-1]:6.1%}")
+    overflowing = sum(not prediction.fits for prediction in predictions)
+    print(f"  predicted not to fit, though it ran: {overflowing} of {len(rows)}")
+    for name in each.left_out:
+        print(f"  left out: {name}")
+    if show_rows and len(rows) < 50:
+        for p, n, row in zip(predicted, needed, rows, strict=True):
+            memory = (
+                f", memory {row.memory_bytes / 1e9:5.1f} GB ({n / row.memory_bytes - 1:+.1%})"
+                if row.memory_bytes
+                else ""
+            )
+            print(f"    {row.name:40} {row.seconds:9.3f} s, predicted {p:9.3f} ({p / row.seconds - 1:+.1%}){memory}")
 
 
-def predict_profiled(run: ProfiledRun, profiles: dict, link_share: float = 0.8) -> float:
-    """Return the step that the simulator finds for layers that take what the profile says."""
-    hidden, vocabulary = SAILOR_MODELS[run.model]
-    profile = profiles[run.model, run.microbatch]
-    _, first, middle, last = sorted(profile)
-    stages = len(run.layers)
-    plan = even_plan(stages + 2, TensorGrid(), stages, 1, run.microbatches, run.microbatch)
-    bandwidth = NETWORKS["Slingshot-11"][0] * link_share
-    tiles, sharings, at = {}, [], 0
-    for stage, tile in enumerate(plan.tiles):
-        layers = range(at, last + 1 if stage == stages - 1 else at + run.layers[stage])
-        at = layers.stop
-        parts = [profile[0 if i == 0 else last if i == last else first if i < middle else middle] for i in layers]
-        forward, backward, update = (sum(part[i] for part in parts) for i in range(3))
-        tiles[tile] = (TileCost((PassCost(forward),), (PassCost(backward),), update),)
-        weights = (len(layers) * 12 * hidden + vocabulary * (stage in (0, stages - 1))) * hidden / SAILOR_TENSOR
-        reduce = 2 * (run.data - 1) / run.data * weights * 4 / bandwidth
-        sharings.append(Sharing((tile,), reduce, 0.0))
-    message = run.microbatch * SAILOR_POSITIONS * hidden * 4 / bandwidth
-    pairs = {(a, b): (message,) for a in plan.tiles for b in plan.tiles}
-    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    return simulate(plan, schedules, Costs(tiles, pairs, tuple(sharings), blocking_sends=True)).step_seconds
-
-
-def sailor_profiles() -> dict:
-    found: dict = {}
-    for r in read("sailor_gh200_layers.csv"):
-        if int(r["tp"]) == SAILOR_TENSOR:
-            times = tuple(float(r[key]) for key in ("fwd_s", "bwd_s", "update_s"))
-            found.setdefault((r["model"], int(r["mbs"])), {})[int(r["layer"])] = times
-    return found
+def report_layers(show_rows: bool) -> None:
+    """Print how well single layers are predicted from data sheets, for each device."""
+    rows = sailor_single_layers()
+    print(f"Sailor, single layers from data sheets, {len(rows)} rows")
+    for device in dict.fromkeys(row.device for row in rows):
+        for name, many in (("one device", False), ("tensor parallel", True)):
+            of_it = [row for row in rows if row.device == device and (" t1 " not in row.name) == many]
+            off = [row.predicted / row.measured - 1 for row in of_it]
+            if off:
+                mean, bias = statistics.mean(map(abs, off)), statistics.mean(off)
+                print(f"  {device:12} {name:16} {len(off):3} rows  mean {mean:6.1%}  bias {bias:+6.1%}")
+    for row in rows if show_rows else ():
+        off = row.predicted / row.measured - 1
+        print(f"    {row.device:12} {row.name:30} {row.measured * 1e3:9.2f} ms, predicted {off:+.1%}")
 
 
 def main() -> None:
     """Print the scores of each set."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="print each row of the small sets")
+    parser.add_argument("--quick", action="store_true", help="leave no set out")
+    parser.add_argument(
+        "--fit", action="store_true", help="print what a fit to all sets would change, and nothing else"
+    )
+    parser.add_argument("--only", default="", metavar="NAME", help="sets whose name has this in it")
     arguments = parser.parse_args()
-    sets = {"vTrain, one node": vtrain(), "Korthikanti": korthikanti(), "SC21": sc21()}
-    for name, rows in sets.items():
-        others = [row for other, theirs in sets.items() if other != name for row in theirs]
-        predicted = [row.run.predict().step_seconds for row in rows]
-        print(f"{name}, {len(rows)} rows")
-        print(f"  predictor                {told(predicted, rows)}")
-        print(f"  trivial baseline         {told(baseline(rows, rows), rows)}")
-        print(f"    fitted without it      {told(baseline(rows, others), rows)}")
-        if arguments.rows and len(rows) < 50:
-            for p, row in zip(predicted, rows, strict=True):
-                print(f"    {row.name:32} {row.measured:9.3f} s, predicted {p:9.3f} ({p / row.measured - 1:+.1%})")
-    runs, profiles = [run for run in sailor() if not run.flag], sailor_profiles()
-    predicted = [predict_profiled(run, profiles) for run in runs]
-    print(f"Sailor, GH200, from layer profiles, {len(runs)} rows")
-    print(f"  predictor                {told(predicted, runs)}")
-    for run in sailor():
-        if run.flag:
-            print(f"  left out: {run.name}: {run.flag}")
+    sets = all_sets()
+    if arguments.fit:
+        fitted = fitted_without(None, sets)
+        print(dump_parameters(SHIPPED, fitted, f"Fitted to all {len(sets)} sets."))
+        for each in sets:
+            print(f"{each.name:40} {scores([fitted.predict(row).step_seconds for row in each.rows], each.rows)}")
+        return
+    for each in sets:
+        if arguments.only.lower() in each.name.lower():
+            report(each, sets, not arguments.quick, arguments.rows)
+    if arguments.only:
+        return
+    report_layers(arguments.rows)
+    off = [(name, found / published - 1) for name, published, found in korthikanti_memory()]
+    print(f"Korthikanti, memory by part, {len(off)} figures")
+    print(
+        f"  memory                   mean {statistics.mean(abs(o) for _, o in off):6.1%}  largest"
+        f" {max(abs(o) for _, o in off):6.1%}"
+    )
     if arguments.rows:
-        for p, run in zip(predicted, runs, strict=True):
-            print(f"    {run.name:40} {run.measured:9.3f} s, predicted {p:9.3f} ({p / run.measured - 1:+.1%})")
+        for name, by in off:
+            print(f"    {name:40} {by:+.1%}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a job; start it with mpirun or srun",
     "plan": "write a plan for a job, or draw one",
     "predict": "predict how long a step of a plan takes on a cluster, and its memory",
+    "calibrate": "fit the predictor to steps that were measured",
     "generate": "write text with a trained model",
     "inspect": "tell what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "compare": "compare the losses (and weights) of two runs",

@@ -49,6 +49,10 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
         told |= {"last_step": metrics[-1]["step"], "loss": metrics[-1]["loss"]}
         if validated := [m for m in metrics if "validation_loss" in m]:
             told["validation_loss"] = validated[-1]["validation_loss"]
+    from hpctrain.observe import drift
+
+    if compared := drift.read(path):
+        told["prediction"] = drift.text(compared)
     told |= ending
     checkpoint = latest_checkpoint(path)
     return told | (_checkpoint(checkpoint, verify, parameters) if checkpoint else {"checkpoint": None})

@@ -12,10 +12,13 @@ from hpctrain.errors import TopologyError
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
 from hpctrain.plan import Plan, load_plan
+from hpctrain.planner.calibrate import SHIPPED, Parameters, load_parameters
+from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.predict import Prediction, predict
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.layers import LayeredPredictor, load_layers
+from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.stack import HPCTRAIN, STACKS
 
 TRAINED_DTYPES = ("bf16", "fp32")
 
@@ -25,8 +28,12 @@ TRAINED_DTYPES = ("bf16", "fp32")
 @override_option
 @click.option("--cluster", type=click.Path(path_type=Path), required=True, help="A cluster file.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), required=True, help="A plan file.")
+@click.option("--layers", type=click.Path(path_type=Path), help="A table of measured layers, in place of data sheets.")
+@click.option("--layers-of", metavar="MODEL", help="Which model of the table; needed where it has several.")
+@click.option("--parameters", type=click.Path(path_type=Path), help="What `hpctrain calibrate` has written.")
+@click.option("--stack", type=click.Choice(list(STACKS)), default=HPCTRAIN.name, help="Which software trains.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def command(job, overrides, cluster, plan_file, as_json):
+def command(job, overrides, cluster, plan_file, layers, layers_of, parameters, stack, as_json):
     """Predict a training step of JOB by a plan on a cluster: seconds by part, memory by stage.
 
     \b
@@ -38,11 +45,21 @@ def command(job, overrides, cluster, plan_file, as_json):
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     dtype, reason = dtype_of(loaded, machine, used, str(cluster))
-    setup = Setup(loaded.model, loaded.data.sequence_length, dtype, HPCTRAIN)
-    told = describe(predict(setup, plan, machine), dtype)
+    known = load_parameters(parameters) if parameters else SHIPPED
+    setup = Setup(loaded.model, loaded.data.sequence_length, dtype, known.stacks[stack])
+    arguments = setup, plan, machine, efficiencies_of(machine, known)
+    predictor = LayeredPredictor(load_layers(layers, layers_of), *arguments) if layers else Predictor(*arguments)
+    told = describe(predictor.predict(), dtype)
     if reason:
         told["guessed"].append(reason)
     print(json.dumps(told) if as_json else text(told, plan, machine))
+
+
+def efficiencies_of(cluster: Cluster, parameters: Parameters) -> dict[str, Efficiency]:
+    """Return the parameter sets of a cluster's families, of those whose model has one."""
+    found = {name: parameters.efficiency_of(family.model) for name, family in cluster.families.items()}
+    shipped = {name: SHIPPED.efficiency_of(cluster.families[name].model) for name in found}
+    return {name: each for name, each in found.items() if each != shipped[name]}
 
 
 def dtype_of(job: Job, cluster: Cluster, used: Sequence[str], where: str) -> tuple[str, str]:

@@ -26,11 +26,12 @@ LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one ran
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME-DATE-TIME.")
 @click.option("--stop-after", type=click.IntRange(1), metavar="STEP", help="Stop (with a checkpoint) after this step.")
 @rehearse_option
+@click.option("--cluster", metavar="CLUSTER", help="What the ranks run on: steps are compared with their prediction.")
 @click.option("--trace", is_flag=True, help="Same as --set observe.trace=true: write a trace of the first steps.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar. Default: if a terminal is seen.")
 @click.option("--sample", default=200, show_default=True, help="Tokens of sample text at the end; 0: none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON last, and nothing else on stdout.")
-def command(job, overrides, run_path, stop_after, rehearse, trace, progress, sample, as_json):
+def command(job, overrides, run_path, stop_after, rehearse, cluster, trace, progress, sample, as_json):
     """Train JOB, a job file or the name of a ready-made job, on all ranks that were started.
 
     \b
@@ -40,13 +41,14 @@ def command(job, overrides, run_path, stop_after, rehearse, trace, progress, sam
 
     A run folder that has a checkpoint is continued from the latest one: starting the same command again after an
     interruption gives the same numbers as if there had been none. With --rehearse the numbers are the same too, but
-    times and memory are those of the described devices. SIGTERM, SIGINT and SIGUSR1 end the run in order,
-    with a checkpoint and exit code 75.
+    times and memory are those of the described devices. With it, or with --cluster, the end tells how far steps
+    were from their prediction. SIGTERM, SIGINT and SIGUSR1 end the run in order, with a checkpoint and exit code 75.
     """
     with started_world() as world:
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)
-        rehearsed = (rehearse, start_rehearsal(world, rehearse)) if rehearse else None
-        summary, signal_name = _train(world, parsed, run_path, stop_after, progress, sample, as_json, rehearsed)
+        described = start_rehearsal(world, rehearse) if rehearse else _described(world, cluster)
+        where = rehearse or cluster
+        summary, signal_name = _train(world, parsed, described, where, run_path, stop_after, progress, sample, as_json)
         if world.rank == 0 and as_json:
             print(json.dumps(summary), flush=True)
     if signal_name:
@@ -63,9 +65,8 @@ def _show_sample(console, job, checkpoint, num_tokens):
         console.say(f"sample:\n{Generator(checkpoint).text('', num_tokens, seed=job.train.seed)}")
 
 
-def _show_yardstick(console, job, rehearsed, tokens_per_second) -> dict:
+def _show_yardstick(console, job, cluster, name, tokens_per_second) -> dict:
     """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
-    name, cluster = rehearsed
     told = yardstick(job, cluster, tokens_per_second)
     if told is None:
         return {}
@@ -73,7 +74,17 @@ def _show_yardstick(console, job, rehearsed, tokens_per_second) -> dict:
     return {"yardstick": told}
 
 
-def _train(world, job, run_path, stop_after, progress, sample, as_json, rehearsed):
+def _described(world, reference):
+    """Return the cluster that a file or a ready one's name describes; None without one. All ranks must call."""
+    if reference is None:
+        return None
+    from hpctrain.cluster_file import find_cluster, load_cluster
+
+    with world.all_or_none():
+        return load_cluster(find_cluster(reference))
+
+
+def _train(world, job, cluster, where, run_path, stop_after, progress, sample, as_json):
     from hpctrain.checkpoint.format import latest_checkpoint
     from hpctrain.comm.oversight.flight import FOLDER as FLIGHT
     from hpctrain.observe.run import RunFolder, default_run_folder
@@ -94,11 +105,13 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json, rehearse
 
     from hpctrain.comm.accelerator import bind_accelerator  # heavy imports from here on, when nothing is wrong
     from hpctrain.engine.trainer import Trainer
+    from hpctrain.jobs.expect import Expectation
     from hpctrain.observe.console import Console
     from hpctrain.observe.trace import RunTrace
 
     accelerator = bind_accelerator(world)
     trace = RunTrace(world, accelerator, path, job.observe.trace_steps) if job.observe.trace else None
+    expectation = Expectation(world, accelerator, cluster, where) if cluster else None
     trainer = Trainer(world, accelerator, job, prepared.plan)
     if checkpoint:
         trainer.resume(checkpoint)
@@ -111,6 +124,8 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json, rehearse
             folder.describe(job, prepared.plan, prepared.reasons)
             folder.rewind_metrics(trainer.steps_done)
             console.start(job, prepared.plan, prepared.reasons, prepared.source, trainer.steps_done, checkpoint)
+    if expectation:
+        console.say(expectation.predict(job, prepared.plan))
     if trainer.steps_done >= until:
         console.say(f"{path}: nothing to do, {trainer.steps_done} steps are done")
     last: dict = {}
@@ -121,6 +136,8 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json, rehearse
     def report(metrics: dict) -> None:
         last.clear()
         last.update(metrics)
+        if expectation:
+            expectation.step_is_done(metrics["step_seconds"])
         if folder and (metrics["step"] % job.observe.log_every == 0 or "validation_loss" in metrics):
             folder.log(metrics)
         console.step(metrics, until)
@@ -135,9 +152,12 @@ def _train(world, job, run_path, stop_after, progress, sample, as_json, rehearse
     signal_name = trainer.fit(prepared.training, prepared.validation, until, save, report)
     if trace and (told := trace.finish()):
         console.say(told)
+    compared = expectation.finish(path) if expectation else None
+    if compared:
+        console.say(compared)
     summary = console.finish(last, path, saved[0], prepared.source, signal_name, trainer.overrun())
-    if rehearsed and last and world.rank == 0 and not signal_name:
-        summary |= _show_yardstick(console, job, rehearsed, last["tokens_per_second"])
+    if cluster and last and world.rank == 0 and not signal_name:
+        summary |= _show_yardstick(console, job, cluster, where, last["tokens_per_second"])
     if sample and world.rank == 0 and saved[0] and tokenizer and not signal_name:
         _show_sample(console, job, saved[0], sample)
     return summary, signal_name

@@ -3,6 +3,7 @@
 resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
 plan.toml        the plan
 metrics.jsonl    one line a logged step; losses have all their digits
+drift.json       steps beside their prediction, where the cluster is described (hpctrain.observe.drift)
 checkpoints/     see hpctrain.checkpoint
 """
 

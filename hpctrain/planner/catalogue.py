@@ -21,8 +21,16 @@ class Efficiency:
     """That the device needs between two operations."""
     processors: int
     """That compute tiles of a product side by side; 1: a product's shape makes no difference."""
+    fp32_share: float | None = None
+    """The same for fp32, which no tensor core computes; None: as `product_share`."""
+    tf32_share: float | None = None
     known: bool = True
     """Whether it is of this model, not a guess by its kind."""
+
+    def share(self, dtype: str) -> float:
+        """Return the share of peak that large products in a dtype reach."""
+        of_dtype = {"fp32": self.fp32_share, "tf32": self.tf32_share}.get(dtype)
+        return of_dtype or self.product_share
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class Accelerator:
     peak_flops_per_second: dict[str, float]
     link_bytes_per_second: float
     """Between two of a node, one way: NVLink, Infinity Fabric, or PCIe."""
-    efficiency: Efficiency
+    family_name: str
+    """Of its parameter set in `EFFICIENCIES`."""
     source: str
 
     def family(self, name: str) -> Family:
@@ -50,10 +59,19 @@ class Accelerator:
         )
 
 
-_VOLTA, _TURING = Efficiency(0.72, 0.80, 2e-6, 80), Efficiency(0.65, 0.80, 2e-6, 68)
-_AMPERE, _HOPPER = Efficiency(0.80, 0.82, 2e-6, 108), Efficiency(0.68, 0.85, 2e-6, 132)
-_GAMING = Efficiency(0.75, 0.82, 2e-6, 82)
-_CDNA2, _CDNA3 = Efficiency(0.65, 0.75, 3e-6, 110), Efficiency(0.55, 0.75, 3e-6, 304)
+# By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
+# of half precision and of memory from whole steps; families that nobody measured have those of the one before.
+EFFICIENCIES: dict[str, Efficiency] = {
+    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98),
+    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0),
+    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82),
+    "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44),
+    "blackwell": Efficiency(0.68, 0.85, 2e-6, 148, 0.85, 0.44),
+    "gaming": Efficiency(0.75, 0.82, 2e-6, 82, 1.0, 1.0),
+    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110),
+    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304),
+    "ascend": Efficiency(0.60, 0.75, 3e-6, 1),
+}
 _UNKNOWN = Efficiency(0.70, 0.80, 3e-6, 1, known=False)
 _CPU = Efficiency(0.80, 0.80, 1e-6, 1)
 
@@ -63,47 +81,101 @@ def _fp(fp32: float, fp16: float, bf16: float | None = None, tf32: float | None 
     return {dtype: value for dtype, value in given.items() if value}
 
 
+# Cards for games reach each other through their host's memory: what Sailor's profiles of tensor parallelism on
+# Titan-RTX and RTX-2080-Ti (rings of 5.4e9 bytes/s, by 4 and by 8 alike), and of 4 RTX-3090, show.
+_HOST_PCIE3, _HOST_PCIE4 = 9.6e9, 12e9
+
 ACCELERATORS: dict[str, Accelerator] = {
     "A100-40": Accelerator(
-        "cuda", 40e9, 1.555e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, _AMPERE, "NVIDIA A100 data sheet, SXM4"
+        "cuda", 40e9, 1.555e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, "ampere", "NVIDIA A100 data sheet, SXM4"
     ),
     "A100-80": Accelerator(
-        "cuda", 80e9, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, _AMPERE, "NVIDIA A100 data sheet, SXM4"
+        "cuda", 80e9, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, "ampere", "NVIDIA A100 data sheet, SXM4"
     ),
     "A800-80": Accelerator(
-        "cuda", 80e9, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 200e9, _AMPERE, "NVIDIA A800 data sheet, SXM4"
+        "cuda", 80e9, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 200e9, "ampere", "NVIDIA A800 data sheet, SXM4"
     ),
     "H100": Accelerator(
-        "cuda", 80e9, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, _HOPPER, "NVIDIA H100 data sheet, SXM5"
+        "cuda", 80e9, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H100 data sheet, SXM5"
     ),
     "H200": Accelerator(
-        "cuda", 141e9, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, _HOPPER, "NVIDIA H200 data sheet, SXM5"
+        "cuda", 141e9, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H200 data sheet, SXM5"
     ),
     "GH200": Accelerator(
-        "cuda", 96e9, 4.0e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, _HOPPER, "NVIDIA GH200 data sheet, 96 GB"
+        "cuda", 96e9, 4.0e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA GH200 data sheet, 96 GB"
+    ),
+    "B200": Accelerator(
+        "cuda",
+        180e9,
+        7.7e12,
+        _fp(75e12, 2250e12, 2250e12, 1120e12),
+        900e9,
+        "blackwell",
+        "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved",
     ),
     "V100": Accelerator(
-        "cuda", 16e9, 0.9e12, _fp(15.7e12, 125e12), 150e9, _VOLTA, "NVIDIA V100 data sheet, SXM2, 16 GB"
+        "cuda", 16e9, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 16 GB"
     ),
-    "V100S": Accelerator("cuda", 32e9, 1.134e12, _fp(16.4e12, 130e12), 16e9, _VOLTA, "NVIDIA V100S data sheet, PCIe 3"),
-    "T4": Accelerator("cuda", 16e9, 0.32e12, _fp(8.1e12, 65e12), 16e9, _TURING, "NVIDIA T4 data sheet, PCIe 3"),
+    "V100-32": Accelerator(
+        "cuda", 32e9, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 32 GB"
+    ),
+    "V100S": Accelerator(
+        "cuda", 32e9, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta", "NVIDIA V100S data sheet, PCIe 3"
+    ),
+    "T4": Accelerator("cuda", 16e9, 0.32e12, _fp(8.1e12, 65e12), 16e9, "turing", "NVIDIA T4 data sheet, PCIe 3"),
     "RTX-2080": Accelerator(
-        "cuda", 8e9, 0.448e12, _fp(10.1e12, 40.3e12), 16e9, _TURING, "NVIDIA Turing white paper, fp32 accumulation"
+        "cuda",
+        8e9,
+        0.448e12,
+        _fp(10.1e12, 40.3e12),
+        _HOST_PCIE3,
+        "turing",
+        "NVIDIA Turing white paper, fp32 accumulation",
+    ),
+    "RTX-2080-Ti": Accelerator(
+        "cuda",
+        11e9,
+        0.616e12,
+        _fp(13.4e12, 53.8e12),
+        _HOST_PCIE3,
+        "turing",
+        "NVIDIA Turing white paper, fp32 accumulation",
     ),
     "Titan-RTX": Accelerator(
-        "cuda", 24e9, 0.672e12, _fp(16.3e12, 130.5e12), 16e9, _TURING, "NVIDIA Turing white paper, fp32 accumulation"
+        "cuda",
+        24e9,
+        0.672e12,
+        _fp(16.3e12, 130.5e12),
+        _HOST_PCIE3,
+        "turing",
+        "NVIDIA Turing white paper, fp32 accumulation",
     ),
     "RTX-3090": Accelerator(
-        "cuda", 24e9, 0.936e12, _fp(35.6e12, 71e12, 71e12, 35.6e12), 32e9, _GAMING, "NVIDIA GA102 white paper"
+        "cuda", 24e9, 0.936e12, _fp(35.6e12, 71e12, 71e12, 35.6e12), _HOST_PCIE4, "gaming", "NVIDIA GA102 white paper"
     ),
     "RTX-4090": Accelerator(
-        "cuda", 24e9, 1.008e12, _fp(82.6e12, 165.2e12, 165.2e12, 82.6e12), 32e9, _GAMING, "NVIDIA Ada white paper"
+        "cuda",
+        24e9,
+        1.008e12,
+        _fp(82.6e12, 165.2e12, 165.2e12, 82.6e12),
+        _HOST_PCIE4,
+        "gaming",
+        "NVIDIA Ada white paper",
     ),
     "MI250X-GCD": Accelerator(
-        "rocm", 64e9, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, _CDNA2, "AMD MI250X data sheet, half of it"
+        "rocm", 64e9, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2", "AMD MI250X data sheet, half of it"
     ),
     "MI300X": Accelerator(
-        "rocm", 192e9, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, _CDNA3, "AMD MI300X data sheet"
+        "rocm", 192e9, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3", "AMD MI300X data sheet"
+    ),
+    "910B": Accelerator(
+        "npu",
+        64e9,
+        1.6e12,
+        _fp(75e12, 313e12, 313e12),
+        28e9,
+        "ascend",
+        "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s both ways between each two; nothing measured",
     ),
 }
 
@@ -118,17 +190,21 @@ NETWORKS: dict[str, tuple[float, float]] = {
 }
 
 
-def efficiency_of(kind: str, model: str | None) -> Efficiency:
-    """Return the parameters of a model by its name in the catalogue, or as its maker calls it; else a guess by kind."""
+def efficiency_name(model: str | None) -> str | None:
+    """Return whose parameters a model has, by its name in the catalogue or as its maker calls it; None: nobody's."""
     if model in ACCELERATORS:
-        return ACCELERATORS[model].efficiency
-    if kind == "cpu":
-        return _CPU
+        return ACCELERATORS[model].family_name
     called = (model or "").upper().replace(" ", "-")
     for name, accelerator in sorted(ACCELERATORS.items(), key=lambda pair: -len(pair[0])):
         if name.upper() in called:
-            return accelerator.efficiency
-    for part, efficiency in (("A100", _AMPERE), ("A800", _AMPERE), ("H800", _HOPPER), ("MI250X", _CDNA2)):
-        if part in called:
-            return efficiency
-    return _UNKNOWN
+            return accelerator.family_name
+    alike = (("A100", "ampere"), ("A800", "ampere"), ("H800", "hopper"), ("MI250X", "cdna2"), ("GB200", "blackwell"))
+    return next((name for part, name in alike if part in called), None)
+
+
+def efficiency_of(kind: str, model: str | None) -> Efficiency:
+    """Return the parameters of a model, as `efficiency_name` finds them; else a guess by kind."""
+    name = efficiency_name(model)
+    if name is None:
+        return _CPU if kind == "cpu" else _UNKNOWN
+    return EFFICIENCIES[name]

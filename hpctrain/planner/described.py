@@ -4,20 +4,26 @@ For judging the predictor by published measurements: 1D tensor parallelism with 
 pipeline with interleaving, replicas, full, selective or no recomputing, a distributed optimizer or not.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.errors import PlanError, did_you_mean
+from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS, Efficiency
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.layers import LayeredPredictor, LayerTimes
+from hpctrain.planner.predict import Prediction, Predictor, StageMemory
 from hpctrain.planner.stack import STACKS, Stack
 
 COLLECTIVE_LATENCY_SECONDS = 10e-6
 """Of a message of a collective library between devices of a node: NCCL's by its own tests."""
+
+BUCKET_BYTES = 25 << 20
+"""Of gradients that torch's DistributedDataParallel sums at once."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,15 @@ class DescribedRun:
     """1: a distributed optimizer."""
     interleave: int = 1
     stack: str = "megatron-lm"
+    architecture: str = "gpt2"
+    kv_heads: int | None = None
+    tie_head: bool = True
+    stages: tuple[int, ...] = ()
+    """How many items each stage has; left out: blocks cut evenly."""
+    beside: bool = False
+    """Whether gradients, in half precision, are summed beside the last backward pass, in torch's buckets."""
+    kept_inner: float | None = None
+    """In place of the stack's, where the model's activation function is another one."""
 
     def __post_init__(self):
         for name, known in (("accelerator", ACCELERATORS), ("network", NETWORKS), ("stack", STACKS)):
@@ -65,25 +80,31 @@ class DescribedRun:
     @cached_property
     def model(self) -> Model:
         return Model(
-            architecture="gpt2",
+            architecture=self.architecture,
             num_layers=self.layers,
             hidden_size=self.hidden,
             num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
             ffn_size=self.ffn,
             vocab_size=self.vocabulary,
             max_positions=self.positions,
-            tie_head=True,
+            tie_head=self.tie_head,
         )
 
     def setup(self, stack: Stack | None = None) -> Setup:
         """Return what is trained; `stack` in place of the named one, for fitting its constants."""
-        stack = replace(stack or STACKS[self.stack], sequence_parallel=self.sequence_parallel)
+        stack = stack or STACKS[self.stack]
+        kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
+        cut = self.sequence_parallel or stack.sequence_parallel
+        stack = replace(stack, sequence_parallel=cut, kept_inner=kept)
+        if self.beside:
+            stack = replace(stack, gradient_bytes=ITEM_BYTES[self.dtype])
         return Setup(self.model, self.positions, self.dtype, stack)
 
     @cached_property
     def plan(self) -> Plan:
-        """Return the even plan; raises PlanError as `even_plan` does."""
-        return even_plan(
+        """Return the plan: even, but for `stages`; raises PlanError as `even_plan` does."""
+        plan = even_plan(
             self.model.num_items,
             TensorGrid(y=self.tensor),
             self.pipeline,
@@ -94,6 +115,16 @@ class DescribedRun:
             recompute=self.recompute,
             zero=self.zero,
         )
+        if not self.stages:
+            return plan
+        if len(self.stages) != self.pipeline or sum(self.stages) != self.model.num_items:
+            raise PlanError(
+                f"stages = {list(self.stages)} are not {self.pipeline} stages of together {self.model.num_items} items"
+            )
+        stops = list(itertools.accumulate(self.stages))
+        cuts = [Interval(stop - size, stop) for stop, size in zip(stops, self.stages, strict=True)]
+        tiles = (replace(tile, items=cuts[i // self.data]) for i, tile in enumerate(plan.tiles))
+        return replace(plan, tiles=tuple(tiles))
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -121,7 +152,29 @@ class DescribedRun:
             nodes=(nodes,),
         )
 
-    def predict(self, stack: Stack | None = None, efficiency: Efficiency | None = None) -> Prediction:
-        """Predict a step; `stack` and `efficiency` are for fitting."""
+    def predict(
+        self,
+        stack: Stack | None = None,
+        efficiency: Efficiency | None = None,
+        layers: LayerTimes | None = None,
+    ) -> Prediction:
+        """Predict a step; `stack` and `efficiency` are for fitting, `layers` are in place of a data sheet."""
+        predictor = self._predictor(stack, efficiency, layers)
+        found = predictor.predict(self.interleave)
+        return replace(found, memory=self._interleaved(found.memory))
+
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Return what ranks need, without simulating a step."""
+        return self._interleaved(self._predictor(None, None, None).memory)
+
+    def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
-        return Predictor(self.setup(stack), self.plan, self.cluster, efficiencies).predict(self.interleave)
+        arguments = self.setup(stack), self.plan, self.cluster, efficiencies, BUCKET_BYTES if self.beside else None
+        return LayeredPredictor(layers, *arguments) if layers else Predictor(*arguments)
+
+    def _interleaved(self, memory: tuple[StageMemory, ...]) -> tuple[StageMemory, ...]:
+        """Return it with what an interleaved schedule keeps more (Korthikanti et al. 2022, section 4.2.3)."""
+        if self.interleave == 1:
+            return memory
+        more = 1 + (self.pipeline - 1) / (self.pipeline * self.interleave)
+        return tuple(replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in memory)

@@ -37,9 +37,7 @@ class DeviceModel:
 
     @cached_property
     def efficiency(self) -> Efficiency:
-        if self.fitted:
-            return self.fitted
-        known = efficiency_of(self.family.kind, self.family.model)
+        known = self.fitted or efficiency_of(self.family.kind, self.family.model)
         speeds = [*self.family.peak_flops_per_second.values(), *self.family.sustained_flops_per_second.values()]
         return known if max(speeds) >= SLOWEST_WITH_TILES else replace(known, processors=1)
 
@@ -49,7 +47,7 @@ class DeviceModel:
         if dtype in family.sustained_flops_per_second:
             return family.sustained_flops_per_second[dtype]
         if dtype in family.peak_flops_per_second:
-            return family.peak_flops_per_second[dtype] * self.efficiency.product_share
+            return family.peak_flops_per_second[dtype] * self.efficiency.share(dtype)
         known = sorted({*family.sustained_flops_per_second, *family.peak_flops_per_second})
         raise PlanError(
             f"families.{self.name} has no speed in {dtype}{did_you_mean(dtype, known)};"

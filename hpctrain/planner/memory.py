@@ -32,7 +32,7 @@ class Memory:
     gathered: int
     """Whole weights and gradients of the items in the making, where they are stored in shards."""
     buffers: int
-    """What an item computes with and does not keep, and what waits to be sent."""
+    """What an item computes with and does not keep, what waits to be sent, and what libraries have taken."""
 
     @property
     def total(self) -> int:
@@ -50,12 +50,13 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int) -
         place = holding.ranks.index(rank)
         updated = holding.cuts(stored)[place].size if holding.zero else stored
         weights += (updated if holding.zero == 3 else stored) * setup.item_bytes
-        gradients += (updated if holding.zero >= 2 else stored) * GRADIENT_BYTES
+        gradients += (updated if holding.zero >= 2 else stored) * (GRADIENT_BYTES + setup.stack.gradient_copy_bytes)
         if holding.zero == 1 and len(holding.ranks) > 1:
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
-    return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, held), largest)
+    buffers = largest + int(setup.stack.reserved_bytes)
+    return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, held), buffers)
 
 
 def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
@@ -171,5 +172,6 @@ def item_kept(setup: Setup, tile: Tile, item: int, recompute: str) -> float:
         rotated = query + key if model.architecture == "llama" else 0
         return b * (4 * hidden + 2 * query + 2 * key + rotated + gated * inner)
     masks = 2 * hidden
-    scores = model.num_heads / grid.y * setup.positions**2 * (2 * b + 1) if recompute == "none" else 0.0
-    return (4 * hidden * b + masks) / cut + b * (2 * query + 2 * key + 2 * inner) + scores
+    of_scores = 2 * b + 1 if stack.dropped_scores else b
+    scores = model.num_heads / grid.y * setup.positions**2 * of_scores if recompute == "none" else 0.0
+    return (4 * hidden * b + masks) / cut + b * (2 * query + 2 * key + stack.kept_inner * inner) + scores

@@ -16,7 +16,7 @@ from hpctrain.planner.cost import Setup, Work, item_cost, model_flops, update_se
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.network import ClusterNetwork
-from hpctrain.planner.simulate import PARTS, PASSES, Costs, PassCost, Sharing, Simulated, TileCost, simulate
+from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate
 from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
 from hpctrain.transfers import gathers, receives
 
@@ -56,6 +56,8 @@ class Prediction:
     tokens_per_second: float
     mfu: float
     guessed: tuple[str, ...]
+    exposed_seconds: dict[str, float]
+    """The same as a clock beside a rank would find it: waits are part of what is waited for, and nothing is hidden."""
 
     @property
     def fits(self) -> bool:
@@ -135,14 +137,16 @@ class Predictor:
             )
         return found
 
-    def predict(self, interleave: int) -> Prediction:
+    def predict(self, interleave: int = 1) -> Prediction:
         simulated = simulate(self.plan, self._schedules(), self.costs)
-        breakdown = self._mean_parts(simulated)
+        breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
         step = simulated.step_seconds + self.setup.stack.step_seconds
         breakdown["optimizer"] += self.setup.stack.step_seconds
+        exposed["optimizer"] += self.setup.stack.step_seconds
         if interleave > 1:
             saved = breakdown["bubble"] * (1 - 1 / interleave)
             breakdown["bubble"] -= saved
+            exposed["pipeline"] -= saved
             step -= saved
         tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
         ranks = [rank for tile in self.plan.first_tiles for rank in tile.ranks]
@@ -156,6 +160,7 @@ class Predictor:
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
             self.guessed,
+            exposed,
         )
 
     def _schedules(self) -> dict[Tile, tuple[Instruction, ...]]:
@@ -177,10 +182,10 @@ class Predictor:
     def _weight_delay(self, tile: Tile) -> int | None:
         return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None
 
-    def _mean_parts(self, simulated: Simulated) -> dict[str, float]:
+    def _mean_parts(self, by_tile: Mapping[Tile, dict[str, float]]) -> dict[str, float]:
         tiles = self.plan.first_tiles
         num_ranks = sum(len(tile.ranks) for tile in tiles)
-        return {part: sum(simulated.parts[t][part] * len(t.ranks) for t in tiles) / num_ranks for part in PARTS}
+        return {part: sum(by_tile[t][part] * len(t.ranks) for t in tiles) / num_ranks for part in by_tile[tiles[0]]}
 
     @property
     def _used_families(self) -> list[str]:
@@ -278,12 +283,17 @@ class Predictor:
     def _stored(self, holding, z: int) -> int:
         return sum(layout.size for layout in holding.layouts) // z + sum(slab.size for slab in holding.slabs)
 
-    def _update_seconds(self, tile: Tile) -> float:
-        held = self._held(tile)
-        updated = 0
-        for holding in held.holdings:
+    def _updated_and_stored(self, tile: Tile) -> tuple[int, int]:
+        """Return how many weights a rank updates, and how many it stores (in ZeRO 3 together with its holders)."""
+        updated = whole = 0
+        for holding in self._held(tile).holdings:
             stored = self._stored(holding, tile.tensor.z)
             updated += holding.cuts(stored)[0].size if holding.zero else stored
+            whole += stored
+        return updated, whole
+
+    def _update_seconds(self, tile: Tile) -> float:
+        updated, _ = self._updated_and_stored(tile)
         return max(update_seconds(self.setup, self._devices[f], updated) for f in self._families[tile])
 
     def _sharings(self) -> tuple[Sharing, ...]:

@@ -18,6 +18,8 @@ from hpctrain.plan import Plan, Tile
 from hpctrain.schedule import COMPUTING, Instruction, Op, channel_depth
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
+EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
+"""Where a rank stands, as a clock beside it would find: waits belong to what is waited for."""
 PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
 """The field of `TileCost` for each."""
 SENDS = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
@@ -96,15 +98,18 @@ class Costs:
 class _Clock:
     now: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED, 0.0))
 
     def spend(self, part: str, seconds: float) -> None:
         self.now += seconds
         self.parts[part] += seconds
+        self.exposed[part] += seconds
 
-    def wait_until(self, moment: float) -> float:
-        """Return how long nothing is done until a moment."""
+    def wait_until(self, moment: float, exposed: str = "pipeline") -> float:
+        """Return how long nothing is done until a moment; to whoever looks it is part `exposed` that takes it."""
         waited = max(0.0, moment - self.now)
         self.now += waited
+        self.exposed[exposed] += waited
         return waited
 
 
@@ -130,6 +135,8 @@ class Simulated:
     """By the first tile of the ranks, as the schedules are."""
     busy_until: dict[Tile, float]
     """When these had done their last backward pass."""
+    exposed: dict[Tile, dict[str, float]]
+    """Where each tile stood (`EXPOSED`); adds up to the step too."""
 
 
 def simulate(plan: Plan, schedules: Mapping[Tile, tuple[Instruction, ...]], costs: Costs) -> Simulated:
@@ -189,7 +196,8 @@ class _Simulation:
             self._done[tile] = self._done[other]
             if other is not tile and tile in self._clocks:
                 self._at[tile] = self._at[other]
-                self._clocks[tile] = _Clock(self._clocks[other].now, dict(self._clocks[other].parts))
+                like_it = self._clocks[other]
+                self._clocks[tile] = _Clock(like_it.now, dict(like_it.parts), dict(like_it.exposed))
         stuck = [t for t, at in self._at.items() if at < len(self._schedules[t]) and not self._is_at_end(t)]
         if stuck:
             tile = stuck[0]
@@ -202,7 +210,8 @@ class _Simulation:
         end = max(clock.now for clock in self._clocks.values())
         for clock in self._clocks.values():
             clock.parts["bubble"] += clock.wait_until(end)
-        return Simulated(end, {tile: clock.parts for tile, clock in self._clocks.items()}, busy)
+        parts, exposed = ({t: getattr(c, name) for t, c in self._clocks.items()} for name in ("parts", "exposed"))
+        return Simulated(end, parts, busy, exposed)
 
     def _is_at_end(self, tile: Tile) -> bool:
         return self._schedules[tile][self._at[tile]].op in (Op.REDUCE_GRADIENTS, Op.UPDATE)
@@ -345,6 +354,7 @@ class _Simulation:
         """Account for what took so long beside computation, of which the end was waited for."""
         seen = min(waited, seconds)
         clock.now += waited
+        clock.exposed["data"] += waited
         clock.parts["data"] += seconds
         clock.parts["hidden"] -= seconds - seen
         clock.parts["bubble"] += waited - seen
@@ -355,5 +365,5 @@ class _Simulation:
         clocks = [self._clocks[self._first[tile]] for tile in tiles]
         start = max(clock.now for clock in clocks)
         for clock in clocks:
-            clock.parts["bubble"] += clock.wait_until(start)
+            clock.parts["bubble"] += clock.wait_until(start, "data")
             clock.spend("data", seconds)

@@ -29,7 +29,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Stack:
-    """A training software. The last three are fitted constants, `product_share` aside those of devices."""
+    """A training software: facts, and in the end what is fitted (`FITTED`)."""
 
     name: str
     passes: dict[int, Passes]
@@ -48,6 +48,13 @@ class Stack:
     """Whether `full` recomputing is also of embedding and head."""
     kept_inputs: float = 1.0
     """Of a hidden state, per block, that full recomputing keeps."""
+    kept_inner: float = 2.0
+    """Of the inner features of a block without a gate, how many copies are kept: what the activation function and what
+    the product after it need. ReLU's own result is both."""
+    dropped_scores: bool = True
+    """Whether attention drops scores, and so keeps them twice, and a mask."""
+    gradient_copy_bytes: int = 0
+    """Per weight, of a second copy of its gradient."""
     blocking_sends: bool = False
     """Whether messages between stages go through the stream that computes."""
     splits_backward: bool = False
@@ -56,6 +63,8 @@ class Stack:
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
     link_share: float = 0.8
     """Of a link's bandwidth that its collectives reach."""
+    reserved_bytes: float = 0.0
+    """Of a device's memory that its libraries take before there is a model."""
     step_seconds: float = 0.0
     """Of a step that no part of the model accounts for: reading data, agreeing on the norm."""
 
@@ -90,7 +99,35 @@ MEGATRON = Stack(
     block_operations=(30, 50),
     flash=False,
     gradient_bytes=4,
+    dispatch_seconds=10e-6,
+    link_share=0.6,
 )
 # The same kernels, started by a heavier engine.
-DEEPSPEED = replace(MEGATRON, name="megatron-deepspeed", dispatch_seconds=21e-6, blocking_sends=True)
-STACKS = {stack.name: stack for stack in (HPCTRAIN, MEGATRON, DEEPSPEED)}
+DEEPSPEED = replace(MEGATRON, name="megatron-deepspeed", dispatch_seconds=24e-6, link_share=0.5, blocking_sends=True)
+# As it is today: attention in one kernel, norms cut over y.
+MEGATRON_CORE = replace(
+    MEGATRON,
+    name="megatron-core",
+    passes={width: replace(passes, scores=(0, 0)) for width, passes in _FUSED.items()},
+    flash=True,
+    sequence_parallel=True,
+)
+# Sailor's runs and profiles (Strati et al. 2025): layers of torch one operation after the other, fp32 throughout. How
+# often scores and logits are passed over is read off the profiles of A100-80, where one layer takes 13 and 66 bytes.
+EAGER = Stack(
+    "eager",
+    {4: Passes((20, 40), (24, 24), (32, 36), (32, 52), (13, 66), (26, 8), 8)},
+    update_bytes=60,
+    block_operations=(40, 60),
+    flash=False,
+    kept_inner=3.0,
+    dropped_scores=False,
+    gradient_copy_bytes=4,
+    blocking_sends=True,
+    link_share=0.56,
+    reserved_bytes=4.6e9,
+)
+STACKS = {stack.name: stack for stack in (HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER)}
+
+FITTED = ("dispatch_seconds", "link_share", "reserved_bytes")
+"""The constants of a stack."""

@@ -27,6 +27,14 @@ def test_a_rehearsal_trains_as_any_run_and_says_what_its_times_are(hpctrain, fol
     done = hpctrain("train", "job.toml", *plan, "--run", "runs/pretended", "--rehearse", cluster, ranks=4, cwd=folder)
     assert done.code == 0, done.err
     assert "rehearsed: times are the pretended devices'; overrun" in done.out
+    compared = json.loads((folder / "runs/pretended/drift.json").read_text())
+    assert compared["steps"] == 2
+    stood = sum(part["measured_seconds"] for part in compared["parts"].values())
+    assert stood == pytest.approx(compared["measured_seconds"], rel=0.02)
+    assert compared["memory"][0]["measured_bytes"] == pytest.approx(compared["memory"][0]["predicted_bytes"], rel=0.1)
+    assert "seconds of a step (mean of 2, and over ranks)" in done.out
+    assert "seconds of a step (mean of 2, and over ranks)" in hpctrain("inspect", "runs/pretended", cwd=folder).out
+    assert not (folder / "runs/real/drift.json").exists()
     told = hpctrain("compare", "runs/real", "runs/pretended", "--json", cwd=folder)
     assert json.loads(told.out.splitlines()[-1])["same"]
 

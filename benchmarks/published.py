@@ -1,0 +1,230 @@
+"""Published measurements (benchmarks/published/, each row with its source), in the predictor's words.
+
+What a paper does not tell is assumed here, and said so.
+"""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from hpctrain.planner.calibrate import Measured
+from hpctrain.planner.catalogue import ACCELERATORS
+from hpctrain.planner.described import DescribedRun
+from hpctrain.planner.layers import LayerTimes, load_layers
+from hpctrain.planner.predict import Predictor
+
+FOLDER = Path(__file__).parent / "published"
+A100 = "A100-80"
+SHAPE = ("hidden", "layers", "heads", "seq", "tp", "pp", "dp")
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """Rows that one group of people measured."""
+
+    name: str
+    rows: tuple[Measured, ...]
+    left_out: tuple[str, ...] = ()
+    """Rows that the set itself calls suspect, with the reason."""
+
+
+def read(name: str) -> Iterable[dict[str, str]]:
+    with (FOLDER / name).open(newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def _shape(row: dict[str, str]) -> tuple[int, ...]:
+    return tuple(int(row[key]) for key in SHAPE)
+
+
+def vtrain() -> PublishedSet:
+    """Megatron-DeepSpeed on one node (vTrain, Bang et al. 2024). Vocabulary and memory size are not told: assumed."""
+    rows = [
+        Measured(
+            f"h{r['hidden']} l{r['layers']} t{r['tp']} p{r['pp']} d{r['dp']} b{r['micro_batch']}",
+            DescribedRun(
+                *_shape(r),
+                int(r["micro_batch"]),
+                int(r["global_batch"]),
+                A100,
+                recompute="full",
+                stack="megatron-deepspeed",
+            ),
+            float(r["iter_time_ms"]) / 1e3,
+        )
+        for r in read("vtrain_single_a100.csv")
+    ]
+    return PublishedSet("vTrain, one node", tuple(rows))
+
+
+def korthikanti() -> PublishedSet:
+    """Megatron-LM with full recomputing, and with selective and sequence parallelism (Korthikanti et al. 2022)."""
+    found = []
+    for r in read("seqsel_a100.csv"):
+        full = r["mode"].startswith("full")
+        run = DescribedRun(
+            *_shape(r),
+            int(r["micro_batch"]),
+            int(r["global_batch"]),
+            A100,
+            recompute="full" if full else "selective",
+            sequence_parallel=not full,
+            interleave=int(r["interleave"]),
+        )
+        found.append(Measured(f"{r['model']} {'full' if full else 'selective'}", run, float(r["measured_iter_time_s"])))
+    return PublishedSet("Korthikanti", tuple(found))
+
+
+def korthikanti_memory() -> list[tuple[str, float, float]]:
+    """Return of each model what weights and optimizer need (of a stage of blocks alone, where there is one), what
+    activations do with nothing recomputed, and with selective recomputing and sequence parallelism: (name, bytes as
+    published, bytes as predicted)."""
+    found = []
+    published = list(read("seqsel_a100.csv"))
+    for row, r in zip(korthikanti().rows, published, strict=True):
+        if row.run.recompute == "full":
+            stages = [stage.memory for stage in replace(row.run, recompute="none").memory()]
+            plain, middle = stages[0], stages[len(stages) // 2]
+            states = middle.weights + middle.gradients + middle.moments
+            found.append((f"{r['model']} states", float(r["paper_param_opt_GiB"]) * 2**30, states))
+            found.append((f"{r['model']} none", float(r["paper_act_GiB_tp_only"]) * 2**30, plain.activations))
+        else:
+            kept = row.run.memory()[0].memory.activations
+            found.append((f"{r['model']} selective", float(r["paper_act_GiB_seqsel"]) * 2**30, kept))
+    return found
+
+
+def sc21() -> PublishedSet:
+    """Megatron-LM at scale (Narayanan et al. 2021). Microbatches and interleaving are not told: assumed here."""
+    found = []
+    for r in read("megatron_sc21_a100.csv"):
+        pipeline, data = int(r["pp"]), int(r["dp"])
+        measured = float(r["measured_iter_time_s"] or r["derived_iter_time_s"])
+        interleaved = "interleaved +" in r["schedule"] and pipeline > 1
+        per_stage = int(r["layers"]) // pipeline
+        run = DescribedRun(
+            *_shape(r),
+            4 if pipeline == 1 else 1,
+            int(r["global_batch"]) // data * data,
+            A100,
+            recompute="full",
+            interleave=next(v for v in (2, 3, 1) if per_stage % v == 0) if interleaved else 1,
+        )
+        found.append(Measured(r["model"], run, measured))
+    return PublishedSet("SC21", tuple(found))
+
+
+def megatron_2020() -> PublishedSet:
+    """Megatron-LM on DGX-2 and DGX A100 (its README of 2020). Not told, and assumed here: recomputing, one microbatch,
+    and torch's data parallelism, which that README calls the faster one."""
+    found = []
+    for r in read("megatron_2020_v100_a100.csv"):
+        accelerator = "V100-32" if r["accel"].startswith("V100") else "A100-40"
+        data, batch = int(r["dp"]), int(r["global_batch"])
+        shape = (int(r[key]) for key in ("hidden", "layers", "heads"))
+        degrees = (int(r[key]) for key in ("tp", "pp", "dp"))
+        run = DescribedRun(*shape, 1024, *degrees, batch // data, batch, accelerator, recompute="full", beside=True)
+        name = f"{r['model']} on {r['gpus']} {accelerator}"
+        found.append(Measured(name, run, float(r["iter_time_ms"]) / 1e3))
+    return PublishedSet("Megatron 2020", tuple(found))
+
+
+# ---- Sailor (Strati et al. 2025) -------------------------------------------------------------------------------------
+
+SAILOR_POSITIONS, SAILOR_TENSOR = 2048, 4  # sequences of its scripts; its nodes have 4 devices
+# Of each model hidden size, layers, heads, vocabulary (their published configurations), and how many copies of inner
+# features are kept: ReLU's result is the next product's operand, GPT-Neo writes its GELU out in four operations.
+SAILOR_MODELS = {"OPT-350": (1024, 24, 16, 50272, 1.0), "GPT-Neo-2.7": (2560, 32, 20, 50257, 3.0)}
+
+
+@cache
+def sailor_layers(model: str) -> LayerTimes:
+    return load_layers(FOLDER / "sailor_layers.csv", model)
+
+
+def sailor() -> PublishedSet:
+    """Training on nodes of 4 GH200, predicted from layer profiles; what the set itself calls suspect is left out."""
+    found, left_out = [], []
+    for r in read("sailor_gh200_runs.csv"):
+        name = r["file"].removeprefix("clariden/").removesuffix(".json")
+        if r["flag"]:
+            left_out.append(f"{name}: {r['flag']}")
+            continue
+        hidden, layers, heads, vocabulary, kept_inner = SAILOR_MODELS[r["model"]]
+        run = DescribedRun(
+            hidden,
+            layers,
+            heads,
+            SAILOR_POSITIONS,
+            SAILOR_TENSOR,
+            int(r["pp"]),
+            int(r["dp"]),
+            int(r["mbs"]),
+            int(r["gbs"]),
+            "GH200",
+            vocabulary=vocabulary,
+            devices_per_node=SAILOR_TENSOR,
+            network="Slingshot-11",
+            dtype="tf32",
+            stack="eager",
+            stages=tuple(map(int, r["layers_per_stage"].split("/"))),
+            kept_inner=kept_inner,
+        )
+        layers_of = sailor_layers(r["model"])
+        found.append(Measured(name, run, float(r["real_s"]), float(r["max_mem_bytes"]), layers=layers_of))
+    return PublishedSet("Sailor, GH200, from layer profiles", tuple(found), tuple(left_out))
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """Forward and backward pass of one layer, as measured and as predicted from the device's data sheet."""
+
+    device: str
+    name: str
+    measured: float
+    predicted: float
+
+
+# What the profiles call RTX-2080 has room for 4 sequences and updates weights at 0.9 of a Titan RTX' bandwidth: it is
+# the card of 11 GB. Ampere and Hopper computed fp32 by their tensor cores (tf32): nothing else is as fast.
+SAILOR_DEVICES = {"RTX-2080": "RTX-2080-Ti"}
+
+
+def sailor_single_layers() -> list[LayerRow]:
+    """The profiles themselves: a block, and of OPT also the head, whose loss is no part of it."""
+    found = []
+    for r in read("sailor_layers.csv"):
+        if r["model"] not in SAILOR_MODELS:
+            continue
+        hidden, layers, heads, vocabulary, kept_inner = SAILOR_MODELS[r["model"]]
+        layer, rows, tensor = int(r["layer"]), int(r["mbs"]), int(r["tp"])
+        if layer != 1 and (layer != layers + 1 or r["model"] != "OPT-350"):
+            continue
+        device = SAILOR_DEVICES.get(r["gpu"], r["gpu"])
+        run = DescribedRun(
+            hidden,
+            layers,
+            heads,
+            SAILOR_POSITIONS,
+            tensor,
+            1,
+            1,
+            rows,
+            rows,
+            device,
+            vocabulary=vocabulary,
+            dtype="tf32" if "tf32" in ACCELERATORS[device].peak_flops_per_second else "fp32",
+            stack="eager",
+            kept_inner=kept_inner,
+        )
+        passes = Predictor(run.setup(), run.plan, run.cluster).item_passes(run.plan.tiles[0], layer, rows)
+        what = f"{r['model']} {'block' if layer == 1 else 'head'} t{tensor} b{rows}"
+        predicted = passes["forward"].seconds + passes["backward"].seconds
+        found.append(LayerRow(device, what, float(r["fwd_s"]) + float(r["bwd_s"]), predicted))
+    return found
+
+
+def all_sets() -> list[PublishedSet]:
+    return [vtrain(), korthikanti(), sc21(), megatron_2020(), sailor()]

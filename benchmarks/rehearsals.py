@@ -1,0 +1,121 @@
+"""Scores the predictor against rehearsals of clusters that nothing was fitted to.
+
+    python benchmarks/rehearsals.py [--steps 3] [--only KIND]
+
+Each kind of cluster has four pretended devices. The predictor is told what a probe would have found: the speed of
+products by shape, memory, links; never what pretended devices really do with a shape that was not measured. For each
+layout `hpctrain train --rehearse` compares its own steps and peaks of memory with the prediction (`drift.json`).
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.cluster import Cluster, Fabric, Family, Nic, Nodes, Product
+from hpctrain.cluster_file import dump_cluster
+from hpctrain.truth import PretendDevice, Truth
+
+SHAPES = [(m, k, n) for m in (64, 256, 1024) for k in (128, 256, 1024) for n in (128, 256, 1024)]
+LAYOUTS = (
+    ("pipeline 2 x data 2", ("plan.pipeline=2", "plan.data=2")),
+    ("y 2 x data 2", ("plan.tensor.y=2", "plan.data=2")),
+    ("z 2 x pipeline 2", ("plan.tensor.z=2", "plan.pipeline=2")),
+    ("pipeline 4, recomputing", ("plan.pipeline=4", "plan.recompute=full")),
+)
+PLAIN = PretendDevice(memory_bytes=300_000_000, memory_bytes_per_second=4e9, flops_per_second={"fp32": 4e9})
+SLOW = PLAIN.model_copy(update={"memory_bytes_per_second": 2e9, "flops_per_second": {"fp32": 2e9}})
+KINDS: Mapping[str, tuple[dict[str, PretendDevice], tuple[dict[str, int], ...], float]] = {
+    # families, devices of each node, bytes/s of a NIC
+    "alike": ({"a": PLAIN}, ({"a": 4},), 1e9),
+    "two speeds": ({"a": PLAIN, "b": SLOW}, ({"a": 2}, {"b": 2}), 2e8),
+    "tiles": ({"a": PLAIN.model_copy(update={"tile": (64, 64), "half_speed_rows": 24.0})}, ({"a": 2}, {"a": 2}), 2e8),
+    "slow network": ({"a": PLAIN, "b": SLOW}, ({"a": 2}, {"b": 1}, {"b": 1}), 5e7),
+    "narrow memory": ({"a": PLAIN.model_copy(update={"memory_bytes_per_second": 1e9})}, ({"a": 2}, {"a": 2}), 5e8),
+}
+
+
+def cluster_text(kind: str) -> str:
+    """Return a cluster file, as a probe without noise would write it, and its truth."""
+    devices, nodes, nic_bytes_per_second = KINDS[kind]
+    families = {}
+    for name, device in devices.items():
+        products = tuple(
+            Product(
+                dtype="fp32",
+                shape=(m, k, n),
+                flops_per_second=2.0 * m * k * n / device.product_seconds("fp32", m, k, n),
+            )
+            for m, k, n in SHAPES
+        )
+        families[name] = Family(
+            origin="measured",
+            kind="cuda",
+            memory_bytes=device.memory_bytes,
+            memory_bytes_per_second=device.memory_bytes_per_second,
+            sustained_flops_per_second={"fp32": max(product.flops_per_second for product in products)},
+            products=products,
+        )
+    nic = Nic(
+        origin="measured",
+        fabric="ib",
+        send_bytes_per_second=nic_bytes_per_second,
+        receive_bytes_per_second=nic_bytes_per_second,
+    )
+    tables = tuple(
+        Nodes(origin="measured", devices=each, link_latency_seconds=20e-6, link_bytes_per_second=1e9, nics=(nic,))
+        for each in nodes
+    )
+    fabrics = {"ib": Fabric(origin="measured", latency_seconds=50e-6)}
+    cluster = Cluster(families=families, fabrics=fabrics, nodes=tables)
+    return dump_cluster(cluster, truth=Truth(devices=devices))
+
+
+def rehearse(kind: str, layout: tuple[str, ...], steps: int, folder: Path) -> dict:
+    """Return what a run says of its prediction, and its overrun."""
+    cluster, run = folder / "cluster.toml", folder / "run"
+    cluster.write_text(cluster_text(kind))
+    settings = (*layout, "train.dtype=fp32", f"train.steps={steps + 1}", "checkpoint.every=0")
+    command = ["mpirun", "-n", "4", "hpctrain", "train", "tiny", "--rehearse", cluster, "--run", run, "--sample", "0"]
+    command += [part for setting in settings for part in ("--set", setting)]
+    done = subprocess.run([*map(str, command), "--json"], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        sys.exit(f"{kind}, {layout}: {done.stderr[-2000:]}")
+    return json.loads((run / "drift.json").read_text()) | {
+        "overrun": json.loads(done.stdout.splitlines()[-1])["overrun"]
+    }
+
+
+def main() -> None:
+    """Print each rehearsal beside its prediction, and the errors of all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2, help="steps that are timed, after one that is not")
+    parser.add_argument("--only", choices=list(KINDS), help="one kind of cluster")
+    arguments = parser.parse_args()
+    times, memories = [], []
+    for kind in [arguments.only] if arguments.only else KINDS:
+        for name, layout in LAYOUTS:
+            with tempfile.TemporaryDirectory() as folder:
+                found = rehearse(kind, layout, arguments.steps, Path(folder))
+            off = [each["predicted_bytes"] / each["measured_bytes"] - 1 for each in found["memory"]]
+            step = found["predicted_seconds"] / found["measured_seconds"] - 1
+            times.append(abs(step))
+            memories += off
+            print(
+                f"{kind:14} {name:26} {found['measured_seconds']:7.3f} s, predicted {step:+6.1%};"
+                f" memory {', '.join(f'{by:+.1%}' for by in off)}; overrun {found['overrun']:.1%}; most in"
+                f" {found['drifted']}",
+                flush=True,
+            )
+    high = sorted(times)[min(len(times) - 1, int(0.95 * len(times)))]
+    print(f"step time: mean {statistics.mean(times):.1%}, 95th percentile {high:.1%} of {len(times)} rehearsals")
+    absolute = [abs(by) for by in memories]
+    print(f"memory: mean {statistics.mean(absolute):.1%}, largest {max(absolute):.1%} of {len(absolute)} tiles")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Predicts steps at scales that nobody here can run, beside what others published of them.
+
+    python benchmarks/scale.py
+
+Everything is from data sheets and the predictor's shipped constants; what is assumed is printed with each table.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.errors import PlanError
+from hpctrain.job import Model
+from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.described import COLLECTIVE_LATENCY_SECONDS
+from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.search import search
+from hpctrain.planner.stack import HPCTRAIN, STACKS, Stack
+
+BUCKET_BYTES = 4 << 20
+MIXED_DTYPE = "fp16"
+
+
+def gpt(layers: int, hidden: int, heads: int, positions: int = 2048) -> Model:
+    return Model(
+        architecture="gpt2",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        vocab_size=51200,
+        max_positions=positions,
+        tie_head=True,
+    )
+
+
+def nodes_of(accelerator: str, count: int, per_node: int, networks: Sequence[str]) -> Nodes:
+    """Return nodes with a NIC of each network for each device."""
+    nics = tuple(
+        Nic(
+            origin="datasheet",
+            fabric=name,
+            count=per_node if name != "Ethernet-25" else 1,
+            send_bytes_per_second=NETWORKS[name][0],
+            receive_bytes_per_second=NETWORKS[name][0],
+        )
+        for name in networks
+    )
+    return Nodes(
+        origin="datasheet",
+        count=count,
+        devices={accelerator: per_node},
+        link_latency_seconds=COLLECTIVE_LATENCY_SECONDS,
+        link_bytes_per_second=ACCELERATORS[accelerator].link_bytes_per_second,
+        nics=nics,
+    )
+
+
+def cluster_of(nodes: Sequence[Nodes]) -> Cluster:
+    families = dict.fromkeys(name for each in nodes for name in each.devices)
+    fabrics = dict.fromkeys(nic.fabric for each in nodes for nic in each.nics)
+    return Cluster(
+        families={name: ACCELERATORS[name].family(name) for name in families},
+        fabrics={name: Fabric(origin="datasheet", latency_seconds=NETWORKS[name][1]) for name in fabrics},
+        nodes=tuple(nodes),
+    )
+
+
+def predicted(model: Model, stack: Stack, plan: Plan, cluster: Cluster, bucket_bytes: int | None = None) -> Prediction:
+    setup = Setup(model, model.max_positions, MIXED_DTYPE, stack)
+    return Predictor(setup, plan, cluster, bucket_bytes=bucket_bytes).predict()
+
+
+# ---- 4D against 1D tensor parallelism (AxoNN, Singh et al. 2023) ---------------------------------------------------
+
+AXONN = ((5, 64, 4096, 32), (10, 128, 5760, 36), (20, 256, 8192, 64), (40, 512, 11520, 72), (80, 1024, 16384, 128))
+AXONN_BATCH, AXONN_LAYERS = 1024, 24
+
+
+def factors(number: int) -> Iterable[tuple[int, int, int]]:
+    for x in range(1, number + 1):
+        if number % x == 0:
+            yield from ((x, y, number // x // y) for y in range(1, number // x + 1) if number // x % y == 0)
+
+
+def best(model: Model, cluster: Cluster, grids: Iterable[tuple[int, int, int]]) -> tuple[Prediction, int, str] | None:
+    """Return the fastest plan of some tensor grids that fits, by 1 or 4 rows of a rank at once, the size of its grid,
+    and what it is; None if none fits."""
+    found = None
+    for x, y, z in grids:
+        data, left = divmod(cluster.num_devices, x * y * z)
+        if left or model.num_heads % y or model.hidden_size % x or AXONN_BATCH % (data * z):
+            continue
+        for rows in (z, 4 * z):
+            if AXONN_BATCH % (data * rows):
+                continue
+            microbatches = AXONN_BATCH // (data * rows)
+            plan = even_plan(
+                model.num_items,
+                TensorGrid(x, y, z),
+                1,
+                data,
+                microbatches,
+                rows * data,
+                family="A100-40",
+                recompute="full",
+                zero=1,
+            )
+            each = predicted(model, HPCTRAIN, plan, cluster, BUCKET_BYTES)
+            if each.fits and (found is None or each.step_seconds < found[0].step_seconds):
+                found = each, x * y * z, f"x{x} y{y} z{z} data {data}, {microbatches} microbatches"
+    return found
+
+
+def axonn() -> None:
+    print("4D tensor grids against 1D (Megatron-style), nodes of 4 A100-40 with a Slingshot-11 NIC each")
+    print(f"assumed: {AXONN_LAYERS} layers, 2,048 positions, {AXONN_BATCH} sequences, blocks computed again, ZeRO 1,")
+    print(
+        "both by our engine with gradients summed beside; the fastest of 1D up to 32 ranks, of 4D to twice that one's"
+    )
+    for billions, devices, hidden, heads in AXONN:
+        model = gpt(AXONN_LAYERS, hidden, heads)
+        cluster = cluster_of([nodes_of("A100-40", devices // 4, 4, ["Slingshot-11"])])
+        sizes = [size for size in (2, 4, 8, 16, 32) if size <= devices]
+        one = best(model, cluster, ((1, size, 1) for size in sizes))
+        smallest = one[1] if one else sizes[-1]
+        four = best(model, cluster, (grid for size in sizes if size <= 2 * smallest for grid in factors(size)))
+        line = f"  {billions:3} B on {devices:5}: "
+        for name, found in (("4D", four), ("1D", one)):
+            told = (
+                "nothing fits"
+                if found is None
+                else f"{found[0].step_seconds:7.2f} s, MFU {found[0].mfu:5.1%} ({found[2]})"
+            )
+            line += f" {name} {told}"
+        if four and one:
+            line += f"  {one[0].step_seconds / four[0].step_seconds:.2f} times as fast"
+        print(line, flush=True)
+
+
+# ---- two fabrics (Holmes, Yang et al. 2023) ------------------------------------------------------------------------
+
+HOLMES_PUBLISHED = {"Megatron-DeepSpeed": 110, "Megatron-LM": 133, "Megatron-LLaMA": 162, "Holmes": 184}
+HOLMES_BATCH = 1536
+
+
+def holmes() -> None:
+    """32 A100 by InfiniBand and 32 by RoCE, Ethernet between; published figures are read off a plot (3 %)."""
+    model = gpt(36, 4096, 32)
+    half = [nodes_of("A100-80", 4, 8, [name, "Ethernet-25"]) for name in ("HDR", "RoCE-200")]
+    cluster = cluster_of(half)
+    print("7.5 B on 32 A100 by InfiniBand and 32 by RoCE, an Ethernet of 25 Gbit/s a node between")
+    print(f"assumed: 36 layers x 4,096, 2,048 positions, {HOLMES_BATCH} sequences, 4 at once, blocks computed again;")
+    print("TFLOP/s as published: 96 B s L h^2 (1 + s / 6 h + V / 16 L h); published ones are read off a figure, to 3 %")
+    flops = 96 * HOLMES_BATCH * 2048 * 36 * 4096**2 * (1 + 2048 / 6 / 4096 + 51200 / 16 / 36 / 4096)
+    for name, placed, stack, beside in (
+        ("data across both fabrics, as Megatron-LM", False, STACKS["megatron-lm"], None),
+        ("pipeline across, data inside", True, STACKS["megatron-lm"], None),
+        ("the same, gradients beside, as Holmes", True, STACKS["megatron-lm"], BUCKET_BYTES),
+    ):
+        plan = even_plan(
+            model.num_items,
+            TensorGrid(),
+            2,
+            32,
+            HOLMES_BATCH // 32 // 4,
+            128,
+            family="A100-80",
+            recompute="full",
+            zero=1,
+        )
+        if not placed:  # both stages on each node: replicas of a stage are on both sides
+            order = [rank for i in range(32) for rank in (2 * i, 2 * i + 1)]
+            ranks = {tile.ranks[0]: tile for tile in plan.tiles}
+            tiles = [
+                replace(ranks[i + 32 * stage], ranks=(order[2 * i + stage],)) for stage in (0, 1) for i in range(32)
+            ]
+            plan = replace(plan, tiles=tuple(tiles))
+        found = predicted(model, stack, plan, cluster, beside)
+        print(
+            f"  {name:42} {found.step_seconds:7.2f} s  {flops / found.step_seconds / 64 / 1e12:4.0f} TFLOP/s a device"
+        )
+    print("  published: " + ", ".join(f"{name} {value}" for name, value in HOLMES_PUBLISHED.items()))
+
+
+# ---- mixed clusters ------------------------------------------------------------------------------------------------
+
+
+def mixed(name: str, model: Model, kinds: Sequence[tuple[str, int]], batch: int) -> None:
+    """Print the plan that the search finds, beside the sum of what the families would do alone."""
+    setup = Setup(model, model.max_positions, MIXED_DTYPE, HPCTRAIN)
+    nodes = [nodes_of(kind, count // 8, 8, ["HDR"]) for kind, count in kinds]
+    devices = " + ".join(f"{count} {kind}" for kind, count in kinds)
+    peak = sum(ACCELERATORS[kind].peak_flops_per_second[MIXED_DTYPE] * count for kind, count in kinds)
+    print(f"{name}: {devices} ({peak / 1e15:.0f} PFLOP/s)")
+    print(f"assumed: {model.num_layers} layers x {model.hidden_size}, 2,048 positions, {batch} sequences, our engine,")
+    print("HDR everywhere; a family alone trains the same batch, by the plan that the search finds for it")
+    found = search(setup, batch, cluster_of(nodes))
+    alone = 0.0
+    for each in nodes:
+        try:
+            speed = 1 / search(setup, batch, cluster_of([each])).best.seconds
+        except PlanError:
+            speed = 0.0
+        told = f"{1 / speed:.1f} s" if speed else "it does not fit"
+        print(f"  {next(iter(each.devices))} alone: {told}")
+        alone += speed
+    best = found.best.prediction
+    verdict = "" if best.fits else ", DOES NOT FIT"
+    print(
+        f"  all: {best.step_seconds:.2f} s, MFU {best.mfu:.1%}{verdict}: {1 / best.step_seconds / alone:.1%} of the sum"
+    )
+    print(f"  {found.best.layout.describe([pool.name for pool in found.pools])}")
+    parts = {part: f"{seconds / best.step_seconds:.0%}" for part, seconds in best.breakdown_seconds.items()}
+    print(f"  of the step: {', '.join(f'{part} {share}' for part, share in parts.items())}", flush=True)
+
+
+def main() -> None:
+    """Print all tables."""
+    holmes()
+    large = gpt(80, 8192, 64)
+    mixed("768 devices", large, (("910B", 256), ("A100-80", 256), ("H100", 256)), 2048)
+    kinds = (("910B", 256), ("MI250X-GCD", 256), ("A100-80", 256), ("H100", 256))
+    mixed("1,024 chips of four kinds", large, kinds, 2048)
+    axonn()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""`hpctrain calibrate`: fit what the predictor knows to steps that were measured. Needs neither ranks nor torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+import click
+
+from hpctrain.planner.calibrate import SHIPPED, Measured, Parameters, changes, dump_parameters, fit, load_parameters
+from hpctrain.planner.measured import load_measured
+
+
+@click.command("calibrate")
+@click.argument("measurements", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write what changed. Default: print it.")
+@click.option("--parameters", type=click.Path(path_type=Path), help="A file of parameters to start from.")
+@click.option("--check", is_flag=True, help="Fit nothing: tell how well the rows are predicted.")
+@click.option("--rows", "show_rows", is_flag=True, help="Print each row.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(measurements, out, parameters, check, show_rows, as_json):
+    """Fit the predictor to MEASUREMENTS, a CSV file of runs: one parameter set a family, three constants a software.
+
+    \b
+    hpctrain calibrate runs.csv --out mine.toml
+    hpctrain predict my.toml --cluster cluster.toml --plan plan.toml --parameters mine.toml
+    """
+    rows = load_measured(measurements)
+    before = load_parameters(parameters) if parameters else SHIPPED
+    after = before if check else fit(rows, before, lambda line: None if as_json else click.echo(line, err=True))
+    told = _told(rows, before, after)
+    text = dump_parameters(SHIPPED, after, f"Fitted to {measurements}, {len(rows)} rows.")
+    if out and not check:
+        out.write_text(text)
+    if as_json:
+        print(json.dumps(told | {"out": str(out) if out else text}))
+        return
+    for line in _lines(told, show_rows):
+        print(line)
+    if not check:
+        print(f"written to {out}" if out else f"\n{text}", end="\n" if out else "")
+
+
+def _told(rows: Sequence[Measured], before: Parameters, after: Parameters) -> dict:
+    """Return the errors of all rows before and after, and what changed."""
+    listed = []
+    for row in rows:
+        found = [which.predict(row) for which in (before, after)]
+        old, new = (prediction.step_seconds for prediction in found)
+        needed = max(stage.memory.total for stage in found[1].memory)
+        one = {"name": row.name, "step_seconds": row.seconds, "before_seconds": old, "after_seconds": new}
+        listed.append(one | {"memory_bytes": row.memory_bytes, "predicted_memory_bytes": needed})
+    errors = {
+        when: mean(abs(one[f"{when}_seconds"] / one["step_seconds"] - 1) for one in listed)
+        for when in ("before", "after")
+    }
+    of_memory = [abs(one["predicted_memory_bytes"] / one["memory_bytes"] - 1) for one in listed if one["memory_bytes"]]
+    return {
+        "rows": listed,
+        "mean_error": errors,
+        "mean_memory_error": mean(of_memory) if of_memory else None,
+        "changed": [
+            {"table": table, "constant": constant, "before": old, "after": new}
+            for table, constant, old, new in changes(before, after)
+        ],
+    }
+
+
+def _lines(told: dict, show_rows: bool) -> list[str]:
+    lines = [f"{'':40}{'before':>12}{'after':>12}"]
+    lines.append(
+        f"{'mean error of ' + str(len(told['rows'])) + ' steps':40}"
+        + "".join(f"{told['mean_error'][when]:12.1%}" for when in ("before", "after"))
+    )
+    if told["mean_memory_error"] is not None:
+        lines.append(f"{'mean error of memory':40}{'':12}{told['mean_memory_error']:12.1%}")
+    for one in told["changed"]:
+        lines.append(f"{one['table'] + '.' + one['constant']:40}{one['before']:12.4g}{one['after']:12.4g}")
+    if show_rows:
+        lines.append(f"{'row':40}{'before':>12}{'after':>12}{'measured':>12}  error after")
+        for one in told["rows"]:
+            error = one["after_seconds"] / one["step_seconds"] - 1
+            seconds = (one["before_seconds"], one["after_seconds"], one["step_seconds"])
+            lines.append(f"{one['name'][:39]:40}" + "".join(f"{s:12.4g}" for s in seconds) + f"  {error:+.1%}")
+    return lines

@@ -1,0 +1,187 @@
+"""What a run's steps were predicted to take beside what they took, part by part, and which part is to blame.
+
+drift.json       in the run folder: the prediction, what was measured, and how far apart they are
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import TrainingError, describe_os_error
+from hpctrain.plan import Plan
+from hpctrain.planner.predict import Prediction
+from hpctrain.planner.simulate import EXPOSED
+from hpctrain.schedule import COMPUTING, Instruction, Op
+from hpctrain.tracing import UNTRACED, Tracer
+
+DRIFT = "drift.json"
+LARGE_SHARE = 0.1
+"""Of a step: a difference that is told as a warning, unless the prediction itself promises less."""
+PART_OF_GROUP = {"x": "tensor", "y": "tensor", "z": "tensor", "pipeline": "pipeline", "everyone": "pipeline"}
+"""Whoever waits for all ranks waits for the slowest pipeline; other groups share weights."""
+
+
+class PartMeter(Tracer):
+    """Sums up where one rank's time goes in training steps; tells another tracer all that it is told."""
+
+    def __init__(self, now: Callable[[], float], then: Tracer = UNTRACED):
+        self.now, self._then = now, then
+        self.steps: list[dict[str, float]] = []
+        """By part, in seconds of `now`."""
+        self._step = dict.fromkeys(EXPOSED, 0.0)
+        self._alone = 0.0
+        """Of the instruction in hand, in which the rank communicated."""
+
+    def computed(self, name: object, since: float) -> None:
+        if isinstance(name, Instruction):
+            own, self._alone = self.now() - since - self._alone, 0.0
+            self._step[_part_of(name.op)] += own
+        elif str(name).startswith("step "):  # what follows, a validation, is no part of it
+            self.steps.append(self._step)
+            self.begin_step()
+        self._then.computed(name, since)
+
+    def exposed(self, group: str, operation: str, num_bytes: int, since: float) -> None:
+        self._communicated(group, since)
+        self._then.exposed(group, operation, num_bytes, since)
+
+    def waited(self, group: str, operation: str, since: float) -> None:
+        self._communicated(group, since)
+        self._then.waited(group, operation, since)
+
+    def beside(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
+        self._then.beside(group, lane, operation, num_bytes, begin, end)
+
+    def _communicated(self, group: str, since: float) -> None:
+        seconds = self.now() - since
+        self._alone += seconds
+        self._step[PART_OF_GROUP.get(group, "data")] += seconds
+
+    def begin_step(self) -> None:
+        """Forget what went on since the last step."""
+        self._step, self._alone = dict.fromkeys(EXPOSED, 0.0), 0.0
+
+
+def _part_of(op: Op) -> str:
+    if op in COMPUTING:
+        return "compute"
+    return {Op.UPDATE: "optimizer", Op.REDUCE_GRADIENTS: "data"}.get(op, "pipeline")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's steps."""
+
+    step_seconds: float
+    """The mean."""
+    parts: dict[str, float]
+    peak_bytes: int = 0
+    """0: not known of this rank alone."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A prediction of a run's steps, kept by one rank until they are done."""
+
+    prediction: Prediction
+    plan: Plan
+    where: str
+    """What is known of the cluster from."""
+    knows_parts: bool
+    """Whether ranks know where their time goes: not on devices that compute beside their host."""
+
+    def compare(self, measured: Sequence[Measured], num_steps: int) -> dict:
+        """Return what was predicted, what was measured on the ranks in their order, and how far apart they are."""
+        found = self.prediction
+        ranks = [measured[rank] for tile in self.plan.first_tiles for rank in tile.ranks]
+        step = sum(each.step_seconds for each in ranks) / len(ranks)
+        told = {
+            "cluster": self.where,
+            "steps": num_steps,
+            "predicted_seconds": found.step_seconds,
+            "interval_seconds": list(found.interval_seconds),
+            "measured_seconds": step,
+            "drift": step / found.step_seconds - 1,
+        }
+        if self.knows_parts:
+            means = {part: sum(each.parts[part] for each in ranks) / len(ranks) for part in EXPOSED}
+            told["parts"] = {
+                part: {"predicted_seconds": found.exposed_seconds[part], "measured_seconds": seconds}
+                for part, seconds in means.items()
+            }
+            told["drifted"] = max(EXPOSED, key=lambda part: _difference(told, part))
+        if all(each.peak_bytes for each in measured):
+            told["memory"] = self._memory(measured)
+        within = max(LARGE_SHARE, found.interval_seconds[1] / found.step_seconds - 1)
+        told["is_large"] = abs(told["drift"]) > within
+        return told
+
+    def _memory(self, measured: Sequence[Measured]) -> list[dict]:
+        rows = []
+        for stage in self.prediction.memory:
+            peak = max(
+                measured[rank].peak_bytes
+                for tile in self.plan.tiles
+                if (tile.items, tile.family) == (stage.tile.items, stage.tile.family)
+                for rank in tile.ranks
+            )
+            items = list(stage.tile.items)
+            rows.append({"items": items, "predicted_bytes": stage.memory.total, "measured_bytes": peak})
+        return rows
+
+
+def _difference(told: Mapping, part: str) -> float:
+    """Return by how much a part is off in the direction in which the step is."""
+    of_part = told["parts"][part]
+    by = of_part["measured_seconds"] - of_part["predicted_seconds"]
+    return by if told["drift"] >= 0 else -by
+
+
+def text(told: Mapping) -> str:
+    """Write a comparison for people."""
+    lines = [
+        f"predicted from {told['cluster']}, seconds of a step (mean of {told['steps']}, and over ranks)",
+        f"  {'':10}{'predicted':>11}{'measured':>11}",
+    ]
+    rows = {"step": told, **told.get("parts", {})}
+    for name, each in rows.items():
+        predicted, measured = each["predicted_seconds"], each["measured_seconds"]
+        of_step = (measured - predicted) / told["predicted_seconds"]
+        lines.append(f"  {name:10}{predicted:11.4g}{measured:11.4g}{of_step:+9.1%} of the step")
+    for each in told.get("memory", ()):
+        predicted, measured = each["predicted_bytes"], each["measured_bytes"]
+        off = measured / predicted - 1
+        lines.append(
+            f"  memory of items {each['items']}: {predicted / 2**20:,.1f} MiB predicted,"
+            f" {measured / 2**20:,.1f} measured ({off:+.1%})"
+        )
+    if told["is_large"]:
+        lines.append(f"warning: {blame(told)}")
+    return "\n".join(lines)
+
+
+def blame(told: Mapping) -> str:
+    """Return in a sentence how large a drift is, and in which part."""
+    how = "longer" if told["drift"] > 0 else "shorter"
+    found = f"steps took {abs(told['drift']):.0%} {how} than predicted"
+    if "parts" in told:
+        by = _difference(told, told["drifted"]) / told["predicted_seconds"]
+        found += f", most of it in '{told['drifted']}' ({by:.0%} of a step)"
+    return f"{found}; measure the cluster again (hpctrain probe), or see docs/predict.md"
+
+
+def write(folder: Path, told: Mapping) -> None:
+    """Save a comparison in a run folder. Raises TrainingError where the disk refuses."""
+    try:
+        (folder / DRIFT).write_text(json.dumps(told, indent=1) + "\n")
+    except OSError as error:
+        raise TrainingError(f"{folder / DRIFT}: cannot be written: {describe_os_error(error)}; make room") from None
+
+
+def read(folder: Path) -> dict | None:
+    """Return the comparison of a run folder, if it has one that is whole."""
+    try:
+        return json.loads((folder / DRIFT).read_text())
+    except (OSError, json.JSONDecodeError):
+        return None

@@ -1,0 +1,153 @@
+"""Predicts from what single layers were measured to take on a device, in place of its data sheet. Pure.
+
+A table of them is a CSV file with one line for each model, device, microbatch, degree of tensor parallelism and layer
+(`COLUMNS`); of layers that are alike one is enough. Seconds are what the ranks of a tensor grid take together, with
+their collectives.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpctrain.errors import PlanError, did_you_mean
+from hpctrain.plan import Tile
+from hpctrain.planner.curves import Curve
+from hpctrain.planner.predict import Predictor
+from hpctrain.planner.simulate import PassCost
+
+COLUMNS = ("device", "microbatch", "tensor", "layer", "forward_seconds", "backward_seconds", "update_seconds")
+ALIASES = {
+    "gpu": "device",
+    "mbs": "microbatch",
+    "tp": "tensor",
+    "fwd_s": "forward_seconds",
+    "bwd_s": "backward_seconds",
+    "update_s": "update_seconds",
+}
+"""How Sailor's profiles call them."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer on one device by one degree of tensor parallelism: seconds over the rows of a microbatch."""
+
+    forward: Curve
+    backward: Curve
+    update_seconds: float
+
+
+class LayerTimes:
+    """The layers of one model, by device, degree of tensor parallelism and number."""
+
+    def __init__(self, where: str, layers: Mapping[tuple[str, int], Mapping[int, Layer]]):
+        """`where` is what errors call it."""
+        self._where, self._layers = where, layers
+
+    def of(self, device: str, tensor: int, item: int, num_items: int) -> Layer:
+        """Return the layer that an item is: the last one measured at or before it, and of the head its own.
+
+        Raises PlanError where the table has none.
+        """
+        layers = self._layers.get((device, tensor))
+        if layers is None:
+            devices = sorted({known for known, _ in self._layers})
+            degrees = sorted(degree for known, degree in self._layers if known == device)
+            what = did_you_mean(device, devices) if not degrees else f"; of it there are tensor {degrees}"
+            raise PlanError(f"{self._where} has no layers of {device} by tensor {tensor}{what}")
+        last = num_items - 1
+        if 0 not in layers or last not in layers or len(layers) < 3 or max(layers) > last:
+            raise PlanError(
+                f"{self._where}: {device} by tensor {tensor} has layers {sorted(layers)}; needed are 0 (embedding),"
+                f" {last} (head, of a model with {num_items - 2} blocks) and a block between"
+            )
+        if item in (0, last):
+            return layers[item]
+        blocks = [number for number in layers if 0 < number < last]
+        return layers[max((number for number in blocks if number <= item), default=min(blocks))]
+
+
+def load_layers(path: Path, model: str | None = None) -> LayerTimes:
+    """Read a table of layers; of several models `model`. Raises PlanError that names line and column."""
+    points: dict[tuple[str, int], dict[int, list[tuple[int, float, float, float]]]] = {}
+    models = set()
+    for number, row in enumerate(_rows(path), 2):
+        models.add(row.get("model", ""))
+        if model is not None and row.get("model") != model:
+            continue
+        where = f"{path}:{number}"
+        rows, tensor, layer = (_number(row, name, where, int) for name in ("microbatch", "tensor", "layer"))
+        seconds = [_number(row, name, where, float) for name in COLUMNS[4:]]
+        points.setdefault((row["device"], tensor), {}).setdefault(layer, []).append((rows, *seconds))
+    if model is None and len(models) > 1:
+        raise PlanError(f"{path} has layers of {', '.join(sorted(models))}; say of which model with --layers-of")
+    if not points:
+        raise PlanError(f"{path} has no layers of '{model}'{did_you_mean(model or '', sorted(models))}")
+    layers = {key: {n: _layer(sorted(found)) for n, found in by.items()} for key, by in points.items()}
+    return LayerTimes(str(path), layers)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="") as file:
+            read = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read: {error}") from None
+    found = [{ALIASES.get(name, name): value for name, value in row.items() if name} for row in read]
+    if found and (missing := [name for name in COLUMNS if name not in found[0]]):
+        raise PlanError(f"{path}: no column '{missing[0]}'{did_you_mean(missing[0], list(found[0]))}")
+    return found
+
+
+def _number(row: dict[str, str], name: str, where: str, kind: type) -> float:
+    try:
+        value = kind(row[name])
+    except (TypeError, ValueError):
+        raise PlanError(f"{where}: {name} = '{row[name]}' is no {'whole ' if kind is int else ''}number") from None
+    if not value >= 0:
+        raise PlanError(f"{where}: {name} = {row[name]} is below 0")
+    return value
+
+
+def _layer(points: Sequence[tuple[int, float, float, float]]) -> Layer:
+    rows = [point[0] for point in points]
+    forward, backward = (Curve(rows, [point[i] for point in points]) for i in (1, 2))
+    return Layer(forward, backward, points[-1][3])
+
+
+class LayeredPredictor(Predictor):
+    """A predictor whose devices compute as a table of layers says.
+
+    A family is looked up by its `model`, or else by its own name. A backward pass is cut into its two parts as by the
+    device's data sheet.
+    """
+
+    def __init__(self, layers: LayerTimes, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._layers = layers
+
+    def _measured(self, tile: Tile, item: int) -> list[Layer]:
+        families = {name: self.cluster.families[name].model or name for name in self._families[tile]}
+        degree, num_items = tile.tensor.x * tile.tensor.y, self.setup.model.num_items
+        return [self._layers.of(device, degree, item, num_items) for device in families.values()]
+
+    def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
+        passes = super().item_passes(tile, item, rows)
+        layers = self._measured(tile, item)
+        forward, backward = (max(getattr(layer, way)(rows) for layer in layers) for way in ("forward", "backward"))
+        again = forward if tile.recompute == "full" else 0.0
+        of_input, of_weight = passes["backward_input"].compute, passes["backward_weight"].compute
+        share = of_input / (of_input + of_weight)
+        compute = {
+            "forward": forward,
+            "backward": backward + again,
+            "backward_input": backward * share + again,
+            "backward_weight": backward * (1 - share),
+        }
+        return {name: replace(cost, compute=compute[name], tensor=0.0) for name, cost in passes.items()}
+
+    def _update_seconds(self, tile: Tile) -> float:
+        items = [item for t in self.plan.tiles if t.ranks == tile.ranks for item in range(*t.items)]
+        whole = sum(max(layer.update_seconds for layer in self._measured(tile, item)) for item in items)
+        updated, stored = self._updated_and_stored(tile)
+        return whole * updated / max(1, stored)

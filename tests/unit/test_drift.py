@@ -1,0 +1,102 @@
+"""What is measured of a run beside its prediction: where ranks stood, and which part is to blame."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.observe import drift
+from hpctrain.planner.predict import predict
+from hpctrain.planner.simulate import EXPOSED
+from hpctrain.schedule import Instruction, Op
+from hpctrain.tracing import Tracer
+from tests.pretended import CLUSTER
+from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
+
+
+@pytest.mark.parametrize("plan", LAYOUTS)
+def test_where_ranks_stand_adds_up_to_the_step_as_predicted(plan):
+    found = predict(SETUP, plan, CLUSTER)
+    assert sum(found.exposed_seconds.values()) == pytest.approx(found.step_seconds)
+    assert found.exposed_seconds["compute"] == pytest.approx(found.breakdown_seconds["compute"])
+    assert all(seconds >= 0 for seconds in found.exposed_seconds.values())
+
+
+class Heard(Tracer):
+    def __init__(self):
+        self.names = []
+
+    def computed(self, name, since):
+        self.names.append(str(name))
+
+
+def test_a_meter_knows_where_time_goes_and_passes_on_what_it_hears():
+    now, heard = [0.0], Heard()
+    meter = drift.PartMeter(lambda: now[0], heard)
+
+    def take(seconds):
+        now[0] += seconds
+        return now[0] - seconds
+
+    def step():
+        begin = now[0]
+        meter.exposed("pipeline", "receive", 1, take(2.0))
+        meter.computed(Instruction(Op.RECEIVE_ACTIVATION, 0), begin)
+        begin = take(3.0)
+        meter.exposed("y", "all_reduce", 1, take(0.5))
+        meter.waited("x", "all_reduce", take(0.25))
+        meter.computed("item 1 forward", begin)
+        meter.computed(Instruction(Op.FORWARD, 0), begin)
+        begin = take(0.125)
+        meter.exposed("data", "reduce_scatter", 1, take(4.0))
+        meter.computed(Instruction(Op.REDUCE_GRADIENTS, 0), begin)
+        begin = take(1.0)
+        meter.exposed("everyone", "all_reduce", 1, take(0.0625))
+        meter.computed(Instruction(Op.UPDATE, 0), begin)
+
+    step()
+    meter.computed("step 0", 0.0)
+    meter.computed(Instruction(Op.FORWARD, 0), take(100.0))  # a validation
+    meter.begin_step()
+    step()
+    meter.computed("step 1", 0.0)
+    expected = {"compute": 3.0, "tensor": 0.75, "pipeline": 2.0625, "data": 4.125, "optimizer": 1.0}
+    assert meter.steps == [expected, expected]
+    assert heard.names.count("step 1") == 1
+
+
+PLAN = plan_of()
+FOUND = predict(SETUP, PLAN, CLUSTER)
+
+
+def measured(**times) -> list[drift.Measured]:
+    parts = {part: seconds * times.get(part, 1.0) for part, seconds in FOUND.exposed_seconds.items()}
+    return [drift.Measured(sum(parts.values()), parts, 30_000_000) for _ in PLAN.ranks]
+
+
+def test_a_step_as_predicted_is_no_drift(tmp_path):
+    told = drift.Expected(FOUND, PLAN, "c.toml", True).compare(measured(), 4)
+    assert told["drift"] == pytest.approx(0.0) and not told["is_large"]
+    assert "warning" not in drift.text(told)
+    drift.write(tmp_path, told)
+    assert drift.read(tmp_path) == json.loads(json.dumps(told))
+    assert drift.read(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(("part", "times"), [(part, times) for part in ("compute", "data") for times in (0.3, 3.0)])
+def test_a_part_that_drifts_is_named(part, times):
+    share = FOUND.exposed_seconds[part] / FOUND.step_seconds
+    expected = drift.Expected(replace(FOUND, interval_seconds=(0, FOUND.step_seconds)), PLAN, "c.toml", True)
+    told = expected.compare(measured(**{part: times}), 4)
+    assert told["drift"] == pytest.approx(share * (times - 1))
+    assert told["drifted"] == part
+    assert told["is_large"] == (abs(told["drift"]) > 0.1)
+    assert f"in '{part}'" in drift.blame(told) and ("longer" if times > 1 else "shorter") in drift.blame(told)
+    assert ("warning: " in drift.text(told)) == told["is_large"]
+
+
+def test_of_devices_that_compute_beside_their_host_the_step_alone_is_told():
+    told = drift.Expected(FOUND, PLAN, "c.toml", False).compare(measured(compute=2.0), 4)
+    assert "parts" not in told and told["is_large"]
+    assert "steps took" in drift.text(told)
+    assert set(EXPOSED) == set(FOUND.exposed_seconds)

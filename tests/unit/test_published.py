@@ -1,0 +1,55 @@
+"""The predictor against published measurements: the small sets whole, of the others some rows.
+
+`python benchmarks/predictor.py` scores all of them.
+"""
+
+import importlib
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.planner.calibrate import SHIPPED
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def published():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("published")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "most_devices", "mean_error", "bias"),
+    [
+        ("korthikanti", 1, 280, 0.05, 0.05),
+        ("megatron_2020", 1, 64, 0.08, 0.05),
+        ("sc21", 1, 512, 0.08, 0.08),
+        ("vtrain", 25, 8, 0.10, 0.06),
+    ],
+)
+def test_steps_are_near_what_was_measured(published, name, every, most_devices, mean_error, bias):
+    rows = [row for row in getattr(published, name)().rows[::every] if row.run.num_devices <= most_devices]
+    assert len(rows) >= 6
+    off = [SHIPPED.predict(row).step_seconds / row.seconds - 1 for row in rows]
+    assert statistics.mean(map(abs, off)) < mean_error
+    assert abs(statistics.mean(off)) < bias
+
+
+def test_memory_is_near_what_was_published_part_by_part(published):
+    for name, told, found in published.korthikanti_memory():
+        assert found == pytest.approx(told, rel=0.05), name
+
+
+def test_time_and_memory_follow_from_profiles_of_layers(published):
+    rows = [row for row in published.sailor().rows if row.run.num_devices <= 16]
+    found = [SHIPPED.predict(row) for row in rows]
+    assert statistics.mean(abs(p.step_seconds / row.seconds - 1) for p, row in zip(found, rows, strict=True)) < 0.1
+    memory = [max(stage.memory.total for stage in p.memory) for p in found]
+    assert statistics.median(abs(m / row.memory_bytes - 1) for m, row in zip(memory, rows, strict=True)) < 0.05
+    assert all(p.fits for p in found), "they ran"
