@@ -112,6 +112,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
             if getattr(job.overlap, key) is None and (value := getattr(theirs.overlap, key)) is not None:
                 job = _with(job, "overlap", **{key: value})
                 reasons[f"overlap.{key}"] = f"{'on' if value else 'off'}: that of {resume_from}"
+        if job.products.tune is not False:
+            tune = job.products.tune or bool(theirs.products.tune)
+            job = _with(job, "products", tune=tune, ways=theirs.products.ways | job.products.ways)
     overlap, chosen = resolve_overlap(job.overlap, world.topology)
     job, reasons = job.model_copy(update={"overlap": overlap}), reasons | chosen
     resolved = None
@@ -134,6 +137,10 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
 
         dtype, reasons["train.dtype"] = agree_on_dtype(world, bind_accelerator(world))
         job = _with(job, "train", dtype=dtype)
+    from hpctrain.engine.tuning import tune_products
+
+    products, chosen = tune_products(world, job, resolved.plan)
+    job, reasons = job.model_copy(update={"products": products}), reasons | chosen
     if job.comm.links is None:
         from hpctrain.comm.links import measure_links
 
