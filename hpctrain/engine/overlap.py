@@ -23,14 +23,18 @@ def crossings(world: "World", job: Job, plan: Plan) -> dict[str, bool]:
     topology = world.topology
     if len({place.host for place in topology.places}) == 1:
         return dict.fromkeys(EXCHANGED, False)
-    tile = plan.tile_of(world.rank)
-    groups = {axis: [tile.axis_ranks(axis, world.rank)] for axis in "xyz"}
-    holders = [h.ranks for h in holdings_of(job.model, plan, world.rank, job.overlap.bucket_bytes).holdings]
-    own = {"tensor": groups["x"] + groups["y"], "data": holders, "z": groups["z"]}
     return {
-        key: world.largest(max((len(topology.domains(ranks, "host")) for ranks in of), default=1)) > 1
-        for key, of in own.items()
+        key: world.largest(max((len(topology.domains(ranks, "host")) for ranks in groups), default=1)) > 1
+        for key, groups in hidden_groups(job, plan, world.rank).items()
     }
+
+
+def hidden_groups(job: Job, plan: Plan, rank: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return of each switch the groups of a rank whose communication it hides. Pure."""
+    tile = plan.tile_of(rank)
+    x, y, z = (tuple(tile.axis_ranks(axis, rank)) for axis in "xyz")
+    holdings = holdings_of(job.model, plan, rank, job.overlap.bucket_bytes).holdings
+    return {"tensor": [x, y], "data": [holding.ranks for holding in holdings], "z": [z]}
 
 
 def resolve_overlap(

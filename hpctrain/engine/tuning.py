@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
 SECONDS = 1.0  # for a family's products; who is not through by then has large ones, of which the rest stay as they are
-ROUNDS, LEAST_ROUNDS = 9, 3  # of all ways in turn: what else goes on in the machine meets all of them
+ROUNDS, LEAST_ROUNDS = 9, 3  # of the ways in turn: what else goes on in the machine meets all of them
 SHORTEST_SECONDS = 0.3e-3  # of a timing: shorter products are computed several times in it
 CLEARLY = 1.1  # times as fast as the plain way, both in the best and in the median round; less may be chance
 
@@ -118,8 +118,11 @@ def _rounds(accelerator: Accelerator, product: Product, seconds: float) -> list[
         compute(way)
     repeats = max(1, round(SHORTEST_SECONDS / max(alone, 1e-6)))
     rounds: list[dict[str, float]] = []
-    while len(rounds) < ROUNDS and time.monotonic() < end:
-        rounds.append({way: _seconds(accelerator, compute, way, repeats) for way in WAYS})
+    ways = list(WAYS)
+    while len(ways) > 1 and len(rounds) < ROUNDS and time.monotonic() < end:
+        rounds.append({way: _seconds(accelerator, compute, way, repeats) for way in ways})
+        if len(rounds) == LEAST_ROUNDS:  # most are out of the question by then
+            ways = [way for way in ways if way == "plain" or _times(rounds, way) > 1.0]
     return rounds
 
 
@@ -150,17 +153,17 @@ def _seconds(accelerator: Accelerator, compute: Callable[[str], object], way: st
     return taken() / repeats
 
 
+def _times(rounds: Sequence[Mapping[str, float]], way: str) -> float:
+    """Return how many times as fast as the plain way another was, in the best and in the median round at least."""
+    best = min(each["plain"] for each in rounds) / min(each[way] for each in rounds)
+    return min(best, median(each["plain"] / each[way] for each in rounds))
+
+
 def fastest(rounds: Sequence[Mapping[str, float]]) -> Tuned:
     """Return the way to take, given the seconds of each in every round: the plain one unless another is clearly faster.
 
     Pure.
     """
-    times = {
-        way: min(
-            min(each["plain"] for each in rounds) / min(each[way] for each in rounds),
-            median(each["plain"] / each[way] for each in rounds),
-        )
-        for way in rounds[0]
-    }
+    times = {way: _times(rounds, way) for way in rounds[-1]}
     best = max(times, key=times.__getitem__)
     return Tuned(best, times[best]) if times[best] >= CLEARLY else Tuned("plain", 1.0)

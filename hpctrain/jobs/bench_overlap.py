@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from hpctrain.engine.overlap import hidden_groups
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -18,7 +19,7 @@ from hpctrain.jobs.common import (
     start_rehearsal,
     started_world,
 )
-from hpctrain.jobs.pairs import Interval, Paired, measure_pairs
+from hpctrain.jobs.pairs import Paired, Ratio, measure_pairs
 
 if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Paced
@@ -52,7 +53,8 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
 
     With --pairs a step with all exposed and a step with an overlap are taken in turn, on the ranks as they are or
     rehearsed. Told is the median ratio of their times with its 95 % confidence interval, whether the numbers are the
-    same bits, and what `auto` does here and why. `nothing` is no overlap against itself.
+    same bits, and what `auto` does here and why. `nothing` is no overlap against itself. Overlaps that have nothing to
+    hide in the plan are left out.
 
     \b
     mpirun -n 4 hpctrain bench overlap tiny --rehearse cluster.toml --set plan.tensor.y=2 --set plan.data=2 --json
@@ -202,7 +204,10 @@ def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     """Time pairs of steps, exposed and with each overlap; return what is told. All ranks must call."""
     job = prepared.job
     exposed = replace(prepared, job=switched(job, VARIANTS[EXPOSED]))
-    jobs = {NOTHING if name == EXPOSED else name: switched(job, each) for name, each in VARIANTS.items()}
+    groups = hidden_groups(job, prepared.plan, world.rank)
+    there = [key for key in SWITCHES if world.largest(max(map(len, groups[key]), default=1)) > 1]
+    names = [EXPOSED, *there] + ["all"] * (len(there) > 1)
+    jobs = {NOTHING if name == EXPOSED else name: switched(job, VARIANTS[name]) for name in names}
     found = measure_pairs(world, exposed, jobs, pairs)
     told = {
         "plan": prepared.plan.describe(),
@@ -235,7 +240,7 @@ def table_of_pairs(told: dict) -> str:
     for name, each in told["overlaps"].items():
         bits = "same bits" if each["same_bits"] else "OTHER BITS"
         seconds = f"{each['exposed_seconds'] * 1e3:10.2f} {each['seconds'] * 1e3:10.2f}"
-        lines.append(f"  {name:10} {seconds}  {Interval(**each['ratio'])}, {bits}")
+        lines.append(f"  {name:10} {seconds}  {Ratio(**each['ratio'])}, {bits}")
     lines += [f"  auto: {key} {reason}" for key, reason in told["auto"].items()]
     if "overrun" in told:
         lines.append(f"  overrun {told['overrun']:.2%}")

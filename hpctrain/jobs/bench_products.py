@@ -8,7 +8,7 @@ from dataclasses import replace
 import click
 
 from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
-from hpctrain.jobs.pairs import Interval, measure_pairs
+from hpctrain.jobs.pairs import Ratio, measure_pairs
 
 
 @click.command("products")
@@ -46,7 +46,7 @@ def command(job, overrides, pairs, as_json):
 
 
 def table(told: dict) -> str:
-    ratio = Interval(**told["ratio"])
+    ratio = Ratio(**told["ratio"])
     lines = [f"{told['ranks']} ranks: {told['plan']}; {told['pairs']} pairs of steps"]
     lines.append(f"  as they lie {told['plain_seconds'] * 1e3:10.2f} ms")
     bits = "the same bits" if told["same_bits"] else "other bits"

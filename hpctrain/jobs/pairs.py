@@ -16,7 +16,7 @@ WARMUP = 2  # steps of each before those that count: the first allocates, the se
 RESAMPLES, CONFIDENCE = 2000, 0.95
 
 
-class Interval(NamedTuple):
+class Ratio(NamedTuple):
     """A ratio and what it may really be."""
 
     middle: float
@@ -36,17 +36,17 @@ class Paired(NamedTuple):
     """Of losses and norms of gradients, step by step."""
 
     @property
-    def ratio(self) -> Interval:
+    def ratio(self) -> Ratio:
         """The second's time over the first's."""
-        return interval([b / a for a, b in zip(self.first, self.second, strict=True)])
+        return ratio_of([b / a for a, b in zip(self.first, self.second, strict=True)])
 
 
-def interval(ratios: Sequence[float]) -> Interval:
+def ratio_of(ratios: Sequence[float]) -> Ratio:
     """Return the median of ratios with its 95 % confidence interval, by the bootstrap (Efron 1979). Pure."""
     draw = random.Random(0)
     medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     outside = math.floor(RESAMPLES * (1 - CONFIDENCE) / 2)
-    return Interval(median(ratios), medians[outside], medians[-1 - outside])
+    return Ratio(median(ratios), medians[outside], medians[-1 - outside])
 
 
 def measure_pairs(world: "World", prepared: "Prepared", jobs: Mapping[str, "Job"], pairs: int) -> dict[str, Paired]:

@@ -12,7 +12,7 @@ from hpctrain.holders import holdings_of
 from hpctrain.intervals import Interval
 from hpctrain.job import Model, Overlap
 from hpctrain.jobs.bench_overlap import Operation, exposed_seconds, seconds_alone
-from hpctrain.jobs.pairs import interval
+from hpctrain.jobs.pairs import ratio_of
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.schedule import Instruction, Op, check_no_deadlock, one_f_one_b
 
@@ -160,18 +160,18 @@ def test_the_interval_of_a_ratio_is_of_its_median_and_narrower_with_more_pairs()
     draw = random.Random(1)
     few, many = ([1.05 * draw.lognormvariate(0, 0.03) for _ in range(n)] for n in (20, 320))
     few[3] = 4.0  # a step in which somebody else had the core
-    narrow, wide = interval(many), interval(few)
+    narrow, wide = ratio_of(many), ratio_of(few)
     assert narrow.low < 1.05 < narrow.high and wide.low < 1.05 < wide.high
     assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
     assert wide.high < 1.1
-    assert interval([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
-    assert interval(few) == wide
+    assert ratio_of([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
+    assert ratio_of(few) == wide
 
 
 def test_intervals_hold_the_median_as_often_as_they_say():
     draw = random.Random(2)
     held = 0
     for _ in range(100):
-        found = interval([draw.lognormvariate(0, 0.05) for _ in range(20)])
+        found = ratio_of([draw.lognormvariate(0, 0.05) for _ in range(20)])
         held += found.low <= 1.0 <= found.high
     assert held >= 90
