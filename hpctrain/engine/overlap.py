@@ -11,8 +11,8 @@ from hpctrain.plan import Plan
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
-EXCHANGED = {"tensor": "what x and y exchange", "data": "what holders exchange", "z": "what z exchanges"}
-"""By switch, in words."""
+EXCHANGED = {"tensor": "groups of x or y", "data": "holders of the same weights", "z": "groups of z"}
+"""By switch, who exchanges what it hides."""
 
 
 def crossings(world: "World", job: Job, plan: Plan) -> dict[str, bool]:
@@ -60,9 +60,10 @@ def resolve_overlap(
             several = "collectives of several groups that are under way together may wait for each other on a device"
             value, reason = False, several
         elif between_hosts:
-            value, reason = True, f"{what} crosses between {hosts} hosts: bytes are on the network meanwhile"
+            value, reason = True, f"there are {what} on several of {hosts} hosts: bytes are on the network meanwhile"
+        elif hosts > 1:
+            value, reason = False, f"no {what} on several hosts, and inside one the cores that compute move the bytes"
         else:
-            where = "one host" if hosts == 1 else "a host"
-            value, reason = False, f"{what} goes through memory of {where}, moved by the cores that compute"
+            value, reason = False, "all ranks compute on the cores of one host, which would move the bytes too"
         values[key], reasons[f"overlap.{key}"] = value, f"{'on' if value else 'off'}: {reason}"
     return overlap.model_copy(update=values), reasons

@@ -24,8 +24,8 @@ HERE, THERE = Place("a", "cpu"), Place("b", "cpu")
 @pytest.mark.parametrize(
     "topology, expected, reason",
     [
-        (Topology((HERE, HERE)), (False, False, False), "off: what x and y exchange goes through memory of one host"),
-        (Topology((HERE, THERE)), (True, True, True), "on: what x and y exchange crosses between 2 hosts"),
+        (Topology((HERE, HERE)), (False, False, False), "off: all ranks compute on the cores of one host"),
+        (Topology((HERE, THERE)), (True, True, True), "on: there are groups of x or y on several of 2 hosts"),
         (Topology((HERE, HERE), shares_memory=False), (True, True, True), "on: a rehearsal's devices"),
         (Topology((HERE, Place("a", "h200", "cuda"))), (True, False, False), "on: devices compute while bytes move"),
     ],
@@ -41,8 +41,8 @@ def test_only_what_crosses_between_hosts_goes_beside():
     topology = Topology((HERE, HERE, THERE, THERE))
     found, reasons = resolve_overlap(Overlap(), topology, {"tensor": False, "data": True, "z": False})
     assert (found.tensor, found.data, found.z) == (False, True, False)
-    assert reasons["overlap.tensor"].startswith("off: what x and y exchange goes through memory of a host")
-    assert reasons["overlap.data"].startswith("on: what holders exchange crosses between 2 hosts")
+    assert reasons["overlap.tensor"].startswith("off: no groups of x or y on several hosts")
+    assert reasons["overlap.data"].startswith("on: there are holders of the same weights on")
 
 
 @pytest.mark.parametrize(
