@@ -1,9 +1,9 @@
 """The job: what to train, on which data, how long. One TOML file, read into one frozen object.
 
-A job file has the sections `[model] [data] [train] [plan] [overlap] [checkpoint] [comm] [observe]`; it may start from
-another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line has the last word
-(`--set train.steps=10`). Whatever is wrong with it is told as one `JobError` with the file, the key, the value and
-what to set.
+A job file has the sections `[model] [data] [train] [plan] [overlap] [products] [checkpoint] [comm] [observe]`; it may
+start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line has the
+last word (`--set train.steps=10`). Whatever is wrong with it is told as one `JobError` with the file, the key, the
+value and what to set.
 """
 
 import tomllib
@@ -22,6 +22,7 @@ WholeNumber = Annotated[int, Field(ge=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0)]
 Switch = Annotated[bool, Field(strict=True)]
 Timeout = Annotated[float, Field(gt=0)]
+ProductName = Annotated[str, Field(pattern=r"^(forward|input|weight)-(fp32|bf16)-\d+x\d+x\d+$")]
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
 READY_MADE = Path(__file__).parent / "jobs"
 
@@ -187,6 +188,20 @@ class Overlap(Table):
     """
 
 
+class Products(Table):
+    """How the products of linear layers are computed: the same but for the last bit."""
+
+    tune: Annotated[Switch | None, AUTO] = None
+    """Whether, at the start, it is measured for each product in which order of its operands it is fastest.
+
+    What was measured can change a bit of the result, and is kept when a run is continued.
+    """
+    ways: dict[str, dict[ProductName, Literal["plain", "first", "second", "both", "result"]]] = Field(
+        default_factory=dict
+    )
+    """What was chosen, by family and product. Products that are not there are computed as their operands lie."""
+
+
 class Checkpoint(Table):
     every: WholeNumber = 0
     """Steps between checkpoints; 0: at the end only."""
@@ -246,6 +261,7 @@ class Job(Table):
     plan: Annotated[PlanRequest | None, AUTO] = None
     """auto: chosen for the ranks that there are, with its reason."""
     overlap: Overlap = Overlap()
+    products: Products = Products()
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     observe: Observe = Observe()

@@ -12,9 +12,10 @@ and coordinate z stores a consecutive z-th of it.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
@@ -22,6 +23,13 @@ from hpctrain.job import Model
 from hpctrain.plan import TensorGrid
 
 Box = tuple[Interval, ...]
+# The linear layers of a block: of each the parameters that are computed as one product, without ".weight" or ".bias".
+BLOCK_LAYERS = (
+    ("attention.q", "attention.k", "attention.v"),
+    ("attention.o",),
+    ("ffn.gate", "ffn.up"),
+    ("ffn.down",),
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,32 @@ class UnitLayout:
             yield parameter, box, Interval(at, at + box_size(box))
             at += box_size(box)
 
+    def runs(self, names: Collection[str]) -> "Iterator[Run]":
+        """Yield the named parameters, as few as can be: neighbours with equal trailing dims are one."""
+        run = None
+        for parameter, box, at in self.placed():
+            if parameter.name not in names:
+                continue
+            shape = tuple(interval.size for interval in box)
+            if run and run.at.stop == at.start and run.shape[1:] == shape[1:]:
+                above, *trailing = run.shape
+                run = Run((*run.names, parameter.name), Interval(run.at.start, at.stop), (above + shape[0], *trailing))
+                continue
+            if run:
+                yield run
+            run = Run((parameter.name,), at, shape)
+        if run:
+            yield run
+
+
+class Run(NamedTuple):
+    """Parameters of a unit that are used as one."""
+
+    names: tuple[str, ...]
+    at: Interval
+    """Where in the unit's flat array."""
+    shape: tuple[int, ...]
+
 
 def _block(model: Model, i: int) -> list[Parameter]:
     h, q, kv, f = model.hidden_size, model.num_heads * model.head_size, model.kv_heads * model.head_size, model.ffn
@@ -253,3 +287,19 @@ def check_grid(model: Model, grid: TensorGrid) -> None:
             f"tensor y = {grid.y} is more than model.num_kv_heads {model.kv_heads} and not a multiple of it;"
             f" set y to a multiple or a divisor of {model.kv_heads}"
         )
+
+
+def layer_shapes(model: Model, grid: TensorGrid, item: int) -> list[tuple[int, int]]:
+    """Return the weights [out, in] that the linear layers of an item multiply with, on any place of a tensor grid.
+
+    Those of a block, or the head's; the embedding looks up and has none.
+    """
+    if item == 0:
+        return []
+    if item > model.num_layers:
+        table = item_parameters(model, item)[-1]
+        rows, columns = (interval.size for interval in table.box(grid, 0, 0))
+        return [(rows, columns)]
+    layouts = [unit.layout(grid, 0, 0) for unit in item_units(model, grid, item)]
+    layers = [{f"blocks.{item - 1}.{name}.weight" for name in layer} for layer in BLOCK_LAYERS]
+    return [run.shape for names in layers for layout in layouts for run in layout.runs(names)]

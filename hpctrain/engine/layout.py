@@ -12,6 +12,7 @@ from hpctrain.job import Job
 from hpctrain.model.axes import Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
+from hpctrain.model.ways import Ways
 from hpctrain.plan import Plan, Tile
 from hpctrain.role import Transfers, role_of
 
@@ -69,7 +70,8 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     }
     kept = [item for tile in role.tiles for item in range(*tile.items)[: overlap.keep_gathered]]
     store = Store(groups, role.held, axes, dtype, device, kept)
-    stages = tuple(Stage(job.model, tile, axes, store, world.tracer) for tile in role.tiles)
+    ways = Ways(job.products.ways.get(role.tiles[0].family, {}), job.train.dtype)
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, ways) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,

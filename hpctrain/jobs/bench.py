@@ -5,7 +5,7 @@ import statistics
 
 import click
 
-from hpctrain.jobs import bench_comm, bench_mixed, bench_overlap
+from hpctrain.jobs import bench_comm, bench_mixed, bench_overlap, bench_products
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -66,3 +66,4 @@ def train(job, overrides, steps, warmup, rehearse, as_json):
 command.add_command(bench_comm.command)
 command.add_command(bench_mixed.command)
 command.add_command(bench_overlap.command)
+command.add_command(bench_products.command)

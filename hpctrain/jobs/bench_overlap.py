@@ -1,14 +1,16 @@
-"""`hpctrain bench overlap`: what hiding communication behind computation brings, on a rehearsed cluster."""
+"""`hpctrain bench overlap`: what hiding communication behind computation brings, on a rehearsed cluster or here."""
 
 import gc
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from hpctrain.engine.overlap import hidden_groups
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -17,13 +19,15 @@ from hpctrain.jobs.common import (
     start_rehearsal,
     started_world,
 )
+from hpctrain.jobs.pairs import Paired, Ratio, measure_pairs
 
 if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Paced
     from hpctrain.comm.world import World
+    from hpctrain.job import Job
     from hpctrain.jobs.common import Prepared
 
-EXPOSED = "exposed"
+EXPOSED, NOTHING = "exposed", "nothing"
 SWITCHES = ("tensor", "data", "z")
 VARIANTS = {
     EXPOSED: dict.fromkeys(SWITCHES, False),
@@ -37,24 +41,37 @@ VARIANTS = {
 @override_option
 @rehearse_option
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(1), help="Steps of each that are timed.")
+@click.option("--pairs", type=click.IntRange(2), metavar="N", help="Time so many pairs of steps, here or rehearsed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def command(job, overrides, rehearse, steps, as_json):
+def command(job, overrides, rehearse, steps, pairs, as_json):
     """Time training steps of JOB with all communication exposed, with each overlap alone, and with all of them.
 
-    Times are the rehearsed cluster's. `best_seconds` is what a step would take if each operation went on beside what
-    is computed between its start and its end, and took what it takes when it is exposed; `hidden_share` is how much of
-    what that saves was saved. `ideal_seconds` is the longer of all computation and all communication,
-    in which ranks that wait for slower ones are counted: compare ranks that are alike.
+    With --rehearse times are the rehearsed cluster's. `best_seconds` is what a step would take if each operation went
+    on beside what is computed between its start and its end, and took what it takes when it is exposed;
+    `hidden_share` is how much of what that saves was saved. `ideal_seconds` is the longer of all computation and all
+    communication, in which ranks that wait for slower ones are counted: compare ranks that are alike.
+
+    With --pairs a step with all exposed and a step with an overlap are taken in turn, on the ranks as they are or
+    rehearsed. Told is the median ratio of their times with its 95 % confidence interval, whether the numbers are the
+    same bits, and what `auto` does here and why. `nothing` is no overlap against itself. Overlaps that have nothing to
+    hide in the plan are left out.
 
     \b
     mpirun -n 4 hpctrain bench overlap tiny --rehearse cluster.toml --set plan.tensor.y=2 --set plan.data=2 --json
+    mpirun -n 4 hpctrain bench overlap tiny --pairs 20 --set plan.tensor.y=2 --set plan.data=2
     """
-    if not rehearse:
-        raise click.UsageError("overlaps are measured on a rehearsed cluster: say which by --rehearse CLUSTER")
+    if not (rehearse or pairs):
+        raise click.UsageError("say on which rehearsed cluster, --rehearse CLUSTER, or how many pairs here, --pairs 20")
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
-        start_rehearsal(world, rehearse)
+        if rehearse:
+            start_rehearsal(world, rehearse)
         prepared = prepare_run(world, parsed)
+        if pairs:
+            told = compare_pairs(world, prepared, pairs)
+            if world.rank == 0:
+                print(json.dumps(told) if as_json else table_of_pairs(told), flush=True)
+            return
         measured = {name: measure(world, prepared, switches, steps) for name, switches in VARIANTS.items()}
         told = {"plan": prepared.plan.describe(), "ranks": world.size, **compare(world, measured)}
         told["overrun"] = world.largest(world.accelerator.overrun)
@@ -95,8 +112,7 @@ def measure(world: "World", prepared: "Prepared", switches: dict[str, bool], ste
     from hpctrain.engine.phases import phases_of
     from hpctrain.engine.trainer import Trainer
 
-    job = prepared.job
-    job = job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
+    job = switched(prepared.job, switches)
     device = world.accelerator
     clock, scale = device.clock, device.time_scale
     trainer = Trainer(world, device, job, prepared.plan)
@@ -177,6 +193,58 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
         "hidden_share": shares,
         "same_bits": len({each.loss for each in measured.values()}) == 1,
     }
+
+
+def switched(job: "Job", switches: Mapping[str, bool]) -> "Job":
+    """Return the job with other overlaps."""
+    return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
+
+
+def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
+    """Time pairs of steps, exposed and with each overlap; return what is told. All ranks must call."""
+    job = prepared.job
+    exposed = replace(prepared, job=switched(job, VARIANTS[EXPOSED]))
+    groups = hidden_groups(job, prepared.plan, world.rank)
+    there = [key for key in SWITCHES if world.largest(max(map(len, groups[key]), default=1)) > 1]
+    names = [EXPOSED, *there] + ["all"] * (len(there) > 1)
+    jobs = {NOTHING if name == EXPOSED else name: switched(job, VARIANTS[name]) for name in names}
+    found = measure_pairs(world, exposed, jobs, pairs)
+    told = {
+        "plan": prepared.plan.describe(),
+        "ranks": world.size,
+        "pairs": pairs,
+        "overlaps": {name: _told_of(paired) for name, paired in found.items()},
+        "same_bits": all(paired.same_bits for paired in found.values()),
+        "auto": {
+            key: prepared.reasons.get(f"overlap.{key}", f"{'on' if getattr(job.overlap, key) else 'off'}: asked for")
+            for key in SWITCHES
+        },
+    }
+    if world.accelerator.overrun is not None:
+        told["overrun"] = world.largest(world.accelerator.overrun)
+    return told
+
+
+def _told_of(paired: Paired) -> dict:
+    return {
+        "exposed_seconds": statistics.median(paired.first),
+        "seconds": statistics.median(paired.second),
+        "ratio": paired.ratio._asdict(),
+        "same_bits": paired.same_bits,
+    }
+
+
+def table_of_pairs(told: dict) -> str:
+    lines = [f"{told['ranks']} ranks: {told['plan']}; {told['pairs']} pairs of steps each"]
+    lines.append(f"  {'overlap':10} {'exposed ms':>10} {'with it ms':>10}  with it / exposed (95 % interval)")
+    for name, each in told["overlaps"].items():
+        bits = "same bits" if each["same_bits"] else "OTHER BITS"
+        seconds = f"{each['exposed_seconds'] * 1e3:10.2f} {each['seconds'] * 1e3:10.2f}"
+        lines.append(f"  {name:10} {seconds}  {Ratio(**each['ratio'])}, {bits}")
+    lines += [f"  auto: {key} {reason}" for key, reason in told["auto"].items()]
+    if "overrun" in told:
+        lines.append(f"  overrun {told['overrun']:.2%}")
+    return "\n".join(lines)
 
 
 def table(told: dict) -> str:

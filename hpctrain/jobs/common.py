@@ -10,7 +10,7 @@ import click
 
 from hpctrain.comm.launcher import host_memory_bytes
 from hpctrain.comm.topology import Preferences
-from hpctrain.engine.overlap import resolve_overlap
+from hpctrain.engine.overlap import crossings, resolve_overlap
 from hpctrain.engine.phases import phases_of
 from hpctrain.errors import JobError
 from hpctrain.intervals import cut_evenly
@@ -112,8 +112,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
             if getattr(job.overlap, key) is None and (value := getattr(theirs.overlap, key)) is not None:
                 job = _with(job, "overlap", **{key: value})
                 reasons[f"overlap.{key}"] = f"{'on' if value else 'off'}: that of {resume_from}"
-    overlap, chosen = resolve_overlap(job.overlap, world.topology)
-    job, reasons = job.model_copy(update={"overlap": overlap}), reasons | chosen
+        if job.products.tune is not False:
+            tune = job.products.tune or bool(theirs.products.tune)
+            job = _with(job, "products", tune=tune, ways=theirs.products.ways | job.products.ways)
     resolved = None
     memory_bytes = world.smallest(_memory_bytes(world))
     families = [place.family for place in world.topology.places]
@@ -123,9 +124,13 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
                 resolved = Resolved(saved_plan, {"plan": f"{saved_plan.describe()}: that of {resume_from}"})
             else:
                 resolved = resolve_plan(job, world.size, memory_bytes, families)
-            check_schedules(resolved.plan, reduce_early=bool(job.overlap.data))
     resolved = world.broadcast_object(resolved)
     reasons |= resolved.reasons
+    overlap, chosen = resolve_overlap(job.overlap, world.topology, crossings(world, job, resolved.plan))
+    job, reasons = job.model_copy(update={"overlap": overlap}), reasons | chosen
+    with world.all_or_none():
+        if world.rank == 0:
+            check_schedules(resolved.plan, reduce_early=bool(job.overlap.data))
     padded = max(padded_vocabulary(job.model, tile.tensor) for tile in resolved.plan.tiles)
     if padded != job.model.vocab_size:
         reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
@@ -134,6 +139,10 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
 
         dtype, reasons["train.dtype"] = agree_on_dtype(world, bind_accelerator(world))
         job = _with(job, "train", dtype=dtype)
+    from hpctrain.engine.tuning import tune_products
+
+    products, chosen = tune_products(world, job, resolved.plan)
+    job, reasons = job.model_copy(update={"products": products}), reasons | chosen
     if job.comm.links is None:
         from hpctrain.comm.links import measure_links
 

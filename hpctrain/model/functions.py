@@ -12,14 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
 from hpctrain.model.units import Weight
-
-
-def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
-    """Add dy^T x to a weight's gradient."""
-    if x_NI.dtype == grad_OI.dtype:
-        grad_OI.addmm_(dy_NO.t(), x_NI)
-    else:
-        grad_OI += dy_NO.t() @ x_NI
+from hpctrain.model.ways import AS_THEY_LIE, Ways
 
 
 def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor) -> None:
@@ -35,11 +28,11 @@ class _Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weights: list[Weight], biases: list[Weight], into: Axis, out: Axis):
-        ctx.weights, ctx.biases, ctx.out = weights, biases, out
+    def forward(ctx, x, weights: list[Weight], biases: list[Weight], into: Axis, out: Axis, ways: Ways):
+        ctx.weights, ctx.biases, ctx.out, ctx.ways = weights, biases, out, ways
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        parts = [x_NI @ w.data.t() for w in weights]
+        parts = [ways.multiply("forward", x_NI, w.data.t()) for w in weights]
         y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         into.all_reduce(y_NO)
         at = 0
@@ -51,28 +44,30 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x_NI,) = ctx.saved_tensors
+        (x_NI,), ways = ctx.saved_tensors, ctx.ways
         dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
         parts = dy_NO.split([w.data.shape[0] for w in ctx.weights], dim=1)
-        dx_NI = parts[0] @ ctx.weights[0].data
+        dx_NI = ways.multiply("input", parts[0], ctx.weights[0].data)
         for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
-            dx_NI.addmm_(part, weight.data)
+            ways.add("input", dx_NI, part, weight.data)
         summed = ctx.out.start_all_reduce(dx_NI)
         for weight, part in zip(ctx.weights, parts, strict=True):
-            weight.accumulate(add_product, part, x_NI)
+            weight.accumulate(ways.add_weight, part, x_NI)
         if ctx.biases:
             for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
                 bias.accumulate(add_sum, part)
         summed.wait()
-        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None
+        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None
 
 
-def linear(x: torch.Tensor, weights: list[Weight], biases: list[Weight], into: Axis, out: Axis) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weights: list[Weight], biases: list[Weight], into: Axis, out: Axis, ways: Ways = AS_THEY_LIE
+) -> torch.Tensor:
     """Apply one or several weights to the same input; outputs lie side by side in the last dim.
 
     x: [..., I]; result: [..., O], O the sum over `weights`. Ranks of `into` (forward) and `out` (backward) must call.
     """
-    return _Linear.apply(x, weights, biases, into, out)
+    return _Linear.apply(x, weights, biases, into, out, ways)
 
 
 class _RmsNorm(Function):

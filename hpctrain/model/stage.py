@@ -16,6 +16,7 @@ from hpctrain.model.initialise import fill_initial
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
 from hpctrain.model.units import Deferred
+from hpctrain.model.ways import AS_THEY_LIE, Ways
 from hpctrain.plan import Tile
 from hpctrain.tracing import UNTRACED, Tracer
 
@@ -45,9 +46,17 @@ def initialise(store: Store, model: Model, seed: int) -> None:
 class Stage:
     """The items of one tile on one rank."""
 
-    def __init__(self, model: Model, tile: Tile, axes: Axes, store: Store, tracer: Tracer = UNTRACED):
+    def __init__(
+        self,
+        model: Model,
+        tile: Tile,
+        axes: Axes,
+        store: Store,
+        tracer: Tracer = UNTRACED,
+        ways: Ways = AS_THEY_LIE,
+    ):
         self.tile, self.store, self._tracer = tile, store, tracer
-        self.items: list[Item] = [make_item(model, i, axes, store) for i in range(*tile.items)]
+        self.items: list[Item] = [make_item(model, i, axes, store, ways) for i in range(*tile.items)]
 
     @property
     def is_first(self) -> bool:

@@ -13,7 +13,8 @@ from hpctrain.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
 from hpctrain.model.store import Store
-from hpctrain.parameters import item_parameters, padded_vocabulary
+from hpctrain.model.ways import Ways
+from hpctrain.parameters import BLOCK_LAYERS, item_parameters, padded_vocabulary
 from hpctrain.plan import TensorGrid
 
 IGNORED = -1  # a target that does not count
@@ -22,8 +23,8 @@ IGNORED = -1  # a target that does not count
 class Item:
     """One item of a plan, with the handles of its weights, which are there while the stage has them gathered."""
 
-    def __init__(self, model: Model, item: int, axes: Axes, store: Store):
-        self.model, self.axes = model, axes
+    def __init__(self, model: Model, item: int, axes: Axes, store: Store, ways: Ways):
+        self.model, self.axes, self.ways = model, axes, ways
         self._item, self._store = item, store
         self._names = [p.name for p in item_parameters(model, item)]
 
@@ -48,8 +49,8 @@ class Item:
 class Embedding(Item):
     """Token ids to hidden states."""
 
-    def __init__(self, model, item, axes, store):
-        super().__init__(model, item, axes, store)
+    def __init__(self, model, item, axes, store, ways):
+        super().__init__(model, item, axes, store, ways)
         (self.table,) = self.weights("embedding.weight")
         self.positions = self.weights("positions.weight")
         self.anchor = torch.zeros((), requires_grad=True)
@@ -62,14 +63,13 @@ class Embedding(Item):
 class Block(Item):
     """Attention and feed-forward part, each after a norm and added to the residual stream."""
 
-    def __init__(self, model, item, axes, store):
-        super().__init__(model, item, axes, store)
+    def __init__(self, model, item, axes, store, ways):
+        super().__init__(model, item, axes, store, ways)
         self.attention_norm, self.ffn_norm = self.norm_weights("attention_norm"), self.norm_weights("ffn_norm")
-        qkv = ("attention.q", "attention.k", "attention.v")
-        self.qkv = [self.weights(*(f"{n}.{kind}" for n in qkv)) for kind in ("weight", "bias")]
-        self.out = [self.weights(f"attention.o.{kind}") for kind in ("weight", "bias")]
-        self.up = [self.weights(f"ffn.gate.{kind}", f"ffn.up.{kind}") for kind in ("weight", "bias")]
-        self.down = [self.weights(f"ffn.down.{kind}") for kind in ("weight", "bias")]
+        self.qkv, self.out, self.up, self.down = (
+            [self.weights(*(f"{name}.{kind}" for name in layer)) for kind in ("weight", "bias")]
+            for layer in BLOCK_LAYERS
+        )
         self.num_heads = model.num_heads // axes.y.size
         self.num_kv_heads = max(1, model.kv_heads // axes.y.size)
         self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -82,7 +82,8 @@ class Block(Item):
         rows, positions, _ = x.shape
         size = self.model.head_size
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        qkv = linear(x, *self.qkv, into=self.axes.x, out=self.axes.y).view(rows, positions, sum(heads), size)
+        qkv = linear(x, *self.qkv, into=self.axes.x, out=self.axes.y, ways=self.ways)
+        qkv = qkv.view(rows, positions, sum(heads), size)
         if self.model.architecture == "llama":
             queries_keys, values = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
             queries, keys = rotate(queries_keys, *self.rotary_tables(x)).split(heads[:2], dim=2)
@@ -96,12 +97,12 @@ class Block(Item):
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
-        return linear(mixed, *self.out, into=self.axes.y, out=self.axes.x)
+        return linear(mixed, *self.out, into=self.axes.y, out=self.axes.x, ways=self.ways)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = linear(x, *self.up, into=self.axes.x, out=self.axes.y)
+        inner = linear(x, *self.up, into=self.axes.x, out=self.axes.y, ways=self.ways)
         inner = swiglu(inner) if self.model.architecture == "llama" else F.gelu(inner, approximate="tanh")
-        return linear(inner, *self.down, into=self.axes.y, out=self.axes.x)
+        return linear(inner, *self.down, into=self.axes.y, out=self.axes.x, ways=self.ways)
 
     def rotary_tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""
@@ -117,20 +118,20 @@ class Block(Item):
 class Head(Item):
     """Hidden states to logits, and to the summed loss."""
 
-    def __init__(self, model, item, axes, store):
-        super().__init__(model, item, axes, store)
+    def __init__(self, model, item, axes, store, ways):
+        super().__init__(model, item, axes, store, ways)
         self.final_norm = self.norm_weights("norm")
         self.table = self.weights("embedding.weight" if model.tie_head else "head.weight")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
         normed = self.norm(hidden, self.final_norm)
-        return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
+        return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y, ways=self.ways)
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self.logits(hidden), targets, *self.vocabulary(), self.axes.y)
 
 
-def make_item(model: Model, item: int, axes: Axes, store: Store) -> Item:
+def make_item(model: Model, item: int, axes: Axes, store: Store, ways: Ways) -> Item:
     kind = Embedding if item == 0 else Head if item == model.num_items - 1 else Block
-    return kind(model, item, axes, store)
+    return kind(model, item, axes, store, ways)

@@ -120,18 +120,7 @@ class UnitStore:
 
         Names that are not in this unit are left out.
         """
-        wanted = set(names)
-        runs: list[tuple[list[str], Interval, tuple[int, ...]]] = []
-        for parameter, box, at in self.layout.placed():
-            if parameter.name not in wanted:
-                continue
-            shape = tuple(interval.size for interval in box)
-            if runs and runs[-1][1].stop == at.start and runs[-1][2][1:] == shape[1:]:
-                held, where, above = runs[-1]
-                runs[-1] = ([*held, parameter.name], Interval(where.start, at.stop), (above[0] + shape[0], *shape[1:]))
-            else:
-                runs.append(([parameter.name], at, shape))
-        found = [(Weight("+".join(held)), where, shape) for held, where, shape in runs]
+        found = [(Weight("+".join(run.names)), run.at, run.shape) for run in self.layout.runs(set(names))]
         self._views += found
         if self._stays:
             whole = self._shard if self._whole is None else self._whole

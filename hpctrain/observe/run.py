@@ -9,6 +9,7 @@ checkpoints/     see hpctrain.checkpoint
 
 import json
 import os
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def default_run_folder(name: str) -> Path:
 
 def _toml(value) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+        keys = (key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key) for key in value)
+        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in zip(keys, value.values(), strict=True)) + "}"
     # strings, numbers, booleans and lists of them are written alike in JSON and TOML
     return json.dumps(value, ensure_ascii=False)
 

@@ -8,10 +8,13 @@ import torch
 
 from hpctrain.comm.topology import Preferences
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.trainer import Trainer
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
-from hpctrain.jobs.bench_overlap import VARIANTS, compare, measure
+from hpctrain.jobs.bench_overlap import VARIANTS, compare, compare_pairs, measure
+from hpctrain.jobs.common import Prepared
 from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.planner.even import resolve_plan
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import (
@@ -129,6 +132,32 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
     summed = forward * (blocks * numbers * (3 * h + 2 * f) + numbers * vocabulary + norms)
     summed += blocks * numbers * (h + f) + norms
     assert bytes_of_a_step(world, job_of(tensor={"x": n}), lambda layout: [layout.axes.x]) == 2 * pairs * summed
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, tokens, monkeypatch):
+    monkeypatch.setattr(world, "accelerator", None)
+    job = make_job(tokens, "llama", {"tensor": {"y": 2}})
+    source, training, validation = open_datasets(job.data, job.train.seed)
+    plan = resolve_plan(job, 2).plan
+    reasons = {"overlap.tensor": "off: a reason"}
+    prepared = Prepared(overlapped(job, data=True), plan, reasons, source, training, validation, "")
+    started = []
+    trained = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self, *args: started.append(self) or trained(self, *args))
+    told = compare_pairs(world, prepared, 4)
+    assert list(told["overlaps"]) == ["nothing", "tensor"], "there are no replicas and there is no z"
+    assert told["same_bits"]
+    for each in told["overlaps"].values():
+        ratio = each["ratio"]
+        assert 0 < ratio["low"] <= ratio["middle"] <= ratio["high"]
+    assert told["auto"] == {"tensor": "off: a reason", "data": "on: asked for", "z": "off: asked for"}
+    of_one = started[: 2 * (2 + 4)]
+    exposed, other = of_one[1], of_one[0]
+    assert of_one == [other, exposed, exposed, other] * 3, "by turns, and who is first changes"
+    beside = [trainer.layout.axes.y.goes_beside for trainer in dict.fromkeys(started)]
+    assert beside == [False, False, True, False]
 
 
 DEVICE = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 5e8})

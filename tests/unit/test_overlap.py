@@ -1,14 +1,18 @@
 """What communicates beside computation: what `auto` becomes, how gradients are cut into buckets, what can be hidden."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
 
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.engine.overlap import resolve_overlap
+from hpctrain.engine.overlap import crossings, resolve_overlap
 from hpctrain.errors import PlanError
 from hpctrain.holders import holdings_of
 from hpctrain.intervals import Interval
 from hpctrain.job import Model, Overlap
 from hpctrain.jobs.bench_overlap import Operation, exposed_seconds, seconds_alone
+from hpctrain.jobs.pairs import ratio_of
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.schedule import Instruction, Op, check_no_deadlock, one_f_one_b
 
@@ -21,7 +25,7 @@ HERE, THERE = Place("a", "cpu"), Place("b", "cpu")
     "topology, expected, reason",
     [
         (Topology((HERE, HERE)), (False, False, False), "off: all ranks compute on the cores of one host"),
-        (Topology((HERE, THERE)), (True, True, True), "on: 2 hosts"),
+        (Topology((HERE, THERE)), (True, True, True), "on: there are groups of x or y on several of 2 hosts"),
         (Topology((HERE, HERE), shares_memory=False), (True, True, True), "on: a rehearsal's devices"),
         (Topology((HERE, Place("a", "h200", "cuda"))), (True, False, False), "on: devices compute while bytes move"),
     ],
@@ -31,6 +35,36 @@ def test_auto_becomes_a_value_with_a_reason(topology, expected, reason):
     assert (found.tensor, found.data, found.z) == expected
     assert reasons["overlap.tensor"].startswith(reason)
     assert set(reasons) == {"overlap.tensor", "overlap.data", "overlap.z"}
+
+
+def test_only_what_crosses_between_hosts_goes_beside():
+    topology = Topology((HERE, HERE, THERE, THERE))
+    found, reasons = resolve_overlap(Overlap(), topology, {"tensor": False, "data": True, "z": False})
+    assert (found.tensor, found.data, found.z) == (False, True, False)
+    assert reasons["overlap.tensor"].startswith("off: no groups of x or y on several hosts")
+    assert reasons["overlap.data"].startswith("on: there are holders of the same weights on")
+
+
+@pytest.mark.parametrize(
+    "hosts, grid, expected",
+    [
+        ("aaaa", TensorGrid(1, 2, 1), (False, False, False)),
+        ("aabb", TensorGrid(1, 2, 1), (False, True, False)),  # y inside, replicas across
+        ("abab", TensorGrid(1, 2, 1), (True, False, False)),
+        ("aabb", TensorGrid(2, 2, 1), (True, False, False)),  # x across: norms, which no y cuts, too
+        ("abab", TensorGrid(1, 1, 2), (False, False, True)),
+        ("abcd", TensorGrid(1, 1, 2), (False, True, True)),
+    ],
+)
+def test_what_crosses_between_hosts_follows_from_the_plan(hosts, grid, expected):
+    plan = even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 4)
+    topology = Topology(tuple(Place(host, "cpu") for host in hosts))
+    job = SimpleNamespace(model=MODEL, overlap=Overlap())
+    told = []
+    for rank in range(4):
+        world = SimpleNamespace(topology=topology, rank=rank, largest=lambda value: value)
+        told.append(crossings(world, job, plan))
+    assert tuple(any(each[key] for each in told) for key in ("tensor", "data", "z")) == expected
 
 
 def test_what_was_asked_for_stays():
@@ -120,3 +154,24 @@ def test_what_is_computed_between_start_and_end_hides_it():
     both = [operation((1, 0.0), (3, 0.6), 9.0), operation((2, 0.0), (4, 0.6), 9.0)]
     assert exposed_seconds(both, alone) == pytest.approx(0.4)
     assert exposed_seconds([both[0], both[1]._replace(stream=1)], alone) == 0.0
+
+
+def test_the_interval_of_a_ratio_is_of_its_median_and_narrower_with_more_pairs():
+    draw = random.Random(1)
+    few, many = ([1.05 * draw.lognormvariate(0, 0.03) for _ in range(n)] for n in (20, 320))
+    few[3] = 4.0  # a step in which somebody else had the core
+    narrow, wide = ratio_of(many), ratio_of(few)
+    assert narrow.low < 1.05 < narrow.high and wide.low < 1.05 < wide.high
+    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
+    assert wide.high < 1.1
+    assert ratio_of([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
+    assert ratio_of(few) == wide
+
+
+def test_intervals_hold_the_median_as_often_as_they_say():
+    draw = random.Random(2)
+    held = 0
+    for _ in range(100):
+        found = ratio_of([draw.lognormvariate(0, 0.05) for _ in range(20)])
+        held += found.low <= 1.0 <= found.high
+    assert held >= 90

@@ -1,0 +1,58 @@
+"""`hpctrain bench products`: what measuring products at the start brings to a step."""
+
+import json
+import statistics
+from collections import Counter
+from dataclasses import replace
+
+import click
+
+from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
+from hpctrain.jobs.pairs import Ratio, measure_pairs
+
+
+@click.command("products")
+@click.argument("job")
+@override_option
+@click.option("--pairs", default=20, show_default=True, type=click.IntRange(2), help="Pairs of steps that are timed.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(job, overrides, pairs, as_json):
+    """Time training steps of JOB with products as their operands lie, and in the ways that were measured to be faster.
+
+    A step of the one and a step of the other are taken in turn. Told is the median ratio of their times with its 95 %
+    confidence interval, and which products go by which way. `ways` and what came of them are as in the job.
+
+    \b
+    mpirun -n 4 hpctrain bench products tiny --set plan.data=4
+    """
+    with started_world() as world:
+        prepared = prepare_run(world, load_job_on(world, job, overrides))
+        tuned = prepared.job
+        plain = tuned.model_copy(update={"products": tuned.products.model_copy(update={"ways": {}})})
+        paired = measure_pairs(world, replace(prepared, job=plain), {"tuned": tuned}, pairs)["tuned"]
+        told = {
+            "plan": prepared.plan.describe(),
+            "ranks": world.size,
+            "pairs": pairs,
+            "plain_seconds": statistics.median(paired.first),
+            "tuned_seconds": statistics.median(paired.second),
+            "ratio": paired.ratio._asdict(),
+            "same_bits": paired.same_bits,
+            "ways": tuned.products.ways,
+            "reason": prepared.reasons.get("products.ways", prepared.reasons.get("products.tune", "off: asked for")),
+        }
+        if world.rank == 0:
+            print(json.dumps(told) if as_json else table(told), flush=True)
+
+
+def table(told: dict) -> str:
+    ratio = Ratio(**told["ratio"])
+    lines = [f"{told['ranks']} ranks: {told['plan']}; {told['pairs']} pairs of steps"]
+    lines.append(f"  as they lie {told['plain_seconds'] * 1e3:10.2f} ms")
+    bits = "the same bits" if told["same_bits"] else "other bits"
+    lines.append(f"  tuned       {told['tuned_seconds'] * 1e3:10.2f} ms, {ratio} of the former; {bits}")
+    lines.append(f"  products: {told['reason']}")
+    for family, ways in told["ways"].items():
+        lines += [f"    {family} {name}: {way}" for name, way in ways.items() if way != "plain"]
+        lines += [f"    {family} others: {Counter(ways.values())['plain']} plain"]
+    return "\n".join(lines)

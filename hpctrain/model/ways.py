@@ -1,0 +1,81 @@
+"""How products are computed: as their operands lie in memory, or with a copy that lies the other way round.
+
+Libraries are not equally fast for all orders of their operands, sometimes by more than a copy costs, and which one
+suffers depends on shape and device (Singh et al. 2024, arXiv 2502.08145). The results are the same but for the order
+of sums, so for the last bit.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.products import parse_product
+
+
+class Way(NamedTuple):
+    """What of [m, k] @ [k, n] is copied into the other order: operands before, or the result after."""
+
+    first: bool = False
+    second: bool = False
+    result: bool = False
+
+    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return a @ b, contiguous."""
+        return self._multiply(a, b).contiguous()
+
+    def add(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add a @ b to `out`, which may be of a wider dtype."""
+        if self.result or out.dtype != a.dtype:
+            out += self._multiply(a, b)
+        else:
+            out.addmm_(*self._operands(a, b))
+
+    def _multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = self._operands(a, b)
+        return (b.t() @ a.t()).t() if self.result else a @ b
+
+    def _operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _turned_over(a) if self.first else a, _turned_over(b) if self.second else b
+
+
+def _turned_over(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a copy that lies by columns where the matrix lies by rows, and the other way round."""
+    return matrix.t().contiguous().t() if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+PLAIN = Way()
+WAYS = {
+    "plain": PLAIN,
+    "first": Way(first=True),
+    "second": Way(second=True),
+    "both": Way(first=True, second=True),
+    "result": Way(result=True),
+}
+
+
+class Ways:
+    """By which way each product is computed: that of its name, or as it lies. Immutable."""
+
+    def __init__(self, by_product: Mapping[str, str] = {}, dtype: str = "fp32"):
+        """`by_product`: names of products, of which those of `dtype` count, and of WAYS."""
+        named = ((parse_product(name), WAYS[way]) for name, way in by_product.items())
+        self._ways = {(p.use, p.m, p.k, p.n): way for p, way in named if p.dtype == dtype and way != PLAIN}
+
+    def multiply(self, use: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return a @ b, contiguous; `use` as in `Product`."""
+        return self._way(use, a, b).multiply(a, b)
+
+    def add(self, use: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add a @ b to `out`."""
+        self._way(use, a, b).add(out, a, b)
+
+    def add_weight(self, grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+        """Add dy^T x to the gradient of a weight."""
+        self.add("weight", grad_OI, dy_NO.t(), x_NI)
+
+    def _way(self, use: str, a: torch.Tensor, b: torch.Tensor) -> Way:
+        return self._ways.get((use, *a.shape, b.shape[1]), PLAIN) if self._ways else PLAIN
+
+
+AS_THEY_LIE = Ways()
