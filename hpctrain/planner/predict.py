@@ -18,7 +18,7 @@ from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate
 from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
-from hpctrain.transfers import gathers, receives
+from hpctrain.transfers import everywhere, gathers, receives
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
 # that were measured, and for those of a data sheet.
@@ -365,7 +365,7 @@ class Predictor:
         sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
         source_of = {sender: source for source in sources for sender in source.ranks}
         arriving: dict[Tile, float] = {}
-        how = forward, microbatch, self.network.is_near
+        how = forward, microbatch, self.network.is_near if self.setup.stack.gathers_pieces else everywhere
         for piece in receives(self.plan, tile, rank, self.setup.model.hidden_size, *how):
             source = source_of[piece.sender]
             if piece.sender == rank:  # a tile of its own

@@ -59,6 +59,8 @@ class Stack:
     """Whether messages between stages go through the stream that computes."""
     splits_backward: bool = False
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
+    gathers_pieces: bool = False
+    """Whether what comes from another host comes in pieces, see `hpctrain.transfers.gathers`."""
     dispatch_seconds: float = 8e-6
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
     link_share: float = 0.8
@@ -82,6 +84,7 @@ HPCTRAIN = Stack(
     flash=True,
     recomputes_ends=True,
     splits_backward=True,
+    gathers_pieces=True,
     link_share=1.0,
 )
 
