@@ -8,7 +8,8 @@ from hypothesis import given, settings
 def given_on_ranks(strategy, max_examples: int = 25):
     """Run a test `body(world, example)` on all ranks for examples that rank 0 draws from `strategy`.
 
-    Where any rank fails, rank 0 fails the example, so that all ranks see the same ones while it shrinks.
+    Where any rank fails, rank 0 fails the example, so that all ranks see the same ones while it shrinks. On more than
+    four ranks there are half as many examples: they take turns on few cores.
     """
 
     def decorate(body):
@@ -19,8 +20,9 @@ def given_on_ranks(strategy, max_examples: int = 25):
                 _agree(world, _attempt(body, world, example))
 
             if world.rank == 0:
+                examples = max_examples if world.size <= 4 else max_examples // 2
                 try:
-                    settings(max_examples=max_examples, deadline=None, database=None)(given(strategy)(run))()
+                    settings(max_examples=examples, deadline=None, database=None)(given(strategy)(run))()
                 finally:
                     world.broadcast_object(("stop", None))
                 return

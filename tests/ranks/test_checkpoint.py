@@ -52,6 +52,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, fol
         world.agree(None)
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
 def test_another_layout_goes_on_where_the_first_stopped(world, tokens, folder):
     first, second = (make_job(tokens, "gpt2", layout, steps=STEPS) for layout in layouts(world.size))

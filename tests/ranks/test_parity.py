@@ -119,9 +119,8 @@ def test_uneven_tilings_give_the_same_losses(world, tokens, shared_tmp_path, nam
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_the_same_plan_twice_is_bit_equal(world, tokens, model):
-    job = make_job(tokens, model, {"tensor": {"y": 2}, "pipeline": 2})
+def test_the_same_plan_twice_is_bit_equal(world, tokens):
+    job = make_job(tokens, "llama", {"tensor": {"y": 2}, "pipeline": 2})
     assert losses(world, job, 5) == losses(world, job, 5)
 
 

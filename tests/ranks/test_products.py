@@ -51,6 +51,7 @@ def curve(world, job, plan: Plan, steps: int = 3) -> list[float]:
         return [m[key] for m in found for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_the_products_that_are_measured_are_those_that_are_computed(world, tokens, plan, model, monkeypatch):
@@ -70,14 +71,14 @@ def test_the_products_that_are_measured_are_those_that_are_computed(world, token
     assert of_tile == set(products_of(job.model, plan, tile, "fp32", job.data.sequence_length))
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("way", ["both"])
-def test_another_way_gives_the_losses_of_one_rank_and_the_same_bits_again(world, tokens, plan, way):
+def test_another_way_gives_the_losses_of_one_rank_and_the_same_bits_again(world, tokens, plan):
     job = small_job(tokens, "llama", tune=False)
     whole = Plan((Tile(Interval(0, 5), Interval(0, 8), (0,)),), microbatches=2, rows=8)
     expected = world.broadcast_object(curve(Alone(), job, whole) if world.rank == 0 else None)
     names = {str(p) for t in plan.tiles for p in products_of(job.model, plan, t, "fp32", job.data.sequence_length)}
-    turned = small_job(tokens, "llama", tune=False, ways={"cpu": dict.fromkeys(names, way)})
+    turned = small_job(tokens, "llama", tune=False, ways={"cpu": dict.fromkeys(names, "both")})
     found = curve(world, turned, plan)
     assert largest_relative_difference(found, expected) < 1e-5
     assert curve(world, turned, plan) == found

@@ -125,13 +125,14 @@ def test_random_tilings_are_bit_equal(world, tokens, monkeypatch):
     """Unlike depths, grids, recomputing and substeps side by side."""
     drawn = st.one_of(*(split_tilings(tokens, model, world.size) for model in ("gpt2", "llama")))
 
-    @given_on_ranks(drawn, max_examples=4)
+    @given_on_ranks(drawn, max_examples=5)
     def every(world, drawn):
         check(world, tokens, *drawn, monkeypatch)
 
     every(world)
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
 def test_interrupted_and_resumed_by_another_schedule_is_uninterrupted_bit_for_bit(world, tokens, folder):
     job = make_job(tokens, "llama", {"pipeline": world.size, "microbatch": 2}, shape=SHAPE)
