@@ -20,6 +20,8 @@ learning_rate = 1e-2
 dtype = "fp32"
 validate_every = 3
 validation_sequences = 8
+[products]
+tune = false
 """
 
 

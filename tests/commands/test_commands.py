@@ -43,6 +43,7 @@ def test_train_says_what_it_did_and_where_things_are(whole_run, folder):
 def test_what_is_auto_becomes_a_value_with_a_reason(hpctrain, folder):
     """The defaults of a job: dtype, plan, vocabulary and links are all left open."""
     arguments = ["--set", "train.dtype=auto", "--set", "train.steps=1", "--run", "auto"]
+    arguments += ["--set", "products.tune=auto"]
     done = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=folder)
     assert done.code == 0, done.err
     resolved = tomllib.loads((folder / "auto" / "resolved.toml").read_text())

@@ -37,6 +37,7 @@ def layouts(size: int) -> list[dict]:
     }[size]
 
 
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("model", "number"), [("gpt2", 0), ("llama", 1)])
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, model, number):

@@ -89,6 +89,7 @@ def assert_close(case, found: torch.Tensor, expected: torch.Tensor, op: str):
     assert ((found.double() - expected).abs() <= scale).all()
 
 
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 @given_on_ranks(cases(), max_examples=60)
 def test_collectives_agree_with_a_reference(world, case):
@@ -183,9 +184,9 @@ def test_half_precision_is_summed_in_fp32(world, name):
         assert (tensor == tensor[0]).all()
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["auto", "messages"])
-@pytest.mark.ranks(2, 4, 8)
 def test_channels_keep_order_in_both_directions(world, name):
     peer = world.rank ^ 1
     with preferring(world, route=name):

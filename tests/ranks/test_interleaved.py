@@ -88,6 +88,7 @@ def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]
     return found
 
 
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_losses_are_those_of_one_rank(world, tokens, model, layout):
     job = make_job(tokens, model, {"microbatch": 2, **layout}, shape=SHAPE)

@@ -74,6 +74,7 @@ def one_rank(world, tokens, model: str) -> list[float]:
     return world.broadcast_object(curve(Alone(), make_job(tokens, model)) if world.rank == 0 else None)
 
 
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_on_and_off_are_bit_equal_and_those_of_one_rank(world, tokens, layout, route, monkeypatch):
     monkeypatch.setattr(world, "preferences", Preferences(route=route))
@@ -98,7 +99,7 @@ def test_uneven_tilings_are_bit_equal_on_and_off(world, tokens, tiles):
     assert curve(world, overlapped(job, tensor=True, data=True, z=True), plan) == exposed
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize("recompute", ["none", "full"])

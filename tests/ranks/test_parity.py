@@ -60,6 +60,7 @@ def plan_of(layout) -> dict:
     return {"tensor": {"x": x, "y": y, "z": z}, "pipeline": pipeline, "data": data}
 
 
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_losses_are_those_of_one_rank(world, tokens, model, layout):
     expected = reference(world, tokens, model)

@@ -71,7 +71,7 @@ def test_the_products_that_are_measured_are_those_that_are_computed(world, token
     assert of_tile == set(products_of(job.model, plan, tile, "fp32", job.data.sequence_length))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 def test_another_way_gives_the_losses_of_one_rank_and_the_same_bits_again(world, tokens, plan):
     job = small_job(tokens, "llama", tune=False)

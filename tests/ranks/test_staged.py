@@ -138,6 +138,7 @@ def check_collectives(comm: Communicator, case: dict, put):
     comm.barrier()
 
 
+@pytest.mark.ranks(4, 8)
 @pytest.mark.timeout(60)
 @given_on_ranks(cases(), max_examples=50)
 def test_collectives_with_devices_agree_with_a_reference(world, case):
