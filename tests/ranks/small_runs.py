@@ -1,7 +1,9 @@
 """Small training runs for tests: two model shapes, learnable tokens, and one rank as the reference."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from hpctrain.engine.layout import Layout
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job
 from hpctrain.model.axes import Axis
-from hpctrain.plan import Plan
+from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.planner.even import resolve_plan
 from hpctrain.tracing import UNTRACED
 from hpctrain.truth import Truth
@@ -106,6 +108,38 @@ def losses(
     trainer.initialise()
     found = [trainer.step(training)[0] for _ in range(steps)]
     return [m["loss"] for m in found] + [found[-1]["grad_norm"], trainer.validate(validation)]
+
+
+def parametrize_by_turns(metafunc, name: str, values: tuple[str, ...], layouts: dict[int, list[dict]]) -> None:
+    """Give a test that asks for a `layout` those of its number of ranks, and with each one of the values, in turn."""
+    if "layout" in metafunc.fixturenames:
+        from mpi4py import MPI
+
+        chosen = layouts.get(MPI.COMM_WORLD.size, [])
+        turns = [(values[i % len(values)], layout) for i, layout in enumerate(chosen)]
+        metafunc.parametrize((name, "layout"), turns, ids=str)
+
+
+def curve_and_weights(world, job: Job, plan: Plan, steps: int) -> tuple[list[float], list[str]]:
+    """Losses, norms of gradients, the validation loss; of each rank a digest of its weights at the end."""
+    _, training, validation = open_datasets(job.data, job.train.seed)
+    with world.freeing():
+        trainer = make_trainer(world, job, plan)
+        trainer.initialise()
+        found = [trainer.step(training)[0] for _ in range(steps)]
+        told = [m[key] for m in found for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
+        weights = [shard.master.numpy().tobytes() for shard in trainer.optimizer.shards]
+    return told, world.broadcast_object(world.gather_objects(sha256(b"".join(weights)).hexdigest()))
+
+
+@functools.cache
+def curve_of_one_rank(world, tokens: Path, model: str, rows: int, microbatches: int, steps: int, **shape):
+    """Return the curve of rank 0 alone. All ranks must call."""
+    if world.rank:
+        return world.broadcast_object(None)
+    job = make_job(tokens, model, shape=shape, global_batch=rows * microbatches)
+    whole = even_plan(job.model.num_items, TensorGrid(), 1, 1, microbatches, rows)
+    return world.broadcast_object(curve_and_weights(Alone(), job, whole, steps)[0])
 
 
 def go_on(world, job: Job, plan: Plan, folder: Path, steps: int, resume: bool) -> list[float]:

@@ -1,12 +1,8 @@
 """Interleaved pipelines: the numbers of one rank, the same bits whatever overlaps, checkpoints of any other plan."""
 
-import functools
-from hashlib import sha256
-
 import pytest
 
 import hpctrain.engine.pipeline as pipeline
-from hpctrain.data.order import open_datasets
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
@@ -14,11 +10,12 @@ from hpctrain.planner.even import check_plan, resolve_plan
 from hpctrain.schedule import check_schedules
 from hpctrain.truth import Truth
 from tests.ranks.small_runs import (
-    Alone,
+    curve_and_weights,
+    curve_of_one_rank,
     go_on,
     largest_relative_difference,
     make_job,
-    make_trainer,
+    parametrize_by_turns,
     rehearsed_world,
 )
 from tests.ranks.test_split_backward import DEVICE, EQUAL, MICROBATCHES, in_one, measured
@@ -45,37 +42,11 @@ LAYOUTS = {
 
 
 def pytest_generate_tests(metafunc):
-    if "layout" in metafunc.fixturenames:
-        from mpi4py import MPI
-
-        layouts = LAYOUTS.get(MPI.COMM_WORLD.size, [])
-        models = [("gpt2", "llama")[i % 2] for i in range(len(layouts))]
-        metafunc.parametrize(("model", "layout"), list(zip(models, layouts, strict=True)), ids=str)
+    parametrize_by_turns(metafunc, "model", ("gpt2", "llama"), LAYOUTS)
 
 
 def overlapped(job, on: bool):
     return job.model_copy(update={"overlap": Overlap(bucket_bytes=3000, tensor=on, data=on, z=on)})
-
-
-def curve(world, job, plan: Plan) -> tuple[list[float], list[str]]:
-    """Losses, norms of gradients, the validation loss; of each rank a digest of its weights at the end."""
-    _, training, validation = open_datasets(job.data, job.train.seed)
-    with world.freeing():
-        trainer = make_trainer(world, job, plan)
-        trainer.initialise()
-        found = [trainer.step(training)[0] for _ in range(STEPS)]
-        told = [m[key] for m in found for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
-        weights = [shard.master.numpy().tobytes() for shard in trainer.optimizer.shards]
-    return told, world.broadcast_object(world.gather_objects(sha256(b"".join(weights)).hexdigest()))
-
-
-@functools.cache
-def one_rank(world, tokens, model: str, rows: int, microbatches: int) -> list[float]:
-    if world.rank:
-        return world.broadcast_object(None)
-    job = make_job(tokens, model, shape=SHAPE, global_batch=rows * microbatches)
-    whole = even_plan(job.model.num_items, TensorGrid(), 1, 1, microbatches, rows)
-    return world.broadcast_object(curve(Alone(), job, whole)[0])
 
 
 def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]]:
@@ -83,8 +54,9 @@ def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]
     job = make_job(tokens, model, shape=SHAPE, global_batch=plan.rows * plan.microbatches)
     check_plan(job, plan, "a test")
     check_schedules(plan, reduce_early=True)
-    found = curve(world, overlapped(job, True), plan)
-    assert largest_relative_difference(found[0], one_rank(world, tokens, model, plan.rows, plan.microbatches)) < 1e-5
+    found = curve_and_weights(world, overlapped(job, True), plan, STEPS)
+    one = curve_of_one_rank(world, tokens, model, plan.rows, plan.microbatches, STEPS, **SHAPE)
+    assert largest_relative_difference(found[0], one) < 1e-5
     return found
 
 
@@ -104,7 +76,7 @@ def test_what_is_split_and_goes_on_beside_changes_no_bit(world, tokens, monkeypa
     found = check(world, tokens, "gpt2", plan)
     monkeypatch.setattr(pipeline, "schedule_of", in_one)
     job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=8)
-    assert curve(world, overlapped(job, False), plan) == found
+    assert curve_and_weights(world, overlapped(job, False), plan, STEPS) == found
 
 
 @pytest.mark.timeout(120)

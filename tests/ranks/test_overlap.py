@@ -23,6 +23,7 @@ from tests.ranks.small_runs import (
     largest_relative_difference,
     make_job,
     make_trainer,
+    parametrize_by_turns,
     rehearsed_world,
 )
 
@@ -42,12 +43,7 @@ LAYOUTS = {
 
 
 def pytest_generate_tests(metafunc):
-    if "layout" in metafunc.fixturenames:
-        from mpi4py import MPI
-
-        layouts = LAYOUTS.get(MPI.COMM_WORLD.size, [])
-        routes = [("auto", "messages")[i % 2] for i in range(len(layouts))]
-        metafunc.parametrize(("layout", "route"), list(zip(layouts, routes, strict=True)), ids=str)
+    parametrize_by_turns(metafunc, "route", ("auto", "messages"), LAYOUTS)
 
 
 def plan_of(tiles, rows: int) -> Plan:

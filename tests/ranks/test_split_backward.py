@@ -1,9 +1,7 @@
 """Backward passes that are split: the bits of those in one, whatever the schedule; the bubbles of the literature."""
 
-import functools
 from collections import defaultdict
 from dataclasses import replace
-from hashlib import sha256
 from statistics import mean
 
 import hypothesis.strategies as st
@@ -19,11 +17,13 @@ from hpctrain.schedule import Op, check_schedules, one_f_one_b, schedule_of
 from hpctrain.truth import PretendDevice, Truth
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (
-    Alone,
+    curve_and_weights,
+    curve_of_one_rank,
     go_on,
     largest_relative_difference,
     make_job,
     make_trainer,
+    parametrize_by_turns,
     rehearsed_world,
 )
 from tests.tilings import tilings
@@ -51,42 +51,15 @@ LAYOUTS = {
 
 
 def pytest_generate_tests(metafunc):
-    if "layout" in metafunc.fixturenames:
-        from mpi4py import MPI
-
-        layouts = LAYOUTS.get(MPI.COMM_WORLD.size, [])
-        models = [("gpt2", "llama")[i % 2] for i in range(len(layouts))]
-        metafunc.parametrize(("model", "layout"), list(zip(models, layouts, strict=True)), ids=str)
+    parametrize_by_turns(metafunc, "model", ("gpt2", "llama"), LAYOUTS)
 
 
 def overlapped(job, on: bool):
     return job.model_copy(update={"overlap": Overlap(bucket_bytes=3000, tensor=on, data=on)})
 
 
-def curve(world, job, plan: Plan) -> tuple[list[float], list[str]]:
-    """Losses and norms of gradients, and of each rank a digest of its weights at the end."""
-    _, training, _ = open_datasets(job.data, job.train.seed)
-    with world.freeing():
-        trainer = make_trainer(world, job, plan)
-        trainer.initialise()
-        found = [trainer.step(training)[0] for _ in range(STEPS)]
-        weights = [shard.master.numpy().tobytes() for shard in trainer.optimizer.shards]
-    digests = world.broadcast_object(world.gather_objects(sha256(b"".join(weights)).hexdigest()))
-    return [m[key] for m in found for key in ("loss", "grad_norm")], digests
-
-
 def in_one(plan: Plan, tile, reduce_early: bool):
     return one_f_one_b(plan, tile, reduce_early)
-
-
-@functools.cache
-def one_rank(world, tokens, model: str, rows: int, microbatches: int) -> list[float]:
-    if world.rank:
-        return world.broadcast_object(None)
-    job = make_job(tokens, model, shape=SHAPE, global_batch=rows * microbatches)
-    return world.broadcast_object(
-        curve(Alone(), job, even_plan(job.model.num_items, TensorGrid(), 1, 1, microbatches, rows))[0]
-    )
 
 
 def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
@@ -94,13 +67,14 @@ def check(world, tokens, model: str, plan: Plan, monkeypatch) -> None:
     job = make_job(tokens, model, shape=SHAPE, global_batch=plan.rows * plan.microbatches)
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "schedule_of", in_one)
-        expected = curve(world, overlapped(job, False), plan)
-    assert largest_relative_difference(expected[0], one_rank(world, tokens, model, plan.rows, plan.microbatches)) < 1e-5
+        expected = curve_and_weights(world, overlapped(job, False), plan, STEPS)
+    one = curve_of_one_rank(world, tokens, model, plan.rows, plan.microbatches, STEPS, **SHAPE)
+    assert largest_relative_difference(expected[0], one) < 1e-5
     for schedule, on in (("1f1b", False), ("zb-h1", True)):
         changed = replace(plan, schedule=schedule)
         check_plan(job, changed, "drawn")
         check_schedules(changed, reduce_early=on)
-        assert curve(world, overlapped(job, on), changed) == expected, (schedule, on, plan)
+        assert curve_and_weights(world, overlapped(job, on), changed, STEPS) == expected, (schedule, on, plan)
 
 
 @pytest.mark.ranks(2, 4, 8)

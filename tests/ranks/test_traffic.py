@@ -10,7 +10,13 @@ from hpctrain.data.order import open_datasets
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile
-from tests.ranks.small_runs import bytes_of_a_step, make_job, make_trainer, whole
+from tests.ranks.small_runs import (
+    bytes_of_a_step,
+    make_job,
+    make_trainer,
+    parametrize_by_turns,
+    whole,
+)
 
 STEPS, SAVED = 3, 2
 SHAPE = {"num_layers": 4}
@@ -37,12 +43,7 @@ LAYOUTS = {
 
 
 def pytest_generate_tests(metafunc):
-    if "layout" in metafunc.fixturenames:
-        from mpi4py import MPI
-
-        layouts = LAYOUTS.get(MPI.COMM_WORLD.size, [])
-        routes = [("auto", "messages")[i % 2] for i in range(len(layouts))]
-        metafunc.parametrize(("layout", "route"), list(zip(layouts, routes, strict=True)), ids=str)
+    parametrize_by_turns(metafunc, "route", ("auto", "messages"), LAYOUTS)
 
 
 def history(world, job, folder, plan: Plan | None = None) -> list[float]:
