@@ -42,10 +42,10 @@ lint: install
 	$(BIN)/ruff format --check hpctrain tests benchmarks
 
 test-unit: install
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 tests/unit
 
 test-commands: install
-	$(BIN)/python -m pytest tests/commands
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/commands
 
 test-ranks: install
 	$(MPIRUN) -n 2 $(PYTEST_RANKS) tests/ranks

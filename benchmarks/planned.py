@@ -99,7 +99,7 @@ def rehearse(cluster_name: str, given: Path, steps: int) -> None:
     """Be one rank of a rehearsal that measures plans; rank 0 prints what was found."""
     with started_world() as world:
         job = load_job_on(world, OWN_JOB, ("data.tokens=mixed.bin", *EXPOSED))
-        cluster = start_rehearsal(world, cluster_name)
+        cluster = start_rehearsal(world, cluster_name).cluster
 
         from hpctrain.jobs.stand import Stand
 

@@ -44,3 +44,5 @@ TEXT = """
     nics = [{fabric = "ib", send_bytes_per_second = SPEED, receive_bytes_per_second = SPEED, origin = "datasheet"}]
     """
 CLUSTER = cluster_with(NIC_BYTES_PER_SECOND)
+PAIR = parse_cluster(TEXT.replace("SPEED", str(NIC_BYTES_PER_SECOND)).replace(" = 2}", " = 1}"), "a test")
+"""One device of each family."""

@@ -48,7 +48,7 @@ def command(cluster, reference, overrides, alone, plans, steps, as_json):
     """
     with started_world() as world, _own_tokens(world, reference) as tokens:
         job = load_job_on(world, reference, (*overrides, *tokens))
-        described = start_rehearsal(world, cluster)
+        described = start_rehearsal(world, cluster).cluster
 
         from hpctrain.jobs.stand import Stand
 

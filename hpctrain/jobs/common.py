@@ -171,18 +171,35 @@ def _memory_bytes(world: "World") -> int:
     return host_memory_bytes() // world.topology.ranks_on_host(world.rank)
 
 
-def start_rehearsal(world: "World", reference: str) -> "Cluster":
-    """Let the ranks be the devices of a cluster, a file or a ready one's name, from now on. All ranks must call."""
-    from hpctrain.cluster_file import find_cluster, load_cluster, load_truth
+@dataclass(frozen=True)
+class Described:
+    """A description of what the ranks run on: the real thing, or what they impersonate."""
+
+    cluster: "Cluster"
+    name: str
+    is_rehearsed: bool
+
+
+def describe(world: "World", reference: str, is_rehearsed: bool = False) -> Described:
+    """Read a cluster, a file or a ready one's name. All ranks must call."""
+    from hpctrain.cluster_file import find_cluster, load_cluster
 
     with world.all_or_none():
-        path = find_cluster(reference)
-        cluster, truth = load_cluster(path), load_truth(path)
+        return Described(load_cluster(find_cluster(reference)), reference, is_rehearsed)
+
+
+def start_rehearsal(world: "World", reference: str) -> Described:
+    """Let the ranks be the devices of a cluster, a file or a ready one's name, from now on. All ranks must call."""
+    from hpctrain.cluster_file import find_cluster, load_truth
+
+    described = describe(world, reference, is_rehearsed=True)
+    with world.all_or_none():
+        truth = load_truth(find_cluster(reference))
 
     from hpctrain.comm.rehearsal.start import rehearse  # torch, when nothing is wrong with the file
 
-    rehearse(world, cluster, truth)
-    return cluster
+    rehearse(world, described.cluster, truth)
+    return described
 
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster import Cluster
 from hpctrain.errors import HpctrainError
 from hpctrain.job import Job
+from hpctrain.jobs.common import Described
 from hpctrain.observe import drift
 from hpctrain.plan import Plan
 from hpctrain.planner.cost import Setup
@@ -20,36 +20,40 @@ if TYPE_CHECKING:
 class Expectation:
     """What one rank knows of it. All ranks make one and call the same; rank 0 has the prediction."""
 
-    def __init__(self, world: "World", accelerator: "Accelerator", cluster: Cluster, where: str):
-        """Groups of the world that are made from now on tell where time goes. `where` is what the cluster is called."""
-        self._world, self._accelerator, self._cluster, self._where = world, accelerator, cluster, where
+    def __init__(
+        self, world: "World", accelerator: "Accelerator", described: Described, job: Job, plan: Plan, folder: Path
+    ):
+        """Groups of the world that are made from now on tell where time goes. The job is resolved."""
+        self._world, self._accelerator, self._described = world, accelerator, described
+        self._job, self._plan, self._folder = job, plan, folder
         self._meter = world.tracer = drift.PartMeter(accelerator.moment, world.tracer)
         self._seconds: list[float] = []
         self._expected: drift.Expected | None = None
 
-    def predict(self, job: Job, plan: Plan) -> str:
-        """Predict a step of a resolved job; return what is to be said, on rank 0."""
+    def start(self) -> str | None:
+        """Predict a step; return what is to be said, on rank 0."""
         if self._world.rank:
-            return ""
+            return None
+        job, plan, where = self._job, self._plan, self._described.name
         setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN)
         bucket_bytes = job.overlap.bucket_bytes if job.overlap.data else None
         try:
-            prediction = Predictor(setup, plan, self._cluster, bucket_bytes=bucket_bytes).predict()
+            prediction = Predictor(setup, plan, self._described.cluster, bucket_bytes=bucket_bytes).predict()
         except HpctrainError as error:
-            return f"no prediction from {self._where}: {error}"
+            return f"no prediction from {where}: {error}"
         on_host = self._accelerator.shares_memory or self._accelerator.overrun is not None
-        self._expected = drift.Expected(prediction, plan, self._where, on_host)
+        self._expected = drift.Expected(prediction, plan, where, on_host)
         low, high = prediction.interval_seconds
         verdict = "" if prediction.fits else "; it is predicted not to fit into memory"
         step = f"{prediction.step_seconds:.4g} s ({low:.4g} to {high:.4g})"
-        return f"predicted from {self._where}: a step takes {step}{verdict}"
+        return f"predicted from {where}: a step takes {step}{verdict}"
 
     def step_is_done(self, seconds: float) -> None:
         """Note what a step took, when all is done that goes with it."""
         self._seconds.append(seconds)
         self._meter.begin_step()
 
-    def finish(self, folder: Path) -> str | None:
+    def finish(self) -> str | None:
         """Compare, and save it in the run folder; return on rank 0 what is to be said. Raises TrainingError.
 
         The first step, which makes what later ones find, does not count.
@@ -67,6 +71,6 @@ class Expectation:
         with world.all_or_none():
             if self._expected and measured[0]:
                 compared = self._expected.compare(measured, number)
-                drift.write(folder, compared)
+                drift.write(self._folder, compared)
                 told = drift.text(compared)
         return told

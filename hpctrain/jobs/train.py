@@ -7,17 +7,16 @@ from pathlib import Path
 import click
 
 from hpctrain.jobs.common import (
+    describe,
     load_job_on,
     override_option,
-    prepare_run,
     rehearse_option,
     start_rehearsal,
     started_world,
 )
-from hpctrain.jobs.yardstick import tell_yardstick, yardstick
+from hpctrain.jobs.run import Run
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
-LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
 
 
 @click.command("train")
@@ -46,118 +45,13 @@ def command(job, overrides, run_path, stop_after, rehearse, cluster, trace, prog
     """
     with started_world() as world:
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)
-        described = start_rehearsal(world, rehearse) if rehearse else _described(world, cluster)
-        where = rehearse or cluster
-        summary, signal_name = _train(world, parsed, described, where, run_path, stop_after, progress, sample, as_json)
-        if world.rank == 0 and as_json:
-            print(json.dumps(summary), flush=True)
+        described = start_rehearsal(world, rehearse) if rehearse else cluster and describe(world, cluster)
+        run = Run(world, parsed, run_path, described, on_stderr=as_json, bar=progress)
+        summary, signal_name = run.train(stop_after)
+        if world.rank == 0:
+            if sample and not signal_name:
+                run.show_sample(sample)
+            if as_json:
+                print(json.dumps(summary), flush=True)
     if signal_name:
         sys.exit(INTERRUPTED_EXIT_CODE)
-
-
-def _show_sample(console, job, checkpoint, num_tokens):
-    from hpctrain.engine.generate import Generator
-    from hpctrain.parameters import count_parameters
-
-    if count_parameters(job.model) > LARGEST_SAMPLED_MODEL:
-        console.say(f'no sample of a model this large; try: hpctrain generate {checkpoint} --prompt "..."')
-    else:
-        console.say(f"sample:\n{Generator(checkpoint).text('', num_tokens, seed=job.train.seed)}")
-
-
-def _show_yardstick(console, job, cluster, name, tokens_per_second) -> dict:
-    """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
-    told = yardstick(job, cluster, tokens_per_second)
-    if told is None:
-        return {}
-    console.say(tell_yardstick(told, name))
-    return {"yardstick": told}
-
-
-def _described(world, reference):
-    """Return the cluster that a file or a ready one's name describes; None without one. All ranks must call."""
-    if reference is None:
-        return None
-    from hpctrain.cluster_file import find_cluster, load_cluster
-
-    with world.all_or_none():
-        return load_cluster(find_cluster(reference))
-
-
-def _train(world, job, cluster, where, run_path, stop_after, progress, sample, as_json):
-    from hpctrain.checkpoint.format import latest_checkpoint
-    from hpctrain.comm.oversight.flight import FOLDER as FLIGHT
-    from hpctrain.observe.run import RunFolder, default_run_folder
-
-    path = world.broadcast_object(run_path or default_run_folder(job.name))
-    checkpoint = None
-    with world.all_or_none():
-        if world.rank == 0:  # all go on from the same one, whatever their view of the file system
-            checkpoint = latest_checkpoint(path)
-    checkpoint = world.broadcast_object(checkpoint)
-    prepared = prepare_run(world, job, checkpoint)
-    job = prepared.job
-    folder = None
-    with world.all_or_none():
-        if world.rank == 0:
-            folder = RunFolder(path)
-    world.keep_records(Path(path) / FLIGHT)
-
-    from hpctrain.comm.accelerator import bind_accelerator  # heavy imports from here on, when nothing is wrong
-    from hpctrain.engine.trainer import Trainer
-    from hpctrain.jobs.expect import Expectation
-    from hpctrain.observe.console import Console
-    from hpctrain.observe.trace import RunTrace
-
-    accelerator = bind_accelerator(world)
-    trace = RunTrace(world, accelerator, path, job.observe.trace_steps) if job.observe.trace else None
-    expectation = Expectation(world, accelerator, cluster, where) if cluster else None
-    trainer = Trainer(world, accelerator, job, prepared.plan)
-    if checkpoint:
-        trainer.resume(checkpoint)
-    else:
-        trainer.initialise()
-    until = min(job.train.steps, stop_after or job.train.steps)
-    console = Console(speaks=world.rank == 0, on_stderr=as_json, bar=progress)
-    with world.all_or_none():
-        if folder:
-            folder.describe(job, prepared.plan, prepared.reasons)
-            folder.rewind_metrics(trainer.steps_done)
-            console.start(job, prepared.plan, prepared.reasons, prepared.source, trainer.steps_done, checkpoint)
-    if expectation:
-        console.say(expectation.predict(job, prepared.plan))
-    if trainer.steps_done >= until:
-        console.say(f"{path}: nothing to do, {trainer.steps_done} steps are done")
-    last: dict = {}
-    saved = [checkpoint]
-    tokenizer = prepared.source.tokenizer_json or ""
-    about = {"tokenizer": tokenizer, "data": prepared.data_identity}
-
-    def report(metrics: dict) -> None:
-        last.clear()
-        last.update(metrics)
-        if expectation:
-            expectation.step_is_done(metrics["step_seconds"])
-        if folder and (metrics["step"] % job.observe.log_every == 0 or "validation_loss" in metrics):
-            folder.log(metrics)
-        console.step(metrics, until)
-        if trace and (told := trace.step_is_done()):
-            console.say(told)
-
-    def save() -> None:
-        saved[0] = trainer.save(path, about)
-
-    if trace:
-        trace.start()
-    signal_name = trainer.fit(prepared.training, prepared.validation, until, save, report)
-    if trace and (told := trace.finish()):
-        console.say(told)
-    compared = expectation.finish(path) if expectation else None
-    if compared:
-        console.say(compared)
-    summary = console.finish(last, path, saved[0], prepared.source, signal_name, trainer.overrun())
-    if cluster and last and world.rank == 0 and not signal_name:
-        summary |= _show_yardstick(console, job, cluster, where, last["tokens_per_second"])
-    if sample and world.rank == 0 and saved[0] and tokenizer and not signal_name:
-        _show_sample(console, job, saved[0], sample)
-    return summary, signal_name

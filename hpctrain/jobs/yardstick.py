@@ -1,20 +1,20 @@
-"""What every rehearsed run on a mixed cluster tells of itself: its share of what the families would do alone."""
+"""What every run on a described mixed cluster tells of itself: its share of what the families would do alone."""
 
-from hpctrain.cluster import Cluster
 from hpctrain.job import Job
-from hpctrain.planner.alone import predicted_alone
+from hpctrain.jobs.common import Described
+from hpctrain.planner.alone import EVERY_PLAN, SOME_PLANS, predicted_alone
 from hpctrain.planner.predict import DATASHEET_ERROR
 
 
-def yardstick(job: Job, cluster: Cluster, tokens_per_second: float) -> dict | None:
+def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict | None:
     """Return the tokens/s that families are predicted to do alone, and what share of their sum, and how many times the
     best of them, a run is; None where there is one family. `job` is resolved.
 
     No ratio where a family alone cannot hold the model (`no_ratio` says which).
     """
-    if len({device.family for device in cluster.devices}) < 2:
+    if len({device.family for device in described.cluster.devices}) < 2:
         return None
-    alone = predicted_alone(job, cluster)
+    alone = predicted_alone(job, described.cluster, EVERY_PLAN if described.is_rehearsed else SOME_PLANS)
     told: dict = {"predicted_alone": alone}
     if without := [family for family, speed in alone.items() if speed is None]:
         return told | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
@@ -33,6 +33,6 @@ def tell_yardstick(told: dict, cluster: str) -> str:
     else:
         ratio = f"this run is {told['of_sum']:.2f} of their sum, {told['of_best_family']:.2f} times the best of them"
     return (
-        f"yardstick: families alone, by the best of all their plans, are predicted to do {speeds} tokens/s"
+        f"yardstick: families alone, by the best plans found for them, are predicted to do {speeds} tokens/s"
         f" (within {DATASHEET_ERROR:.0%}); {ratio}; measured by `hpctrain bench mixed {cluster}`"
     )

@@ -18,6 +18,8 @@ from hpctrain.planner.stack import HPCTRAIN
 
 EVERY_PLAN = Limits(weighed=None, timed=40, per_group=None)
 """All are weighed, and all simulated whose closed form is within 5 % of the best, up to 40."""
+SOME_PLANS = Limits(seconds=10)
+"""For a family of any size, while its devices wait."""
 
 
 def search_families(job: Job, cluster: Cluster, families: Sequence[str], limits: Limits) -> Found:
@@ -59,15 +61,15 @@ def alone_candidates(job: Job, cluster: Cluster, work: Work, party: Party) -> li
     return made
 
 
-def predicted_alone(job: Job, cluster: Cluster) -> dict[str, float | None]:
-    """Return the tokens/s that each family is predicted to do alone on the same global batch, by the best of all plans.
+def predicted_alone(job: Job, cluster: Cluster, limits: Limits) -> dict[str, float | None]:
+    """Return the tokens/s that each family is predicted to do alone on the same global batch, by the best plan found.
 
     None for one that cannot hold the model. `job` is resolved: its vocabulary size and dtype are values.
     """
     speeds: dict[str, float | None] = {}
     for family in dict.fromkeys(device.family for device in cluster.devices):
         try:
-            speeds[family] = search_families(job, cluster, [family], EVERY_PLAN).best.prediction.tokens_per_second
+            speeds[family] = search_families(job, cluster, [family], limits).best.prediction.tokens_per_second
         except PlanError:
             speeds[family] = None
     return speeds

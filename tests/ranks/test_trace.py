@@ -38,7 +38,7 @@ def traced(world, job, plan: Plan, folder, accelerator, before_each=lambda: None
         for step in range(STEPS):
             before_each()
             found.append(trainer.step(training)[0])
-            said = trace.step_is_done()
+            said = trace.step_is_done(1.0)
             assert (said is not None) == (world.rank == 0 and step == STEPS - 1)
         assert trace.finish() is None
     world.tracer = UNTRACED

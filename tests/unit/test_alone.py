@@ -8,6 +8,7 @@ import pytest
 from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import PlanError
 from hpctrain.job import load_job
+from hpctrain.jobs.common import Described
 from hpctrain.jobs.yardstick import tell_yardstick, yardstick
 from hpctrain.plan import even_plan
 from hpctrain.planner.alone import EVERY_PLAN, alone_candidates, search_families
@@ -22,6 +23,7 @@ from tests.tilings import grids_of
 JOB = load_job("mixed", ["data.tokens=none", "train.global_batch=24"])
 WORK = Work(JOB.model, JOB.data.sequence_length, JOB.train.global_batch)
 CLUSTER = load_cluster(find_cluster("a100-80-40"))
+RUN_ON = Described(CLUSTER, "a100-80-40", is_rehearsed=True)
 FAMILY = "a100-40"
 
 
@@ -67,14 +69,14 @@ def test_a_family_that_cannot_hold_the_model_is_named():
     work = Work(large.model, large.data.sequence_length, large.train.global_batch)
     with pytest.raises(PlanError, match="fits in memory"):
         alone_candidates(large, CLUSTER, work, party)
-    told = yardstick(large, CLUSTER, 1000.0)
+    told = yardstick(large, RUN_ON, 1000.0)
     assert told["no_ratio"] == "a100-40 alone cannot hold the model" and "of_sum" not in told
     assert "a100-40 cannot hold the model tokens/s" not in (said := tell_yardstick(told, "a100-80-40"))
     assert "no ratio: a100-40 alone cannot hold the model" in said
 
 
 def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
-    told = yardstick(JOB, CLUSTER, 1000.0)
+    told = yardstick(JOB, RUN_ON, 1000.0)
     alone = told["predicted_alone"]
     assert set(alone) == {"a100-80", "a100-40"}
     assert told["of_sum"] == pytest.approx(1000.0 / sum(alone.values()))

@@ -178,7 +178,7 @@ def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, 
     for step in range(8):
         for _ in range(10):
             world.tracer.computed(f"step {step}", world.tracer.now())
-        said.append(trace.step_is_done())
+        said.append(trace.step_is_done(1.0))
     assert [number for number, text in enumerate(said, 1) if text] == [expected]
     assert json.loads((tmp_path / SUMMARY).read_text())["steps"] == expected
 
@@ -188,4 +188,4 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path):
     trace = RunTrace(world, CpuAccelerator(), tmp_path / "gone", num_steps=1)
     trace.start()
     with pytest.raises(TrainingError, match=r"gone/trace.json: cannot be written: No such file or directory"):
-        trace.step_is_done()
+        trace.step_is_done(1.0)
