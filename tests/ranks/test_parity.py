@@ -49,10 +49,16 @@ def name_of(layout) -> str:
     return "x".join(map(str, layout))
 
 
+@pytest.fixture(scope="module")
+def steps(request) -> int:
+    """Steps of a curve: what the suite has time for, and more where every layout is tried."""
+    return 20 if request.config.getoption("--all-layouts") else 8
+
+
 @functools.cache
-def reference(world, tokens, model: str) -> list[float]:
+def reference(world, tokens, model: str, steps: int) -> list[float]:
     """The losses of one rank, computed once, by rank 0."""
-    return world.broadcast_object(losses(Alone(), make_job(tokens, model)) if world.rank == 0 else None)
+    return world.broadcast_object(losses(Alone(), make_job(tokens, model), steps) if world.rank == 0 else None)
 
 
 def plan_of(layout) -> dict:
@@ -62,22 +68,23 @@ def plan_of(layout) -> dict:
 
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
-def test_losses_are_those_of_one_rank(world, tokens, model, layout):
-    expected = reference(world, tokens, model)
-    found = losses(world, make_job(tokens, model, plan_of(layout)))
+def test_losses_are_those_of_one_rank(world, tokens, steps, model, layout):
+    expected = reference(world, tokens, model, steps)
+    found = losses(world, make_job(tokens, model, plan_of(layout)), steps)
     difference = largest_relative_difference(found, expected)
     if world.rank == 0:
         print(f"{model} {dict(zip(AXES, layout, strict=True))}: {difference:.2e}")
-    assert expected[19] < 0.9 * expected[0], "the reference learns"
+    assert expected[steps - 1] < 0.95 * expected[0], "the reference learns"
     assert difference < TOLERANCE
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("option", [{"recompute": "full"}, {"zero": 0}, {"microbatch": 2}])
-def test_options_do_not_change_losses(world, tokens, option):
+def test_options_do_not_change_losses(world, tokens, steps, option):
     job = make_job(tokens, "gpt2", {"tensor": {"z": 2}, "pipeline": 1, "data": 2, **option})
-    assert largest_relative_difference(losses(world, job), reference(world, tokens, "gpt2")) < TOLERANCE
+    expected = reference(world, tokens, "gpt2", steps)
+    assert largest_relative_difference(losses(world, job, steps), expected) < TOLERANCE
 
 
 UNEVEN = {
@@ -94,18 +101,18 @@ UNEVEN = {
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-def test_ranks_on_several_hosts_give_the_same_losses(world, tokens, monkeypatch):
+def test_ranks_on_several_hosts_give_the_same_losses(world, tokens, steps, monkeypatch):
     """Two ranks on each of two hosts, by name: tensor groups by shared memory, the pipeline by MPI messages."""
     monkeypatch.setattr(world, "topology", Topology(tuple(Place(host, "cpu") for host in "aabb")))
     for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
-        found = losses(world, make_job(tokens, "gpt2", plan))
-        assert largest_relative_difference(found, reference(world, tokens, "gpt2")) < TOLERANCE
+        found = losses(world, make_job(tokens, "gpt2", plan), steps)
+        assert largest_relative_difference(found, reference(world, tokens, "gpt2", steps)) < TOLERANCE
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", UNEVEN)
-def test_uneven_tilings_give_the_same_losses(world, tokens, shared_tmp_path, name):
+def test_uneven_tilings_give_the_same_losses(world, tokens, steps, shared_tmp_path, name):
     tiles = [
         Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid)) for items, rows, ranks, grid in UNEVEN[name]
     ]
@@ -113,8 +120,8 @@ def test_uneven_tilings_give_the_same_losses(world, tokens, shared_tmp_path, nam
     if world.rank == 0:
         path.write_text(dump_plan(Plan(tuple(tiles), microbatches=2, rows=8)))
     world.agree(None)
-    expected = reference(world, tokens, "llama")
-    found = losses(world, make_job(tokens, "llama", {"file": path}))
+    expected = reference(world, tokens, "llama", steps)
+    found = losses(world, make_job(tokens, "llama", {"file": path}), steps)
     assert largest_relative_difference(found, expected) < TOLERANCE
 
 
@@ -127,8 +134,8 @@ def test_the_same_plan_twice_is_bit_equal(world, tokens):
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-def test_bf16_follows_fp32_and_is_bit_equal(world, tokens):
+def test_bf16_follows_fp32_and_is_bit_equal(world, tokens, steps):
     job = make_job(tokens, "llama", {"tensor": {"x": 2}, "data": 2}, dtype="bf16")
-    found = losses(world, job)
-    assert largest_relative_difference(found[:20], reference(world, tokens, "llama")[:20]) < 0.02
-    assert found == losses(world, job)
+    found = losses(world, job, steps)
+    assert largest_relative_difference(found[:steps], reference(world, tokens, "llama", steps)[:steps]) < 0.02
+    assert found == losses(world, job, steps)

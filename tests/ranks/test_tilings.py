@@ -141,7 +141,7 @@ FIXED = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("tiling", FIXED)
 def test_tilings_of_four_ranks_for_twenty_steps(world, tokens, tiling):
-    check(world, tokens, "llama tied", plan_of(FIXED[tiling], 4), steps=20)
+    check(world, tokens, "llama tied", plan_of(FIXED[tiling], 4), steps=8)
 
 
 CHECKPOINTED = {
