@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,7 +20,7 @@ from hpctrain.comm.oversight.flight import write_ranks
 from hpctrain.comm.oversight.oversight import Oversight
 from hpctrain.comm.oversight.watchdog import HEARD_SECONDS
 from hpctrain.comm.topology import Place, Preferences, Topology
-from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.waiting import Patience, Phase, wait_until
 from hpctrain.errors import HpctrainError, LaunchError, TopologyError
 from hpctrain.tracing import UNTRACED
 
@@ -202,9 +202,15 @@ class World:
             backend.pace.group = name
         return backend, journal
 
-    def _together(self, operation: str):
-        """Record what all ranks do together in this block."""
-        return self.oversight.recorder.recorded(self._lane, operation)
+    @contextmanager
+    def _together(self, operation: str) -> Iterator[None]:
+        """Record what all ranks do together in this block, which is entered when all have come.
+
+        Whoever waits inside MPI spins, and takes a core from those who still work.
+        """
+        with self.oversight.recorder.recorded(self._lane, operation):
+            wait_until(self._comm.Ibarrier().Test, lambda: f"all ranks in {operation}", self.patience)
+            yield
 
     def _journal(self, name: str, ranks: Sequence[int]) -> "Journal | None":
         from hpctrain.comm.communicator import Journal

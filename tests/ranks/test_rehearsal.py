@@ -38,9 +38,9 @@ def rehearsed(world, truth: Truth = TRUTH):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", [{"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"x": 2}, "data": 2}])
 def test_a_rehearsal_gives_the_losses_of_one_rank(world, tokens, plan):
-    expected = losses(Alone(), make_job(tokens, "llama"), steps=5)
+    expected = losses(Alone(), make_job(tokens, "llama"), steps=3)
     with rehearsed(world) as own:
-        found = losses(own, make_job(tokens, "llama", plan), steps=5, accelerator=own.accelerator)
+        found = losses(own, make_job(tokens, "llama", plan), steps=3, accelerator=own.accelerator)
     assert largest_relative_difference(found, expected) < 1e-5
 
 
@@ -49,14 +49,14 @@ def test_a_rehearsal_gives_the_losses_of_one_rank(world, tokens, plan):
 def test_unlike_families_in_unlike_tiles_give_them_too(world, tokens, model):
     """Tensor parallelism on one family, uneven replicas on the other; a tied embedding is held by both."""
     job = make_job(tokens, model)
-    expected = losses(Alone(), job, steps=5)
+    expected = losses(Alone(), job, steps=3)
     tiles = (
         Tile(Interval(0, 7), Interval(0, 8), (0, 1), TensorGrid(y=2), family="fast"),
         Tile(Interval(7, 10), Interval(0, 5), (2,), family="slow"),
         Tile(Interval(7, 10), Interval(5, 8), (3,), family="slow"),
     )
     with rehearsed(world) as own:
-        found = losses(own, job, steps=5, accelerator=own.accelerator, plan=Plan(tiles, microbatches=2, rows=8))
+        found = losses(own, job, steps=3, accelerator=own.accelerator, plan=Plan(tiles, microbatches=2, rows=8))
     assert largest_relative_difference(found, expected) < 1e-5
 
 
