@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from hpctrain.job import Job
 from hpctrain.jobs.common import Described, prepare_run
 from hpctrain.jobs.yardstick import tell_yardstick, yardstick
-from hpctrain.job import Job
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -78,7 +78,8 @@ class Run:
         if self.job.observe.trace:
             made.append(RunTrace(self._world, accelerator, self.path, self.job.observe.trace_steps))
         if self._described:
-            made.append(Expectation(self._world, accelerator, self._described, self.job, self._prepared.plan, self.path))
+            what = self._described, self.job, self._prepared.plan, self.path
+            made.append(Expectation(self._world, accelerator, *what))
         return made
 
     def _introduce(self) -> None:
