@@ -31,7 +31,7 @@ JOB = f"""
 [model]
 architecture = "llama"
 num_layers = {LAYERS}
-hidden_size = 256
+hidden_size = 128
 num_heads = 8
 vocab_size = 512
 [data]
@@ -42,7 +42,7 @@ steps = 10
 global_batch = {ROWS * MICROBATCHES}
 dtype = "fp32"
 """
-NUM_PARAMETERS = 6_500_000  # at least: what the byte counters are held against
+NUM_PARAMETERS = 1_600_000  # at least: what the byte counters are held against
 STEPS, WARMUP = 2, 1
 
 

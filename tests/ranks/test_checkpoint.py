@@ -9,7 +9,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.errors import CheckpointError
 from tests.ranks.small_runs import make_job, make_trainer, whole
 
-STEPS = 4
+STEPS = 6
 
 
 def run(world, job, folder, interrupt_after=None, resume=False):

@@ -27,7 +27,7 @@ from tests.ranks.small_runs import (
     rehearsed_world,
 )
 
-STEPS = 2
+STEPS = 3
 SMALL = 3000  # bytes of a bucket: a block is in two or more of them
 LAYOUTS = {
     2: [{"tensor": {"y": 2}}, {"tensor": {"x": 2}}, {"data": 2}, {"data": 2, "zero": 0}],

@@ -28,8 +28,8 @@ from tests.ranks.small_runs import (
 )
 from tests.tilings import tilings
 
-STEPS = 2
-SHAPE = {"num_layers": 6, "hidden_size": 16, "num_heads": 4}
+STEPS = 3
+SHAPE = {"hidden_size": 16, "num_heads": 4}
 LAYOUTS = {
     2: [{"pipeline": 2}, {"pipeline": 2, "recompute": "full"}],
     4: [

@@ -29,7 +29,7 @@ from tests.ranks.small_runs import (
 from tests.tilings import share_items_by_unlike_grids, tilings
 
 TOLERANCE = 1e-5
-STEPS = 3
+STEPS = 5
 LAYERS, ROWS, MICROBATCHES = 3, 5, 3
 SHAPE = {"num_layers": LAYERS, "hidden_size": 16, "num_heads": 4}
 MODELS = {

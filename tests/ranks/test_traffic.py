@@ -18,7 +18,7 @@ from tests.ranks.small_runs import (
     whole,
 )
 
-STEPS, SAVED = 2, 1
+STEPS, SAVED = 3, 2
 SHAPE = {"num_layers": 4}
 OFF = {"tensor": False, "data": False, "z": False}
 LAYOUTS = {
