@@ -43,7 +43,7 @@ def write_tokens(path: Path) -> Path:
 
 
 def make_job(tokens: Path, model: str, plan: dict | None = None, shape: dict | None = None, **train) -> Job:
-    common = {"num_layers": 8, "hidden_size": 32, "num_heads": 8, "vocab_size": VOCAB, "max_positions": 16}
+    common = {"num_layers": 4, "hidden_size": 32, "num_heads": 8, "vocab_size": VOCAB, "max_positions": 16}
     settings = {"steps": 20, "global_batch": 16, "learning_rate": 3e-3, "warmup_steps": 2, "dtype": "fp32"}
     return Job.model_validate(
         {

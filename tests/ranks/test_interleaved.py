@@ -22,7 +22,7 @@ from tests.ranks.test_split_backward import DEVICE, EQUAL, MICROBATCHES, in_one,
 from tests.tilings import stages_of_unlike_degree
 
 STEPS = 2
-SHAPE = {"hidden_size": 16, "num_heads": 4}
+SHAPE = {"num_layers": 8, "hidden_size": 16, "num_heads": 4}
 LAYOUTS = {
     2: [
         {"pipeline": 2, "chunks": 2},
@@ -131,7 +131,7 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
     shape = {"num_layers": stages * chunks, "hidden_size": 128, "ffn_size": 512}
     job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
     plan = even_plan(job.model.num_items, TensorGrid(), stages, 1, MICROBATCHES, 4, chunks=chunks, family="equal")
-    with rehearsed_world(world, EQUAL, Truth(time_scale=3.0, devices={"equal": DEVICE})) as own:
+    with rehearsed_world(world, EQUAL, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
         split, passes = measured(own, job, plan, steps=1)
         monkeypatch.setattr(pipeline, "schedule_of", in_one)
         whole, _ = measured(own, job, plan, steps=1)

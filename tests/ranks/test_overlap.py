@@ -81,8 +81,8 @@ def test_on_and_off_are_bit_equal_and_those_of_one_rank(world, tokens, layout, r
     assert curve(world, overlapped(job, tensor=True, data=True, z=True)) == exposed
 
 
-UNLIKE = (((0, 10), (0, 6), (0, 1), (1, 2, 1)), ((0, 10), (6, 16), (3, 2), (1, 1, 2)))
-DEEP = (((0, 3), (0, 6), (0,), (1, 1, 1)), ((3, 10), (0, 6), (1,), (1, 1, 1)), ((0, 10), (6, 16), (3, 2), (1, 2, 1)))
+UNLIKE = (((0, 6), (0, 6), (0, 1), (1, 2, 1)), ((0, 6), (6, 16), (3, 2), (1, 1, 2)))
+DEEP = (((0, 2), (0, 6), (0,), (1, 1, 1)), ((2, 6), (0, 6), (1,), (1, 1, 1)), ((0, 6), (6, 16), (3, 2), (1, 2, 1)))
 
 
 @pytest.mark.ranks(4)

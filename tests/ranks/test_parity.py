@@ -12,6 +12,7 @@ from tests.ranks.small_runs import Alone, largest_relative_difference, losses, m
 
 TOLERANCE = 1e-5
 AXES = ("x", "y", "z", "pipeline", "data")
+job_of = functools.partial(make_job, shape={"num_layers": 8})
 
 
 def factorisations(size: int, axes=AXES):
@@ -58,7 +59,7 @@ def steps(request) -> int:
 @functools.cache
 def reference(world, tokens, model: str, steps: int) -> list[float]:
     """The losses of one rank, computed once, by rank 0."""
-    return world.broadcast_object(losses(Alone(), make_job(tokens, model), steps) if world.rank == 0 else None)
+    return world.broadcast_object(losses(Alone(), job_of(tokens, model), steps) if world.rank == 0 else None)
 
 
 def plan_of(layout) -> dict:
@@ -70,7 +71,7 @@ def plan_of(layout) -> dict:
 @pytest.mark.timeout(120)
 def test_losses_are_those_of_one_rank(world, tokens, steps, model, layout):
     expected = reference(world, tokens, model, steps)
-    found = losses(world, make_job(tokens, model, plan_of(layout)), steps)
+    found = losses(world, job_of(tokens, model, plan_of(layout)), steps)
     difference = largest_relative_difference(found, expected)
     if world.rank == 0:
         print(f"{model} {dict(zip(AXES, layout, strict=True))}: {difference:.2e}")
@@ -82,7 +83,7 @@ def test_losses_are_those_of_one_rank(world, tokens, steps, model, layout):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("option", [{"recompute": "full"}, {"zero": 0}, {"microbatch": 2}])
 def test_options_do_not_change_losses(world, tokens, steps, option):
-    job = make_job(tokens, "gpt2", {"tensor": {"z": 2}, "pipeline": 1, "data": 2, **option})
+    job = job_of(tokens, "gpt2", {"tensor": {"z": 2}, "pipeline": 1, "data": 2, **option})
     expected = reference(world, tokens, "gpt2", steps)
     assert largest_relative_difference(losses(world, job, steps), expected) < TOLERANCE
 
@@ -105,7 +106,7 @@ def test_ranks_on_several_hosts_give_the_same_losses(world, tokens, steps, monke
     """Two ranks on each of two hosts, by name: tensor groups by shared memory, the pipeline by MPI messages."""
     monkeypatch.setattr(world, "topology", Topology(tuple(Place(host, "cpu") for host in "aabb")))
     for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
-        found = losses(world, make_job(tokens, "gpt2", plan), steps)
+        found = losses(world, job_of(tokens, "gpt2", plan), steps)
         assert largest_relative_difference(found, reference(world, tokens, "gpt2", steps)) < TOLERANCE
 
 
@@ -121,21 +122,21 @@ def test_uneven_tilings_give_the_same_losses(world, tokens, steps, shared_tmp_pa
         path.write_text(dump_plan(Plan(tuple(tiles), microbatches=2, rows=8)))
     world.agree(None)
     expected = reference(world, tokens, "llama", steps)
-    found = losses(world, make_job(tokens, "llama", {"file": path}), steps)
+    found = losses(world, job_of(tokens, "llama", {"file": path}), steps)
     assert largest_relative_difference(found, expected) < TOLERANCE
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 def test_the_same_plan_twice_is_bit_equal(world, tokens):
-    job = make_job(tokens, "llama", {"tensor": {"y": 2}, "pipeline": 2})
+    job = job_of(tokens, "llama", {"tensor": {"y": 2}, "pipeline": 2})
     assert losses(world, job, 5) == losses(world, job, 5)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 def test_bf16_follows_fp32_and_is_bit_equal(world, tokens, steps):
-    job = make_job(tokens, "llama", {"tensor": {"x": 2}, "data": 2}, dtype="bf16")
+    job = job_of(tokens, "llama", {"tensor": {"x": 2}, "data": 2}, dtype="bf16")
     found = losses(world, job, steps)
     assert largest_relative_difference(found[:steps], reference(world, tokens, "llama", steps)[:steps]) < 0.02
     assert found == losses(world, job, steps)

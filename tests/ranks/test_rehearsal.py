@@ -51,9 +51,9 @@ def test_unlike_families_in_unlike_tiles_give_them_too(world, tokens, model):
     job = make_job(tokens, model)
     expected = losses(Alone(), job, steps=3)
     tiles = (
-        Tile(Interval(0, 7), Interval(0, 8), (0, 1), TensorGrid(y=2), family="fast"),
-        Tile(Interval(7, 10), Interval(0, 5), (2,), family="slow"),
-        Tile(Interval(7, 10), Interval(5, 8), (3,), family="slow"),
+        Tile(Interval(0, 4), Interval(0, 8), (0, 1), TensorGrid(y=2), family="fast"),
+        Tile(Interval(4, 6), Interval(0, 5), (2,), family="slow"),
+        Tile(Interval(4, 6), Interval(5, 8), (3,), family="slow"),
     )
     with rehearsed(world) as own:
         found = losses(own, job, steps=3, accelerator=own.accelerator, plan=Plan(tiles, microbatches=2, rows=8))
@@ -159,7 +159,7 @@ def test_what_does_not_fit_says_which_rank_and_what_to_change(world, tokens):
     told = world.gather_objects(str(error) if error else None)
     if world.rank == 0:
         assert told[:2] == [None, None]
-        assert "rank 2 (cpu, items [0, 10], rows [8, 12]) is out of memory in making weights" in told[2]
+        assert "rank 2 (cpu, items [0, 6], rows [8, 12]) is out of memory in making weights" in told[2]
         assert "of 0.1 MiB are in use" in told[2] and "the pretended slow is out of memory" in told[2]
 
 

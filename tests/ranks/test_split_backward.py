@@ -29,7 +29,7 @@ from tests.ranks.small_runs import (
 from tests.tilings import tilings
 
 STEPS = 3
-SHAPE = {"hidden_size": 16, "num_heads": 4}
+SHAPE = {"num_layers": 8, "hidden_size": 16, "num_heads": 4}
 LAYOUTS = {
     2: [{"pipeline": 2}, {"pipeline": 2, "recompute": "full"}],
     4: [
@@ -185,7 +185,7 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
     shape = {"num_layers": 4, "hidden_size": 128, "ffn_size": 512}
     job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
     plan = even_plan(job.model.num_items, TensorGrid(), 4, 1, MICROBATCHES, 4, schedule="zb-h1", family="equal")
-    with rehearsed_world(world, EQUAL, Truth(time_scale=3.0, devices={"equal": DEVICE})) as own:
+    with rehearsed_world(world, EQUAL, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
         delayed, passes = measured(own, job, plan)
         split, _ = measured(own, job, replace(plan, schedule="1f1b"))
         monkeypatch.setattr(pipeline, "schedule_of", in_one)
