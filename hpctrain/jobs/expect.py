@@ -35,7 +35,8 @@ class Expectation:
         if self._world.rank:
             return None
         job, plan, where = self._job, self._plan, self._described.name
-        setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN)
+        overlaps = frozenset(key for key in ("tensor", "z") if getattr(job.overlap, key))
+        setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN, overlaps)
         bucket_bytes = job.overlap.bucket_bytes if job.overlap.data else None
         try:
             prediction = Predictor(setup, plan, self._described.cluster, bucket_bytes=bucket_bytes).predict()

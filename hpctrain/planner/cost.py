@@ -38,6 +38,8 @@ class Exchange(NamedTuple):
     operation: str
     num_bytes: int
     """Of the whole tensor."""
+    behind: Product | None = None
+    """What is computed meanwhile in a backward pass, where the software overlaps them."""
 
 
 @dataclass
@@ -73,6 +75,9 @@ class Setup:
     positions: int
     dtype: str
     stack: Stack
+    overlaps: frozenset[str] = frozenset()
+    """What goes on while a rank computes: "tensor" (x and y, behind the products of gradients of weights) and "z" (the
+    next item's weights come and the last one's gradients go)."""
 
     @property
     def item_bytes(self) -> int:
@@ -151,11 +156,11 @@ def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str
     forward = Work([Product(tokens, into, out)])
     if sizes[of_in] > 1:
         forward.exchanges.append(Exchange(of_in, "all_reduce", tokens * out * num_bytes))
-    backward = Work([Product(tokens, out, into)])
+    backward, of_weight = Work([Product(tokens, out, into)]), Product(out, tokens, into)
     if sizes[of_out] > 1:
-        backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes))
+        backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, of_weight))
     added = 1 if setup.passes.weight else 0
-    return ItemCost(forward, backward, Work([Product(out, tokens, into)], setup.passes.weight * into * out, added))
+    return ItemCost(forward, backward, Work([of_weight], setup.passes.weight * into * out, added))
 
 
 def _norm(setup: Setup, grid: TensorGrid, tokens: int) -> ItemCost:

@@ -87,18 +87,27 @@ def pass_cost(
 ) -> PassCost:
     """Return what a pass over one item takes on a tile whose ranks have such `devices`, the slowest of which counts.
 
-    `data_ranks` hold the same weights as the tile's first rank, on whose node are `on_node`.
+    `data_ranks` hold the same weights as the tile's first rank, on whose node are `on_node`. Of what goes on beside
+    (`setup.overlaps`) only that counts which a rank waits for: of the sums behind a product what is longer than it, of
+    z what is longer than all else, as the next item's weights come while this one computes.
     """
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
-    tensor = data = 0.0
+    tensor = over_z = data = 0.0
     rank = tile.ranks[0]
     for exchange in work.exchanges:
         what = exchange.operation, exchange.num_bytes
         if exchange.axis == "data":
             data += network.group_seconds(*what, data_ranks, on_node)
-        else:
-            tensor += network.group_seconds(*what, tile.axis_ranks(exchange.axis, rank), tile.ranks)
-    return PassCost(compute, tensor, data)
+            continue
+        seconds = network.group_seconds(*what, tile.axis_ranks(exchange.axis, rank), tile.ranks)
+        if exchange.axis == "z" and "z" in setup.overlaps:
+            over_z += seconds
+            continue
+        if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
+            alone = Work([exchange.behind])
+            seconds -= min(seconds, *(alone.seconds(device, setup.dtype, setup.stack) for device in devices))
+        tensor += seconds
+    return PassCost(compute, tensor + max(0.0, over_z - compute - tensor), data)
 
 
 class Predictor:

@@ -1,0 +1,109 @@
+"""How much of the communication that can be hidden is hidden: 8 pretended devices, each on a node of its own.
+
+    python benchmarks/hidden.py
+    python benchmarks/hidden.py "y 2 z 2 data 2" --scale 8
+
+Links have the bandwidth at which communication is about 40 % of a step that exposes all of it; printed is what
+`hpctrain bench overlap --rehearse` tells of each layout. Quote it where the overrun is small.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hpctrain.cluster_file import dump_cluster, parse_cluster
+from hpctrain.jobs.bench_mixed import write_own_tokens
+from hpctrain.truth import PretendDevice, Truth
+
+BIN = Path(sys.executable).parent
+RANKS = 8
+FLOPS_PER_SECOND, MEMORY_BYTES, MEMORY_BYTES_PER_SECOND = 5e8, 200_000_000, 2e9
+CLUSTER = """
+[families.pretended]
+origin = "datasheet"
+kind = "cuda"
+memory_bytes = {memory}
+memory_bytes_per_second = {passed}
+peak_flops_per_second = {{fp32 = {flops}}}
+[fabrics.net]
+origin = "datasheet"
+latency_seconds = 2e-4
+[[nodes]]
+origin = "datasheet"
+count = {ranks}
+devices = {{pretended = 1}}
+nics = [{{fabric = "net", send_bytes_per_second = {speed}, receive_bytes_per_second = {speed}, origin = "datasheet"}}]
+"""
+JOB = """
+[model]
+architecture = "llama"
+num_layers = 6
+hidden_size = 128
+num_heads = 8
+vocab_size = 512
+max_positions = 64
+[data]
+tokens = "tokens.bin"
+sequence_length = 32
+validation_fraction = 0.0
+[train]
+global_batch = 32
+dtype = "fp32"
+[overlap]
+bucket_bytes = 600_000
+"""
+LAYOUTS = {
+    "data 8": (("plan.data=8",), 60e6),
+    "y 8": (("plan.tensor.y=8",), 60e6),
+    "z 8": (("plan.tensor.z=8", "plan.microbatch=32"), 60e6),
+    "y 2 z 2 data 2": (("plan.tensor.y=2", "plan.tensor.z=2", "plan.data=2", "plan.microbatch=16"), 60e6),
+}
+"""By name: the plan, and the links' bytes/s."""
+
+
+def cluster_file(bytes_per_second: float, scale: float) -> str:
+    figures = {"memory": MEMORY_BYTES, "passed": MEMORY_BYTES_PER_SECOND, "flops": FLOPS_PER_SECOND}
+    device = PretendDevice(
+        memory_bytes=MEMORY_BYTES,
+        memory_bytes_per_second=MEMORY_BYTES_PER_SECOND,
+        flops_per_second={"fp32": FLOPS_PER_SECOND},
+    )
+    described = parse_cluster(CLUSTER.format(ranks=RANKS, speed=bytes_per_second, **figures), "eight")
+    return dump_cluster(described, truth=Truth(time_scale=scale, devices={"pretended": device}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; all of them if none is named")
+    parser.add_argument("--scale", type=float, default=8.0, help="real seconds for a pretended one")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--bandwidth", type=float, help="bytes/s of a link, in place of the layout's")
+    given = parser.parse_args()
+    print("| layout | communication of exposed | exposed | all on | at best | hidden of what can be | overrun |")
+    print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
+    for name in given.layouts or LAYOUTS:
+        settings, speed = LAYOUTS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            write_own_tokens(path / "tokens.bin")
+            (path / "job.toml").write_text(JOB)
+            (path / "cluster.toml").write_text(cluster_file(given.bandwidth or speed, given.scale))
+            command = [BIN / "mpirun", "-n", RANKS, BIN / "hpctrain", "bench", "overlap", "job.toml"]
+            command += ["--rehearse", "cluster.toml", "--json", "--steps", given.steps]
+            command += [part for setting in settings for part in ("--set", setting)]
+            done = subprocess.run([str(part) for part in command], cwd=path, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(done.returncode)
+        told = json.loads(done.stdout.splitlines()[-1])
+        steps = told["step_seconds"]["exposed"], told["step_seconds"]["all"], told["best_seconds"]["all"]
+        exposed, hidden, best = (f"{seconds * 1e3:.1f} ms" for seconds in steps)
+        share, hidden_share = told["communication_share"], told["hidden_share"]["all"]
+        print(f"| {name} | {share:.0%} | {exposed} | {hidden} | {best} | {hidden_share:.0%} | {told['overrun']:.2%} |")
+        print(f"    {json.dumps(told)}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

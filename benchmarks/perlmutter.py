@@ -1,0 +1,161 @@
+"""4D layouts with their communication hidden, against Megatron-style ones with it exposed, as predicted for Perlmutter.
+
+    python benchmarks/perlmutter.py              5 B on 64 GPUs to 80 B on 1,024
+    python benchmarks/perlmutter.py gpt-80b      one of them
+
+Collectives have the bandwidths that AxoNN found there (Singh et al. 2024, arXiv 2502.08145): by the size of a group and
+by how many groups like it share a node's network cards. Computation is by the data sheet of an A100-40. Both kinds of
+layouts are predicted for the same engine, so that what differs is the layout, and what of it is hidden.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from scale import cluster_of, nodes_of
+
+from hpctrain.cluster import Cluster
+from hpctrain.errors import PlanError
+from hpctrain.job import Model
+from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.even import check_grid
+from hpctrain.planner.network import ClusterNetwork
+from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.presets import PRESETS
+
+DEVICES = {"gpt-5b": 64, "gpt-10b": 128, "gpt-20b": 256, "gpt-40b": 512, "gpt-80b": 1024}
+GPUS_OF_NODE, BATCH, POSITIONS = 4, 1024, 2048
+ROWS = (1, 2, 4)
+"""That a rank may have at once."""
+BUCKET_BYTES = 4 << 20
+OVERLAPS = frozenset(("tensor", "z"))
+GIGABYTES = {1: {2: 76, 4: 225}, 2: {2: 76, 4: 40}, 4: {2: 20}}
+"""Per second: by the distance of neighbours in a group, by its size; larger groups and distances are in `gigabytes`."""
+LARGE = {1: 80, 2: 40, 4: 20}
+MESSAGE_SECONDS = 10e-6
+"""Between neighbours of a ring."""
+
+
+def gigabytes(distance: int, size: int) -> float:
+    return GIGABYTES.get(distance, {}).get(size) or LARGE.get(distance, 20)
+
+
+class Perlmutter(ClusterNetwork):
+    """Collectives as rings with AxoNN's bandwidths."""
+
+    def group_seconds(self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int]) -> float:
+        size = len(ranks)
+        if size < 2:
+            return 0.0
+        turns = 2 if operation == "all_reduce" else 1
+        moved = turns * num_bytes * (size - 1) / size
+        steps = turns * (min(size, GPUS_OF_NODE) - 1 + (size - 1).bit_length())  # rings inside nodes, trees across
+        return moved / gigabytes(ranks[1] - ranks[0], size) / 1e9 + steps * MESSAGE_SECONDS
+
+
+class OnPerlmutter(Predictor):
+    def __init__(self, model: Model, plan: Plan, cluster: Cluster, hides: bool):
+        setup = Setup(model, POSITIONS, "bf16", HPCTRAIN, OVERLAPS if hides else frozenset())
+        super().__init__(setup, plan, cluster, bucket_bytes=BUCKET_BYTES if hides else None)
+        self.network = Perlmutter(cluster)
+
+
+@dataclass(frozen=True)
+class Layout:
+    grid: tuple[int, int, int]
+    pipeline: int
+    rows: int
+
+    def plan(self, model: Model, num_devices: int) -> Plan | None:
+        """Return the plan for so many devices; None where there is none."""
+        x, y, z = self.grid
+        data, left = divmod(num_devices, x * y * z * self.pipeline)
+        rows = self.rows * z * data
+        if left or not data or BATCH % rows:
+            return None
+        try:
+            check_grid(model, TensorGrid(*self.grid))
+            return even_plan(
+                model.num_items,
+                TensorGrid(*self.grid),
+                self.pipeline,
+                data,
+                BATCH // rows,
+                rows,
+                family="A100-40",
+                recompute="full",
+                zero=1,
+            )
+        except PlanError:
+            return None
+
+    def __str__(self) -> str:
+        x, y, z = self.grid
+        return f"x{x} y{y} z{z} pipeline {self.pipeline}, {self.rows} rows"
+
+
+def megatron_style() -> Iterable[Layout]:
+    for y in (1, 2, 4, 8):
+        for pipeline in (1, 2, 4, 8, 16):
+            yield from (Layout((1, y, 1), pipeline, rows) for rows in ROWS)
+
+
+def four_d() -> Iterable[Layout]:
+    for x in (1, 2, 4, 8):
+        for y in (1, 2, 4, 8):
+            for z in (1, 2, 4, 8, 16, 32) if x * y <= 16 else ():
+                yield from (Layout((x, y, z), 1, rows) for rows in ROWS)
+
+
+def best(layouts: Iterable[Layout], predicted: Callable[[Layout], Prediction | None]) -> tuple[Layout, Prediction]:
+    found = [(layout, prediction) for layout in layouts if (prediction := predicted(layout))]
+    return min(found, key=lambda each: each[1].step_seconds)
+
+
+def compare(name: str) -> None:
+    devices, model = DEVICES[name], Model(**PRESETS[name] | {"max_positions": POSITIONS})
+    cluster = cluster_of([nodes_of("A100-40", devices // GPUS_OF_NODE, GPUS_OF_NODE, ["Slingshot-11"])])
+
+    def predicted(layout: Layout, hides: bool) -> Prediction | None:
+        plan = layout.plan(model, devices)
+        if plan is None:
+            return None
+        predictor = OnPerlmutter(model, plan, cluster, hides)
+        return predictor.predict() if all(stage.fits for stage in predictor.memory) else None
+
+    print(f"{name} on {devices} GPUs", flush=True)
+    scores = {}
+    for title, layouts, hides in (
+        ("Megatron-style, exposed", megatron_style, False),
+        ("Megatron-style, hidden", megatron_style, True),
+        ("4D, exposed", four_d, False),
+        ("4D, hidden", four_d, True),
+    ):
+        layout, prediction = best(layouts(), lambda layout, hides=hides: predicted(layout, hides))
+        step = scores[title] = prediction.step_seconds
+        parts = ", ".join(
+            f"{part} {seconds / step:.0%}"
+            for part, seconds in prediction.exposed_seconds.items()
+            if seconds > 0.005 * step
+        )
+        print(f"  {title:24} {step:7.2f} s, MFU {prediction.mfu:.1%}, {layout}: {parts}", flush=True)
+    exposed, hidden, four_exposed, four_hidden = scores.values()
+    print(
+        f"  4D hidden is {exposed / four_hidden:.2f} times as fast as Megatron-style exposed:"
+        f" {exposed / four_exposed:.2f} by the layout alone, {exposed / hidden:.2f} by hiding alone, hiding in 4D {four_exposed / four_hidden:.2f}"
+    )
+
+
+def main() -> None:
+    print(
+        f"{BATCH:,} sequences of {POSITIONS:,}, blocks computed again, ZeRO 1, 1F1B; {GPUS_OF_NODE} A100-40 a node;"
+        " exposed: all that is communicated is waited for"
+    )
+    for name in sys.argv[1:] or DEVICES:
+        compare(name)
+
+
+if __name__ == "__main__":
+    main()
