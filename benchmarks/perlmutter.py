@@ -1,14 +1,14 @@
 """4D layouts with their communication hidden, against Megatron-style ones with it exposed, as predicted for Perlmutter.
 
     python benchmarks/perlmutter.py              5 B on 64 GPUs to 80 B on 1,024
-    python benchmarks/perlmutter.py gpt-80b      one of them
+    python benchmarks/perlmutter.py gpt-80b --sequences 8192
 
 Collectives have the bandwidths that AxoNN found there (Singh et al. 2024, arXiv 2502.08145): by the size of a group and
 by how many groups like it share a node's network cards. Computation is by the data sheet of an A100-40. Both kinds of
 layouts are predicted for the same engine, so that what differs is the layout, and what of it is hidden.
 """
 
-import sys
+import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,12 +68,12 @@ class Layout:
     pipeline: int
     rows: int
 
-    def plan(self, model: Model, num_devices: int) -> Plan | None:
+    def plan(self, model: Model, num_devices: int, batch: int = BATCH, family: str = "A100-40") -> Plan | None:
         """Return the plan for so many devices; None where there is none."""
         x, y, z = self.grid
         data, left = divmod(num_devices, x * y * z * self.pipeline)
         rows = self.rows * z * data
-        if left or not data or BATCH % rows:
+        if left or not data or batch % rows:
             return None
         try:
             check_grid(model, TensorGrid(*self.grid))
@@ -82,9 +82,9 @@ class Layout:
                 TensorGrid(*self.grid),
                 self.pipeline,
                 data,
-                BATCH // rows,
+                batch // rows,
                 rows,
-                family="A100-40",
+                family=family,
                 recompute="full",
                 zero=1,
             )
@@ -114,12 +114,12 @@ def best(layouts: Iterable[Layout], predicted: Callable[[Layout], Prediction | N
     return min(found, key=lambda each: each[1].step_seconds)
 
 
-def compare(name: str) -> None:
+def compare(name: str, batch: int) -> None:
     devices, model = DEVICES[name], Model(**PRESETS[name] | {"max_positions": POSITIONS})
     cluster = cluster_of([nodes_of("A100-40", devices // GPUS_OF_NODE, GPUS_OF_NODE, ["Slingshot-11"])])
 
     def predicted(layout: Layout, hides: bool) -> Prediction | None:
-        plan = layout.plan(model, devices)
+        plan = layout.plan(model, devices, batch)
         if plan is None:
             return None
         predictor = OnPerlmutter(model, plan, cluster, hides)
@@ -148,12 +148,16 @@ def compare(name: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(DEVICES)}; all of them if none is named")
+    parser.add_argument("--sequences", type=int, default=BATCH, help="of a step")
+    given = parser.parse_args()
     print(
-        f"{BATCH:,} sequences of {POSITIONS:,}, blocks computed again, ZeRO 1, 1F1B; {GPUS_OF_NODE} A100-40 a node;"
+        f"{given.sequences:,} sequences of {POSITIONS:,}, blocks computed again, ZeRO 1, 1F1B; {GPUS_OF_NODE} A100-40 a node;"
         " exposed: all that is communicated is waited for"
     )
-    for name in sys.argv[1:] or DEVICES:
-        compare(name)
+    for name in given.models or DEVICES:
+        compare(name, given.sequences)
 
 
 if __name__ == "__main__":

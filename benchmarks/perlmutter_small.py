@@ -1,0 +1,108 @@
+"""4D layouts with their communication hidden, against Megatron-style ones with it exposed: rehearsed on 16 ranks.
+
+    python benchmarks/perlmutter_small.py
+    python benchmarks/perlmutter_small.py --predict      what would be measured, and what is expected of it
+
+Four nodes of four A100-40 with the links that AxoNN found on Perlmutter (76 GB/s between two GPUs of a node, 20 GB/s of
+network for each GPU), scaled as the ready clusters are; memory is scaled down further, so that 16 devices hold a model
+as tightly as 1,024 hold one of 80 B. Of each kind the layouts that are predicted to be the fastest are measured.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from make_clusters import HDR, WIDTH, Hosts, Mix, cluster_file
+from perlmutter import OVERLAPS, Layout, four_d, megatron_style
+
+from hpctrain.cluster import Cluster
+from hpctrain.cluster_file import parse_cluster
+from hpctrain.job import Job, load_job
+from hpctrain.jobs.bench_mixed import write_own_tokens
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.stack import HPCTRAIN
+
+BIN = Path(sys.executable).parent
+RANKS, LAYERS, BATCH = 16, 24, 128
+PAIR_OF_GPUS, NIC = (76e9, 3e-6), 0.8 * HDR
+MEMORY_SCALE = 0.4 / WIDTH**2
+KINDS: dict[str, tuple[Callable[[], Iterable[Layout]], bool]] = {
+    "Megatron-style, exposed": (megatron_style, False),
+    "4D, hidden": (four_d, True),
+}
+
+
+def perlmutter(time_scale: float) -> str:
+    hosts = Hosts("a100-40", 4, PAIR_OF_GPUS, (("ib", 4, NIC),), count=RANKS // 4)
+    return cluster_file(Mix("16 A100-40 on 4 nodes, as of Perlmutter.", time_scale, (hosts,), MEMORY_SCALE))
+
+
+def promising(job: Job, cluster: Cluster, kind: str, count: int) -> list[tuple[Layout, Prediction]]:
+    """Return the layouts of a kind that fit, the fastest first, as predicted."""
+    layouts, hides = KINDS[kind]
+    overlaps = OVERLAPS if hides else frozenset()
+    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN, overlaps)
+    found = []
+    for layout in layouts():
+        plan = layout.plan(job.model, RANKS, BATCH, "a100-40")
+        if plan is None:
+            continue
+        predictor = Predictor(setup, plan, cluster, bucket_bytes=job.overlap.bucket_bytes if hides else None)
+        if all(stage.fits for stage in predictor.memory):
+            found.append((layout, predictor.predict()))
+    return sorted(found, key=lambda each: each[1].step_seconds)[:count]
+
+
+def measure(folder: Path, layout: Layout, hides: bool, steps: int) -> dict:
+    x, y, z = layout.grid
+    data = RANKS // (x * y * z * layout.pipeline)
+    switch = str(hides).lower()
+    settings = [f"plan.tensor.x={x}", f"plan.tensor.y={y}", f"plan.tensor.z={z}", f"plan.pipeline={layout.pipeline}"]
+    settings += [f"plan.data={data}", f"plan.microbatch={layout.rows * z * data}", "plan.recompute=full"]
+    settings += [f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"]
+    settings += [f"overlap.{key}={switch}" for key in ("tensor", "data", "z")]
+    command = [BIN / "mpirun", "-n", RANKS, BIN / "hpctrain", "bench", "train", "mixed", "--json", "--steps", steps]
+    command += ["--rehearse", "perlmutter.toml", "--set", "data.tokens=tokens.bin"]
+    command += [part for setting in settings for part in ("--set", setting)]
+    done = subprocess.run([str(part) for part in command], cwd=folder, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--count", type=int, default=2, help="layouts of each kind")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=2.0, help="real seconds for one of the cluster")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_own_tokens(folder / "tokens.bin")
+        text = perlmutter(given.scale)
+        (folder / "perlmutter.toml").write_text(text)
+        job = load_job("mixed", (f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"))
+        cluster = parse_cluster(text, "perlmutter.toml")
+        fastest = {}
+        for kind, (_, hides) in KINDS.items():
+            for layout, prediction in promising(job, cluster, kind, given.count):
+                line = f"{kind}: {layout}: predicted {prediction.step_seconds:.3f} s"
+                if not given.predict:
+                    told = measure(folder, layout, hides, given.steps)
+                    seconds = min(told["step_seconds"])
+                    fastest[kind] = min(seconds, fastest.get(kind, seconds))
+                    line += f", measured {seconds:.3f} s, overrun {told['overrun']:.2%}, loss {told['loss']:.5f}"
+                print(line, flush=True)
+        if fastest:
+            megatron, four = fastest.values()
+            print(f"4D hidden is {megatron / four:.2f} times as fast as Megatron-style exposed")
+
+
+if __name__ == "__main__":
+    main()
