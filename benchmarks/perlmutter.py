@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=BATCH, help="of a step")
     given = parser.parse_args()
     print(
-        f"{given.sequences:,} sequences of {POSITIONS:,}, blocks computed again, ZeRO 1, 1F1B; {GPUS_OF_NODE} A100-40 a node;"
-        " exposed: all that is communicated is waited for"
+        f"{given.sequences:,} sequences of {POSITIONS:,}, blocks computed again, ZeRO 1, 1F1B;"
+        f" {GPUS_OF_NODE} A100-40 a node; exposed: all that is communicated is waited for"
     )
     for name in given.models or DEVICES:
         compare(name, given.sequences)
