@@ -2,10 +2,11 @@
 
     python benchmarks/scale.py
 
-Everything is from data sheets and the predictor's shipped constants; what is assumed is printed with each table.
+Everything is from data sheets and the predictor's shipped constants; what is assumed is printed with each table. 4D
+layouts against Megatron-style ones are in `perlmutter.py`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
@@ -70,73 +71,6 @@ def cluster_of(nodes: Sequence[Nodes]) -> Cluster:
 def predicted(model: Model, stack: Stack, plan: Plan, cluster: Cluster, bucket_bytes: int | None = None) -> Prediction:
     setup = Setup(model, model.max_positions, MIXED_DTYPE, stack)
     return Predictor(setup, plan, cluster, bucket_bytes=bucket_bytes).predict()
-
-
-# ---- 4D against 1D tensor parallelism (AxoNN, Singh et al. 2023) ---------------------------------------------------
-
-AXONN = ((5, 64, 4096, 32), (10, 128, 5760, 36), (20, 256, 8192, 64), (40, 512, 11520, 72), (80, 1024, 16384, 128))
-AXONN_BATCH, AXONN_LAYERS = 1024, 24
-
-
-def factors(number: int) -> Iterable[tuple[int, int, int]]:
-    for x in range(1, number + 1):
-        if number % x == 0:
-            yield from ((x, y, number // x // y) for y in range(1, number // x + 1) if number // x % y == 0)
-
-
-def best(model: Model, cluster: Cluster, grids: Iterable[tuple[int, int, int]]) -> tuple[Prediction, int, str] | None:
-    """Return the fastest plan of some tensor grids that fits, by 1 or 4 rows of a rank at once, the size of its grid,
-    and what it is; None if none fits."""
-    found = None
-    for x, y, z in grids:
-        data, left = divmod(cluster.num_devices, x * y * z)
-        if left or model.num_heads % y or model.hidden_size % x or AXONN_BATCH % (data * z):
-            continue
-        for rows in (z, 4 * z):
-            if AXONN_BATCH % (data * rows):
-                continue
-            microbatches = AXONN_BATCH // (data * rows)
-            plan = even_plan(
-                model.num_items,
-                TensorGrid(x, y, z),
-                1,
-                data,
-                microbatches,
-                rows * data,
-                family="A100-40",
-                recompute="full",
-                zero=1,
-            )
-            each = predicted(model, HPCTRAIN, plan, cluster, BUCKET_BYTES)
-            if each.fits and (found is None or each.step_seconds < found[0].step_seconds):
-                found = each, x * y * z, f"x{x} y{y} z{z} data {data}, {microbatches} microbatches"
-    return found
-
-
-def axonn() -> None:
-    print("4D tensor grids against 1D (Megatron-style), nodes of 4 A100-40 with a Slingshot-11 NIC each")
-    print(f"assumed: {AXONN_LAYERS} layers, 2,048 positions, {AXONN_BATCH} sequences, blocks computed again, ZeRO 1,")
-    print(
-        "both by our engine with gradients summed beside; the fastest of 1D up to 32 ranks, of 4D to twice that one's"
-    )
-    for billions, devices, hidden, heads in AXONN:
-        model = gpt(AXONN_LAYERS, hidden, heads)
-        cluster = cluster_of([nodes_of("A100-40", devices // 4, 4, ["Slingshot-11"])])
-        sizes = [size for size in (2, 4, 8, 16, 32) if size <= devices]
-        one = best(model, cluster, ((1, size, 1) for size in sizes))
-        smallest = one[1] if one else sizes[-1]
-        four = best(model, cluster, (grid for size in sizes if size <= 2 * smallest for grid in factors(size)))
-        line = f"  {billions:3} B on {devices:5}: "
-        for name, found in (("4D", four), ("1D", one)):
-            told = (
-                "nothing fits"
-                if found is None
-                else f"{found[0].step_seconds:7.2f} s, MFU {found[0].mfu:5.1%} ({found[2]})"
-            )
-            line += f" {name} {told}"
-        if four and one:
-            line += f"  {one[0].step_seconds / four[0].step_seconds:.2f} times as fast"
-        print(line, flush=True)
 
 
 # ---- two fabrics (Holmes, Yang et al. 2023) ------------------------------------------------------------------------
@@ -223,7 +157,6 @@ def main() -> None:
     mixed("768 devices", large, (("910B", 256), ("A100-80", 256), ("H100", 256)), 2048)
     kinds = (("910B", 256), ("MI250X-GCD", 256), ("A100-80", 256), ("H100", 256))
     mixed("1,024 chips of four kinds", large, kinds, 2048)
-    axonn()
 
 
 if __name__ == "__main__":

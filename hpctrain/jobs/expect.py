@@ -8,7 +8,7 @@ from hpctrain.job import Job
 from hpctrain.jobs.common import Described
 from hpctrain.observe import drift
 from hpctrain.plan import Plan
-from hpctrain.planner.cost import Setup
+from hpctrain.planner.cost import Setup, overlaps_of
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.stack import HPCTRAIN
 
@@ -35,8 +35,7 @@ class Expectation:
         if self._world.rank:
             return None
         job, plan, where = self._job, self._plan, self._described.name
-        overlaps = frozenset(key for key in ("tensor", "z") if getattr(job.overlap, key))
-        setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN, overlaps)
+        setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN, overlaps_of(job.overlap))
         bucket_bytes = job.overlap.bucket_bytes if job.overlap.data else None
         try:
             prediction = Predictor(setup, plan, self._described.cluster, bucket_bytes=bucket_bytes).predict()

@@ -14,7 +14,7 @@ from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
 from hpctrain.plan import Plan, load_plan
 from hpctrain.planner.calibrate import SHIPPED, Parameters, load_parameters
 from hpctrain.planner.catalogue import Efficiency
-from hpctrain.planner.cost import Setup
+from hpctrain.planner.cost import Setup, overlaps_of
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.layers import LayeredPredictor, load_layers
 from hpctrain.planner.predict import Prediction, Predictor
@@ -40,14 +40,17 @@ def command(job, overrides, cluster, plan_file, layers, layers_of, parameters, s
     hpctrain predict tiny --cluster cluster.toml --plan plan.toml --json
 
     Figures of the cluster file that were measured count more than those of data sheets; what was guessed is listed.
+    Communication counts as hidden where the job says `overlap.tensor`, `overlap.z` or `overlap.data` = true; what is
+    left to `auto` is waited for.
     """
     loaded, machine, plan = with_vocabulary(load_job(job, overrides)), load_cluster(cluster), load_plan(plan_file)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     dtype, reason = dtype_of(loaded, machine, used, str(cluster))
     known = load_parameters(parameters) if parameters else SHIPPED
-    setup = Setup(loaded.model, loaded.data.sequence_length, dtype, known.stacks[stack])
-    arguments = setup, plan, machine, efficiencies_of(machine, known)
+    overlaps, bucket_bytes = overlaps_of(loaded.overlap), loaded.overlap.bucket_bytes if loaded.overlap.data else None
+    setup = Setup(loaded.model, loaded.data.sequence_length, dtype, known.stacks[stack], overlaps)
+    arguments = setup, plan, machine, efficiencies_of(machine, known), bucket_bytes
     predictor = LayeredPredictor(load_layers(layers, layers_of), *arguments) if layers else Predictor(*arguments)
     told = describe(predictor.predict(), dtype)
     if reason:

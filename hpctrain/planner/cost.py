@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hpctrain.cluster import ITEM_BYTES
 from hpctrain.errors import PlanError
-from hpctrain.job import Model
+from hpctrain.job import Model, Overlap
 from hpctrain.parameters import item_units, padded_vocabulary
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.devices import DeviceModel
@@ -65,6 +65,11 @@ class Work:
         computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
         dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
         return max(computed, (len(self.products) + self.operations) * dispatch)
+
+
+def overlaps_of(overlap: Overlap) -> frozenset[str]:
+    """Return which of a job's switches are on, of those that `Setup` knows; what is `auto` is not."""
+    return frozenset(key for key in ("tensor", "z") if getattr(overlap, key))
 
 
 @dataclass(frozen=True)

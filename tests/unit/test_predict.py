@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -14,10 +15,10 @@ from hpctrain.intervals import Interval
 from hpctrain.job import load_job
 from hpctrain.jobs.predict import command
 from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan, even_plan
-from hpctrain.planner.cost import Setup, item_cost
+from hpctrain.planner.cost import Setup, Work, item_cost
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.predict import Predictor, predict
+from hpctrain.planner.predict import Predictor, pass_cost, predict
 from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.rows import Rows
@@ -405,3 +406,34 @@ def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
         assert -latencies < saved < exposed.breakdown_seconds["data"] + exposed.breakdown_seconds["bubble"]
     else:
         assert saved == 0, "whose weights are gathered in every pass"
+
+
+HIDING = replace(SETUP, overlaps=frozenset(("tensor", "z")))
+
+
+@pytest.mark.parametrize("plan", LAYOUTS)
+def test_what_is_hidden_is_between_nothing_and_all_that_was_exposed(plan):
+    exposed, hidden = Predictor(SETUP, plan, CLUSTER).predict(), Predictor(HIDING, plan, CLUSTER).predict()
+    compute = exposed.breakdown_seconds["compute"]
+    assert hidden.breakdown_seconds["compute"] == pytest.approx(compute)
+    assert compute < hidden.step_seconds <= exposed.step_seconds * (1 + 1e-9)
+    grids = {max(tile.tensor.x, tile.tensor.y, tile.tensor.z) for tile in plan.tiles}
+    assert (hidden.step_seconds < exposed.step_seconds) == (grids != {1})
+
+
+def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items():
+    tile = plan_of((1, 2, 1), pipeline=2, data=1).tiles[0]
+    device = [DeviceModel("fast", CLUSTER.families["fast"])]
+    for seconds_of_one in (1e-6, 1e3):  # shorter than any product, and longer than all of them
+        network = SimpleNamespace(group_seconds=lambda *_, one=seconds_of_one: one)
+        cost = item_cost(SETUP, TensorGrid(y=2), 1, 4)
+        exposed, hidden = (pass_cost(s, network, device, cost.backward, tile, (), ()) for s in (SETUP, HIDING))
+        behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]
+        assert len(behind) == 2, "the sums of the gradients of what attention and the inner layer are given"
+        products = sum(Work([product]).seconds(device[0], "fp32", HPCTRAIN) for product in behind)
+        assert exposed.tensor - hidden.tensor == pytest.approx(min(2 * seconds_of_one, products))
+        alone = pass_cost(HIDING, network, device, cost.backward_input, tile, (), ())
+        assert alone.tensor == len(cost.backward_input.exchanges) * seconds_of_one, "no product of weights runs then"
+        over_z = item_cost(SETUP, TensorGrid(z=2), 1, 4).forward
+        found = pass_cost(HIDING, network, device, over_z, plan_of((1, 1, 2), 2, 1).tiles[0], (), ())
+        assert found.seconds == pytest.approx(max(found.compute, seconds_of_one))
