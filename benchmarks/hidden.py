@@ -82,6 +82,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, help="bytes/s of a link, in place of the layout's")
     given = parser.parse_args()
+    if unknown := [name for name in given.layouts if name not in LAYOUTS]:
+        parser.error(f"no such layout: {unknown[0]}; there are {', '.join(LAYOUTS)}")
     print("| layout | communication of exposed | exposed | all on | at best | hidden of what can be | overrun |")
     print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
     for name in given.layouts or LAYOUTS:

@@ -9,6 +9,7 @@ layouts are predicted for the same engine, so that what differs is the layout, a
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,15 +32,16 @@ ROWS = (1, 2, 4)
 """That a rank may have at once."""
 BUCKET_BYTES = 4 << 20
 OVERLAPS = frozenset(("tensor", "z"))
-GIGABYTES = {1: {2: 76, 4: 225}, 2: {2: 76, 4: 40}, 4: {2: 20}}
-"""Per second: by the distance of neighbours in a group, by its size; larger groups and distances are in `gigabytes`."""
-LARGE = {1: 80, 2: 40, 4: 20}
+GIGABYTES = {1: {2: 76, 4: 225}, 2: {2: 76}}
+"""Per second, inside nodes: by the distance of neighbours in a group, by its size."""
+ACROSS = {1: 80, 2: 40}
+"""Of larger groups, by distance; 20 for all larger distances."""
 MESSAGE_SECONDS = 10e-6
 """Between neighbours of a ring."""
 
 
 def gigabytes(distance: int, size: int) -> float:
-    return GIGABYTES.get(distance, {}).get(size) or LARGE.get(distance, 20)
+    return GIGABYTES.get(distance, {}).get(size) or ACROSS.get(distance, 20)
 
 
 class Perlmutter(ClusterNetwork):
@@ -111,6 +113,8 @@ def four_d() -> Iterable[Layout]:
 
 def best(layouts: Iterable[Layout], predicted: Callable[[Layout], Prediction | None]) -> tuple[Layout, Prediction]:
     found = [(layout, prediction) for layout in layouts if (prediction := predicted(layout))]
+    if not found:
+        sys.exit("no layout fits: try more --sequences")
     return min(found, key=lambda each: each[1].step_seconds)
 
 
@@ -152,6 +156,8 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help=f"of {', '.join(DEVICES)}; all of them if none is named")
     parser.add_argument("--sequences", type=int, default=BATCH, help="of a step")
     given = parser.parse_args()
+    if unknown := [name for name in given.models if name not in DEVICES]:
+        parser.error(f"no such model: {unknown[0]}; there are {', '.join(DEVICES)}")
     print(
         f"{given.sequences:,} sequences of {POSITIONS:,}, blocks computed again, ZeRO 1, 1F1B;"
         f" {GPUS_OF_NODE} A100-40 a node; exposed: all that is communicated is waited for"

@@ -63,6 +63,7 @@ class World:
         """Both set by `bind_accelerator`; groups made before are for tensors of the host."""
         self.tracer = UNTRACED
         """Takes spans of groups made from now on."""
+        self._waits_for_all = False
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
         self._lane = self.oversight.recorder.add_group("world", range(self.size))
         self._hosts = [place.host for place in places]
@@ -209,7 +210,9 @@ class World:
         Whoever waits inside MPI spins, and takes a core from those who still work.
         """
         with self.oversight.recorder.recorded(self._lane, operation):
+            self._waits_for_all = True
             wait_until(self._comm.Ibarrier().Test, lambda: f"all ranks in {operation}", self.patience)
+            self._waits_for_all = False
             yield
 
     def _journal(self, name: str, ranks: Sequence[int]) -> "Journal | None":
@@ -329,7 +332,7 @@ class World:
         for made in self._made:  # nobody may wait in them any longer
             made.abandon()
         is_first = self.oversight.note_failure(error)
-        if self._everybody_failed():
+        if not self._waits_for_all and self._everybody_failed():  # MPI cannot end in order with a barrier under way
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
             self._mpi.Finalize()

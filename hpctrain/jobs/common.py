@@ -50,9 +50,9 @@ def started_world() -> Iterator["World"]:
     world = World.start()
     try:
         yield world
+        world.close()
     except (Exception, KeyboardInterrupt) as error:
         world.fail(error)
-    world.close()
 
 
 @dataclass

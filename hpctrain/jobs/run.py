@@ -1,5 +1,6 @@
 """One run of a job on all ranks: its folder, its trainer, and who watches its steps."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,13 +15,16 @@ LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one ran
 
 
 class Observer(Protocol):
-    """Watches the steps of a run, on every rank; what its methods return is said by rank 0."""
+    """Watches the steps of a run. All ranks call its methods alike; what they return is said by rank 0."""
 
-    def start(self) -> str | None: ...
+    def start(self) -> str | None:
+        """Begin, before the first step."""
 
-    def step_is_done(self, seconds: float) -> str | None: ...
+    def step_is_done(self, seconds: float) -> str | None:
+        """Take note of a step and its seconds, in a rehearsal those of the pretended devices."""
 
-    def finish(self) -> str | None: ...
+    def finish(self) -> str | None:
+        """End, after the last step. Raises TrainingError where something cannot be written."""
 
 
 class Run:
@@ -39,7 +43,8 @@ class Run:
         """Open or make the folder `path`, make what is to be trained, and say what it is.
 
         `described` is what the ranks run on, where that is known; a progress bar as in `Console`. Raises JobError,
-        DataError, PlanError and CheckpointError, before anything heavy is imported.
+        DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where there is no
+        room for them.
         """
         from hpctrain.checkpoint.format import latest_checkpoint
         from hpctrain.comm.oversight.flight import FOLDER as FLIGHT
@@ -119,7 +124,7 @@ class Run:
             summary |= self._yardstick(last["tokens_per_second"])
         return summary, signal_name
 
-    def _hear(self, told) -> None:
+    def _hear(self, told: Iterable[str | None]) -> None:
         for text in told:
             if text:
                 self._console.say(text)
@@ -134,7 +139,7 @@ class Run:
         told = self._described and yardstick(self.job, self._described, tokens_per_second)
         if not told:
             return {}
-        self._console.say(tell_yardstick(told, self._described.name))
+        self._console.say(tell_yardstick(told, self._described))
         return {"yardstick": told}
 
     def show_sample(self, num_tokens: int) -> None:

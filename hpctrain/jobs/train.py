@@ -41,7 +41,8 @@ def command(job, overrides, run_path, stop_after, rehearse, cluster, trace, prog
     A run folder that has a checkpoint is continued from the latest one: starting the same command again after an
     interruption gives the same numbers as if there had been none. With --rehearse the numbers are the same too, but
     times and memory are those of the described devices. With it, or with --cluster, the end tells how far steps
-    were from their prediction. SIGTERM, SIGINT and SIGUSR1 end the run in order, with a checkpoint and exit code 75.
+    were from their prediction, and what share of its families alone a mixed run is. SIGTERM, SIGINT and SIGUSR1 end
+    the run in order, with a checkpoint and exit code 75.
     """
     with started_world() as world:
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)

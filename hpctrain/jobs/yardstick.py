@@ -2,8 +2,9 @@
 
 from hpctrain.job import Job
 from hpctrain.jobs.common import Described
-from hpctrain.planner.alone import EVERY_PLAN, SOME_PLANS, predicted_alone
+from hpctrain.planner.alone import EVERY_PLAN, predicted_alone
 from hpctrain.planner.predict import DATASHEET_ERROR
+from hpctrain.planner.search import Limits
 
 
 def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict | None:
@@ -14,7 +15,7 @@ def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict 
     """
     if len({device.family for device in described.cluster.devices}) < 2:
         return None
-    alone = predicted_alone(job, described.cluster, EVERY_PLAN if described.is_rehearsed else SOME_PLANS)
+    alone = predicted_alone(job, described.cluster, EVERY_PLAN if described.is_rehearsed else Limits())
     told: dict = {"predicted_alone": alone}
     if without := [family for family, speed in alone.items() if speed is None]:
         return told | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
@@ -25,14 +26,15 @@ def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict 
     return told | ratios
 
 
-def tell_yardstick(told: dict, cluster: str) -> str:
-    """Say it in a sentence or two; `cluster` is how it is called."""
+def tell_yardstick(told: dict, described: Described) -> str:
+    """Say it in a sentence or two."""
     speeds = ", ".join(f"{family} {speed:,.0f}" for family, speed in told["predicted_alone"].items() if speed)
     if "no_ratio" in told:
         ratio = f"no ratio: {told['no_ratio']}"
     else:
         ratio = f"this run is {told['of_sum']:.2f} of their sum, {told['of_best_family']:.2f} times the best of them"
+    measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
     return (
         f"yardstick: families alone, by the best plans found for them, are predicted to do {speeds} tokens/s"
-        f" (within {DATASHEET_ERROR:.0%}); {ratio}; measured by `hpctrain bench mixed {cluster}`"
+        f" (within {DATASHEET_ERROR:.0%}); {ratio}{measured}"
     )

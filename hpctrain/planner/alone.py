@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
 from hpctrain.job import Job
-from hpctrain.planner.cost import Setup
+from hpctrain.planner.cost import Setup, overlaps_of
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.proportional import SEARCHED, Candidate, Party, proportional_candidates
 from hpctrain.planner.search import Found, Limits, search
@@ -18,13 +18,11 @@ from hpctrain.planner.stack import HPCTRAIN
 
 EVERY_PLAN = Limits(weighed=None, timed=40, per_group=None)
 """All are weighed, and all simulated whose closed form is within 5 % of the best, up to 40."""
-SOME_PLANS = Limits(seconds=10)
-"""For a family of any size, while its devices wait."""
 
 
 def search_families(job: Job, cluster: Cluster, families: Sequence[str], limits: Limits) -> Found:
     """Search for plans of a job, whose dtype is resolved, on some families. Raises PlanError as `search`."""
-    setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN)
+    setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN, overlaps_of(job.overlap))
     return search(setup, job.train.global_batch, cluster, families, limits=limits)
 
 

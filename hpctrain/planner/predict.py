@@ -50,8 +50,8 @@ class Prediction:
     step_seconds: float
     interval_seconds: tuple[float, float]
     breakdown_seconds: dict[str, float]
-    """The mean over all ranks that the plan uses; adds up to the step. `hidden` is negative: communication that nobody
-    waits for."""
+    """The mean over all ranks that the plan uses; adds up to the step. `hidden` is negative: messages, and what holders
+    exchange, that nobody waits for; of `tensor` there is only what is waited for."""
     memory: tuple[StageMemory, ...]
     tokens_per_second: float
     mfu: float
@@ -103,6 +103,7 @@ def pass_cost(
         if exchange.axis == "z" and "z" in setup.overlaps:
             over_z += seconds
             continue
+        # `is`: a product that is computed again may have the shape of one of a weight.
         if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
             alone = Work([exchange.behind])
             seconds -= min(seconds, *(alone.seconds(device, setup.dtype, setup.stack) for device in devices))

@@ -70,7 +70,7 @@ def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, 
         "--plans",
         "1",
         "--alone",
-        "2",
+        "1",
         "--json",
     ]
     done = hpctrain(*arguments, ranks=2, cwd=clusters)

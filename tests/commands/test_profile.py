@@ -26,7 +26,7 @@ def cluster(tmp_path):
 @pytest.mark.timeout(240)
 def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
     before = cluster.read_text()
-    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "4")
+    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "2")
     done = hpctrain(*asked, ranks=2, cwd=folder)
     assert done.code == 0, done.err
     assert f"wrote {cluster}" in done.out and "rows fit" in done.out
@@ -69,13 +69,13 @@ def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
 def test_it_is_measured_again_if_asked_for_and_may_go_elsewhere(hpctrain, folder, cluster):
     out = cluster.parent / "profiled.toml"
     before = cluster.read_text()
-    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "4", "--out", out)
+    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "2", "--out", out)
     done = hpctrain(*asked, ranks=2, cwd=folder)
     assert done.code == 0, done.err
     assert cluster.read_text() == before and len(load_cluster(out).profiles) == 6
     edited = out.read_text().replace("largest_rows = ", "largest_rows = 1000")
     out.write_text(edited)
-    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--cluster", out, "--seconds", "4", "--refresh")
+    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--cluster", out, "--seconds", "2", "--refresh")
     done = hpctrain(*asked, ranks=2, cwd=folder)
     assert done.code == 0, done.err
     assert all(of.largest_rows < 1000 for of in load_cluster(out).profiles)

@@ -207,6 +207,7 @@ def test_no_rank_is_blamed_where_the_launcher_is_killed(tmp_path):
     process = start(tmp_path, "rest")
     try:
         wait_for(lambda: len(list(tmp_path.glob("resting-*"))) == RANKS)
+        assert guardians(), "they are found while they are there"
         process.kill()
         _, err = process.communicate(timeout=30)
     finally:

@@ -23,7 +23,7 @@ JOB = f"""
 tokens = "tokens.bin"
 sequence_length = 16
 [train]
-steps = 10
+steps = 4
 global_batch = 16
 learning_rate = 1e-2
 dtype = "fp32"
@@ -169,7 +169,7 @@ def test_training_on_four_hosts_gives_the_losses_of_one(network, folder, ranks_p
     said = subprocess.run(compare, cwd=folder, capture_output=True, text=True, timeout=30)
     print(f"{done.seconds:.1f} s; {said.stdout}{done.traffic}")
     assert said.returncode == 0, said.stdout + said.stderr
-    assert int(re.search(r"(\d+) steps", said.stdout)[1]) == 10
+    assert int(re.search(r"(\d+) steps", said.stdout)[1]) == 4
     crossed = sum(link.sent for link in done.traffic.clusters.values())
     stayed = sum(link.sent for link in done.traffic.hosts.values()) - crossed
     assert 0 < crossed < stayed, "only the pipeline is cut by the slow link"

@@ -36,7 +36,6 @@ LAYOUTS = {
         {"pipeline": 4},
         {"pipeline": 2, "tensor": {"y": 2}, "recompute": "full"},
         {"pipeline": 2, "tensor": {"x": 2}},
-        {"pipeline": 2, "tensor": {"z": 2}},
         {"pipeline": 2, "data": 2},
         {"pipeline": 2, "data": 2, "zero": 2},
         {"pipeline": 2, "data": 2, "zero": 3},

@@ -141,7 +141,7 @@ FIXED = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("tiling", FIXED)
 def test_tilings_of_four_ranks_for_twenty_steps(world, tokens, tiling):
-    check(world, tokens, "llama tied", plan_of(FIXED[tiling], 4), steps=8)
+    check(world, tokens, "llama tied", plan_of(FIXED[tiling], 4), steps=20)
 
 
 CHECKPOINTED = {
@@ -273,8 +273,7 @@ EXACT = {
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("tiling", EXACT)
+@pytest.mark.parametrize(("tiling", "dtype"), zip(EXACT, ("fp32", "bf16") * 2, strict=True))
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, tiling, dtype):
     job, plan = job_of(tokens, "gpt2 tied", dtype=dtype), plan_of(EXACT[tiling], 4)
     uninterrupted = go_on(world, job, plan, folder, 4, resume=False)

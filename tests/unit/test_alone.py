@@ -71,7 +71,7 @@ def test_a_family_that_cannot_hold_the_model_is_named():
         alone_candidates(large, CLUSTER, work, party)
     told = yardstick(large, RUN_ON, 1000.0)
     assert told["no_ratio"] == "a100-40 alone cannot hold the model" and "of_sum" not in told
-    assert "a100-40 cannot hold the model tokens/s" not in (said := tell_yardstick(told, "a100-80-40"))
+    assert "a100-40 cannot hold the model tokens/s" not in (said := tell_yardstick(told, RUN_ON))
     assert "no ratio: a100-40 alone cannot hold the model" in said
 
 
@@ -81,5 +81,8 @@ def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
     assert set(alone) == {"a100-80", "a100-40"}
     assert told["of_sum"] == pytest.approx(1000.0 / sum(alone.values()))
     assert told["of_best_family"] == pytest.approx(1000.0 / max(alone.values()))
-    said = tell_yardstick(told, "a100-80-40")
+    said = tell_yardstick(told, RUN_ON)
     assert f"this run is {told['of_sum']:.2f} of their sum" in said and "`hpctrain bench mixed a100-80-40`" in said
+    real = Described(CLUSTER, "ours.toml", is_rehearsed=False)
+    assert yardstick(JOB, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
+    assert tell_yardstick(told, real).endswith("times the best of them"), "what is real is not rehearsed"

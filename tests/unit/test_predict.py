@@ -356,6 +356,14 @@ def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
     assert "fits" in shown
 
 
+@pytest.mark.parametrize(("switch", "plan"), [("tensor", LAYOUTS[1]), ("z", LAYOUTS[3]), ("data", LAYOUTS[0])])
+def test_the_command_hides_what_the_job_says(tmp_path, switch, plan):
+    def step(*settings: str) -> float:
+        return json.loads(run_command(tmp_path, "--json", *settings, plan=plan).stdout)["step_seconds"]
+
+    assert step("--set", f"overlap.{switch}=true") < step("--set", f"overlap.{switch}=false") == step()
+
+
 def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):
     families = dict(CLUSTER.families)
     families["slow"] = families["slow"].model_copy(update={"peak_flops_per_second": {"fp16": 1e9}})
