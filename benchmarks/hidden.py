@@ -56,10 +56,10 @@ dtype = "fp32"
 bucket_bytes = 600_000
 """
 LAYOUTS = {
-    "data 8": (("plan.data=8",), 60e6),
+    "data 8": (("plan.data=8",), 11e6),
     "y 8": (("plan.tensor.y=8",), 60e6),
     "z 8": (("plan.tensor.z=8", "plan.microbatch=32"), 60e6),
-    "y 2 z 2 data 2": (("plan.tensor.y=2", "plan.tensor.z=2", "plan.data=2", "plan.microbatch=16"), 60e6),
+    "y 2 z 2 data 2": (("plan.tensor.y=2", "plan.tensor.z=2", "plan.data=2", "plan.microbatch=16"), 9e6),
 }
 """By name: the plan, and the links' bytes/s."""
 
@@ -78,7 +78,7 @@ def cluster_file(bytes_per_second: float, scale: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; all of them if none is named")
-    parser.add_argument("--scale", type=float, default=8.0, help="real seconds for a pretended one")
+    parser.add_argument("--scale", type=float, default=1.0, help="real seconds for a pretended one")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, help="bytes/s of a link, in place of the layout's")
     given = parser.parse_args()

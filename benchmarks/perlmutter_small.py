@@ -30,9 +30,9 @@ from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN
 
 BIN = Path(sys.executable).parent
-RANKS, LAYERS, BATCH, FAMILY = 16, 24, 128, "a100-40"
+RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"
 PAIR_OF_GPUS, NIC = (76e9, 3e-6), 0.8 * HDR
-MEMORY_SCALE = 0.4 / WIDTH**2
+MEMORY_SCALE = 0.25 / WIDTH**2
 KINDS: dict[str, tuple[Callable[[], Iterable[Layout]], bool]] = {
     "Megatron-style, exposed": (megatron_style, False),
     "4D, hidden": (four_d, True),
@@ -78,8 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--count", type=int, default=2, help="layouts of each kind")
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--scale", type=float, default=2.0, help="real seconds for one of the cluster")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--scale", type=float, default=16.0, help="real seconds for one of the cluster")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
