@@ -273,7 +273,7 @@ EXACT = {
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("tiling", "dtype"), zip(EXACT, ("fp32", "bf16") * 2, strict=True))
+@pytest.mark.parametrize(("tiling", "dtype"), list(zip(EXACT, ("fp32", "bf16") * 2, strict=True)))
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, folder, tiling, dtype):
     job, plan = job_of(tokens, "gpt2 tied", dtype=dtype), plan_of(EXACT[tiling], 4)
     uninterrupted = go_on(world, job, plan, folder, 4, resume=False)
