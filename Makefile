@@ -35,9 +35,7 @@ train: install $(CORPUS)
 	@if [ -t 1 ]; then bar="--progress"; export COLUMNS=$$(tput cols 2>/dev/null || echo 100); fi; \
 	set -x; $(MPIRUN) -n $(RANKS) $(BIN)/hpctrain train tiny $(LAYOUT) $$bar
 
-test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/commands tests/unit
-	$(MAKE) test-ranks test-hosts
+test: install lint test-unit test-commands test-ranks test-hosts
 
 lint: install
 	$(BIN)/ruff check hpctrain tests benchmarks

@@ -9,16 +9,16 @@ Links have the bandwidth at which communication is 40 % of a step that exposes a
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from mixed import call
 
 from hpctrain.cluster_file import dump_cluster, parse_cluster
 from hpctrain.jobs.bench_mixed import write_own_tokens
 from hpctrain.truth import PretendDevice, Truth
 
-BIN = Path(sys.executable).parent
 RANKS = 8
 FLOPS_PER_SECOND, MEMORY_BYTES, MEMORY_BYTES_PER_SECOND = 5e8, 200_000_000, 2e9
 CLUSTER = """
@@ -91,13 +91,9 @@ def main() -> None:
             write_own_tokens(path / "tokens.bin")
             (path / "job.toml").write_text(JOB)
             (path / "cluster.toml").write_text(cluster_file(given.bandwidth or speed, given.scale))
-            command = [BIN / "mpirun", "-n", RANKS, BIN / "hpctrain", "bench", "overlap", "job.toml"]
-            command += ["--rehearse", "cluster.toml", "--json", "--steps", given.steps]
+            command = ["bench", "overlap", "job.toml", "--rehearse", "cluster.toml", "--json", "--steps", given.steps]
             command += [part for setting in settings for part in ("--set", setting)]
-            done = subprocess.run([str(part) for part in command], cwd=path, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            sys.exit(done.returncode)
-        told = json.loads(done.stdout.splitlines()[-1])
+            told = json.loads(call(*command, ranks=RANKS, cwd=path).splitlines()[-1])
         steps = told["step_seconds"]["exposed"], told["step_seconds"]["all"], told["best_seconds"]["all"]
         exposed, hidden, best = (f"{seconds * 1e3:.1f} ms" for seconds in steps)
         share, hidden_share = told["communication_share"], told["hidden_share"]["all"]

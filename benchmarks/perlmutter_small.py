@@ -10,13 +10,12 @@ as tightly as 1,024 hold one of 80 B. Of each kind the layouts that are predicte
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from make_clusters import HDR, WIDTH, Hosts, Mix, cluster_file
+from mixed import call
 from perlmutter import OVERLAPS, Layout, four_d, megatron_style
 
 from hpctrain.cluster import Cluster
@@ -29,7 +28,6 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN
 
-BIN = Path(sys.executable).parent
 RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"
 PAIR_OF_GPUS, NIC = (76e9, 3e-6), 0.8 * HDR
 MEMORY_SCALE = 0.25 / WIDTH**2
@@ -65,13 +63,10 @@ def measure(folder: Path, plan: Plan, hides: bool, steps: int) -> dict:
     (folder / "plan.toml").write_text(dump_plan(plan))
     settings = ["plan.file=plan.toml", f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"]
     settings += [f"overlap.{key}={switch}" for key in ("tensor", "data", "z")]
-    command = [BIN / "mpirun", "-n", RANKS, BIN / "hpctrain", "bench", "train", "mixed", "--json", "--steps", steps]
-    command += ["--rehearse", "perlmutter.toml", "--set", "data.tokens=tokens.bin"]
+    settings.append("data.tokens=tokens.bin")
+    command = ["bench", "train", "mixed", "--json", "--steps", steps, "--rehearse", "perlmutter.toml"]
     command += [part for setting in settings for part in ("--set", setting)]
-    done = subprocess.run([str(part) for part in command], cwd=folder, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(call(*command, ranks=RANKS, cwd=folder).splitlines()[-1])
 
 
 def main() -> None:

@@ -187,6 +187,11 @@ class Overlap(Table):
     On and off: it decides who owns which element, and with it the last bit of the gradient's norm.
     """
 
+    @property
+    def beside_bytes(self) -> int | None:
+        """The bytes of a bucket where gradients are summed beside backward passes; None where `data` is off or `auto`."""
+        return self.bucket_bytes if self.data else None
+
 
 class Products(Table):
     """How the products of linear layers are computed: the same but for the last bit."""

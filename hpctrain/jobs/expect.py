@@ -8,9 +8,8 @@ from hpctrain.job import Job
 from hpctrain.jobs.common import Described
 from hpctrain.observe import drift
 from hpctrain.plan import Plan
-from hpctrain.planner.cost import Setup, overlaps_of
+from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Predictor
-from hpctrain.planner.stack import HPCTRAIN
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -35,10 +34,11 @@ class Expectation:
         if self._world.rank:
             return None
         job, plan, where = self._job, self._plan, self._described.name
-        setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN, overlaps_of(job.overlap))
-        bucket_bytes = job.overlap.bucket_bytes if job.overlap.data else None
         try:
-            prediction = Predictor(setup, plan, self._described.cluster, bucket_bytes=bucket_bytes).predict()
+            predictor = Predictor(
+                Setup.of_job(job), plan, self._described.cluster, bucket_bytes=job.overlap.beside_bytes
+            )
+            prediction = predictor.predict()
         except HpctrainError as error:
             return f"no prediction from {where}: {error}"
         on_host = self._accelerator.shares_memory or self._accelerator.overrun is not None

@@ -14,7 +14,7 @@ from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
 from hpctrain.plan import Plan, load_plan
 from hpctrain.planner.calibrate import SHIPPED, Parameters, load_parameters
 from hpctrain.planner.catalogue import Efficiency
-from hpctrain.planner.cost import Setup, overlaps_of
+from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.layers import LayeredPredictor, load_layers
 from hpctrain.planner.predict import Prediction, Predictor
@@ -48,9 +48,8 @@ def command(job, overrides, cluster, plan_file, layers, layers_of, parameters, s
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     dtype, reason = dtype_of(loaded, machine, used, str(cluster))
     known = load_parameters(parameters) if parameters else SHIPPED
-    overlaps, bucket_bytes = overlaps_of(loaded.overlap), loaded.overlap.bucket_bytes if loaded.overlap.data else None
-    setup = Setup(loaded.model, loaded.data.sequence_length, dtype, known.stacks[stack], overlaps)
-    arguments = setup, plan, machine, efficiencies_of(machine, known), bucket_bytes
+    setup = Setup.of_job(loaded, dtype, known.stacks[stack])
+    arguments = setup, plan, machine, efficiencies_of(machine, known), loaded.overlap.beside_bytes
     predictor = LayeredPredictor(load_layers(layers, layers_of), *arguments) if layers else Predictor(*arguments)
     told = describe(predictor.predict(), dtype)
     if reason:

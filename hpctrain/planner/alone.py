@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
 from hpctrain.job import Job
-from hpctrain.planner.cost import Setup, overlaps_of
+from hpctrain.planner.cost import Setup
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.proportional import SEARCHED, Candidate, Party, proportional_candidates
 from hpctrain.planner.search import Found, Limits, search
-from hpctrain.planner.stack import HPCTRAIN
 
 EVERY_PLAN = Limits(weighed=None, timed=40, per_group=None)
 """All are weighed, and all simulated whose closed form is within 5 % of the best, up to 40."""
@@ -22,8 +21,7 @@ EVERY_PLAN = Limits(weighed=None, timed=40, per_group=None)
 
 def search_families(job: Job, cluster: Cluster, families: Sequence[str], limits: Limits) -> Found:
     """Search for plans of a job, whose dtype is resolved, on some families. Raises PlanError as `search`."""
-    setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN, overlaps_of(job.overlap))
-    return search(setup, job.train.global_batch, cluster, families, limits=limits)
+    return search(Setup.of_job(job), job.train.global_batch, cluster, families, limits=limits)
 
 
 def searched_candidates(

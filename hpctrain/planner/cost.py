@@ -7,15 +7,15 @@ With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from hpctrain.cluster import ITEM_BYTES
 from hpctrain.errors import PlanError
-from hpctrain.job import Model, Overlap
+from hpctrain.job import Job, Model
 from hpctrain.parameters import item_units, padded_vocabulary
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.stack import Passes, Stack
+from hpctrain.planner.stack import HPCTRAIN, Passes, Stack
 
 RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
@@ -67,11 +67,6 @@ class Work:
         return max(computed, (len(self.products) + self.operations) * dispatch)
 
 
-def overlaps_of(overlap: Overlap) -> frozenset[str]:
-    """Return which of a job's switches are on, of those that `Setup` knows; what is `auto` is not."""
-    return frozenset(key for key in ("tensor", "z") if getattr(overlap, key))
-
-
 @dataclass(frozen=True)
 class Setup:
     """What is trained, and by which software: everything about a run but its plan and its cluster."""
@@ -83,6 +78,12 @@ class Setup:
     overlaps: frozenset[str] = frozenset()
     """What goes on while a rank computes: "tensor" (x and y, behind the products of gradients of weights) and "z" (the
     next item's weights come and the last one's gradients go)."""
+
+    @classmethod
+    def of_job(cls, job: Job, dtype: str | None = None, stack: Stack = HPCTRAIN) -> Self:
+        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off."""
+        overlaps = frozenset(key for key in ("tensor", "z") if getattr(job.overlap, key))
+        return cls(job.model, job.data.sequence_length, dtype or job.train.dtype, stack, overlaps)
 
     @property
     def item_bytes(self) -> int:
