@@ -189,7 +189,7 @@ class Overlap(Table):
 
     @property
     def beside_bytes(self) -> int | None:
-        """The bytes of a bucket where gradients are summed beside backward passes; None where `data` is off or `auto`."""
+        """The bytes of a bucket whose sum runs beside backward passes; None where `data` is off or `auto`."""
         return self.bucket_bytes if self.data else None
 
 
