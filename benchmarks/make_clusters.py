@@ -168,11 +168,12 @@ def family(name: str, chip: Chip, memory_scale: float) -> str:
 kind = "{chip.kind}"
 model = "{chip.model}"
 origin = "datasheet"
-origins = {{sustained_flops_per_second = "measured"}}
+origins = {{sustained_flops_per_second = "measured", overlap_times = "measured"}}
 memory_bytes = {whole(chip.memory_bytes * memory_scale)}
 memory_bytes_per_second = {number(chip.memory_bytes_per_second * Scale.num_bytes)}
 peak_flops_per_second = {{fp32 = {number(peak)}}}
 sustained_flops_per_second = {{fp32 = {number(probed)}}}
+overlap_times = {chip.overlap_times:g}
 """
 
 

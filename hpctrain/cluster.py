@@ -101,6 +101,8 @@ class Family(Figures):
     sustained_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
     """Of the best of the `products`."""
     products: tuple[Product, ...] = ()
+    overlap_times: Annotated[float, Field(ge=1, strict=True)] | None = None
+    """How many times as long it computes while it communicates; left out: as long as beside nothing."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
 

@@ -41,6 +41,11 @@ class DeviceModel:
         speeds = [*self.family.peak_flops_per_second.values(), *self.family.sustained_flops_per_second.values()]
         return known if max(speeds) >= SLOWEST_WITH_TILES else replace(known, processors=1)
 
+    @property
+    def overlap_times(self) -> float:
+        """How many times as long it computes while it communicates."""
+        return self.family.overlap_times or 1.0
+
     def speed(self, dtype: str) -> float:
         """Return FLOP/s of large products. Raises PlanError for a dtype that the family does not have."""
         family = self.family

@@ -16,7 +16,7 @@ from hpctrain.planner.cost import Setup, Work, item_cost, model_flops, update_se
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.network import ClusterNetwork
-from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate
+from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate, slowed_by
 from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
 from hpctrain.transfers import everywhere, gathers, receives
 
@@ -88,9 +88,11 @@ def pass_cost(
     """Return what a pass over one item takes on a tile whose ranks have such `devices`, the slowest of which counts.
 
     `data_ranks` hold the same weights as the tile's first rank, on whose node are `on_node`. Of what goes on beside
-    (`setup.overlaps`) only that counts which a rank waits for: of the sums behind a product what is longer than it, of
-    z what is longer than all else, as the next item's weights come while this one computes.
+    (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer than it, of z
+    what is longer than all else, as the next item's weights come while this one computes; and by how much computing is
+    slower meanwhile.
     """
+    times = max(device.overlap_times for device in devices)
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
     tensor = over_z = data = 0.0
     rank = tile.ranks[0]
@@ -106,8 +108,11 @@ def pass_cost(
         # `is`: a product that is computed again may have the shape of one of a weight.
         if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
             alone = Work([exchange.behind])
-            seconds -= min(seconds, *(alone.seconds(device, setup.dtype, setup.stack) for device in devices))
+            beside = min(seconds, *(alone.seconds(device, setup.dtype, setup.stack) for device in devices))
+            slowed = slowed_by(beside, seconds, times)
+            compute, seconds = compute + slowed, max(0.0, seconds - beside - slowed)
         tensor += seconds
+    compute += slowed_by(min(over_z, compute), over_z, times)
     return PassCost(compute, tensor + max(0.0, over_z - compute - tensor), data)
 
 
@@ -249,7 +254,9 @@ class Predictor:
             each = [self.item_passes(tile, item, rows) for item in range(*tile.items)]
             for name, made in passes.items():
                 made.append(sum((of_item[name] for of_item in each), PassCost(0.0)))
-        return TileCost(update_seconds=self._update_seconds(tile), **{n: tuple(made) for n, made in passes.items()})
+        times = max(self._devices[family].overlap_times for family in self._families[tile])
+        update = self._update_seconds(tile)
+        return TileCost(update_seconds=update, overlap_times=times, **{n: tuple(made) for n, made in passes.items()})
 
     def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
         """Return by name (`PASSES`) what each pass over an item takes a rank of a tile, for so many rows of its own."""

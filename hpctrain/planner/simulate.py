@@ -43,6 +43,15 @@ class PassCost:
         return self.compute + self.tensor + self.data
 
 
+def slowed_by(beside: float, moving: float, times: float) -> float:
+    """Return how much longer a rank computes, as its device takes `times` as long while bytes move.
+
+    So many seconds of communication were `beside` its computing, all of it took `moving`: where it is under way when
+    computing would end, it slows what is left of that, too.
+    """
+    return min(moving, beside * times) * (1 - 1 / times)
+
+
 @dataclass(frozen=True)
 class Sharing:
     """What the same ranks exchange of their gradients and weights in a step."""
@@ -68,6 +77,8 @@ class TileCost:
     backward_input: tuple[PassCost, ...] = ()
     """The two parts of `backward`, for schedules that split it."""
     backward_weight: tuple[PassCost, ...] = ()
+    overlap_times: float = 1.0
+    """How many times as long its ranks compute while they communicate."""
 
 
 @dataclass(frozen=True)
@@ -321,8 +332,9 @@ class _Simulation:
         """Wait in the first forward pass, which computes what it can before."""
         gathers = self._gathers.pop(tile, None)
         if gathers:
-            late = max(end - needed for _, end, needed in gathers)
-            self._spend_beside(clock, sum(seconds for seconds, _, _ in gathers), max(0.0, late - clock.now))
+            taken = sum(seconds for seconds, _, _ in gathers)
+            moving = min(taken, max(0.0, max(end for _, end, _ in gathers) - clock.now))
+            self._spend_beside(tile, taken, moving, max(end - needed for _, end, needed in gathers))
 
     def _reduce(self) -> None:
         """Sum gradients, each sharing when all its tiles have made them and the one before it is done.
@@ -342,16 +354,19 @@ class _Simulation:
                 for first in firsts:
                     lane[first] = end
                     taken[first] += sharing.reduce_seconds
-        for tile, clock in self._clocks.items():
-            self._spend_beside(clock, taken[tile], max(0.0, lane[tile] - clock.now))
+        for tile in self._clocks:
+            self._spend_beside(tile, taken[tile], taken[tile], lane[tile])
 
     def _order_of_sums(self, sharing: Sharing) -> tuple[int, float]:
         chunk = max(self._own[self._first[tile]].index(tile) for tile in sharing.tiles)
         return -chunk, -max(sharing.ready_seconds.values(), default=0.0)
 
-    @staticmethod
-    def _spend_beside(clock: _Clock, seconds: float, waited: float) -> None:
-        """Account for what took so long beside computation, of which the end was waited for."""
+    def _spend_beside(self, tile: Tile, seconds: float, moving: float, end: float) -> None:
+        """Account for what took the ranks of a tile so long, `moving` of it beside computing; they wait for its end."""
+        clock = self._clocks[self._first[tile]]
+        beside = max(0.0, moving - max(0.0, end - clock.now))
+        clock.spend("compute", slowed_by(beside, moving, self._costs.of_tile(tile, 0).overlap_times))
+        waited = max(0.0, end - clock.now)
         seen = min(waited, seconds)
         clock.now += waited
         clock.exposed["data"] += waited

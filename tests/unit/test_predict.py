@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.cluster import Cluster, Nodes
 from hpctrain.cluster_file import dump_cluster, parse_cluster
@@ -19,7 +21,7 @@ from hpctrain.planner.cost import Setup, Work, item_cost
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predict import Predictor, pass_cost, predict
-from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
+from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate, slowed_by
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.rows import Rows
 from hpctrain.schedule import forward_only, one_f_one_b
@@ -416,6 +418,26 @@ def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
         assert saved == 0, "whose weights are gathered in every pass"
 
 
+@given(st.floats(0.01, 10), st.floats(0.0, 10), st.floats(1, 3))
+def test_a_device_that_communicates_computes_more_slowly_until_either_is_done(alone, moving, times):
+    """Both begin at once."""
+    computed = alone * times if moving >= alone * times else moving + (alone - moving / times)
+    assert alone + slowed_by(min(alone, moving), moving, times) == pytest.approx(computed)
+
+
+@pytest.mark.parametrize(("seconds", "longer"), [(0.5, 0.25), (1.5, 0.75), (3.0, 2.0), (5.0, 4.0)])
+def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
+    """A pass whose last second makes what is summed, on a device that takes twice as long while bytes move."""
+    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0),)
+    sharing = Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 1.0))
+    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, (sharing,)))
+    assert found.step_seconds == pytest.approx(3.0 + longer)
+    for parts in found.parts.values():
+        assert sum(parts.values()) == pytest.approx(found.step_seconds)
+
+
 HIDING = replace(SETUP, overlaps=frozenset(("tensor", "z")))
 
 
@@ -442,6 +464,12 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         assert exposed.tensor - hidden.tensor == pytest.approx(min(2 * seconds_of_one, products))
         alone = pass_cost(HIDING, network, device, cost.backward_input, tile, (), ())
         assert alone.tensor == len(cost.backward_input.exchanges) * seconds_of_one, "no product of weights runs then"
+        slowed = [DeviceModel("fast", CLUSTER.families["fast"].model_copy(update={"overlap_times": 1.5}))]
+        slower = pass_cost(HIDING, network, slowed, cost.backward, tile, (), ())
+        rest = len(cost.backward.exchanges) - len(behind)
+        assert slower.seconds - exposed.compute - rest * seconds_of_one == pytest.approx(
+            2 * seconds_of_one / 3 if seconds_of_one < 1 else 2 * seconds_of_one - products
+        )
         over_z = item_cost(SETUP, TensorGrid(z=2), 1, 4).forward
         found = pass_cost(HIDING, network, device, over_z, plan_of((1, 1, 2), 2, 1).tiles[0], (), ())
         assert found.seconds == pytest.approx(max(found.compute, seconds_of_one))

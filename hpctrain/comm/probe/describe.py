@@ -66,6 +66,9 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
     comments[f"{key}.products"] = (
         "[m, k] @ [k, n]; shapes that would have taken too long are left out. Each the best of some rounds."
     )
+    slowed = [other.overlap_times for other in figures if other.overlap_times]
+    if slowed:
+        comments[f"{key}.overlap_times"] = "A product while an all-reduce of all ranks is under way, of one without."
     return Family(
         origin="measured",
         kind=first.kind,
@@ -78,6 +81,7 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
             Product(dtype=dtype, shape=shape, flops_per_second=_short(speed))
             for (dtype, shape), speed in speeds.items()
         ),
+        overlap_times=_short(statistics.median(slowed)) if slowed else None,
         measured_at_once=at_once,
     )
 

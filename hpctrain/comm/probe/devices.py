@@ -52,6 +52,8 @@ class DeviceFigures(NamedTuple):
     host_copy_bytes_per_second: float | None
     flops_per_second: dict[tuple[str, Shape], float]
     """Of dtype and shape; those that would have taken too long are left out."""
+    overlap_times: float | None = None
+    """How many times as long it computes while it communicates; None where it does not do both at once."""
 
 
 class Schedule:

@@ -9,6 +9,7 @@ from hpctrain.comm.accelerators.find import FAMILY_VARIABLE
 from hpctrain.comm.probe.describe import describe
 from hpctrain.comm.probe.devices import measure_device
 from hpctrain.comm.probe.messages import ACROSS, measure_messages, pair_classes
+from hpctrain.comm.probe.overlap import measure_overlap
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
 from hpctrain.errors import TopologyError
@@ -16,7 +17,7 @@ from hpctrain.errors import TopologyError
 # The name of the fabric that a rank's host is on. MPI does not tell; without it all hosts are taken to be on one.
 FABRIC_VARIABLE = "HPCTRAIN_FABRIC"
 FABRIC = "network"
-SHARE_FOR_DEVICES = 0.6
+SHARE_FOR_DEVICES, SHARE_FOR_OVERLAP = 0.55, 0.1
 
 
 def probe_cluster(
@@ -30,12 +31,14 @@ def probe_cluster(
     fabrics = world.broadcast_object(world.gather_objects(environment.get(FABRIC_VARIABLE, FABRIC)))
     with world.all_or_none():
         check_names(places, fabrics)
-    comm = world.group(range(world.size), "probe")
+    comm = world.group(range(world.size), "probe", overlapped=True)
     classes = pair_classes(places, fabrics)
-    share = SHARE_FOR_DEVICES if classes else 1.0
+    for_devices, for_overlap = (SHARE_FOR_DEVICES, SHARE_FOR_OVERLAP) if classes else (1.0, 0.0)
     ranks_on_host = world.topology.ranks_on_host(world.rank)
-    figures = measure_device(comm, accelerator, world.place.family, ranks_on_host, seconds * share)
-    measured = measure_messages(world, comm, accelerator, classes, seconds * (1 - share))
+    figures = measure_device(comm, accelerator, world.place.family, ranks_on_host, seconds * for_devices)
+    times = measure_overlap(comm, accelerator, figures.memory_bytes, seconds * for_overlap)
+    figures = figures._replace(overlap_times=times)
+    measured = measure_messages(world, comm, accelerator, classes, seconds * (1 - for_devices - for_overlap))
     gathered = world.gather_objects(figures)
     return None if gathered is None else describe(places, fabrics, gathered, measured)
 
