@@ -16,6 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from mixed import rescaled
+
 from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, load_cluster, ready_clusters
 from hpctrain.job import Job, load_job
@@ -71,12 +73,13 @@ def predicted(name: str, job: Job, plan: Plan, cluster: Cluster, dtype: str) -> 
     return Named(name, plan, found.step_seconds, found.fits)
 
 
-def measure(cluster_name: str, plans: list[Named], steps: int) -> dict[str, dict]:
+def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float | None) -> dict[str, dict]:
     """Rehearse all plans in one start; return what was measured, by name."""
     with tempfile.TemporaryDirectory() as folder:
         write_own_tokens(Path(folder, "mixed.bin"))
-        num_ranks = load_cluster(find_cluster(cluster_name)).num_devices
-        command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster_name]
+        cluster = rescaled(cluster_name, Path(folder), time_scale) if time_scale else find_cluster(cluster_name)
+        num_ranks = load_cluster(cluster).num_devices
+        command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster]
         # Started by itself on each rank, with the plans that this process made.
         given = Path(folder, "plans.json")
         given.write_text(json.dumps({named.name: _saved(Path(folder), i, named) for i, named in enumerate(plans)}))
@@ -143,6 +146,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="rehearse the plans, too")
     parser.add_argument("--steps", default=2, type=int, help="timed of each plan")
     parser.add_argument("--rehearse", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--time-scale", type=float, help="seconds of a rehearsal for one of its cluster")
     given = parser.parse_args()
     if given.rehearse:
         rehearse(given.clusters[0], given.rehearse, given.steps)
@@ -151,7 +155,7 @@ def main() -> None:
     slower = []
     for name in given.clusters or ready_clusters():
         plans, gap = plans_of(name)
-        show(name, plans, gap, measure(name, plans, given.steps) if given.measure else {})
+        show(name, plans, gap, measure(name, plans, given.steps, given.time_scale) if given.measure else {})
         slower += [f"{name}: {p.name}" for p in plans[1:] if p.fits and p.seconds < plans[0].seconds * (1 - 1e-9)]
     if slower:
         sys.exit(f"predicted to be faster than what was searched: {', '.join(slower)}")

@@ -18,7 +18,7 @@ from tests.ranks.small_runs import (
     parametrize_by_turns,
     rehearsed_world,
 )
-from tests.ranks.test_split_backward import DEVICE, EQUAL, MICROBATCHES, in_one, measured
+from tests.ranks.test_split_backward import DEVICE, EQUAL, MICROBATCHES, check_formulas, in_one, measured
 from tests.tilings import stages_of_unlike_degree
 
 STEPS = 2
@@ -132,18 +132,13 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
     job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
     plan = even_plan(job.model.num_items, TensorGrid(), stages, 1, MICROBATCHES, 4, chunks=chunks, family="equal")
     with rehearsed_world(world, EQUAL, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
-        split, passes = measured(own, job, plan, steps=1)
+        split, passes, *late = measured(own, job, plan)
         monkeypatch.setattr(pipeline, "schedule_of", in_one)
-        whole, _ = measured(own, job, plan, steps=1)
+        whole, _, *later = measured(own, job, plan)
     forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
     busy = MICROBATCHES * chunks * (forward + back + weight) + passes["beside"]
     formulas = {
         "in one": (whole, busy + (stages - 1) * (forward + back + weight)),
         "split": (split, busy + (stages - 1) * (forward + back)),
     }
-    if world.rank == 0:
-        print({name: f"{seconds * 1e3:.2f} ms" for name, seconds in passes.items()})
-        for name, (seconds, formula) in formulas.items():
-            print(f"{name:12} {seconds:.4f} s, formula {formula:.4f} s ({seconds / formula - 1:+.1%})")
-    for seconds, formula in formulas.values():
-        assert seconds == pytest.approx(formula, rel=0.05)
+    check_formulas(world, formulas, late + later)

@@ -1,6 +1,7 @@
 """Backward passes that are split: the bits of those in one, whatever the schedule; the bubbles of the literature."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 
@@ -142,11 +143,17 @@ EQUAL = parse_cluster(
 )
 DEVICE = PretendDevice(memory_bytes=200_000_000, memory_bytes_per_second=4e10, flops_per_second={"fp32": 2e9})
 MICROBATCHES = 8
+MOST_STEPS = 6
+LATEST = 0.02
+"""An overrun beyond which steps tell nothing of 5 %."""
 PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 
-def measured(world, job, plan: Plan, steps: int = 2) -> tuple[float, dict[str, float]]:
-    """Return the pretended seconds of a step, and of each pass over a tile of the slowest rank, and of all beside."""
+def measured(world, job, plan: Plan) -> tuple[float, dict[str, float], float]:
+    """Return the pretended seconds of a step; of each pass over a tile of the slowest rank, and of all beside; overrun.
+
+    Steps are taken until one is punctual enough, or they are `MOST_STEPS`.
+    """
     _, training, _ = open_datasets(job.data, job.train.seed)
     device, noted = world.accelerator, defaultdict(list)
     with world.freeing():
@@ -166,16 +173,28 @@ def measured(world, job, plan: Plan, steps: int = 2) -> tuple[float, dict[str, f
         for stage in trainer.layout.stages:
             for name in PASSES:
                 setattr(stage, name, noting(name, getattr(stage, name)))
-        device.start_anew()
-        found = [trainer.step(training)[0]["step_seconds"] for _ in range(steps)]
-        beside = device.busy_seconds / steps - sum(map(sum, noted.values())) / steps
+        for _ in range(MOST_STEPS):
+            noted.clear()
+            device.start_anew()
+            seconds = trainer.step(training)[0]["step_seconds"]
+            if (overrun := trainer.overrun()) <= LATEST:
+                break
+        beside = device.busy_seconds - sum(map(sum, noted.values()))
         own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"beside": beside}
-        if world.rank == 0:
-            print(f"overrun {trainer.overrun():.2%}")
-        else:
-            trainer.overrun()
     every = world.broadcast_object(world.gather_objects(own))
-    return min(found), {name: max(each[name] for each in every) for name in own}
+    return seconds, {name: max(each[name] for each in every) for name in own}, overrun
+
+
+def check_formulas(world, found: dict[str, tuple[float, float]], overruns: Sequence[float]) -> None:
+    """Compare by name the seconds of a step with those of a formula, where the machine was punctual enough for it."""
+    if world.rank == 0:
+        for name, (seconds, formula) in found.items():
+            print(f"{name:12} {seconds:.4f} s, formula {formula:.4f} s ({seconds / formula - 1:+.1%})")
+        print(f"overrun {max(overruns):.2%}")
+    if max(overruns) > LATEST:
+        pytest.skip(f"this machine is too busy: of {MOST_STEPS} steps none was late by less than {max(overruns):.1%}")
+    for seconds, formula in found.values():
+        assert seconds == pytest.approx(formula, rel=0.05)
 
 
 @pytest.mark.ranks(4)
@@ -184,11 +203,11 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
     shape = {"num_layers": 4, "hidden_size": 128, "ffn_size": 512}
     job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
     plan = even_plan(job.model.num_items, TensorGrid(), 4, 1, MICROBATCHES, 4, schedule="zb-h1", family="equal")
-    with rehearsed_world(world, EQUAL, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
-        delayed, passes = measured(own, job, plan)
-        split, _ = measured(own, job, replace(plan, schedule="1f1b"))
+    with rehearsed_world(world, EQUAL, Truth(time_scale=3.0, devices={"equal": DEVICE})) as own:
+        delayed, passes, *late = measured(own, job, plan)
+        split, _, *later = measured(own, job, replace(plan, schedule="1f1b"))
         monkeypatch.setattr(pipeline, "schedule_of", in_one)
-        whole, _ = measured(own, job, replace(plan, schedule="1f1b"))
+        whole, _, *latest = measured(own, job, replace(plan, schedule="1f1b"))
     forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
     busy, hops = MICROBATCHES * (forward + back + weight) + passes["beside"], len(plan.tiles) - 1
     formulas = {
@@ -196,10 +215,5 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
         "1f1b": (split, busy + hops * (forward + back)),
         "zb-h1": (delayed, busy + hops * max(forward + back - weight, forward, back)),
     }
-    if world.rank == 0:
-        print({name: f"{seconds * 1e3:.2f} ms" for name, seconds in passes.items()})
-        for name, (seconds, formula) in formulas.items():
-            print(f"{name:12} {seconds:.4f} s, formula {formula:.4f} s ({seconds / formula - 1:+.1%})")
-    for seconds, formula in formulas.values():
-        assert seconds == pytest.approx(formula, rel=0.05)
+    check_formulas(world, formulas, late + later + latest)
     assert delayed < split < whole
