@@ -13,7 +13,7 @@ Every rank finds its own holdings by itself, in one plan-wide order: by the firs
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from hpctrain.errors import PlanError
@@ -96,6 +96,9 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
     number_of = _numbers(model)
     cutter = _Cutter(model, plan, rank)
     tiles = plan.tiles_of(rank)
+    # Found once for all units of the same items, and all slabs of the same ranks: plans may have thousands of tiles.
+    users_of = lru_cache(None)(partial(_users, plan))
+    zero_of = lru_cache(None)(partial(_zero, plan))
 
     def held_items(unit: Unit) -> list[int]:
         return [item for item in unit.items if any(each.holds(item) for each in tiles)]
@@ -106,18 +109,18 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
     for unit in units(model, tile.tensor):
         if not held_items(unit):
             continue
-        users = _users(plan, unit)
+        users = users_of(unit.items)
         if any(t.tensor != tile.tensor for t in users):
             unlike.append(unit)
             continue
         ranks = _counterparts(unit, model, users, tile.coordinate(rank))
-        zero = _zero(plan, ranks, unit)
+        zero = zero_of(ranks, len(unit.items) > 1)
         by_itself = unit if zero >= 2 else None  # exchanged while it computes
         whole.setdefault((ranks, zero, by_itself), []).append(unit.layout(tile.tensor, x, y))
     cut_units = join_units(unlike)
     for unit in cut_units:
-        for slab, ranks in cutter.slabs(unit, _users(plan, unit)):
-            zero = max(1, _zero(plan, ranks, unit))
+        for slab, ranks in cutter.slabs(unit, users_of(unit.items)):
+            zero = max(1, zero_of(ranks, len(unit.items) > 1))
             by_itself = unit if zero >= 2 else None
             slabs.setdefault((ranks, zero, by_itself), []).append((unit, slab))
 
@@ -145,9 +148,9 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
     return Holdings(tuple(holding for holding, _ in found), tuple(layouts))
 
 
-def _users(plan: Plan, unit: Unit) -> tuple[Tile, ...]:
-    """Return for all ranks that use a unit a tile of theirs, in the order of tiles."""
-    tiles = (tile for tile in plan.tiles if any(map(tile.holds, unit.items)))
+def _users(plan: Plan, items: tuple[int, ...]) -> tuple[Tile, ...]:
+    """Return for all ranks that use what some items have a tile of theirs, in the order of tiles."""
+    tiles = (tile for tile in plan.tiles if any(map(tile.holds, items)))
     return tuple({tile.ranks: tile for tile in tiles}.values())
 
 
@@ -192,7 +195,7 @@ def _holding(plan: Plan, ranks: tuple[int, ...], zero: int, **held) -> Holding:
     return Holding(ranks, tuple(plan.tile_of(rank).state_share for rank in ranks), zero, **held)
 
 
-def _zero(plan: Plan, ranks: tuple[int, ...], unit: Unit) -> int:
+def _zero(plan: Plan, ranks: tuple[int, ...], is_tied: bool) -> int:
     """Return the ZeRO stage in which ranks exchange a unit, or slabs of it: the highest of their tiles.
 
     0, where everybody updates everything, is for one family, whose ranks compute the same bits. 2 and 3 need somebody
@@ -200,7 +203,7 @@ def _zero(plan: Plan, ranks: tuple[int, ...], unit: Unit) -> int:
     """
     tiles = [plan.tile_of(rank) for rank in ranks]
     highest = max(tile.zero for tile in tiles)
-    if len(ranks) == 1 or len(unit.items) > 1:
+    if len(ranks) == 1 or is_tied:
         highest = min(highest, 1)
     families = {family for tile in tiles for family in tile.family.split("+")}  # a tile may have several
     return highest if len(families) == 1 else max(1, highest)

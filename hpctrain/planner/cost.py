@@ -5,6 +5,7 @@ are cut by x over one dim and by y over the other; blocks go from features cut b
 With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -51,13 +52,16 @@ class Work:
     operations: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.products + other.products,
-            self.passed_bytes + other.passed_bytes,
-            self.operations + other.operations,
-            self.exchanges + other.exchanges,
-        )
+    @classmethod
+    def joined(cls, works: "Iterable[Work]") -> Self:
+        """Return all of them as one, in their order."""
+        found = cls()
+        for work in works:
+            found.products += work.products
+            found.passed_bytes += work.passed_bytes
+            found.operations += work.operations
+            found.exchanges += work.exchanges
+        return found
 
     def seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
         """Return what computing takes: the device's time, or the host's to start it all, whichever is longer."""
@@ -106,7 +110,7 @@ class ItemCost:
     @property
     def backward(self) -> Work:
         """Both as one pass."""
-        return self.backward_input + self.backward_weight
+        return Work.joined((self.backward_input, self.backward_weight))
 
 
 @lru_cache(maxsize=4096)
@@ -133,7 +137,9 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
         again = cost.forward
     elif recompute == "selective":
         again = core
-    return _with_weights(setup, grid, item, zero, replace(cost, backward_input=again + cost.backward_input))
+    return _with_weights(
+        setup, grid, item, zero, replace(cost, backward_input=Work.joined((again, cost.backward_input)))
+    )
 
 
 def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: ItemCost) -> ItemCost:
@@ -198,11 +204,10 @@ def _block(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Work]:
         _linear(setup, tokens, inner, hidden, ("y", "x"), sizes),
         *[_norm(setup, grid, tokens)] * 2,
     ]
-    forward = sum((layer.forward for layer in layers), Work())
-    backward = sum((layer.backward_input for layer in layers), Work())
-    weight = sum((layer.backward_weight for layer in layers), Work())
     core, core_backward = _attention(setup, rows, heads)
-    forward, backward = forward + core, backward + core_backward
+    forward = Work.joined((*(layer.forward for layer in layers), core))
+    backward = Work.joined((*(layer.backward_input for layer in layers), core_backward))
+    weight = Work.joined(layer.backward_weight for layer in layers)
     cut = grid.y if stack.sequence_parallel else 1
     rotary = tokens * (query + key) if model.architecture == "llama" else 0
     for i, work in enumerate((forward, backward)):
@@ -239,7 +244,8 @@ def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     norm = _norm(setup, grid, tokens)
     sizes = {"x": grid.x, "y": grid.y}
     linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
-    forward, backward = norm.forward + linear.forward, norm.backward_input + linear.backward_input
+    forward = Work.joined((norm.forward, linear.forward))
+    backward = Work.joined((norm.backward_input, linear.backward_input))
     for i, work in enumerate((forward, backward)):
         work.passed_bytes += tokens * vocabulary * passes.logits[i]
         work.operations += 12

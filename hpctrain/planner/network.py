@@ -2,11 +2,13 @@
 
 A group on one node, or with one rank on each, communicates flat; one with several families, or several ranks on several
 nodes, domain by domain: reduce-scatter inside, exchange of shards across, all-gather inside (`comm/hierarchy.py`).
-Ranks of a node that go through the same NIC at the same time share it.
+Ranks of a node that go through the same NIC at the same time share it. A group is reckoned with by its form: what is
+alike in it counts once, and groups that are alike have their times in common.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from hpctrain.cluster import Cluster
 from hpctrain.comm.costs import cheapest_flat, flat_seconds
@@ -20,6 +22,19 @@ MESSAGE_OVERHEAD_SECONDS = 0.0
 KEPT = 1 << 16
 
 
+class Group(NamedTuple):
+    """The form of a group: all that its collectives' times depend on. Links are by number."""
+
+    size: int
+    links: tuple[int, ...]
+    """Between neighbours, for who communicates flat; those that are alike once."""
+    domains: tuple["Group", ...] = ()
+    """For who does it by domains; those that are alike once."""
+    num_domains: int = 0
+    across: tuple[tuple[int, int, int], ...] = ()
+    """Exchanges between domains: the size of the sending one, the link, and how many of its ranks share a NIC."""
+
+
 class ClusterNetwork:
     """The links of a cluster, and what collectives take on them. `link_share` is of a link's bandwidth."""
 
@@ -27,8 +42,12 @@ class ClusterNetwork:
         self.cluster, self._share = cluster, link_share
         self._topology = Topology(places_of(cluster), shares_memory=False)
         self._links = links_of(cluster)
-        self.link = lru_cache(KEPT)(self._link)
-        self.collective_seconds = lru_cache(KEPT)(self._collective_seconds)
+        self._numbers: dict[PairLink, int] = {}
+        self._numbered: list[PairLink] = []
+        self._number = lru_cache(KEPT)(self._number_of_link)
+        self._group = lru_cache(KEPT)(self._form)
+        self._flows_beside = lru_cache(KEPT)(self._count_flows)
+        self._seconds_of = lru_cache(KEPT)(self._collective_seconds)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse a plan of more ranks than there are devices. Raises LaunchError."""
@@ -38,8 +57,14 @@ class ClusterNetwork:
                 f" ({self.cluster.describe()}); make a plan for {self.cluster.num_devices} or fewer"
             )
 
-    def _link(self, source: int, target: int) -> PairLink:
-        return link_between(self.cluster, source, target)
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def _number_of_link(self, source: int, target: int) -> int:
+        link = link_between(self.cluster, source, target)
+        if link not in self._numbers:
+            self._numbers[link] = len(self._numbered)
+            self._numbered.append(link)
+        return self._numbers[link]
 
     def is_near(self, one: int, other: int) -> bool:
         """Say whether a message between two ranks stays where links are fast, as all ranks will say of it."""
@@ -47,7 +72,10 @@ class ClusterNetwork:
 
     def seconds(self, source: int, target: int, num_bytes: float, flows: int = 1) -> float:
         """Return what a message takes with `flows` like it through the same NIC."""
-        link = self.link(source, target)
+        return self._message_seconds(self._number(source, target), num_bytes, flows)
+
+    def _message_seconds(self, number: int, num_bytes: float, flows: int) -> float:
+        link = self._numbered[number]
         if link.between == "device":
             return 0.0
         whole = message_seconds(link, int(num_bytes), flows)
@@ -56,59 +84,68 @@ class ClusterNetwork:
     def flows(self, rank: int, ranks: Sequence[int], target: int) -> int:
         """Return how many of some ranks share the NIC by which this one sends to `target`, if all of them send by that
         fabric: at least 1."""
-        device, fabric = self.cluster.devices[rank], self.link(rank, target).fabric
+        device, fabric = self.cluster.devices[rank], self._numbered[self._number(rank, target)].fabric
         if fabric is None:
             return 1
         own = nic_of(self.cluster, rank, fabric)[0]
         others = (r for r in ranks if self.cluster.devices[r].node == device.node)
         return max(1, sum(nic_of(self.cluster, r, fabric)[0] == own for r in others))
 
-    def group_seconds(self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int]) -> float:
-        """Return what a collective takes while the other ranks `beside` do the same in groups of their own."""
+    # ---- collectives -------------------------------------------------------------------------------------------------
+
+    def group_seconds(
+        self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int] = ()
+    ) -> float:
+        """Return what a collective of `num_bytes` (the whole tensor's) takes while the other ranks `beside` do the same
+        in groups of their own."""
         if len(ranks) < 2:
             return 0.0
+        ranks = tuple(ranks)
+        flows = self._flows_beside(ranks, tuple(beside))
+        return self._seconds_of(operation, int(num_bytes), self._group(ranks), flows)
+
+    def _count_flows(self, ranks: tuple[int, ...], beside: tuple[int, ...]) -> int:
+        """Return how many groups like this one go through the NIC of its first rank at the same time."""
         node = self.cluster.devices[ranks[0]].node
         own = {rank for rank in ranks if self.cluster.devices[rank].node == node}
         others = [rank for rank in beside if rank not in own]
         elsewhere = next((rank for rank in ranks if rank not in own), ranks[0])
-        flows = self.flows(ranks[0], [ranks[0], *others], elsewhere)
-        return self.collective_seconds(operation, int(num_bytes), tuple(ranks), flows)
+        return self.flows(ranks[0], [ranks[0], *others], elsewhere)
 
-    def _collective_seconds(self, operation: str, num_bytes: int, ranks: tuple[int, ...], flows: int = 1) -> float:
-        """Return what a collective of `num_bytes` (the whole tensor's) takes.
-
-        `flows`: how many groups like this one do the same through each NIC at the same time.
-        """
-        if len(ranks) == 1 or not num_bytes:
-            return 0.0
+    def _form(self, ranks: tuple[int, ...]) -> Group:
         route = self._topology.route(ranks)
         if route.kind != "hierarchical":
-            return self._flat(operation, num_bytes, ranks, flows)
+            neighbours = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
+            return Group(len(ranks), tuple(dict.fromkeys(self._number(a, b) for a, b in neighbours)))
         domains = [tuple(ranks[position] for position in domain) for domain in route.domains]
-        inside = max(self._inside(operation, num_bytes, domain, flows) for domain in domains)
-        across = max(self._across(num_bytes, domains, i, flows) for i in range(len(domains)))
+        across = (
+            (len(domain), self._number(domain[0], other[0]), self.flows(domain[0], domain, other[0]))
+            for domain, other in zip(domains, (*domains[1:], domains[0]), strict=True)
+        )
+        alike = tuple(dict.fromkeys(map(self._group, domains)))
+        return Group(len(ranks), (), alike, len(domains), tuple(dict.fromkeys(across)))
+
+    def _collective_seconds(self, operation: str, num_bytes: int, group: Group, flows: int) -> float:
+        """Return what a collective of `num_bytes` takes; `flows`: see `_count_flows`."""
+        if group.size == 1 or not num_bytes:
+            return 0.0
+        if not group.domains:
+            return self._flat(operation, num_bytes, group, flows)
+        parts = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
+        inside = max(sum(self._seconds_of(part, num_bytes, d, flows) for part in parts) for d in group.domains)
+        # One exchange of shards: each rank sends, of what its domain summed, what others own.
+        leaving = num_bytes * (group.num_domains - 1) / group.num_domains
+        across = max(self._message_seconds(link, leaving / size, flows * own) for size, link, own in group.across)
         return inside + across * (2 if operation == "all_reduce" else 1)
 
-    def _inside(self, operation: str, num_bytes: int, domain: tuple[int, ...], flows: int) -> float:
-        parts = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
-        return sum(self._collective_seconds(part, num_bytes, domain, flows) for part in parts)
+    def _flat(self, operation: str, num_bytes: int, group: Group, flows: int) -> float:
+        link = self._slowest(group.links, num_bytes // group.size + 1, flows)
+        algorithm = cheapest_flat(operation, num_bytes, group.size, link, MESSAGE_OVERHEAD_SECONDS)
+        return flat_seconds(operation, algorithm, num_bytes, group.size, link, MESSAGE_OVERHEAD_SECONDS)
 
-    def _across(self, num_bytes: int, domains: list[tuple[int, ...]], index: int, flows: int) -> float:
-        """Return the time of one exchange of shards: each rank sends, of what its domain summed, what others own."""
-        domain = domains[index]
-        other = domains[(index + 1) % len(domains)]
-        leaving = num_bytes * (len(domains) - 1) / len(domains) / len(domain)
-        return self.seconds(domain[0], other[0], leaving, flows * self.flows(domain[0], domain, other[0]))
-
-    def _flat(self, operation: str, num_bytes: int, ranks: tuple[int, ...], flows: int) -> float:
-        link = self._slowest(ranks, num_bytes // len(ranks) + 1, flows)
-        algorithm = cheapest_flat(operation, num_bytes, len(ranks), link, MESSAGE_OVERHEAD_SECONDS)
-        return flat_seconds(operation, algorithm, num_bytes, len(ranks), link, MESSAGE_OVERHEAD_SECONDS)
-
-    def _slowest(self, ranks: tuple[int, ...], num_bytes: int, flows: int) -> Link:
-        """Return the slowest link between neighbours, as a line through messages of no bytes and of `num_bytes`."""
-        pairs = {self.link(a, b): (a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)}
-        source, target = max(pairs.values(), key=lambda pair: self.seconds(*pair, num_bytes, flows))
-        latency = max(self.link(source, target).latency_seconds, 1e-12)
-        seconds = self.seconds(source, target, num_bytes, flows)
-        return Link(latency_seconds=latency, bandwidth_bytes_per_second=num_bytes / max(seconds - latency, 1e-15))
+    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> Link:
+        """Return the slowest of some links, as a line through messages of no bytes and of `num_bytes`."""
+        seconds = [self._message_seconds(number, num_bytes, flows) for number in links]
+        slowest = max(seconds)
+        latency = max(self._numbered[links[seconds.index(slowest)]].latency_seconds, 1e-12)
+        return Link(latency_seconds=latency, bandwidth_bytes_per_second=num_bytes / max(slowest - latency, 1e-15))

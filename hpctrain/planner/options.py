@@ -13,7 +13,7 @@ import numpy as np
 
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.space import Choice, Space, choices_of
-from hpctrain.planner.stages import Line, StageCosts
+from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.weigh import rank_rows
 
 CERTAIN_SHARE = 0.9
@@ -103,8 +103,7 @@ def options_of(
 ) -> Options:
     """Return what a pool can become in a pipeline of a group that takes no longer than `seconds`.
 
-    `rates` are by grid; left out is what cannot do
-    the blocks that are wanted of the pool.
+    `rates` are by grid; left out is what cannot do the blocks that are wanted of the pool.
     """
     pool, rows = costs.pools[number], group.rows
     slots = {g: len(pool.slots(g.size)) for g in rates}
@@ -160,17 +159,18 @@ def _figures(
     late = rate.late if costs.splits(grid, first, zero) else 0.0
     blocks = math.floor(seconds / (m * once))
     holders = replicas if group.num_pipelines == 1 else replicas + group.all_rows - group.rows
-    one, two = _bytes(costs, grid, most, first, zero, holders)
     memory, depth = costs.pools[number].memory_bytes, min(m, costs.setup.model.num_layers)
-    if one.base + blocks * (one.each + (depth - 1) * (two.each - one.each)) <= memory:
+    ends, least_blocks = (False, False), 1
+    needs = costs.needs(grid, most, first, zero, holders, ends, least_blocks)
+    if needs.keeping(depth).at(blocks) <= memory:
         again, base, state, kept = once, ROOMY, 1.0, (0.0, 0.0)  # memory is never short
     else:
-        lines = [(one, two), _bytes(costs, grid, most, last, zero, holders)]
+        both = needs, costs.needs(grid, most, last, zero, holders, ends, least_blocks)
         again = block(last)
-        base = [one.base for one, _ in lines]
-        state = min(2 * one.each - two.each for one, two in lines)
-        kept = [two.each - one.each for one, two in lines]
-        if max(one.most(memory) for one, _ in lines) < 1:
+        base = [each.state.base for each in both]
+        state = min(each.state.each for each in both)
+        kept = [each.activations.each for each in both]
+        if max(each.keeping(1).most(memory) for each in both) < 1:
             return None
     if blocks < 1:
         return None
@@ -201,11 +201,6 @@ def rates_of(costs: StageCosts, space: Space, number: int, rows: int) -> dict[Te
             late = max(s.backward_weight / s.both for of in ofs[:2] for s in of) * ROW_SPEED
             found[grid] = Rate(*speeds, late)
     return found
-
-
-def _bytes(costs: StageCosts, grid, rows: int, recompute: str, zero: int, holders: int) -> list[Line]:
-    """Return what a stage needs that keeps one microbatch, and two."""
-    return [costs.bytes(grid, rows, recompute, zero, holders, kept, (False, False), 1) for kept in (1, 2)]
 
 
 def _exchanged(costs: StageCosts, number: int, choice: Choice, zero: int, num_pipelines: int) -> float:

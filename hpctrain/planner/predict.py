@@ -15,10 +15,10 @@ from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup, Work, item_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, memory_of
+from hpctrain.planner.messages import arrivals
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate, slowed_by
 from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
-from hpctrain.transfers import everywhere, gathers, receives
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
 # that were measured, and for those of a data sheet.
@@ -95,13 +95,13 @@ def pass_cost(
     times = max(device.overlap_times for device in devices)
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
     tensor = over_z = data = 0.0
-    rank = tile.ranks[0]
+    axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
     for exchange in work.exchanges:
         what = exchange.operation, exchange.num_bytes
         if exchange.axis == "data":
             data += network.group_seconds(*what, data_ranks, on_node)
             continue
-        seconds = network.group_seconds(*what, tile.axis_ranks(exchange.axis, rank), tile.ranks)
+        seconds = network.group_seconds(*what, axes[exchange.axis], tile.ranks)
         if exchange.axis == "z" and "z" in setup.overlaps:
             over_z += seconds
             continue
@@ -234,7 +234,9 @@ class Predictor:
                 by_turns.append(known[key])
             tiles[tile] = tuple(by_turns)
         blocking = self.setup.stack.blocking_sends
-        return Costs(tiles, self._messages(), self._sharings(), self._agree_seconds(), blocking)
+        return Costs(
+            tiles, arrivals(self.setup, self.plan, self.network), self._sharings(), self._agree_seconds(), blocking
+        )
 
     def _place(self, tile: Tile) -> tuple:
         """Return what makes tiles alike: their families, on which tables of nodes, and how their ranks are spread."""
@@ -364,43 +366,6 @@ class Predictor:
 
     def _agree_seconds(self) -> float:
         return self.network.group_seconds("all_reduce", 24, self.plan.ranks, ())
-
-    def _messages(self) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
-        found: dict[tuple[Tile, Tile], dict[int, float]] = {}
-        for tile in self.plan.tiles:
-            for forward in (True, False):
-                sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
-                like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
-                # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
-                for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks if sources else ():
-                    for microbatch in set(self.plan.cut_like):
-                        self._receive_one(found, tile, rank, forward, microbatch)
-        return {pair: tuple(seconds[m] for m in self.plan.cut_like) for pair, seconds in found.items()}
-
-    def _receive_one(self, found: dict, tile: Tile, rank: int, forward: bool, microbatch: int) -> None:
-        element = self.setup.positions * self.setup.item_bytes
-        sources = self.plan.upstream(tile) if forward else self.plan.downstream(tile)
-        source_of = {sender: source for source in sources for sender in source.ranks}
-        arriving: dict[Tile, float] = {}
-        how = forward, microbatch, self.network.is_near if self.setup.stack.gathers_pieces else everywhere
-        for piece in receives(self.plan, tile, rank, self.setup.model.hidden_size, *how):
-            source = source_of[piece.sender]
-            if piece.sender == rank:  # a tile of its own
-                arriving[source] = 0.0
-                continue
-            num_bytes = piece.rows.size * piece.features.size * element
-            flows = self.network.flows(piece.sender, source.ranks, rank)
-            seconds = self.network.seconds(piece.sender, rank, num_bytes, flows)
-            arriving[source] = arriving.get(source, 0.0) + seconds
-        gather = 0.0
-        if gathers(self.plan, tile, *how):
-            _, _, z = tile.coordinate(rank)
-            num_bytes = tile.rows_at(z, microbatch).size * self.setup.model.hidden_size // tile.tensor.x * element
-            gather = self.network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), tile.ranks)
-        for source, seconds in arriving.items():
-            seconds += gather  # as if it came later by so much
-            by_cut = found.setdefault((source, tile), dict.fromkeys(self.plan.cut_like, 0.0))
-            by_cut[microbatch] = max(by_cut[microbatch], seconds)
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:

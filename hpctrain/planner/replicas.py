@@ -57,7 +57,7 @@ def exchange_seconds(cluster: Cluster, model: Model, ranks: Sequence[int], zero:
     ranks = tuple(ranks)
     for item in range(model.num_items):
         size = sum(math.prod(p.shape) for p in item_parameters(model, item))
-        total += network.collective_seconds("reduce_scatter", size * GRADIENT_BYTES, ranks)
+        total += network.group_seconds("reduce_scatter", size * GRADIENT_BYTES, ranks)
         if zero == 3:
-            total += 2 * network.collective_seconds("all_gather", size * ITEM_BYTES[dtype], ranks)
+            total += 2 * network.group_seconds("all_gather", size * ITEM_BYTES[dtype], ranks)
     return total

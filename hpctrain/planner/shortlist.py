@@ -1,6 +1,7 @@
 """Which choices for a pool are worth weighing: those that would be the fastest beside the others' best. Pure."""
 
 import math
+from bisect import insort
 from collections.abc import Sequence
 
 from hpctrain.plan import TensorGrid
@@ -61,13 +62,20 @@ class Shortlists:
         every, best = self._rates(pool, rows)
         others = sum(self._rates(number, rows)[1] for number in row if number != pool)
         considered = [(rate, choice) for rate, choice in every if rate >= best * SLOWEST_SHARE] or every
-        scored = [
-            (self._score(pool, choice, rate, others, rows, microbatches), i)
-            for i, (rate, choice) in enumerate(considered)
-        ]
-        scored.sort()
         width = max(2, round(self._per_group ** (1 / len(used))))
-        self.left_out += len(every) - min(width, len(scored))
+        self.left_out += len(every) - min(width, len(considered))
+        # Those first that compute the fastest: once enough are known to be as fast, others need not be looked at.
+        num_blocks = self._costs.setup.model.num_layers
+        computed = sorted(
+            ((microbatches - 1 + choice.stages) * (num_blocks / (rate + others)), i)
+            for i, (rate, choice) in enumerate(considered)
+        )
+        scored: list[tuple[tuple[bool, float], int]] = []
+        for seconds, i in computed:
+            if len(scored) >= width and (False, seconds) > scored[width - 1][0]:
+                break
+            rate, choice = considered[i]
+            insort(scored, (self._score(pool, choice, rate, others, rows, microbatches), i))
         return [considered[i][1] for _, i in scored[:width]]
 
     def _score(

@@ -52,6 +52,19 @@ class Line(NamedTuple):
         return max(0, math.floor((limit - self.base) / self.each))
 
 
+class Needs(NamedTuple):
+    """Bytes of a stage's rank."""
+
+    state: Line
+    """Whatever is kept of microbatches."""
+    activations: Line
+    """Of each microbatch that is kept."""
+
+    def keeping(self, microbatches: int) -> Line:
+        state, kept = self
+        return Line(state.base + kept.base * microbatches, state.each + kept.each * microbatches)
+
+
 class StageCosts:
     """Prices of stages on one cluster."""
 
@@ -61,8 +74,9 @@ class StageCosts:
         self.last = setup.model.num_items - 1
         self.seconds = lru_cache(None)(self._seconds)
         self.exchange = lru_cache(None)(self._exchange)
-        self.bytes = lru_cache(None)(self._bytes)
+        self.needs = lru_cache(None)(self._needs)
         self.elements = lru_cache(None)(self._elements)
+        self.splits = lru_cache(None)(self._splits)
         self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
         self._kept = lru_cache(None)(self._kept_by)
         self._sharing = lru_cache(None)(self._sharing_seconds)
@@ -97,7 +111,7 @@ class StageCosts:
         self.known_rows.setdefault((number, grid, item, recompute), {})[rows] = found
         return found
 
-    def splits(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
+    def _splits(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
         tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
         return self.setup.stack.splits_backward and splits_freely(tile)
@@ -133,7 +147,7 @@ class StageCosts:
         """Return the bytes of one row that an item keeps on a rank."""
         return item_kept(self.setup, Tile(Interval(0, 1), Interval(0, 1), (), grid), item, recompute)
 
-    def _bytes(
+    def bytes(
         self,
         grid: TensorGrid,
         rows: int,
@@ -142,9 +156,21 @@ class StageCosts:
         holders: int,
         kept: int,
         ends: tuple[bool, bool],
-        least_blocks: int = 2,
     ) -> Line:
-        """Return what a rank of a stage needs that keeps activations of `kept` microbatches; see `memory_of`.
+        """Return what a rank of a stage needs that keeps activations of `kept` microbatches; see `memory_of`."""
+        return self.needs(grid, rows, recompute, zero, holders, ends).keeping(kept)
+
+    def _needs(
+        self,
+        grid: TensorGrid,
+        rows: int,
+        recompute: str,
+        zero: int,
+        holders: int,
+        ends: tuple[bool, bool],
+        least_blocks: int = 2,
+    ) -> "Needs":
+        """Return what a rank of a stage needs.
 
         There are whole weights of two items at once, if it has two: `least_blocks` of 1 is for who may have one.
         """
@@ -157,7 +183,7 @@ class StageCosts:
             state += GRADIENT_BYTES * share
         stored = self.elements(grid, *ends)
         items = [1, *([0] if ends[0] else []), *([self.last] if ends[1] else [])]
-        activations = [self._kept(grid, item, recompute) * rows * kept for item in items]
+        activations = [self._kept(grid, item, recompute) * rows for item in items]
         whole = max(self._kept(grid, item, "none") for item in items)
         buffers = rows * whole * (0.5 if recompute == "none" else 1.5)
         buffers += rows * setup.positions * setup.model.hidden_size // grid.x * b
@@ -166,8 +192,10 @@ class StageCosts:
             sizes = [self._unit(grid, item) for item in items]
             largest = sizes[0] + max(sizes if least_blocks > 1 else sizes[1:], default=0)
             gathered = largest * (GRADIENT_BYTES + (b if grid.z > 1 or zero == 3 else 0))
-        base = stored.base * state + sum(activations[1:]) + buffers + gathered
-        return Line(base, stored.each * state + activations[0])
+        return Needs(
+            Line(stored.base * state + buffers + gathered, stored.each * state),
+            Line(sum(activations[1:]), activations[0]),
+        )
 
     def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.

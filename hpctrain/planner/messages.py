@@ -1,0 +1,82 @@
+"""What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
+
+from collections.abc import Sequence
+
+from hpctrain.plan import Plan, Tile
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.network import ClusterNetwork
+from hpctrain.transfers import everywhere, gathers, receives
+
+
+def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
+    """Return by source and target the seconds until the target has a microbatch's message, by turns."""
+    return _Messages(setup, plan, network).all()
+
+
+class _Messages:
+    """The messages of a plan; found once for tiles that meet in the same way."""
+
+    def __init__(self, setup: Setup, plan: Plan, network: ClusterNetwork):
+        self._setup, self._plan, self._network = setup, plan, network
+
+    def all(self) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
+        found: dict[tuple[Tile, Tile], tuple[float, ...]] = {}
+        known: dict[tuple, list[tuple[float, ...] | None]] = {}
+        for tile in self._plan.tiles:
+            for forward in (True, False):
+                sources = self._plan.upstream(tile) if forward else self._plan.downstream(tile)
+                if not sources:
+                    continue
+                key = forward, self._meeting((tile, *sources))
+                if key not in known:
+                    known[key] = self._between(tile, sources, forward)
+                found |= {(source, tile): each for source, each in zip(sources, known[key], strict=True) if each}
+        return found
+
+    def _meeting(self, tiles: Sequence[Tile]) -> tuple:
+        """Return what messages between tiles depend on: their grids and rows, and how their ranks are spread."""
+        ranks = [rank for tile in tiles for rank in tile.ranks]
+        devices = [self._network.cluster.devices[rank] for rank in ranks]
+        nodes = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in devices))}
+        first = dict(zip(reversed(ranks), reversed(range(len(ranks))), strict=True))
+        where = tuple((d.table, nodes[d.node], d.index, first[r]) for d, r in zip(devices, ranks, strict=True))
+        turns = range(self._plan.period)
+        starts = [tiles[0].rows_of(m).start for m in turns]
+        rows = tuple(tuple(tile.rows_of(m).shift(-starts[m]) for m in turns) for tile in tiles)
+        return where, rows, tuple(tile.tensor for tile in tiles)
+
+    def _between(self, tile: Tile, sources: Sequence[Tile], forward: bool) -> list[tuple[float, ...] | None]:
+        """Return for each source what its messages take, by turns; None where it never sends."""
+        found: dict[Tile, dict[int, float]] = {}
+        like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
+        # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
+        for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks:
+            for microbatch in set(self._plan.cut_like):
+                for source, seconds in self._arriving(tile, sources, rank, forward, microbatch).items():
+                    by_cut = found.setdefault(source, dict.fromkeys(self._plan.cut_like, 0.0))
+                    by_cut[microbatch] = max(by_cut[microbatch], seconds)
+        return [found.get(s) and tuple(found[s][m] for m in self._plan.cut_like) for s in sources]
+
+    def _arriving(
+        self, tile: Tile, sources: Sequence[Tile], rank: int, forward: bool, microbatch: int
+    ) -> dict[Tile, float]:
+        """Return by source what it takes until a rank has what it is sent of a microbatch."""
+        element = self._setup.positions * self._setup.item_bytes
+        source_of = {sender: source for source in sources for sender in source.ranks}
+        arriving: dict[Tile, float] = {}
+        how = forward, microbatch, self._network.is_near if self._setup.stack.gathers_pieces else everywhere
+        for piece in receives(self._plan, tile, rank, self._setup.model.hidden_size, *how):
+            source = source_of[piece.sender]
+            if piece.sender == rank:  # a tile of its own
+                arriving[source] = 0.0
+                continue
+            num_bytes = piece.rows.size * piece.features.size * element
+            flows = self._network.flows(piece.sender, source.ranks, rank)
+            seconds = self._network.seconds(piece.sender, rank, num_bytes, flows)
+            arriving[source] = arriving.get(source, 0.0) + seconds
+        if gathers(self._plan, tile, *how):
+            _, _, z = tile.coordinate(rank)
+            num_bytes = tile.rows_at(z, microbatch).size * self._setup.model.hidden_size // tile.tensor.x * element
+            gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), tile.ranks)
+            arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later
+        return arriving
