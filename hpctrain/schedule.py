@@ -34,6 +34,8 @@ class Op(Enum):
     REDUCE_GRADIENTS = "reduce gradients"
     UPDATE = "update"
 
+    __hash__ = object.__hash__  # there is one of each; an Enum's own hashes its name, in Python
+
 
 COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 ADDING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)

@@ -15,7 +15,7 @@ can do in the time; a time is refuted if these are too few.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +33,12 @@ STEPS, HALVINGS = 4, 4
 """From what is certain at once to the best plan by so many steps, the last of which is halved so often."""
 ROW_PARTS = 64
 """How finely the rows that a pipeline can do are searched for: to one of so many parts of all."""
-ROUNDING, ROUGHLY = 1e-9, 5e-4
-MOST_WORK = 4_000_000
+ROUNDING = 1e-9
+FEW_POOLS, ROUGHLY, ROUGHLY_OF_MANY = 2, 5e-4, 4e-3
+"""States are told apart by so much of all; more coarsely where there are more pools, each of which multiplies them."""
+FEWEST_BESIDE = 2
+"""Pipelines side by side, of which more exchange more."""
+MOST_WORK = 40_000_000
 """How many stages of options beside states are reckoned with, before the bound is left as it is."""
 
 
@@ -54,21 +58,31 @@ class _States:
     def only(self, which: np.ndarray) -> "_States":
         return _States(*(array[which] for array in vars(self).values()))
 
-    def undominated(self, num_blocks: int) -> "_States":
+    def doing(self, blocks: float, seconds: float) -> "_States":
+        """Return those that may do so many blocks in so many seconds."""
+        most = np.minimum(self.per_second * seconds + self.more, self.whole)
+        return self.only(np.flatnonzero(most * (1 + ROUNDING) >= blocks))
+
+    def undominated(self, num_blocks: int, roughly: float) -> "_States":
         """Return those that are not worse than another one with as many stages, their figures rounded up a little."""
-        rate = np.exp(np.ceil(np.log(self.per_second) / ROUGHLY) * ROUGHLY)
-        more = np.ceil(self.more / (num_blocks * ROUGHLY)) * num_blocks * ROUGHLY
-        order = np.lexsort((-self.whole, -more, -rate, self.depth))
-        figures = np.stack([self.depth, rate, more, self.whole], axis=1)[order]
+        rate = np.exp(np.ceil(np.log(self.per_second) / roughly) * roughly)
+        more = np.ceil(self.more / (num_blocks * roughly)) * num_blocks * roughly
+        whole = np.minimum(self.whole, num_blocks)
+        order = np.lexsort((-whole, -more, -rate, self.depth))
+        figures = np.stack([self.depth, rate, more, whole], axis=1)[order]
         is_new = np.ones(len(order), dtype=bool)
         is_new[1:] = np.any(figures[1:, :3] != figures[:-1, :3], axis=1)
         kept: list[tuple[float, ...]] = []
-        first = 0  # of those with as many stages; they come by falling rates
-        for depth, speed, beside, whole in figures[is_new].tolist():
-            if kept and kept[-1][0] != depth:
-                first = len(kept)
-            if not any(beside <= b and whole <= w for _, _, b, w in kept[first:]):
-                kept.append((depth, speed, beside, whole))
+        last, most = -1.0, []  # of those with as many stages, which come by falling rates, the most `more` by `whole`
+        for depth, speed, beside, blocks in figures[is_new].tolist():
+            if depth != last:
+                last, most = depth, [-math.inf] * (num_blocks + 1)
+            place = int(blocks)
+            if most[place] < beside:
+                kept.append((depth, speed, beside, blocks))
+                while place >= 0 and most[place] < beside:
+                    most[place] = beside
+                    place -= 1
         found = np.array(kept).reshape(-1, 4)
         return _States(found[:, 0].astype(int), *found.T[1:])
 
@@ -101,6 +115,7 @@ class _Bound:
         self._beside = [pipelines for pipelines in every if len(pipelines) > 1]
         self._options: dict[tuple, Options] = {}
         self._found_rates: dict[tuple[int, int], dict[TensorGrid, Rate]] = {}
+        self._roughly = ROUGHLY if len(costs.pools) <= FEW_POOLS else ROUGHLY_OF_MANY
         self._longest = math.inf
         self._work = 0
 
@@ -154,17 +169,20 @@ class _Bound:
 
     def _wanted(self, number: int, row: Sequence[int], group: Group, left: float) -> float:
         """Return how many blocks a pool must do at the least, for the others of its pipeline cannot do more."""
-        others = sum(self._rows_per_second(other, group.rows) for other in row if other != number)
-        return self._num_blocks - others * left / (group.microbatches * group.rows)
+        return self._num_blocks - self._most_blocks([other for other in row if other != number], group, left)
+
+    def _most_blocks(self, numbers: Iterable[int], group: Group, left: float) -> float:
+        """Return how many blocks some pools can do of a pipeline's rows, if no stage waits."""
+        speed = sum(self._rows_per_second(number, group.rows) for number in numbers)
+        return speed * left / (group.microbatches * group.rows)
 
     def _options_of(self, number: int, row: Sequence[int], group: Group, left: float) -> Options:
         """Return the options by which a pool does what the others of its pipeline cannot."""
-        key = number, frozenset(row), group
-        if key not in self._options:
-            longest = self._longest - self._at_end
-            wanted, rates = self._wanted(number, row, group, longest), self._rates(number, group.rows)
-            self._options[key] = options_of(self._costs, self._space, group, number, rates, longest, wanted)
-        options = self._options[key]
+        if (number, group) not in self._options:  # for whatever pipelines of as many rows
+            longest, every = self._longest - self._at_end, range(len(self._costs.pools))
+            wanted, rates = self._wanted(number, every, group, longest), self._rates(number, group.rows)
+            self._options[number, group] = options_of(self._costs, self._space, group, number, rates, longest, wanted)
+        options = self._options[number, group]
         whole = np.floor(left / (group.microbatches * options.seconds[0]) * (1 + ROUNDING))
         is_enough = options.stages * whole >= self._wanted(number, row, group, left)
         return options.only(np.flatnonzero(is_enough & (whole > 0)))
@@ -176,13 +194,16 @@ class _Bound:
         known: dict[tuple, _States] = {}
         if any(self._does_all(row, Group(microbatches, rows, rows, 1), left, known) for row in self._in_a_row):
             return True
-        return any(self._has_rows(pipelines, microbatches, rows, left) for pipelines in self._beside)
+        return any(self._has_rows(pipelines, microbatches, rows, left, known) for pipelines in self._beside)
 
-    def _has_rows(self, pipelines: Pipelines, microbatches: int, all_rows: int, left: float) -> bool:
+    def _has_rows(self, pipelines: Pipelines, microbatches: int, all_rows: int, left: float, known: dict) -> bool:
         """Say whether pipelines side by side can do all rows in the time."""
+        step = max(1, all_rows // ROW_PARTS)
 
         def does(row: tuple[int, ...], rows: int) -> bool:
-            return self._does_all(row, Group(microbatches, rows, all_rows, len(pipelines)), left, {})
+            """Fewer rows may be asked for, and of fewer pipelines, so that what was found for others is of use."""
+            fewer = max(1, rows - rows % step)
+            return self._does_all(row, Group(microbatches, fewer, all_rows, FEWEST_BESIDE), left, known)
 
         # As far as their devices go; then by what each must do, for the others cannot do more; then each by itself.
         speeds = [sum(self._rows_per_second(number, all_rows) for number in row) for row in pipelines]
@@ -191,7 +212,6 @@ class _Bound:
         for i, row in enumerate(pipelines):
             if (wanted := all_rows - sum(most) + most[i]) > most[i] or (wanted > 0 and not does(row, wanted)):
                 return False
-        step = max(1, all_rows // ROW_PARTS)
         for i, row in enumerate(pipelines):
             low, high = max(0, all_rows - sum(most) + most[i]), most[i] + 1
             if low > most[i] or (low > 0 and not does(row, low)):
@@ -204,11 +224,7 @@ class _Bound:
 
     def _does_all(self, row: tuple[int, ...], group: Group, left: float, known: dict) -> bool:
         """Say whether a pipeline of these pools may do all blocks of its rows in the time."""
-        states = self._states(row, row, group, left, known)
-        if not len(states.depth):
-            return False
-        does = (states.per_second * left + states.more) * (1 + ROUNDING)
-        return bool(np.any((does >= self._num_blocks) & (states.whole >= self._num_blocks)))
+        return len(self._states(row, row, group, left, known).depth) > 0
 
     def _states(
         self, row: tuple[int, ...], whole_row: tuple[int, ...], group: Group, left: float, known: dict
@@ -217,7 +233,7 @@ class _Bound:
         if not row:
             nothing = np.zeros(1)
             return _States(np.zeros(1, dtype=int), nothing, nothing, nothing)
-        key = row, frozenset(whole_row), row == whole_row
+        key = group, row, frozenset(whole_row), row == whole_row
         if key not in known:
             behind = self._states(row[1:], whole_row, group, left, known)
             options = self._options_of(row[0], whole_row, group, left)
@@ -225,12 +241,20 @@ class _Bound:
             if self._work > MOST_WORK or self._is_over():
                 raise _SpentError
             ends = row == whole_row, len(row) == 1
-            known[key] = _before(behind, options, group.microbatches, self._num_blocks, left, ends)
+            found = _before(behind, options, group.microbatches, self._num_blocks, left, ends)
+            # Without those that leave more than the pools before them can do; before the first one comes nothing more.
+            found = found.doing(self._num_blocks - self._most_blocks(set(whole_row) - set(row), group, left), left)
+            known[key] = found if row == whole_row else found.undominated(self._num_blocks, self._roughly)
         return known[key]
 
 
 def _before(
-    behind: _States, options: Options, microbatches: int, num_blocks: int, left: float, ends: tuple[bool, bool]
+    behind: _States,
+    options: Options,
+    microbatches: int,
+    num_blocks: int,
+    left: float,
+    ends: tuple[bool, bool],
 ) -> _States:
     """Return the states with the stages of one more pool before those that there are.
 
@@ -277,4 +301,4 @@ def _before(
         per_second,
         behind.more[states] + more[numbers, after] - more[numbers, before] - (price * first)[numbers],
         behind.whole[states] + whole[numbers, after] - whole[numbers, before],
-    ).undominated(num_blocks)
+    )

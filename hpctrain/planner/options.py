@@ -107,25 +107,32 @@ def options_of(
     """
     pool, rows = costs.pools[number], group.rows
     slots = {g: len(pool.slots(g.size)) for g in rates}
-    known: dict[tuple, tuple | None] = {}  # by all but the number of stages
-    found = []
-    for choice in choices_of(slots, costs.setup.model.num_layers, rows):
-        blocks = seconds * rates[choice.grid].block / (group.microbatches * rank_rows(choice, rows))
-        if blocks < 1 or choice.stages * blocks < wanted:
+    counts: dict[tuple[TensorGrid, int], list[int]] = {}  # of stages, all of which have the same figures
+    for grid, stages, replicas in choices_of(slots, costs.setup.model.num_layers, rows):
+        counts.setdefault((grid, replicas), []).append(stages)
+    found, stages_of = [], []
+    for (grid, replicas), stages in counts.items():
+        choice, rate = Choice(grid, 1, replicas), rates[grid]
+        blocks = seconds * rate.block / (group.microbatches * rank_rows(choice, rows))
+        enough = [count for count in stages if count * blocks >= wanted]
+        if blocks < 1 or not enough:
             continue
         for zero in _zeros(space, choice, group.num_pipelines):
-            key = choice.grid, choice.replicas, zero
-            if key not in known:
-                known[key] = _figures(costs, space, number, choice, zero, group, seconds, rates[choice.grid])
-            if known[key]:
-                found.append((choice.stages, *known[key]))
-                if known[key][BASE_BYTES] == ROOMY:
+            if figures := _figures(costs, space, number, choice, zero, group, seconds, rate):
+                found.append(figures)
+                stages_of.append(enough)
+                if figures[BASE_BYTES] == ROOMY:
                     break  # to keep less of the state, and exchange more, gains nothing
-    names = [f.name for f in fields(Options) if f.name != "memory_bytes"]
+    names = [f.name for f in fields(Options) if f.name not in ("stages", "memory_bytes")]
     columns = zip(*found, strict=True) if found else [()] * len(names)
-    arrays = {name: np.array(column, dtype=float) for name, column in zip(names, columns, strict=True)}
+    times = [len(enough) for enough in stages_of]
+    arrays = {
+        name: np.repeat(np.array(column, dtype=float), times, axis=0)
+        for name, column in zip(names, columns, strict=True)
+    }
     arrays |= {name: arrays[name].reshape(-1, 2).T for name in ("seconds", "base_bytes", "kept_bytes")}
-    every = Options(**arrays, memory_bytes=pool.memory_bytes)
+    stages = np.array([count for enough in stages_of for count in enough], dtype=float)
+    every = Options(stages, **arrays, memory_bytes=pool.memory_bytes)
     return every.only(_undominated(every))
 
 
@@ -156,8 +163,10 @@ def _figures(
         return few * most / FEW_ROWS / ROW_SPEED + extra
 
     once = block(first)
-    late = rate.late if costs.splits(grid, first, zero) else 0.0
     blocks = math.floor(seconds / (m * once))
+    if blocks < 1:
+        return None
+    late = rate.late if costs.splits(grid, first, zero) else 0.0
     holders = replicas if group.num_pipelines == 1 else replicas + group.all_rows - group.rows
     memory, depth = costs.pools[number].memory_bytes, min(m, costs.setup.model.num_layers)
     ends, least_blocks = (False, False), 1
@@ -172,10 +181,8 @@ def _figures(
         kept = [each.activations.each for each in both]
         if max(each.keeping(1).most(memory) for each in both) < 1:
             return None
-    if blocks < 1:
-        return None
     fastest = once if least == most else least / rate.block + extra
-    exchanged = _exchanged(costs, number, choice, zero, group.num_pipelines)
+    exchanged = 0.0 if zero > 1 else costs.ending(number, grid, replicas, group.num_pipelines) * CERTAIN_SHARE
     step = m * once * NEGLIGIBLE_SHARE
     return (
         (once, again),
@@ -201,24 +208,6 @@ def rates_of(costs: StageCosts, space: Space, number: int, rows: int) -> dict[Te
             late = max(s.backward_weight / s.both for of in ofs[:2] for s in of) * ROW_SPEED
             found[grid] = Rate(*speeds, late)
     return found
-
-
-def _exchanged(costs: StageCosts, number: int, choice: Choice, zero: int, num_pipelines: int) -> float:
-    """Return what replicas exchange of a block once a step: by bandwidth, for a stage's blocks go in one message."""
-    if zero > 1:
-        return 0.0
-    grid, _, replicas = choice
-    num_blocks, setup = costs.setup.model.num_layers, costs.setup
-    weights = costs.elements_of(grid, 1) / grid.z
-    groups, found = ((number, grid.size, replicas),), 0.0
-    for each, operation in ((setup.stack.gradient_bytes, "reduce_scatter"), (setup.item_bytes, "all_gather")):
-        whole = int(weights * each * num_blocks)
-        if replicas > 1:
-            one, two = (costs.sharing_seconds(groups, n * whole, operation) for n in (1, 2))
-            found += two - one
-        if num_pipelines > 1:
-            found += whole * costs.across_seconds(number, num_pipelines) / replicas
-    return CERTAIN_SHARE * found / num_blocks
 
 
 def _undominated(options: Options) -> np.ndarray:

@@ -10,7 +10,7 @@ part, so that the parts add up.
 
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.errors import PlanError
@@ -100,10 +100,6 @@ class Costs:
         by_turns = self.tiles[tile]
         return by_turns[microbatch % len(by_turns)]
 
-    def of_message(self, source: Tile, target: Tile, microbatch: int) -> float:
-        by_turns = self.messages[source, target]
-        return by_turns[microbatch % len(by_turns)]
-
 
 @dataclass
 class _Clock:
@@ -126,15 +122,22 @@ class _Clock:
 
 @dataclass
 class _Wire:
-    """Messages of one kind from a tile to another."""
+    """Messages of one kind from a tile to another; each of these stands for the first tile of its ranks."""
 
+    source: Tile
+    target: Tile
     depth: int
+    seconds: tuple[float, ...]
+    """By turns."""
     arriving: deque[tuple[int, float]] = field(default_factory=deque)
     free_at: float = 0.0
     """When the last one has left."""
     taken: deque[float] = field(default_factory=deque)
     """When slots became free again."""
     under_way: int = 0
+
+    def seconds_of(self, microbatch: int) -> float:
+        return self.seconds[microbatch % len(self.seconds)]
 
 
 @dataclass(frozen=True)
@@ -187,9 +190,7 @@ class _Simulation:
         """When each tile did something for the last time."""
         self._at = dict.fromkeys(schedules, 0)
         self._wires: dict[tuple[Tile, Tile, Op], _Wire] = {}
-        turns = range(plan.period)
-        self._upstream = {tile: [plan.upstream(tile, m) for m in turns] for tile in self._first}
-        self._downstream = {tile: [plan.downstream(tile, m) for m in turns] for tile in self._first}
+        self._found_wires: dict[tuple[Tile, Op, int], tuple[_Wire, ...]] = {}
         self._gathers = self._start_gathers()
 
     def run(self) -> Simulated:
@@ -242,56 +243,63 @@ class _Simulation:
                     for part, seconds in (("compute", one.compute), ("tensor", one.tensor), ("data", one.data)):
                         clock.spend(part, seconds)
                 case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
-                    peers = self._peers(tile, step, downstream=step.op is Op.SEND_ACTIVATION)
-                    if not self._send(tile, clock, step, peers):
+                    wires = self._wires_of(tile, step)
+                    if not self._send(clock, step.microbatch, wires):
                         return woken
-                    woken.update(self._first[peer] for peer in peers)
+                    woken.update(wire.target for wire in wires)
                 case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
-                    peers = self._peers(tile, step, downstream=step.op is Op.RECEIVE_GRADIENT)
-                    if not self._receive(tile, clock, step, peers):
+                    wires = self._wires_of(tile, step)
+                    if not self._receive(clock, step.microbatch, wires):
                         return woken
-                    woken.update(self._first[peer] for peer in peers)
+                    woken.update(wire.source for wire in wires)
                 case _:
                     return woken
             self._at[first] += 1
             self._done[tile] = clock.now
         return woken - {first}
 
-    def _peers(self, tile: Tile, step: Instruction, downstream: bool) -> tuple[Tile, ...]:
-        by_turns = (self._downstream if downstream else self._upstream)[tile]
-        return by_turns[step.microbatch % len(by_turns)]
+    def _wires_of(self, tile: Tile, step: Instruction) -> tuple[_Wire, ...]:
+        """Return the wires by which a tile sends or receives in an instruction."""
+        key = tile, step.op, step.microbatch % self._plan.period
+        if key not in self._found_wires:
+            downstream = step.op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT)
+            peers = (self._plan.downstream if downstream else self._plan.upstream)(tile, key[-1])
+            is_sent = step.op not in SENDS
+            ends = ((tile, peer, step.op) if is_sent else (peer, tile, SENDS[step.op]) for peer in peers)
+            self._found_wires[key] = tuple(self._wire(*each) for each in ends)
+        return self._found_wires[key]
 
     def _wire(self, source: Tile, target: Tile, op: Op) -> _Wire:
         key = source, target, op
         if key not in self._wires:
-            self._wires[key] = _Wire(channel_depth(self._plan, source, target))
+            depth, seconds = channel_depth(self._plan, source, target), self._costs.messages[source, target]
+            self._wires[key] = _Wire(self._first[source], self._first[target], depth, seconds)
         return self._wires[key]
 
-    def _send(self, tile: Tile, clock: _Clock, step: Instruction, peers: tuple[Tile, ...]) -> bool:
-        wires = [self._wire(tile, peer, step.op) for peer in peers]
+    def _send(self, clock: _Clock, microbatch: int, wires: Sequence[_Wire]) -> bool:
         if any(wire.under_way >= wire.depth and not wire.taken for wire in wires):
             return False
-        for peer, wire in zip(peers, wires, strict=True):
+        for wire in wires:
             if wire.under_way >= wire.depth:
                 clock.parts["bubble"] += clock.wait_until(wire.taken.popleft())
                 wire.under_way -= 1
             wire.under_way += 1
-            wire.free_at = max(clock.now, wire.free_at) + self._costs.of_message(tile, peer, step.microbatch)
-            wire.arriving.append((step.microbatch, wire.free_at))
+            wire.free_at = max(clock.now, wire.free_at) + wire.seconds_of(microbatch)
+            wire.arriving.append((microbatch, wire.free_at))
         if self._costs.blocking_sends:
             clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))
         return True
 
-    def _receive(self, tile: Tile, clock: _Clock, step: Instruction, peers: tuple[Tile, ...]) -> bool:
-        wires = [self._wire(peer, tile, SENDS[step.op]) for peer in peers]
+    def _receive(self, clock: _Clock, microbatch: int, wires: Sequence[_Wire]) -> bool:
         if not all(wire.arriving for wire in wires):
             return False
         longest, arrival = 0.0, clock.now
-        for peer, wire in zip(peers, wires, strict=True):
+        for wire in wires:
             got, arrives = wire.arriving.popleft()
-            if got != step.microbatch:
-                raise PlanError(f"tile items {list(tile.items)} expects microbatch {step.microbatch} and is sent {got}")
-            longest = max(longest, self._costs.of_message(peer, tile, step.microbatch))
+            if got != microbatch:
+                items = list(wire.target.items)
+                raise PlanError(f"tile items {items} expects microbatch {microbatch} and is sent {got}")
+            longest = max(longest, wire.seconds_of(microbatch))
             arrival = max(arrival, arrives)
         waited = clock.wait_until(arrival)
         seen = min(waited, longest)

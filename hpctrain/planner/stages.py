@@ -80,7 +80,7 @@ class StageCosts:
         self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
         self._kept = lru_cache(None)(self._kept_by)
         self._sharing = lru_cache(None)(self._sharing_seconds)
-        self.across_seconds = lru_cache(None)(self._across_seconds)
+        self.ending = lru_cache(None)(self._ending)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices), ())
         self.grids = [self._grids(pool) for pool in pools]
         self.known_rows: dict[tuple[int, TensorGrid, int, str], dict[int, Seconds]] = {}
@@ -212,6 +212,23 @@ class StageCosts:
     def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
         return self.network.group_seconds(operation, num_bytes, ranks, self.pools[groups[0][0]].nodes[0])
+
+    def _ending(self, number: int, grid: TensorGrid, replicas: int, num_pipelines: int) -> float:
+        """Return about what replicas exchange of a block at the end of a step, for gradients and weights.
+
+        By bandwidth, for a stage's blocks go in one message.
+        """
+        num_blocks, setup = self.setup.model.num_layers, self.setup
+        weights = self.elements_of(grid, 1) / grid.z
+        groups, found = ((number, grid.size, replicas),), 0.0
+        across = self._across_seconds(number, num_pipelines) / replicas if num_pipelines > 1 else 0.0
+        for each, operation in ((setup.stack.gradient_bytes, "reduce_scatter"), (setup.item_bytes, "all_gather")):
+            whole = int(weights * each * num_blocks)
+            if replicas > 1:
+                one, two = (self.sharing_seconds(groups, n * whole, operation) for n in (1, 2))
+                found += two - one
+            found += whole * across
+        return found / num_blocks
 
     def _across_seconds(self, number: int, num_pipelines: int) -> float:
         """Return what it takes at the least, for each byte, that one rank of a pool exchanges with other pipelines.
