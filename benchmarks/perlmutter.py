@@ -27,7 +27,9 @@ from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.presets import PRESETS
 
 DEVICES = {"gpt-5b": 64, "gpt-10b": 128, "gpt-20b": 256, "gpt-40b": 512, "gpt-80b": 1024}
-GPUS_OF_NODE, BATCH, POSITIONS = 4, 1024, 2048
+GPU, GPUS_OF_NODE, BATCH, POSITIONS = "A100-40", 4, 1024, 2048
+OVERLAP_TIMES = 1.15
+"""As long an A100 computes while it communicates: a guess, the one of the ready clusters."""
 ROWS = (1, 2, 4)
 """That a rank may have at once."""
 BUCKET_BYTES = 4 << 20
@@ -47,7 +49,9 @@ def gigabytes(distance: int, size: int) -> float:
 class Perlmutter(ClusterNetwork):
     """Collectives as rings with AxoNN's bandwidths."""
 
-    def group_seconds(self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int]) -> float:
+    def group_seconds(
+        self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int] = ()
+    ) -> float:
         size = len(ranks)
         if size < 2:
             return 0.0
@@ -70,7 +74,7 @@ class Layout:
     pipeline: int
     rows: int
 
-    def plan(self, model: Model, num_devices: int, batch: int = BATCH, family: str = "A100-40") -> Plan | None:
+    def plan(self, model: Model, num_devices: int, batch: int = BATCH, family: str = GPU) -> Plan | None:
         """Return the plan for so many devices; None where there is none."""
         x, y, z = self.grid
         data, left = divmod(num_devices, x * y * z * self.pipeline)
@@ -120,7 +124,9 @@ def best(layouts: Iterable[Layout], predicted: Callable[[Layout], Prediction | N
 
 def compare(name: str, batch: int) -> None:
     devices, model = DEVICES[name], Model(**PRESETS[name] | {"max_positions": POSITIONS})
-    cluster = cluster_of([nodes_of("A100-40", devices // GPUS_OF_NODE, GPUS_OF_NODE, ["Slingshot-11"])])
+    cluster = cluster_of([nodes_of(GPU, devices // GPUS_OF_NODE, GPUS_OF_NODE, ["Slingshot-11"])])
+    family = cluster.families[GPU].model_copy(update={"overlap_times": OVERLAP_TIMES})
+    cluster = cluster.model_copy(update={"families": {GPU: family}})
 
     def predicted(layout: Layout, hides: bool) -> Prediction | None:
         plan = layout.plan(model, devices, batch)
@@ -160,7 +166,7 @@ def main() -> None:
         parser.error(f"no such model: {unknown[0]}; there are {', '.join(DEVICES)}")
     print(
         f"{given.sequences:,} sequences of {POSITIONS:,}, blocks computed again, ZeRO 1, 1F1B;"
-        f" {GPUS_OF_NODE} A100-40 a node; exposed: all that is communicated is waited for"
+        f" {GPUS_OF_NODE} {GPU} a node; exposed: all that is communicated is waited for"
     )
     for name in given.models or DEVICES:
         compare(name, given.sequences)

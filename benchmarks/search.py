@@ -94,12 +94,13 @@ def run(name: str) -> None:
     setup, cluster = case.setup, case.cluster
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     first = search(setup, case.global_batch, cluster, limits=Limits(seconds=0.0))
+    began = first.first_plan_seconds
     start = time.process_time()
     found = search(setup, case.global_batch, cluster)
     seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     best, mfu = found.best, found.best.prediction.mfu
-    print(f"{name}: {seconds:.2f} s ({case.wanted_seconds:g} s wanted), first plan after {first.first_plan_seconds:.2f} s,")
+    print(f"{name}: {seconds:.2f} s ({case.wanted_seconds:g} s wanted), first plan after {began:.2f} s,")
     print(f"    {peak / 1024:,.0f} MiB at the most, {(peak - before) / 1024:,.0f} of them for searching")
     print(
         f"    step {best.seconds:.4g} s, bound {found.lower_bound_seconds:.4g} s, gap {found.gap:.1%}, MFU {mfu:.1%};"
