@@ -63,8 +63,8 @@ class Perlmutter(ClusterNetwork):
 
 class OnPerlmutter(Predictor):
     def __init__(self, model: Model, plan: Plan, cluster: Cluster, hides: bool):
-        setup = Setup(model, POSITIONS, "bf16", HPCTRAIN, OVERLAPS if hides else frozenset())
-        super().__init__(setup, plan, cluster, bucket_bytes=BUCKET_BYTES if hides else None)
+        overlaps, bucket_bytes = (OVERLAPS, BUCKET_BYTES) if hides else (frozenset(), None)
+        super().__init__(Setup(model, POSITIONS, "bf16", HPCTRAIN, overlaps, bucket_bytes), plan, cluster)
         self.network = Perlmutter(cluster)
 
 

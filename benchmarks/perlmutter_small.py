@@ -45,14 +45,14 @@ def perlmutter(time_scale: float) -> str:
 def promising(job: Job, cluster: Cluster, kind: str, count: int) -> list[tuple[Layout, Prediction]]:
     """Return the layouts of a kind that fit, the fastest first, as predicted."""
     layouts, hides = KINDS[kind]
-    overlaps = OVERLAPS if hides else frozenset()
-    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN, overlaps)
+    overlaps, bucket_bytes = (OVERLAPS, job.overlap.bucket_bytes) if hides else (frozenset(), None)
+    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN, overlaps, bucket_bytes)
     found = []
     for layout in layouts():
         plan = layout.plan(job.model, RANKS, BATCH, FAMILY)
         if plan is None:
             continue
-        predictor = Predictor(setup, plan, cluster, bucket_bytes=job.overlap.bucket_bytes if hides else None)
+        predictor = Predictor(setup, plan, cluster)
         if all(stage.fits for stage in predictor.memory):
             found.append((layout, predictor.predict()))
     return sorted(found, key=lambda each: each[1].step_seconds)[:count]

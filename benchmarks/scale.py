@@ -16,7 +16,7 @@ from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.described import COLLECTIVE_LATENCY_SECONDS
-from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.predict import Prediction, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.stack import HPCTRAIN, STACKS, Stack
 
@@ -69,8 +69,8 @@ def cluster_of(nodes: Sequence[Nodes]) -> Cluster:
 
 
 def predicted(model: Model, stack: Stack, plan: Plan, cluster: Cluster, bucket_bytes: int | None = None) -> Prediction:
-    setup = Setup(model, model.max_positions, MIXED_DTYPE, stack)
-    return Predictor(setup, plan, cluster, bucket_bytes=bucket_bytes).predict()
+    setup = Setup(model, model.max_positions, MIXED_DTYPE, stack, bucket_bytes=bucket_bytes)
+    return predict(setup, plan, cluster)
 
 
 # ---- two fabrics (Holmes, Yang et al. 2023) ------------------------------------------------------------------------

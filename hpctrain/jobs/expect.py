@@ -9,7 +9,7 @@ from hpctrain.jobs.common import Described
 from hpctrain.observe import drift
 from hpctrain.plan import Plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Predictor
+from hpctrain.planner.predict import predict
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -35,10 +35,7 @@ class Expectation:
             return None
         job, plan, where = self._job, self._plan, self._described.name
         try:
-            predictor = Predictor(
-                Setup.of_job(job), plan, self._described.cluster, bucket_bytes=job.overlap.beside_bytes
-            )
-            prediction = predictor.predict()
+            prediction = predict(Setup.of_job(job), plan, self._described.cluster)
         except HpctrainError as error:
             return f"no prediction from {where}: {error}"
         on_host = self._accelerator.shares_memory or self._accelerator.overrun is not None

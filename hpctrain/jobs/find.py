@@ -13,7 +13,6 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.explain import reasons, runner_up
 from hpctrain.planner.search import Found, Limits, search
-from hpctrain.planner.stack import HPCTRAIN
 
 
 def find_plan(job: Job, reference: str, limits: Limits) -> dict:
@@ -24,8 +23,7 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
     cluster = load_cluster(find_cluster(reference))
     dtype, reason = dtype_of(job, cluster, sorted(cluster.families), reference)
     families = _computing_in(dtype, cluster, reference)
-    setup = Setup(job.model, job.data.sequence_length, dtype, HPCTRAIN)
-    found = search(setup, job.train.global_batch, cluster, families, limits=limits)
+    found = search(Setup.of_job(job, dtype), job.train.global_batch, cluster, families, limits=limits)
     check_plan(job, found.best.plan, "the plan that was found")
     told = describe(found.best.prediction, dtype)
     if reason:

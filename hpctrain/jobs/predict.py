@@ -49,7 +49,7 @@ def command(job, overrides, cluster, plan_file, layers, layers_of, parameters, s
     dtype, reason = dtype_of(loaded, machine, used, str(cluster))
     known = load_parameters(parameters) if parameters else SHIPPED
     setup = Setup.of_job(loaded, dtype, known.stacks[stack])
-    arguments = setup, plan, machine, efficiencies_of(machine, known), loaded.overlap.beside_bytes
+    arguments = setup, plan, machine, efficiencies_of(machine, known)
     predictor = LayeredPredictor(load_layers(layers, layers_of), *arguments) if layers else Predictor(*arguments)
     told = describe(predictor.predict(), dtype)
     if reason:

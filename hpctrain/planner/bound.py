@@ -34,7 +34,7 @@ STEPS, HALVINGS = 4, 4
 ROW_PARTS = 64
 """How finely the rows that a pipeline can do are searched for: to one of so many parts of all."""
 ROUNDING = 1e-9
-FEW_POOLS, ROUGHLY, ROUGHLY_OF_MANY = 2, 5e-4, 4e-3
+ROUGHLY, ROUGHLY_OF_MANY, FEW_POOLS, FEW_DEVICES = 5e-4, 4e-3, 2, 64
 """States are told apart by so much of all; more coarsely where there are more pools, each of which multiplies them."""
 FEWEST_BESIDE = 2
 """Pipelines side by side, of which more exchange more."""
@@ -115,7 +115,7 @@ class _Bound:
         self._beside = [pipelines for pipelines in every if len(pipelines) > 1]
         self._options: dict[tuple, Options] = {}
         self._found_rates: dict[tuple[int, int], dict[TensorGrid, Rate]] = {}
-        self._roughly = ROUGHLY if len(costs.pools) <= FEW_POOLS else ROUGHLY_OF_MANY
+        self._is_rough = len(costs.pools) > FEW_POOLS and costs.cluster.num_devices > FEW_DEVICES
         self._longest = math.inf
         self._work = 0
 
@@ -201,9 +201,10 @@ class _Bound:
         step = max(1, all_rows // ROW_PARTS)
 
         def does(row: tuple[int, ...], rows: int) -> bool:
-            """Fewer rows may be asked for, and of fewer pipelines, so that what was found for others is of use."""
-            fewer = max(1, rows - rows % step)
-            return self._does_all(row, Group(microbatches, fewer, all_rows, FEWEST_BESIDE), left, known)
+            group = Group(microbatches, rows, all_rows, len(pipelines))
+            if self._is_rough:  # so that what was found for others is of use
+                group = group._replace(rows=max(1, rows - rows % step), num_pipelines=FEWEST_BESIDE)
+            return self._does_all(row, group, left, known)
 
         # As far as their devices go; then by what each must do, for the others cannot do more; then each by itself.
         speeds = [sum(self._rows_per_second(number, all_rows) for number in row) for row in pipelines]
@@ -244,7 +245,8 @@ class _Bound:
             found = _before(behind, options, group.microbatches, self._num_blocks, left, ends)
             # Without those that leave more than the pools before them can do; before the first one comes nothing more.
             found = found.doing(self._num_blocks - self._most_blocks(set(whole_row) - set(row), group, left), left)
-            known[key] = found if row == whole_row else found.undominated(self._num_blocks, self._roughly)
+            roughly = ROUGHLY_OF_MANY if self._is_rough else ROUGHLY
+            known[key] = found if row == whole_row else found.undominated(self._num_blocks, roughly)
         return known[key]
 
 

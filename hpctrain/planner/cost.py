@@ -82,12 +82,16 @@ class Setup:
     overlaps: frozenset[str] = frozenset()
     """What goes on while a rank computes: "tensor" (x and y, behind the products of gradients of weights) and "z" (the
     next item's weights come and the last one's gradients go)."""
+    bucket_bytes: int | None = None
+    """Holders sum gradients and gather weights while ranks compute, in buckets of so many bytes or more; None: when all
+    is computed."""
 
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None, stack: Stack = HPCTRAIN) -> Self:
         """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off."""
         overlaps = frozenset(key for key in ("tensor", "z") if getattr(job.overlap, key))
-        return cls(job.model, job.data.sequence_length, dtype or job.train.dtype, stack, overlaps)
+        dtype = dtype or job.train.dtype
+        return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.beside_bytes)
 
     @property
     def item_bytes(self) -> int:

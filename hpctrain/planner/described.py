@@ -99,7 +99,8 @@ class DescribedRun:
         stack = replace(stack, sequence_parallel=cut, kept_inner=kept)
         if self.beside:
             stack = replace(stack, gradient_bytes=ITEM_BYTES[self.dtype])
-        return Setup(self.model, self.positions, self.dtype, stack)
+        bucket_bytes = BUCKET_BYTES if self.beside else None
+        return Setup(self.model, self.positions, self.dtype, stack, bucket_bytes=bucket_bytes)
 
     @cached_property
     def plan(self) -> Plan:
@@ -169,7 +170,7 @@ class DescribedRun:
 
     def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
-        arguments = self.setup(stack), self.plan, self.cluster, efficiencies, BUCKET_BYTES if self.beside else None
+        arguments = self.setup(stack), self.plan, self.cluster, efficiencies
         return LayeredPredictor(layers, *arguments) if layers else Predictor(*arguments)
 
     def _interleaved(self, memory: tuple[StageMemory, ...]) -> tuple[StageMemory, ...]:

@@ -122,8 +122,8 @@ class LayeredPredictor(Predictor):
     device's data sheet.
     """
 
-    def __init__(self, layers: LayerTimes, *arguments, **options):
-        super().__init__(*arguments, **options)
+    def __init__(self, layers: LayerTimes, *arguments):
+        super().__init__(*arguments)
         self._layers = layers
 
     def _measured(self, tile: Tile, item: int) -> list[Layer]:

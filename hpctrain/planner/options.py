@@ -182,7 +182,10 @@ def _figures(
         if max(each.keeping(1).most(memory) for each in both) < 1:
             return None
     fastest = once if least == most else least / rate.block + extra
-    exchanged = 0.0 if zero > 1 else costs.ending(number, grid, replicas, group.num_pipelines) * CERTAIN_SHARE
+    is_beside = costs.setup.bucket_bytes is not None
+    exchanged = (
+        0.0 if zero > 1 or is_beside else costs.ending(number, grid, replicas, group.num_pipelines) * CERTAIN_SHARE
+    )
     step = m * once * NEGLIGIBLE_SHARE
     return (
         (once, again),

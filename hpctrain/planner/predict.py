@@ -1,6 +1,7 @@
 """Predicts a training step of a plan on a cluster: seconds by part, memory by stage, what had to be guessed. Pure."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -125,13 +126,11 @@ class Predictor:
         plan: Plan,
         cluster: Cluster,
         efficiencies: Mapping[str, Efficiency] | None = None,
-        bucket_bytes: int | None = None,
     ):
-        """`efficiencies` are by family, in place of the catalogue's. With `bucket_bytes` gradients are summed and
-        weights gathered beside computation, in buckets of so many bytes or more."""
+        """`efficiencies` are by family, in place of the catalogue's."""
         self.setup, self.plan, self.cluster = setup, plan, cluster
-        self._beside = bucket_bytes is not None
-        self._bucket_bytes = bucket_bytes and max(bucket_bytes, self._whole_bytes // MOST_BUCKETS)
+        self._beside = setup.bucket_bytes is not None
+        self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._whole_bytes // MOST_BUCKETS)
         self.network = ClusterNetwork(cluster, setup.stack.link_share)
         self.network.check_ranks(len(plan.ranks))
         fitted = efficiencies or {}
@@ -320,8 +319,12 @@ class Predictor:
         for tile in self.plan.tiles:
             self._held(tile)
         for held, rank in self._holdings.values():
-            for number, holding in enumerate(held.holdings):
-                if len(holding.ranks) == 1 or (holding.ranks, number) in found:
+            known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
+            for holding in held.holdings:
+                what = holding.ranks, holding.items
+                known[what] += 1
+                key = *what, known[what]
+                if len(holding.ranks) == 1 or key in found:
                     continue
                 tile, on_node = self.plan.tile_of(rank), self._on_same_node(holding.ranks[0])
                 stored = self._stored(holding, tile.tensor.z)
@@ -335,7 +338,7 @@ class Predictor:
                         "all_gather", stored * self.setup.item_bytes, holding.ranks, on_node
                     )
                 tiles = tuple(dict.fromkeys(self._tile_with(rank, holding.items) for rank in holding.ranks))
-                found[holding.ranks, number] = self._placed(Sharing(tiles, reduce, gather), holding)
+                found[key] = self._placed(Sharing(tiles, reduce, gather), holding)
         return tuple(found.values())
 
     def _tile_with(self, rank: int, items: Sequence[int]) -> Tile:

@@ -23,8 +23,8 @@ MOST_TIMED = 60
 class SpeedPredictor(Predictor):
     """A predictor whose devices compute by `speeds`: items, weighted by their cost, x rows a second, by family."""
 
-    def __init__(self, work: Work, speeds: Mapping[str, float], *arguments, **options):
-        super().__init__(*arguments, **options)
+    def __init__(self, work: Work, speeds: Mapping[str, float], *arguments):
+        super().__init__(*arguments)
         self._work, self._speeds = work, speeds
 
     def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
@@ -58,10 +58,10 @@ def timed(
     gathered beside computation. The best `most` by estimate are timed, or all (None).
     """
     work = Work(job.model, job.data.sequence_length, job.train.global_batch)
-    setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN)
     bucket_bytes = job.overlap.bucket_bytes if beside else None
+    setup = Setup(job.model, job.data.sequence_length, job.train.dtype, HPCTRAIN, bucket_bytes=bucket_bytes)
     found = []
     for candidate in sorted(candidates, key=lambda candidate: candidate.seconds)[:most]:
-        predictor = SpeedPredictor(work, speeds, setup, candidate.plan, cluster, bucket_bytes=bucket_bytes)
+        predictor = SpeedPredictor(work, speeds, setup, candidate.plan, cluster)
         found.append(replace(candidate, seconds=predictor.predict(interleave=1).step_seconds))
     return sorted(found, key=lambda candidate: candidate.seconds)

@@ -17,6 +17,8 @@ from hpctrain.plan import Plan, Tile, counted
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.even import families_of
+from hpctrain.planner.memory import GRADIENT_BYTES
+from hpctrain.planner.predict import MOST_BUCKETS
 from hpctrain.planner.space import Choice, Shape, Space
 from hpctrain.planner.stages import Line, StageCosts
 
@@ -244,8 +246,8 @@ class Weigher:
             passed.append(done_after([placed.passes for placed in stages], messages, shape.microbatches))
         # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
         updated = [[0.0] * len(stages) for stages in pipelines]
-        exchanged = []
-        for members, pieces in self._pieces(pipelines):
+        exchanged, every = [], list(self._pieces(pipelines))
+        for number, (members, pieces) in enumerate(every):
             placed = [pipelines[p][i] for p, i in members]
             holders = sum(each.choice.replicas for each in placed)
             for (p, i), each, elements in zip(members, placed, pieces, strict=True):
@@ -253,7 +255,8 @@ class Weigher:
                 device = costs.pools[each.pool].device
                 updated[p][i] += update_seconds(setup, device, int(elements / holders if is_cut else elements))
             if holders > 1:
-                exchanged.append((members, *self._exchange_seconds(shape.zero, placed, pieces)))
+                ends = number == 0, number == len(every) - 1
+                exchanged.append((members, *self._exchange_seconds(shape.zero, placed, pieces, ends)))
         longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
         after = _after([(members, gather) for members, _, gather in exchanged], updated)
         return longest + costs.agree_seconds + after + setup.stack.step_seconds
@@ -272,8 +275,10 @@ class Weigher:
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], elements: Sequence[float]) -> tuple[float, float]:
-        """Return what summing the gradients of a piece takes, and gathering its weights.
+    def _exchange_seconds(
+        self, zero: int, placed: Sequence[Placed], elements: Sequence[float], ends: tuple[bool, bool]
+    ) -> tuple[float, float]:
+        """Return how long a piece's gradients are waited for, and its weights; `ends` of the model may be in it.
 
         Ranks of unlike grids meet in parts of what the finest has, one after the other.
         """
@@ -281,13 +286,35 @@ class Weigher:
         groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
         sizes = [size for _, size, _ in groups]
         part, times = min(elements), max(sizes) / min(sizes)
+        is_first, is_last = ends
         reduce = gather = 0.0
+        buckets = 1
+        if bucket_bytes := costs.setup.bucket_bytes:
+            items = max(each.blocks for each in placed) + is_first + is_last
+            buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / bucket_bytes)))
+
+        def exchange(operation: str, element_bytes: int) -> float:
+            return costs.sharing_seconds(groups, int(part * element_bytes / buckets), operation) * buckets * times
+
         if zero < 2:
-            operation = "reduce_scatter" if zero else "all_reduce"
-            reduce = costs.sharing_seconds(groups, int(part * stack.gradient_bytes), operation)
+            reduce = exchange("reduce_scatter" if zero else "all_reduce", stack.gradient_bytes)
         if zero in (1, 2):
-            gather = costs.sharing_seconds(groups, int(part * costs.setup.item_bytes), "all_gather")
-        return reduce * times, gather * times
+            gather = exchange("all_gather", costs.setup.item_bytes)
+        if bucket_bytes:
+            # Beside the last backward pass, and the next step's first forward one; but for the first item, whose
+            # gradients are made last and whose weights are needed first, and while the last item computes.
+            share = max(
+                costs.elements_of(each.choice.grid, 1 - is_first) / each.choice.grid.z / whole
+                for each, whole in zip(placed, elements, strict=True)
+            )
+            forward, backward = (
+                min(line.each * (each.blocks - 1 + is_last) for each, line in zip(placed, lines, strict=True))
+                for lines in zip(*((each.way.forward, each.way.backward) for each in placed), strict=True)
+            )
+            reduce = max(reduce * share, reduce - backward)
+            if len(set(sizes)) == 1 and all(each.choice.grid.z == 1 for each in placed):
+                gather = max(gather * share, gather - forward)
+        return reduce, gather
 
     def _message(self, source: Placed, target: Placed, rows: int) -> float:
         costs, into = self.costs, target.choice.grid

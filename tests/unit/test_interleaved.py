@@ -265,6 +265,6 @@ def test_gradients_of_the_last_chunks_are_summed_beside_the_passes_of_the_first(
     plan = even_plan(10, TensorGrid(), 2, 2, 8, 8, chunks=2, zero=1)
     families = ("fast", "fast", "slow", "slow")
     plan = replace(plan, tiles=tuple(replace(tile, family=families[tile.ranks[0]]) for tile in plan.tiles))
-    beside, after = (Predictor(SETUP, plan, CLUSTER, bucket_bytes=size).predict(1) for size in (1, None))
+    beside, after = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (1, None))
     assert beside.breakdown_seconds["hidden"] < after.breakdown_seconds["hidden"]
     assert beside.step_seconds < after.step_seconds

@@ -408,7 +408,7 @@ def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
 
 @pytest.mark.parametrize("plan", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[7], plan_of((1, 1, 2), pipeline=1, data=2)])
 def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
-    exposed, beside = (Predictor(SETUP, plan, CLUSTER, None, size).predict(1) for size in (None, 1_000_000))
+    exposed, beside = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (None, 1_000_000))
     assert sum(beside.breakdown_seconds.values()) == pytest.approx(beside.step_seconds)
     saved = exposed.step_seconds - beside.step_seconds
     if all(tile.zero < 3 for tile in plan.tiles):
@@ -436,6 +436,17 @@ def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
     assert found.step_seconds == pytest.approx(3.0 + longer)
     for parts in found.parts.values():
         assert sum(parts.values()) == pytest.approx(found.step_seconds)
+
+
+def test_what_unlike_pipelines_share_is_exchanged_once():
+    """Each of the holders has it among other things, so in another place."""
+    whole, first, last = LAYOUTS[-1].tiles
+    of_all, of_items = (
+        [set(sharing.tiles) for sharing in Predictor(setup, LAYOUTS[-1], CLUSTER).costs.sharings]
+        for setup in (SETUP, replace(SETUP, bucket_bytes=1))
+    )
+    assert of_all == [{whole, first}, {whole, last}]
+    assert of_items == [{whole, first}] * first.items.size + [{whole, last}] * last.items.size
 
 
 HIDING = replace(SETUP, overlaps=frozenset(("tensor", "z")))

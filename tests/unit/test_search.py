@@ -63,8 +63,10 @@ def cluster_of(
     nic: float = NIC,
     latency: float = 1e-5,
     times: float = 1.0,
+    slowed: float = 1.0,
 ) -> Cluster:
-    """Return a cluster of (family, nodes, devices of a node), `times` as slow in everything."""
+    """Return a cluster of (family, nodes, devices of a node), `times` as slow in everything, and while devices
+    communicate `slowed`."""
     speeds = speeds or dict(zip("abc", SPEEDS, strict=True))
     text = f'[fabrics.ib]\norigin = "datasheet"\nlatency_seconds = {latency * times!r}\n'
     for family in dict.fromkeys(family for family, _, _ in tables):
@@ -76,6 +78,7 @@ def cluster_of(
             memory_bytes = {memory}
             memory_bytes_per_second = {speed!r}
             sustained_flops_per_second = {{fp32 = {speed!r}}}
+            overlap_times = {slowed}
         """
     for family, count, devices in tables:
         text += f"""
@@ -224,8 +227,11 @@ def cases(draw):
     largest = draw(st.sampled_from([1, 1, 2]))
     zero = draw(st.sampled_from([(1,), (0, 1), (1, 2, 3)])) if largest == 1 and len(sizes) == 1 else (1,)
     setup = setup_of(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 12])), vocabulary=draw(st.sampled_from([8, 512])))
+    if draw(st.booleans()):
+        setup = replace(setup, overlaps=frozenset(("tensor", "z")), bucket_bytes=1)
     space = Space((microbatches,), largest, zero, ("none",))
-    return setup, batch, cluster_of(tables, speeds=speeds, **network), space
+    slowed = draw(st.sampled_from([1.0, 1.5]))
+    return setup, batch, cluster_of(tables, speeds=speeds, slowed=slowed, **network), space
 
 
 def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
