@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import math
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -12,232 +10,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, parse_cluster
+from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster
 from hpctrain.errors import PlanError, TopologyError
-from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.job import Model, load_job
+from hpctrain.intervals import Interval
+from hpctrain.job import load_job
 from hpctrain.jobs.common import check_runs
 from hpctrain.jobs.plan import command
-from hpctrain.parameters import check_grid
-from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, load_plan
-from hpctrain.planner.bound import least_seconds
+from hpctrain.plan import check_tiling, load_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.pools import pools_of
-from hpctrain.planner.predict import Predictor, predict
+from hpctrain.planner.predict import predict
 from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
 from hpctrain.planner.search import Limits, Search, search
-from hpctrain.planner.simulate import simulate
-from hpctrain.planner.space import Space, arrangements
+from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.stages import Line
-from hpctrain.schedule import schedule_of
-
-EVERYTHING = Limits(weighed=None, timed=None, per_group=None)
-# of devices, their memory, and links: computing takes milliseconds, and sending some of them
-SPEEDS, MEMORY, LINK, NIC = (1e9, 2e9, 3.7e9), 40_000_000, 1e9, 2e8
-FAST_NETWORK = {"link": 1e15, "nic": 1e15, "latency": 0.0}
-
-
-def model_of(num_blocks: int, vocabulary: int = 64) -> Model:
-    return Model(
-        architecture="llama",
-        num_layers=num_blocks,
-        hidden_size=32,
-        num_heads=2,
-        ffn_size=64,
-        vocab_size=vocabulary,
-        max_positions=16,
-    )
-
-
-def setup_of(num_blocks: int, **more) -> Setup:
-    return Setup(model_of(num_blocks, **more), 16, "fp32", HPCTRAIN)
-
-
-def cluster_of(
-    tables: list[tuple[str, int, int]],
-    memory: int = MEMORY,
-    speeds: dict[str, float] | None = None,
-    link: float = LINK,
-    nic: float = NIC,
-    latency: float = 1e-5,
-    times: float = 1.0,
-    slowed: float = 1.0,
-) -> Cluster:
-    """Return a cluster of (family, nodes, devices of a node), `times` as slow in everything, and while devices
-    communicate `slowed`."""
-    speeds = speeds or dict(zip("abc", SPEEDS, strict=True))
-    text = f'[fabrics.ib]\norigin = "datasheet"\nlatency_seconds = {latency * times!r}\n'
-    for family in dict.fromkeys(family for family, _, _ in tables):
-        speed = speeds[family] / times
-        text += f"""
-            [families.{family}]
-            kind = "cpu"
-            origin = "datasheet"
-            memory_bytes = {memory}
-            memory_bytes_per_second = {speed!r}
-            sustained_flops_per_second = {{fp32 = {speed!r}}}
-            overlap_times = {slowed}
-        """
-    for family, count, devices in tables:
-        text += f"""
-            [[nodes]]
-            count = {count}
-            devices = {{{family} = {devices}}}
-            origin = "datasheet"
-            link_latency_seconds = {latency * times / 10!r}
-            link_bytes_per_second = {link / times!r}
-            nics = [{{fabric = "ib", send_bytes_per_second = {nic / times!r}, origin = "datasheet",
-                     receive_bytes_per_second = {nic / times!r}}}]
-        """
-    return parse_cluster(text.replace("\n                     ", " "), "a test")
-
-
-# ---- every plan of the space, enumerated plainly from its definition in hpctrain/planner/space.py --------------------
-
-
-def every_plan(setup: Setup, batch: int, cluster: Cluster, space: Space):
-    """Yield all plans; families here are pools."""
-    families = list(cluster.families)
-    for pipelines, microbatches in itertools.product(every_arrangement(families), space.microbatches):
-        rows = batch // microbatches
-        lists = [every_choice(setup.model, cluster, family, space) for row in pipelines for family in row]
-        for choices in itertools.product(*lists):
-            chosen = dict(zip([family for row in pipelines for family in row], choices, strict=True))
-            shares = any(replicas > 1 for _, _, replicas in choices)
-            zeros = space.zero if len(pipelines) == 1 and shares else (1,)
-            if any(grid.z * replicas > rows for grid, _, replicas in choices):
-                continue
-            for zero in zeros:
-                if plan := plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero):
-                    yield plan
-
-
-def every_arrangement(families: list[str]) -> set:
-    found = set()
-    for size in range(1, len(families) + 1):
-        for order in itertools.permutations(families, size):
-            for bars in itertools.product((False, True), repeat=size - 1):
-                ends = [0, *(i + 1 for i, bar in enumerate(bars) if bar), size]
-                rows = [order[start:stop] for start, stop in itertools.pairwise(ends)]
-                found.add(tuple(sorted(rows, key=lambda row: min(families.index(f) for f in row))))
-    return found
-
-
-def every_choice(model: Model, cluster: Cluster, family: str, space: Space):
-    nodes = [nodes for nodes in cluster.nodes if family in nodes.devices]
-    for x, y, z in itertools.product(range(1, 9), repeat=3):
-        grid = TensorGrid(x, y, z)
-        places = sum(n.count * (n.devices[family] // grid.size) for n in nodes)
-        try:
-            check_grid(model, grid)
-        except PlanError:
-            continue
-        for stages, replicas in itertools.product(range(1, 9), repeat=2):
-            if stages * replicas <= places and grid.size <= space.largest_grid and stages <= model.num_layers:
-                yield grid, stages, replicas
-
-
-def plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero) -> Plan | None:
-    """Cut rows and blocks one by one, and check what memory allows by the predictor itself."""
-    model, last = setup.model, setup.model.num_items - 1
-
-    def seconds(family: str, item: int, of_row: int, recompute: str = "none") -> float:
-        grid, _, replicas = chosen[family]
-        each = math.ceil(math.ceil(of_row / replicas) / grid.z)
-        ranks = [d.rank for d in cluster.devices if d.family == family][: grid.size]
-        return alone(setup, cluster, family, tuple(ranks), grid, item, each, recompute)
-
-    def even(row: tuple[str, ...], of_row: int) -> float:
-        speed = sum(chosen[family][1] / seconds(family, 1, of_row) for family in row)
-        ends = seconds(row[0], 0, of_row) / seconds(row[0], 1, of_row)
-        ends += seconds(row[-1], last, of_row) / seconds(row[-1], 1, of_row)
-        return (model.num_layers + ends) / speed
-
-    shares = [max(chosen[family][0].z * chosen[family][2] for family in row) for row in pipelines]
-    if sum(shares) > rows:
-        return None
-    while sum(shares) < rows:
-        first = min(range(len(shares)), key=lambda i: even(pipelines[i], shares[i] + 1))
-        shares[first] += 1
-    tiles, at, unused = [], 0, {device.rank for device in cluster.devices}
-    for row, of_row in zip(pipelines, shares, strict=True):
-        stages = [family for family in row for _ in range(chosen[family][1])]
-        if len(stages) > model.num_layers:
-            return None
-        blocks = [1] * len(stages)
-
-        def with_one_more(i: int, stages=stages, blocks=blocks, of_row=of_row) -> float:
-            ends = seconds(stages[0], 0, of_row) * (i == 0) + seconds(stages[-1], last, of_row) * (i == len(stages) - 1)
-            return (blocks[i] + 1) * seconds(stages[i], 1, of_row) + ends
-
-        while sum(blocks) < model.num_layers:
-            blocks[min(range(len(stages)), key=lambda i: (round(with_one_more(i), 12), -i))] += 1
-        item, taken = 0, {}
-        for i, (family, count) in enumerate(zip(stages, blocks, strict=True)):
-            grid, _, replicas = chosen[family]
-            stop = item + count + (i == 0) + (i == len(stages) - 1)
-            for part in cut_evenly(of_row, replicas):
-                ranks = places(cluster, family, grid.size)[taken.setdefault(family, 0)]
-                taken[family] += 1
-                unused -= set(ranks)
-                tiles.append(Tile(Interval(item, stop), part.shift(at), ranks, grid, family, "none", zero))
-            item = stop
-        at += of_row
-    return Plan(tuple(tiles), microbatches, rows, unused=tuple(sorted(unused)))
-
-
-def places(cluster: Cluster, family: str, size: int) -> list[tuple[int, ...]]:
-    nodes: dict[int, list[int]] = {}
-    for device in cluster.devices:
-        if device.family == family:
-            nodes.setdefault(device.node, []).append(device.rank)
-    return [tuple(r[i : i + size]) for r in nodes.values() for i in range(0, len(r) - size + 1, size)]
-
-
-def alone(setup, cluster, family, ranks, grid, item, rows, recompute) -> float:
-    """The time of an item by itself, from the predictor: a plan of one tile that does nothing else."""
-    key = (id(setup), id(cluster), family, grid, item, rows, recompute)
-    if key not in _ALONE:
-        plan = Plan((Tile(Interval(item, item + 1), Interval(0, rows * grid.z), ranks, grid, family, recompute),), 1, 1)
-        unused = tuple(d.rank for d in cluster.devices if d.rank not in ranks)
-        whole = replace(plan, rows=rows * grid.z, unused=unused)
-        (cost,) = Predictor(setup, whole, cluster).costs.tiles[plan.tiles[0]]
-        _ALONE[key] = sum(p.compute + p.tensor for p in (*cost.forward, *cost.backward))
-    return _ALONE[key]
-
-
-_ALONE: dict = {}
-
-
-@st.composite
-def cases(draw):
-    sizes = draw(
-        st.sampled_from(
-            [[(1, 1)], [(1, 2)], [(2, 1)], [(1, 4)], [(3, 1)], [(2, 2)], [(1, 6)], [(7, 1)], [(8, 1)]]
-            + [[(1, 1), (1, 1)], [(1, 2), (1, 1)], [(1, 1), (2, 1)], [(1, 3), (1, 1)], [(1, 1), (1, 1), (1, 1)]]
-        )
-    )
-    tables = [(family, *size) for family, size in zip("abc", sizes, strict=False)]
-    network = draw(st.sampled_from([{}, {"nic": 2e7}, {"latency": 1e-3}, {"link": 1e7}]))
-    speeds = {family: draw(st.sampled_from(SPEEDS)) * (1 + 0.01 * i) for i, family in enumerate("abc")}
-    batch = draw(st.sampled_from([2, 4, 6]))
-    microbatches = draw(st.sampled_from([m for m in (1, 2, 3, 4, 6) if batch % m == 0]))
-    largest = draw(st.sampled_from([1, 1, 2]))
-    zero = draw(st.sampled_from([(1,), (0, 1), (1, 2, 3)])) if largest == 1 and len(sizes) == 1 else (1,)
-    setup = setup_of(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 12])), vocabulary=draw(st.sampled_from([8, 512])))
-    if draw(st.booleans()):
-        setup = replace(setup, overlaps=frozenset(("tensor", "z")), bucket_bytes=1)
-    space = Space((microbatches,), largest, zero, ("none",))
-    slowed = draw(st.sampled_from([1.0, 1.5]))
-    return setup, batch, cluster_of(tables, speeds=speeds, slowed=slowed, **network), space
-
-
-def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
-    """What the predictor says, without memory and where the time goes."""
-    schedules = {tile: schedule_of(plan, tile) for tile in plan.tiles}
-    return simulate(plan, schedules, Predictor(setup, plan, cluster).costs).step_seconds + setup.stack.step_seconds
+from tests.unit.small_searches import (
+    EVERYTHING,
+    FAST_NETWORK,
+    KNOWN_ALONE,
+    cases,
+    cluster_of,
+    every_plan,
+    setup_of,
+    step_seconds,
+)
 
 
 @pytest.mark.timeout(900)
@@ -245,7 +41,7 @@ def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
 @given(cases())
 def test_as_good_as_looking_at_every_plan(case):
     setup, batch, cluster, space = case
-    _ALONE.clear()
+    KNOWN_ALONE.clear()
     seconds = [step_seconds(setup, plan, cluster) for plan in every_plan(setup, batch, cluster, space)]
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
     (best, *_), is_complete = searching.fastest()
@@ -253,71 +49,6 @@ def test_as_good_as_looking_at_every_plan(case):
     assert is_complete
     assert len(searching.layouts) <= len(seconds)
     check_tiling(best.plan, setup.model.num_items)
-
-
-# ---- what the closed forms promise -----------------------------------------------------------------------------------
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases())
-def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
-    setup, batch, cluster, space = case
-    searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
-    # No time is refuted that a plan needs: those above the best one's too could be.
-    least = least_seconds(searching.costs, batch, space, 1.5 * searching.run().best.seconds)
-    for layout in searching.layouts[:20]:
-        seconds = step_seconds(setup, searching.weigher.plan(layout), cluster)
-        assert searching.weigher.bound(layout) <= seconds * (1 + 1e-9)
-        assert least <= seconds * (1 + 1e-9)
-        # Unlike pipelines side by side may share a NIC in their exchanges in ways that the estimate does not see.
-        error = 0.35 if len(layout.shape.pipelines) == 1 else 0.45
-        assert layout.seconds == pytest.approx(seconds, rel=error), "what ranks plans is near what decides"
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_blocks_are_cut_as_no_other_cut_is_better(data):
-    each = data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7]), min_size=1, max_size=4))
-    num_blocks = data.draw(st.integers(1, 9))
-    stages = []
-    for seconds in each:
-        base, kept, again = data.draw(st.tuples(st.sampled_from([0.0, 0.4]), st.integers(0, 5), st.integers(0, 9)))
-        ways = [(1.0, kept), (1.3, max(kept, again))]
-        stages.append(
-            Stage(tuple(Way("", Line(base, seconds * more), Line(0, 0), most, Line(0, 1)) for more, most in ways))
-        )
-    every = [cut for cut in itertools.product(range(1, 10), repeat=len(each)) if sum(cut) == num_blocks]
-    times = [max(stage.seconds(k) for stage, k in zip(stages, cut, strict=True)) for cut in every]
-    found = cut_blocks(num_blocks, stages)
-    if not times or min(times) == float("inf"):
-        assert found is None
-    else:
-        assert max(stage.seconds(k) for stage, k in zip(stages, found, strict=True)) == min(times)
-        assert sum(found) == num_blocks
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 1.7, 3.0])), min_size=1, max_size=3), st.integers(1, 12)
-)
-def test_rows_are_cut_as_no_other_cut_is_better(pipelines, num_rows):
-    least = [first for first, _ in pipelines]
-    times = [lambda n, least=least, speed=speed: -(-n // least) / speed for least, speed in pipelines]
-    every = itertools.product(*(range(first, num_rows + 1) for first in least))
-    every = [max(of(n) for of, n in zip(times, cut, strict=True)) for cut in every if sum(cut) == num_rows]
-    found = cut_rows(num_rows, least, times)
-    if not every:
-        assert found is None
-    else:
-        assert sum(found) == num_rows and all(n >= first for n, first in zip(found, least, strict=True))
-        assert max(of(n) for of, n in zip(times, found, strict=True)) == min(every)
-
-
-@pytest.mark.parametrize(("num_pools", "ways"), [(1, 1), (2, 2 + 3), (3, 3 + 3 * 3 + 13), (4, 4 + 6 * 3 + 4 * 13 + 73)])
-def test_every_arrangement_is_there_once(num_pools, ways):
-    found = list(arrangements(num_pools))
-    assert len(found) == len(set(found)) == ways, "Lah numbers of all subsets"
-    assert set(found) == every_arrangement(list(range(num_pools)))
 
 
 # ---- what a search is indifferent to ---------------------------------------------------------------------------------
