@@ -76,6 +76,10 @@ class TracedWork:
         self._work, self._trace = work, trace
         self._was_waited_for = False
 
+    @property
+    def ended(self) -> bool:
+        return self._work.ended
+
     def done(self) -> bool:
         return self._work.done()
 

@@ -22,13 +22,13 @@ MESSAGE_OVERHEAD_SECONDS = 0.0
 KEPT = 1 << 16
 
 
-class Group(NamedTuple):
-    """The form of a group: all that its collectives' times depend on. Links are by number."""
+class Form(NamedTuple):
+    """Of a group: all that its collectives' times depend on. Links are by number."""
 
     size: int
     links: tuple[int, ...]
     """Between neighbours, for who communicates flat; those that are alike once."""
-    domains: tuple["Group", ...] = ()
+    domains: tuple["Form", ...] = ()
     """For who does it by domains; those that are alike once."""
     num_domains: int = 0
     across: tuple[tuple[int, int, int], ...] = ()
@@ -45,7 +45,7 @@ class ClusterNetwork:
         self._numbers: dict[PairLink, int] = {}
         self._numbered: list[PairLink] = []
         self._number = lru_cache(KEPT)(self._number_of_link)
-        self._group = lru_cache(KEPT)(self._form)
+        self._form = lru_cache(KEPT)(self._form_of)
         self._flows_beside = lru_cache(KEPT)(self._count_flows)
         self._seconds_of = lru_cache(KEPT)(self._collective_seconds)
 
@@ -102,7 +102,7 @@ class ClusterNetwork:
             return 0.0
         ranks = tuple(ranks)
         flows = self._flows_beside(ranks, tuple(beside))
-        return self._seconds_of(operation, int(num_bytes), self._group(ranks), flows)
+        return self._seconds_of(operation, int(num_bytes), self._form(ranks), flows)
 
     def _count_flows(self, ranks: tuple[int, ...], beside: tuple[int, ...]) -> int:
         """Return how many groups like this one go through the NIC of its first rank at the same time."""
@@ -112,36 +112,36 @@ class ClusterNetwork:
         elsewhere = next((rank for rank in ranks if rank not in own), ranks[0])
         return self.flows(ranks[0], [ranks[0], *others], elsewhere)
 
-    def _form(self, ranks: tuple[int, ...]) -> Group:
+    def _form_of(self, ranks: tuple[int, ...]) -> Form:
         route = self._topology.route(ranks)
         if route.kind != "hierarchical":
             neighbours = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-            return Group(len(ranks), tuple(dict.fromkeys(self._number(a, b) for a, b in neighbours)))
+            return Form(len(ranks), tuple(dict.fromkeys(self._number(a, b) for a, b in neighbours)))
         domains = [tuple(ranks[position] for position in domain) for domain in route.domains]
         across = (
             (len(domain), self._number(domain[0], other[0]), self.flows(domain[0], domain, other[0]))
             for domain, other in zip(domains, (*domains[1:], domains[0]), strict=True)
         )
-        alike = tuple(dict.fromkeys(map(self._group, domains)))
-        return Group(len(ranks), (), alike, len(domains), tuple(dict.fromkeys(across)))
+        alike = tuple(dict.fromkeys(map(self._form, domains)))
+        return Form(len(ranks), (), alike, len(domains), tuple(dict.fromkeys(across)))
 
-    def _collective_seconds(self, operation: str, num_bytes: int, group: Group, flows: int) -> float:
+    def _collective_seconds(self, operation: str, num_bytes: int, form: Form, flows: int) -> float:
         """Return what a collective of `num_bytes` takes; `flows`: see `_count_flows`."""
-        if group.size == 1 or not num_bytes:
+        if form.size == 1 or not num_bytes:
             return 0.0
-        if not group.domains:
-            return self._flat(operation, num_bytes, group, flows)
+        if not form.domains:
+            return self._flat(operation, num_bytes, form, flows)
         parts = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
-        inside = max(sum(self._seconds_of(part, num_bytes, d, flows) for part in parts) for d in group.domains)
+        inside = max(sum(self._seconds_of(part, num_bytes, d, flows) for part in parts) for d in form.domains)
         # One exchange of shards: each rank sends, of what its domain summed, what others own.
-        leaving = num_bytes * (group.num_domains - 1) / group.num_domains
-        across = max(self._message_seconds(link, leaving / size, flows * own) for size, link, own in group.across)
+        leaving = num_bytes * (form.num_domains - 1) / form.num_domains
+        across = max(self._message_seconds(link, leaving / size, flows * own) for size, link, own in form.across)
         return inside + across * (2 if operation == "all_reduce" else 1)
 
-    def _flat(self, operation: str, num_bytes: int, group: Group, flows: int) -> float:
-        link = self._slowest(group.links, num_bytes // group.size + 1, flows)
-        algorithm = cheapest_flat(operation, num_bytes, group.size, link, MESSAGE_OVERHEAD_SECONDS)
-        return flat_seconds(operation, algorithm, num_bytes, group.size, link, MESSAGE_OVERHEAD_SECONDS)
+    def _flat(self, operation: str, num_bytes: int, form: Form, flows: int) -> float:
+        link = self._slowest(form.links, num_bytes // form.size + 1, flows)
+        algorithm = cheapest_flat(operation, num_bytes, form.size, link, MESSAGE_OVERHEAD_SECONDS)
+        return flat_seconds(operation, algorithm, num_bytes, form.size, link, MESSAGE_OVERHEAD_SECONDS)
 
     def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> Link:
         """Return the slowest of some links, as a line through messages of no bytes and of `num_bytes`."""

@@ -108,7 +108,8 @@ def options_of(
     pool, rows = costs.pools[number], group.rows
     slots = {g: len(pool.slots(g.size)) for g in rates}
     counts: dict[tuple[TensorGrid, int], list[int]] = {}  # of stages, all of which have the same figures
-    for grid, stages, replicas in choices_of(slots, costs.setup.model.num_layers, rows):
+    # Rounded up, fewer rows are never harder: who asks for fewer than there are gets no less than the truth.
+    for grid, stages, replicas in choices_of(slots, costs.setup.model.num_layers, rows, rounded_up=True):
         counts.setdefault((grid, replicas), []).append(stages)
     found, stages_of = [], []
     for (grid, replicas), stages in counts.items():

@@ -25,7 +25,7 @@ from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
 # that were measured, and for those of a data sheet.
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
 MOST_BUCKETS = 32
-"""Into how many pieces a model's gradients are cut at the most, for what goes on beside: more tell nothing more."""
+"""Into about how many pieces a rank's gradients are cut at the most where they are summed beside."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def pass_cost(
     what is longer than all else, as the next item's weights come while this one computes; and by how much computing is
     slower meanwhile.
     """
-    times = max(device.overlap_times for device in devices)
+    times, slowed = max(device.overlap_times for device in devices), 0.0
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
     tensor = over_z = data = 0.0
     axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
@@ -110,11 +110,11 @@ def pass_cost(
         if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
             alone = Work([exchange.behind])
             beside = min(seconds, *(alone.seconds(device, setup.dtype, setup.stack) for device in devices))
-            slowed = slowed_by(beside, seconds, times)
-            compute, seconds = compute + slowed, max(0.0, seconds - beside - slowed)
+            longer = slowed_by(beside, seconds, times)
+            slowed, seconds = slowed + longer, max(0.0, seconds - beside - longer)
         tensor += seconds
-    compute += slowed_by(min(over_z, compute), over_z, times)
-    return PassCost(compute, tensor + max(0.0, over_z - compute - tensor), data)
+    slowed = min(slowed + slowed_by(min(over_z, compute), over_z, times), compute * (times - 1))
+    return PassCost(compute + slowed, tensor + max(0.0, over_z - compute - slowed - tensor), data)
 
 
 class Predictor:
@@ -130,7 +130,7 @@ class Predictor:
         """`efficiencies` are by family, in place of the catalogue's."""
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._beside = setup.bucket_bytes is not None
-        self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._whole_bytes // MOST_BUCKETS)
+        self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
         self.network = ClusterNetwork(cluster, setup.stack.link_share)
         self.network.check_ranks(len(plan.ranks))
         fitted = efficiencies or {}
@@ -213,7 +213,11 @@ class Predictor:
     def guessed(self) -> tuple[str, ...]:
         """Return which inputs nobody measured or read in a data sheet."""
         figures = guessed_figures(self.cluster)
-        return tuple(figures + [guess for family in self._used_families for guess in self._devices[family].guesses])
+        for family in self._used_families:
+            figures += self._devices[family].guesses
+            if (self.setup.overlaps or self._beside) and self.cluster.families[family].overlap_times is None:
+                figures.append(f"families.{family}.overlap_times: communication does not slow what is computed beside")
+        return tuple(figures)
 
     def _device(self, rank: int) -> DeviceModel:
         return self._devices[self.cluster.devices[rank].family]
@@ -363,9 +367,11 @@ class Predictor:
         return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
     @property
-    def _whole_bytes(self) -> int:
-        model = self.setup.model
-        return 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
+    def _rank_bytes(self) -> int:
+        """Return about how many bytes of gradients the rank with the fewest weights has, by even stages."""
+        model, plan = self.setup.model, self.plan
+        whole = 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
+        return whole // max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
 
     def _agree_seconds(self) -> float:
         return self.network.group_seconds("all_reduce", 24, self.plan.ranks, ())

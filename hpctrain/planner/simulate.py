@@ -239,7 +239,7 @@ class _Simulation:
                 case op if op in PASSES:
                     cost = self._costs.of_tile(tile, step.microbatch)
                     one = getattr(cost, PASSES[op])[step.substep]
-                    self._await_weights(tile, clock, one)
+                    self._await_weights(tile, clock)
                     for part, seconds in (("compute", one.compute), ("tensor", one.tensor), ("data", one.data)):
                         clock.spend(part, seconds)
                 case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
@@ -336,45 +336,58 @@ class _Simulation:
                 found.setdefault(tile, []).append((sharing.gather_seconds, end, sharing.needed_seconds[tile]))
         return found
 
-    def _await_weights(self, tile: Tile, clock: _Clock, one: PassCost) -> None:
-        """Wait in the first forward pass, which computes what it can before."""
+    def _await_weights(self, tile: Tile, clock: _Clock) -> None:
+        """Wait in the first forward pass, which computes what it can before, and more slowly while weights come."""
         gathers = self._gathers.pop(tile, None)
-        if gathers:
-            taken = sum(seconds for seconds, _, _ in gathers)
-            moving = min(taken, max(0.0, max(end for _, end, _ in gathers) - clock.now))
-            self._spend_beside(tile, taken, moving, max(end - needed for _, end, needed in gathers))
+        if not gathers:
+            return
+        times = self._costs.of_tile(tile, 0).overlap_times
+        taken, all_there = sum(seconds for seconds, _, _ in gathers), max(end for _, end, _ in gathers)
+        moment, computed, waited, slowed = clock.now, 0.0, 0.0, 0.0
+        for _, end, needed in sorted(gathers, key=lambda gather: gather[2]):
+            alone, computed = needed - computed, needed
+            moving = max(0.0, all_there - moment)
+            longer = slowed_by(min(alone, moving), moving, times)
+            late = max(0.0, end - moment - alone - longer)
+            moment += alone + longer + late
+            waited, slowed = waited + late, slowed + longer
+        clock.spend("compute", slowed)
+        self._wait_beside(clock, taken, waited)
 
     def _reduce(self) -> None:
         """Sum gradients, each sharing when all its tiles have made them and the one before it is done.
 
-        What is made first, by the last items, is summed first.
+        What is made first, by the last items, is summed first, and slows what is computed then.
         """
         lane = dict.fromkeys(self._clocks, 0.0)
-        taken = dict.fromkeys(self._clocks, 0.0)
+        taken, slowed = dict.fromkeys(self._clocks, 0.0), dict.fromkeys(self._clocks, 0.0)
         for sharing in sorted(self._costs.sharings, key=self._order_of_sums):
-            if sharing.reduce_seconds:
-                firsts = [self._first[tile] for tile in sharing.tiles]
-                made = (
-                    self._done[tile] - sharing.ready_seconds[tile] if sharing.ready_seconds else self._clocks[first].now
-                    for tile, first in zip(sharing.tiles, firsts, strict=True)
-                )
-                end = max(*made, *(lane[first] for first in firsts)) + sharing.reduce_seconds
-                for first in firsts:
-                    lane[first] = end
-                    taken[first] += sharing.reduce_seconds
-        for tile in self._clocks:
-            self._spend_beside(tile, taken[tile], taken[tile], lane[tile])
+            if not sharing.reduce_seconds:
+                continue
+            firsts = [self._first[tile] for tile in sharing.tiles]
+            made = (
+                self._done[tile] - sharing.ready_seconds[tile] if sharing.ready_seconds else self._clocks[first].now
+                for tile, first in zip(sharing.tiles, firsts, strict=True)
+            )
+            made = (moment + slowed[first] for moment, first in zip(made, firsts, strict=True))
+            start = max(*made, *(lane[first] for first in firsts))
+            for tile, first in zip(sharing.tiles, firsts, strict=True):
+                lane[first] = start + sharing.reduce_seconds
+                taken[first] += sharing.reduce_seconds
+                beside = min(sharing.reduce_seconds, max(0.0, self._clocks[first].now + slowed[first] - start))
+                times = self._costs.of_tile(tile, 0).overlap_times
+                slowed[first] += slowed_by(beside, sharing.reduce_seconds, times)
+        for first, clock in self._clocks.items():
+            clock.spend("compute", slowed[first])
+            self._wait_beside(clock, taken[first], max(0.0, lane[first] - clock.now))
 
     def _order_of_sums(self, sharing: Sharing) -> tuple[int, float]:
         chunk = max(self._own[self._first[tile]].index(tile) for tile in sharing.tiles)
         return -chunk, -max(sharing.ready_seconds.values(), default=0.0)
 
-    def _spend_beside(self, tile: Tile, seconds: float, moving: float, end: float) -> None:
-        """Account for what took the ranks of a tile so long, `moving` of it beside computing; they wait for its end."""
-        clock = self._clocks[self._first[tile]]
-        beside = max(0.0, moving - max(0.0, end - clock.now))
-        clock.spend("compute", slowed_by(beside, moving, self._costs.of_tile(tile, 0).overlap_times))
-        waited = max(0.0, end - clock.now)
+    @staticmethod
+    def _wait_beside(clock: _Clock, seconds: float, waited: float) -> None:
+        """Account for what took so long beside computation, of which the end was waited for."""
         seen = min(waited, seconds)
         clock.now += waited
         clock.exposed["data"] += waited

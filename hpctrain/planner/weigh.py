@@ -60,6 +60,18 @@ class Placed(NamedTuple):
         return self.way.needed_bytes.at(self.blocks)
 
 
+class Piece(NamedTuple):
+    """Blocks, and maybe ends of the model, that the same stages hold."""
+
+    members: list[tuple[int, int]]
+    """These stages: pipeline, and place in it."""
+    elements: list[float]
+    """For each of them how many weights a rank has."""
+    blocks: int
+    is_first: bool
+    is_last: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A shape with its cuts."""
@@ -246,23 +258,21 @@ class Weigher:
             passed.append(done_after([placed.passes for placed in stages], messages, shape.microbatches))
         # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
         updated = [[0.0] * len(stages) for stages in pipelines]
-        exchanged, every = [], list(self._pieces(pipelines))
-        for number, (members, pieces) in enumerate(every):
-            placed = [pipelines[p][i] for p, i in members]
+        exchanged = []
+        for piece in self._pieces(pipelines):
+            placed = [pipelines[p][i] for p, i in piece.members]
             holders = sum(each.choice.replicas for each in placed)
-            for (p, i), each, elements in zip(members, placed, pieces, strict=True):
+            for (p, i), each, elements in zip(piece.members, placed, piece.elements, strict=True):
                 is_cut = shape.zero > 0 and holders > 1
                 device = costs.pools[each.pool].device
                 updated[p][i] += update_seconds(setup, device, int(elements / holders if is_cut else elements))
             if holders > 1:
-                ends = number == 0, number == len(every) - 1
-                exchanged.append((members, *self._exchange_seconds(shape.zero, placed, pieces, ends)))
+                exchanged.append((piece.members, *self._exchange_seconds(shape.zero, placed, piece)))
         longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
         after = _after([(members, gather) for members, _, gather in exchanged], updated)
         return longest + costs.agree_seconds + after + setup.stack.step_seconds
 
-    def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[tuple[list[tuple[int, int]], list[float]]]:
-        """Yield which stages (pipeline, place) hold the same items, and how many weights of these their ranks have."""
+    def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[Piece]:
         ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
         start, at = 0, [0] * len(pipelines)
         for stop in sorted(set(itertools.chain(*ends))):
@@ -271,49 +281,48 @@ class Weigher:
                 self.costs.elements(stages[i].choice.grid, is_first, is_last).at(stop - start)
                 for stages, i in zip(pipelines, at, strict=True)
             ]
-            yield list(enumerate(at)), elements
+            yield Piece(list(enumerate(at)), elements, stop - start, is_first, is_last)
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(
-        self, zero: int, placed: Sequence[Placed], elements: Sequence[float], ends: tuple[bool, bool]
-    ) -> tuple[float, float]:
-        """Return how long a piece's gradients are waited for, and its weights; `ends` of the model may be in it.
+    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], piece: Piece) -> tuple[float, float]:
+        """Return how long the gradients of a piece are waited for, and its weights.
 
         Ranks of unlike grids meet in parts of what the finest has, one after the other.
         """
-        costs, stack = self.costs, self.costs.setup.stack
+        costs, setup = self.costs, self.costs.setup
         groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
         sizes = [size for _, size, _ in groups]
-        part, times = min(elements), max(sizes) / min(sizes)
-        is_first, is_last = ends
-        reduce = gather = 0.0
+        part, times = min(piece.elements), max(sizes) / min(sizes)
         buckets = 1
-        if bucket_bytes := costs.setup.bucket_bytes:
-            items = max(each.blocks for each in placed) + is_first + is_last
-            buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / bucket_bytes)))
+        if setup.bucket_bytes:
+            items = piece.blocks + piece.is_first + piece.is_last
+            buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / setup.bucket_bytes)))
 
         def exchange(operation: str, element_bytes: int) -> float:
             return costs.sharing_seconds(groups, int(part * element_bytes / buckets), operation) * buckets * times
 
+        reduce = gather = 0.0
         if zero < 2:
-            reduce = exchange("reduce_scatter" if zero else "all_reduce", stack.gradient_bytes)
+            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.stack.gradient_bytes)
         if zero in (1, 2):
-            gather = exchange("all_gather", costs.setup.item_bytes)
-        if bucket_bytes:
-            # Beside the last backward pass, and the next step's first forward one; but for the first item, whose
-            # gradients are made last and whose weights are needed first, and while the last item computes.
-            share = max(
-                costs.elements_of(each.choice.grid, 1 - is_first) / each.choice.grid.z / whole
-                for each, whole in zip(placed, elements, strict=True)
-            )
-            forward, backward = (
-                min(line.each * (each.blocks - 1 + is_last) for each, line in zip(placed, lines, strict=True))
-                for lines in zip(*((each.way.forward, each.way.backward) for each in placed), strict=True)
-            )
-            reduce = max(reduce * share, reduce - backward)
-            if len(set(sizes)) == 1 and all(each.choice.grid.z == 1 for each in placed):
-                gather = max(gather * share, gather - forward)
+            gather = exchange("all_gather", setup.item_bytes)
+        return self._waited_for(reduce, gather, placed, piece) if setup.bucket_bytes else (reduce, gather)
+
+    def _waited_for(self, reduce: float, gather: float, placed: Sequence[Placed], piece: Piece) -> tuple[float, float]:
+        """Return what is left of both beside the last backward pass, and the next step's first forward one.
+
+        At least the first item's, whose gradients are made last and whose weights are needed first; while the last
+        item computes, nothing is there to be summed, and nothing is left to be gathered.
+        """
+        share = max(
+            self.costs.elements_of(each.choice.grid, 1 - piece.is_first) / each.choice.grid.z / whole
+            for each, whole in zip(placed, piece.elements, strict=True)
+        )
+        blocks = piece.blocks - 1 + piece.is_last
+        reduce = max(reduce * share, reduce - min(each.way.backward.each * blocks for each in placed))
+        if len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1:
+            gather = max(gather * share, gather - min(each.way.forward.each * blocks for each in placed))
         return reduce, gather
 
     def _message(self, source: Placed, target: Placed, rows: int) -> float:

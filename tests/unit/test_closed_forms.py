@@ -6,21 +6,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.planner.bound import least_seconds
+import hpctrain.planner.bound as bound
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.search import Search
+from hpctrain.planner.shortlist import SLOWEST_SHARE, Shortlists
 from hpctrain.planner.space import arrangements
 from hpctrain.planner.stages import Line
 from tests.unit.small_searches import EVERYTHING, cases, every_arrangement, step_seconds
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases())
-def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
+@pytest.mark.parametrize("is_rough", [False, True])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_no_plan_is_below_its_bound_nor_below_that_of_all(case, is_rough):
+    """Nor below the rougher bound of many pools."""
     setup, batch, cluster, space = case
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
     # No time is refuted that a plan needs: those above the best one's too could be.
-    least = least_seconds(searching.costs, batch, space, 1.5 * searching.run().best.seconds)
+    known = searching.costs, batch, space, 1.5 * searching.run().best.seconds
+    with pytest.MonkeyPatch.context() as patch:
+        if is_rough:
+            patch.setattr(bound, "FEW_POOLS", 0)
+            patch.setattr(bound, "FEW_DEVICES", 0)
+            patch.setattr(bound, "ROW_PARTS", 2)
+        least = bound.least_seconds(*known)
     for layout in searching.layouts[:20]:
         seconds = step_seconds(setup, searching.weigher.plan(layout), cluster)
         assert searching.weigher.bound(layout) <= seconds * (1 + 1e-9)
@@ -28,6 +37,25 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
         # Unlike pipelines side by side may share a NIC in their exchanges in ways that the estimate does not see.
         error = 0.35 if len(layout.shape.pipelines) == 1 else 0.45
         assert layout.seconds == pytest.approx(seconds, rel=error), "what ranks plans is near what decides"
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases(), st.integers(2, 6))
+def test_choices_that_are_not_scored_are_none_of_the_best(case, per_group):
+    setup, batch, cluster, space = case
+    weigher = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0).weigher
+    lists = Shortlists(weigher, per_group)
+    (microbatches,), row = space.microbatches, tuple(range(len(weigher.costs.pools)))
+    rows = batch // microbatches
+    for pool in row:
+        found = lists.choices(microbatches, pool, row, (row,))
+        every, best = lists._rates(pool, rows)
+        others = sum(lists._rates(other, rows)[1] for other in row if other != pool)
+        considered = [(rate, choice) for rate, choice in every if rate >= best * SLOWEST_SHARE]
+        scores = [lists._score(pool, choice, rate, others, rows, microbatches) for rate, choice in considered]
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], i))
+        assert found == [considered[i][1] for i in order[: len(found)]]
+        assert len(found) >= min(2, len(considered))
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,5 +1,6 @@
 """The predictor: its parts add up, it scales as physics does, and it is as fast as a search needs."""
 
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -20,6 +21,8 @@ from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan, even_plan
 from hpctrain.planner.cost import Setup, Work, item_cost
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.messages import _Messages
+from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import Predictor, pass_cost, predict
 from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate, slowed_by
 from hpctrain.planner.stack import HPCTRAIN
@@ -145,6 +148,17 @@ def test_messages_are_hidden_behind_what_is_computed_meanwhile():
     for step in steps:
         for parts in step.parts.values():
             assert sum(parts.values()) == pytest.approx(step.step_seconds)
+
+
+@pytest.mark.parametrize("plan", [*LAYOUTS, plan_of((1, 2, 1), 1, 2), plan_by_turns()])
+def test_tiles_that_meet_alike_have_messages_alike(plan):
+    messages = _Messages(SETUP, plan, ClusterNetwork(CLUSTER))
+    expected = {}
+    for tile, forward in itertools.product(plan.tiles, (True, False)):
+        sources = plan.upstream(tile) if forward else plan.downstream(tile)
+        found = messages._between(tile, sources, forward) if sources else []
+        expected |= {(source, tile): each for source, each in zip(sources, found, strict=True) if each}
+    assert {pair: pytest.approx(seconds) for pair, seconds in messages.all().items()} == expected
 
 
 def test_turns_that_meet_at_the_end_only_add_up():
@@ -447,6 +461,38 @@ def test_what_unlike_pipelines_share_is_exchanged_once():
     )
     assert of_all == [{whole, first}, {whole, last}]
     assert of_items == [{whole, first}] * first.items.size + [{whole, last}] * last.items.size
+
+
+TWO_SUMS = [  # moments of a pass of 2 s at which two sums of 0.5 and 1 s are ready, and how much longer the step is
+    ((1.0, 2.0), 1.0 + 0.25),
+    ((1.0, 1.5), 0.75),  # the second from 1.5 s of the pass, which is at 1.75 s; both are done at 2.75 s
+    ((0.0, 0.5), 0.75),
+]
+
+
+@pytest.mark.parametrize(("ready", "longer"), TWO_SUMS)
+def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
+    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0),)
+    sharings = tuple(
+        Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - moment))
+        for seconds, moment in zip((0.5, 1.0), ready, strict=True)
+    )
+    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    assert found.step_seconds == pytest.approx(3.0 + longer)
+
+
+def test_weights_that_come_slow_what_does_not_wait_for_them():
+    """Two gathers of 1 s: the first is waited for, the second comes while a second's work is done before it."""
+    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    cost = (TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_times=2.0),)
+    sharings = tuple(
+        Sharing(plan.tiles, 0.0, 1.0, needed_seconds=dict.fromkeys(plan.tiles, needed)) for needed in (0.0, 1.0)
+    )
+    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    assert found.step_seconds == pytest.approx(3.5 + 1.0 + 0.5)
 
 
 HIDING = replace(SETUP, overlaps=frozenset(("tensor", "z")))

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from hpctrain.comm.accelerator import DTYPES
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.probe.devices import SHARE_OF_MEMORY
 
 # Products short enough that many are computed while bytes move, and large enough to keep the device busy.
 PRODUCT_SIZE, PRODUCT_SIZE_ON_CPUS = 2048, 256
 MOVED_BYTES, MOVED_BYTES_ON_CPUS = 256 << 20, 32 << 20
-SHARE_OF_MEMORY = 16
 
 
 class _Computed(NamedTuple):
@@ -26,16 +27,19 @@ class _Computed(NamedTuple):
 def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: int, seconds: float) -> float | None:
     """Measure for about so many seconds how many times as long a product takes while an all-reduce is under way.
 
-    At least 1; None where the group does not communicate beside computing. All ranks must call.
+    At least 1; None where the group has no lane, which a thread must move. All ranks must call.
     """
     if not comm.goes_beside:
         return None
     on_cpu = accelerator.kind == "cpu"
     size = PRODUCT_SIZE_ON_CPUS if on_cpu else PRODUCT_SIZE
     num_bytes = min(MOVED_BYTES_ON_CPUS if on_cpu else MOVED_BYTES, memory_bytes // SHARE_OF_MEMORY)
-    device = accelerator.device
-    a, b = (torch.empty(size, size, device=device).uniform_(-1, 1) for _ in range(2))
-    out, moved = torch.empty(size, size, device=device), torch.zeros(num_bytes // 4, device=device)
+    device, dtype = accelerator.device, max(DTYPES.values(), key=accelerator.products_per_second)
+    a, b = (torch.empty(size, size, dtype=dtype, device=device).uniform_(-1, 1) for _ in range(2))
+    out = torch.empty(size, size, dtype=dtype, device=device)
+    fewest = torch.tensor([num_bytes // 4], dtype=torch.int64, device=device)
+    comm.all_reduce(fewest, "min")  # unlike devices, and hosts, have unlike memory
+    moved = torch.zeros(int(fewest.item()), device=device)
 
     def compute(until: Callable[[], bool]) -> _Computed:
         """Compute a product, and others until something is so."""
@@ -50,7 +54,7 @@ def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: 
     agreed, end, is_warm = torch.zeros(1, device=device), time.monotonic() + seconds, False
     while not agreed.item():
         work = comm.start_all_reduce(moved)
-        found = compute(lambda work=work: work.ended)  # no poll: it is the lane's thread that moves bytes
+        found = compute(lambda work=work: work.ended)  # no poll: a thread moves the bytes
         work.wait()
         comm.barrier()
         stop = time.perf_counter() + found.seconds

@@ -31,7 +31,7 @@ def probe_cluster(
     fabrics = world.broadcast_object(world.gather_objects(environment.get(FABRIC_VARIABLE, FABRIC)))
     with world.all_or_none():
         check_names(places, fabrics)
-    comm = world.group(range(world.size), "probe", overlapped=True)
+    comm = world.group(range(world.size), "probe", overlapped=world.has_threads)
     classes = pair_classes(places, fabrics)
     for_devices, for_overlap = (SHARE_FOR_DEVICES, SHARE_FOR_OVERLAP) if classes else (1.0, 0.0)
     ranks_on_host = world.topology.ranks_on_host(world.rank)
