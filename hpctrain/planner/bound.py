@@ -11,8 +11,9 @@ program for the most blocks that stages can do; any prices of them give an upper
 that are all full are found backwards, from the loss to the first stage, pool by pool. Beside that a stage does whole
 blocks, no more than it has memory for with the activations that its depth makes it keep, without recomputing or with;
 replicas exchange what they share. Messages are not counted. Of pipelines side by side each is given as many rows as it
-can do in the time; a time is refuted if these are too few. Ways of the last stages that leave more than the pools before
-them can do at their fastest are dropped. Of many pools on many devices ways are told apart roughly, to the better side.
+can do in the time; a time is refuted if these are too few. Ways of the last stages that leave more than the pools
+before them can do at their fastest are dropped. Of many pools on many devices ways are told apart roughly, to the
+better side.
 """
 
 import math

@@ -4,12 +4,9 @@ import itertools
 import json
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpctrain.cluster import Cluster, Nodes
 from hpctrain.cluster_file import dump_cluster, parse_cluster
@@ -18,13 +15,13 @@ from hpctrain.intervals import Interval
 from hpctrain.job import load_job
 from hpctrain.jobs.predict import command
 from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan, even_plan
-from hpctrain.planner.cost import Setup, Work, item_cost
+from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.messages import _Messages
 from hpctrain.planner.network import ClusterNetwork
-from hpctrain.planner.predict import Predictor, pass_cost, predict
-from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate, slowed_by
+from hpctrain.planner.predict import predict
+from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.rows import Rows
 from hpctrain.schedule import forward_only, one_f_one_b
@@ -386,147 +383,3 @@ def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):
     result = run_command(tmp_path, cluster=CLUSTER.model_copy(update={"families": families}))
     assert isinstance(result.exception, TopologyError)
     assert "families fast, slow have no dtype in common to train in (bf16 or fp32)" in str(result.exception)
-
-
-BESIDE = [  # (ready, needed) of two sums and gathers of 1 s each, and what they add to a step of 2 x (1 + 2) s
-    ((0.0, 0.0), None, 4.0),
-    ((1.5, 0.0), None, 3.0),
-    ((0.0, 1.5), None, 3.0),
-    ((1.5, 0.0), (0.9, 0.9), 2.1),
-    ((0.5, 0.0), (0.0, 1.0), 2.5),
-    ((2.0, 1.0), (1.0, 2.0), 0.0),
-]
-
-
-@pytest.mark.parametrize(("ready", "needed", "exposed"), BESIDE)
-def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
-    plan = even_plan(4, TensorGrid(), 1, 2, 2, 2)
-    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),)),)
-    sharings = tuple(
-        Sharing(
-            plan.tiles,
-            1.0,
-            1.0,
-            dict.fromkeys(plan.tiles, ready[i]),
-            None if needed is None else dict.fromkeys(plan.tiles, needed[i]),
-        )
-        for i in (0, 1)
-    )
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
-    assert found.step_seconds == pytest.approx(6.0 + exposed)
-    for parts in found.parts.values():
-        assert sum(parts.values()) == pytest.approx(found.step_seconds)
-        assert parts["data"] == 4.0 and parts["data"] + parts["hidden"] == pytest.approx(exposed)
-
-
-@pytest.mark.parametrize("plan", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[7], plan_of((1, 1, 2), pipeline=1, data=2)])
-def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
-    exposed, beside = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (None, 1_000_000))
-    assert sum(beside.breakdown_seconds.values()) == pytest.approx(beside.step_seconds)
-    saved = exposed.step_seconds - beside.step_seconds
-    if all(tile.zero < 3 for tile in plan.tiles):
-        latencies = 0.001 * exposed.step_seconds  # each bucket has its own
-        assert -latencies < saved < exposed.breakdown_seconds["data"] + exposed.breakdown_seconds["bubble"]
-    else:
-        assert saved == 0, "whose weights are gathered in every pass"
-
-
-@given(st.floats(0.01, 10), st.floats(0.0, 10), st.floats(1, 3))
-def test_a_device_that_communicates_computes_more_slowly_until_either_is_done(alone, moving, times):
-    """Both begin at once."""
-    computed = alone * times if moving >= alone * times else moving + (alone - moving / times)
-    assert alone + slowed_by(min(alone, moving), moving, times) == pytest.approx(computed)
-
-
-@pytest.mark.parametrize(("seconds", "longer"), [(0.5, 0.25), (1.5, 0.75), (3.0, 2.0), (5.0, 4.0)])
-def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
-    """A pass whose last second makes what is summed, on a device that takes twice as long while bytes move."""
-    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
-    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0),)
-    sharing = Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 1.0))
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, (sharing,)))
-    assert found.step_seconds == pytest.approx(3.0 + longer)
-    for parts in found.parts.values():
-        assert sum(parts.values()) == pytest.approx(found.step_seconds)
-
-
-def test_what_unlike_pipelines_share_is_exchanged_once():
-    """Each of the holders has it among other things, so in another place."""
-    whole, first, last = LAYOUTS[-1].tiles
-    of_all, of_items = (
-        [set(sharing.tiles) for sharing in Predictor(setup, LAYOUTS[-1], CLUSTER).costs.sharings]
-        for setup in (SETUP, replace(SETUP, bucket_bytes=1))
-    )
-    assert of_all == [{whole, first}, {whole, last}]
-    assert of_items == [{whole, first}] * first.items.size + [{whole, last}] * last.items.size
-
-
-TWO_SUMS = [  # moments of a pass of 2 s at which two sums of 0.5 and 1 s are ready, and how much longer the step is
-    ((1.0, 2.0), 1.0 + 0.25),
-    ((1.0, 1.5), 0.75),  # the second from 1.5 s of the pass, which is at 1.75 s; both are done at 2.75 s
-    ((0.0, 0.5), 0.75),
-]
-
-
-@pytest.mark.parametrize(("ready", "longer"), TWO_SUMS)
-def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
-    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
-    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0),)
-    sharings = tuple(
-        Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - moment))
-        for seconds, moment in zip((0.5, 1.0), ready, strict=True)
-    )
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
-    assert found.step_seconds == pytest.approx(3.0 + longer)
-
-
-def test_weights_that_come_slow_what_does_not_wait_for_them():
-    """Two gathers of 1 s: the first is waited for, the second comes while a second's work is done before it."""
-    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
-    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_times=2.0),)
-    sharings = tuple(
-        Sharing(plan.tiles, 0.0, 1.0, needed_seconds=dict.fromkeys(plan.tiles, needed)) for needed in (0.0, 1.0)
-    )
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
-    assert found.step_seconds == pytest.approx(3.5 + 1.0 + 0.5)
-
-
-HIDING = replace(SETUP, overlaps=frozenset(("tensor", "z")))
-
-
-@pytest.mark.parametrize("plan", LAYOUTS)
-def test_what_is_hidden_is_between_nothing_and_all_that_was_exposed(plan):
-    exposed, hidden = Predictor(SETUP, plan, CLUSTER).predict(), Predictor(HIDING, plan, CLUSTER).predict()
-    compute = exposed.breakdown_seconds["compute"]
-    assert hidden.breakdown_seconds["compute"] == pytest.approx(compute)
-    assert compute < hidden.step_seconds <= exposed.step_seconds * (1 + 1e-9)
-    grids = {max(tile.tensor.x, tile.tensor.y, tile.tensor.z) for tile in plan.tiles}
-    assert (hidden.step_seconds < exposed.step_seconds) == (grids != {1})
-
-
-def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items():
-    tile = plan_of((1, 2, 1), pipeline=2, data=1).tiles[0]
-    device = [DeviceModel("fast", CLUSTER.families["fast"])]
-    for seconds_of_one in (1e-6, 1e3):  # shorter than any product, and longer than all of them
-        network = SimpleNamespace(group_seconds=lambda *_, one=seconds_of_one: one)
-        cost = item_cost(SETUP, TensorGrid(y=2), 1, 4)
-        exposed, hidden = (pass_cost(s, network, device, cost.backward, tile, (), ()) for s in (SETUP, HIDING))
-        behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]
-        assert len(behind) == 2, "the sums of the gradients of what attention and the inner layer are given"
-        products = sum(Work([product]).seconds(device[0], "fp32", HPCTRAIN) for product in behind)
-        assert exposed.tensor - hidden.tensor == pytest.approx(min(2 * seconds_of_one, products))
-        alone = pass_cost(HIDING, network, device, cost.backward_input, tile, (), ())
-        assert alone.tensor == len(cost.backward_input.exchanges) * seconds_of_one, "no product of weights runs then"
-        slowed = [DeviceModel("fast", CLUSTER.families["fast"].model_copy(update={"overlap_times": 1.5}))]
-        slower = pass_cost(HIDING, network, slowed, cost.backward, tile, (), ())
-        rest = len(cost.backward.exchanges) - len(behind)
-        assert slower.seconds - exposed.compute - rest * seconds_of_one == pytest.approx(
-            2 * seconds_of_one / 3 if seconds_of_one < 1 else 2 * seconds_of_one - products
-        )
-        over_z = item_cost(SETUP, TensorGrid(z=2), 1, 4).forward
-        found = pass_cost(HIDING, network, device, over_z, plan_of((1, 1, 2), 2, 1).tiles[0], (), ())
-        assert found.seconds == pytest.approx(max(found.compute, seconds_of_one))
