@@ -115,7 +115,7 @@ MIXES = {
     ),
     "three-vendors": Mix(
         "4 A100-40, 2 GCDs of an MI250X and 2 Ascend 910: three makers.",
-        3.0,
+        4.0,
         (
             Hosts("a100-40", 4, NVLINK3, (("roce", 4, EDR),)),
             Hosts("mi250x-gcd", 2, INFINITY, (("roce", 2, EDR),)),
