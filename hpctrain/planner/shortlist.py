@@ -91,7 +91,7 @@ class Shortlists:
         memory = costs.pools[pool].memory_bytes
 
         def most(recompute: str, zero: int) -> int:
-            return costs.bytes(grid, each, recompute, zero, replicas, kept, (False, False)).most(memory)
+            return costs.needs(grid, each, recompute, zero, replicas, (False, False)).keeping(kept).most(memory)
 
         first, last = space.recompute[0], space.recompute[-1]
         if most(first, min(space.zero, key=lambda zero: abs(zero - 1))) < of_stage:

@@ -365,11 +365,11 @@ class _Simulation:
             if not sharing.reduce_seconds:
                 continue
             firsts = [self._first[tile] for tile in sharing.tiles]
+            ready = sharing.ready_seconds
             made = (
-                self._done[tile] - sharing.ready_seconds[tile] if sharing.ready_seconds else self._clocks[first].now
+                slowed[first] + (self._done[tile] - ready[tile] if ready else self._clocks[first].now)
                 for tile, first in zip(sharing.tiles, firsts, strict=True)
             )
-            made = (moment + slowed[first] for moment, first in zip(made, firsts, strict=True))
             start = max(*made, *(lane[first] for first in firsts))
             for tile, first in zip(sharing.tiles, firsts, strict=True):
                 lane[first] = start + sharing.reduce_seconds

@@ -147,19 +147,6 @@ class StageCosts:
         """Return the bytes of one row that an item keeps on a rank."""
         return item_kept(self.setup, Tile(Interval(0, 1), Interval(0, 1), (), grid), item, recompute)
 
-    def bytes(
-        self,
-        grid: TensorGrid,
-        rows: int,
-        recompute: str,
-        zero: int,
-        holders: int,
-        kept: int,
-        ends: tuple[bool, bool],
-    ) -> Line:
-        """Return what a rank of a stage needs that keeps activations of `kept` microbatches; see `memory_of`."""
-        return self.needs(grid, rows, recompute, zero, holders, ends).keeping(kept)
-
     def _needs(
         self,
         grid: TensorGrid,
@@ -169,8 +156,8 @@ class StageCosts:
         holders: int,
         ends: tuple[bool, bool],
         least_blocks: int = 2,
-    ) -> "Needs":
-        """Return what a rank of a stage needs.
+    ) -> Needs:
+        """Return what a rank of a stage needs; see `memory_of`.
 
         There are whole weights of two items at once, if it has two: `least_blocks` of 1 is for who may have one.
         """

@@ -240,7 +240,7 @@ class Weigher:
                 Line(sum(s[i] + e[i] for s, e in zip(seconds[1:], extra[1:], strict=True)), seconds[0][i] + extra[0][i])
                 for i in (0, 1)
             )
-            needed = costs.bytes(grid, each, recompute, zero, holders, kept, ends)
+            needed = costs.needs(grid, each, recompute, zero, holders, ends).keeping(kept)
             most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
             split = None
             if not ends[0] and costs.splits(grid, recompute, zero):
