@@ -16,10 +16,11 @@ from pathlib import Path
 
 from make_clusters import HDR, WIDTH, Hosts, Mix, cluster_file
 from mixed import call
-from perlmutter import OVERLAPS, Layout, four_d, megatron_style
+from perlmutter import Layout, four_d, megatron_style, ways_to_hide
+from probed import probed
 
 from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import parse_cluster
+from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.bench_mixed import write_own_tokens
 from hpctrain.observe.console import QUOTED_OVERRUN, trust
@@ -31,6 +32,8 @@ from hpctrain.planner.stack import HPCTRAIN
 RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"
 PAIR_OF_GPUS, NIC = (76e9, 3e-6), 0.8 * HDR
 MEMORY_SCALE = 0.25 / WIDTH**2
+SHAPES = [(m, k, n) for m in (16, 64, 256, 1024) for k in (16, 64, 256) for n in (16, 64, 256)]
+"""Of products that the probe measures."""
 KINDS: dict[str, tuple[Callable[[], Iterable[Layout]], bool]] = {
     "Megatron-style, exposed": (megatron_style, False),
     "4D, hidden": (four_d, True),
@@ -38,23 +41,32 @@ KINDS: dict[str, tuple[Callable[[], Iterable[Layout]], bool]] = {
 
 
 def perlmutter(time_scale: float) -> str:
+    """Return a cluster file in which devices are described as a probe would have found them."""
     hosts = Hosts(FAMILY, 4, PAIR_OF_GPUS, (("ib", 4, NIC),), count=RANKS // 4)
-    return cluster_file(Mix("16 A100-40 on 4 nodes, as of Perlmutter.", time_scale, (hosts,), MEMORY_SCALE))
+    text = cluster_file(Mix("16 A100-40 on 4 nodes, as of Perlmutter.", time_scale, (hosts,), MEMORY_SCALE))
+    where = "perlmutter.toml"
+    cluster, truth = parse_cluster(text, where), parse_truth(text, where)
+    families = {FAMILY: probed("cuda", truth.devices[FAMILY], SHAPES)}
+    return dump_cluster(cluster.model_copy(update={"families": families}), truth=truth)
 
 
 def promising(job: Job, cluster: Cluster, kind: str, count: int) -> list[tuple[Layout, Prediction]]:
     """Return the layouts of a kind that fit, the fastest first, as predicted."""
     layouts, hides = KINDS[kind]
-    overlaps, bucket_bytes = (OVERLAPS, job.overlap.bucket_bytes) if hides else (frozenset(), None)
-    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN, overlaps, bucket_bytes)
+    bucket_bytes = job.overlap.bucket_bytes if hides else None
     found = []
     for layout in layouts():
         plan = layout.plan(job.model, RANKS, BATCH, FAMILY)
         if plan is None:
             continue
-        predictor = Predictor(setup, plan, cluster)
-        if all(stage.fits for stage in predictor.memory):
-            found.append((layout, predictor.predict()))
+        setups = [
+            Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN, overlaps, bucket_bytes)
+            for overlaps in ways_to_hide(plan, hides)
+        ]
+        predictors = [Predictor(setup, plan, cluster) for setup in setups]
+        predictions = [each.predict() for each in predictors if all(stage.fits for stage in each.memory)]
+        if predictions:
+            found.append((layout, min(predictions, key=lambda prediction: prediction.step_seconds)))
     return sorted(found, key=lambda each: each[1].step_seconds)[:count]
 
 
@@ -62,7 +74,7 @@ def measure(folder: Path, plan: Plan, hides: bool, steps: int) -> dict:
     switch = str(hides).lower()
     (folder / "plan.toml").write_text(dump_plan(plan))
     settings = ["plan.file=plan.toml", f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"]
-    settings += [f"overlap.{key}={switch}" for key in ("tensor", "data", "z")]
+    settings += [f"overlap.{key}={switch}" for key in ("tensor", "data", "z")]  # forward where it is predicted to pay
     settings.append("data.tokens=tokens.bin")
     command = ["bench", "train", "mixed", "--json", "--steps", steps, "--rehearse", "perlmutter.toml"]
     command += [part for setting in settings for part in ("--set", setting)]

@@ -5,7 +5,7 @@
     python benchmarks/planned.py v100-t4 --measure     rehearsed too: these three, and the next best of the search
 
 The job is that of `hpctrain bench mixed`. A rehearsal measures all plans of a cluster one after the other on the same
-ranks; its times are the rehearsed cluster's. Overlap is off there, for it is what the search counts with.
+ranks; its times are the rehearsed cluster's. What is `auto` of `[overlap]` is on there, and counted so by the search.
 """
 
 import argparse
@@ -20,21 +20,20 @@ from mixed import rescaled
 
 from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, load_cluster, ready_clusters
-from hpctrain.job import Job, load_job
+from hpctrain.job import load_job
 from hpctrain.jobs.bench_mixed import OWN_JOB, write_own_tokens
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.jobs.find import find_plan
+from hpctrain.jobs.predict import with_overlap
 from hpctrain.plan import Plan, load_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import predict
 from hpctrain.planner.proportional import Candidate
 from hpctrain.planner.search import Limits
-from hpctrain.planner.stack import HPCTRAIN
 
 BIN = Path(sys.executable).parent
 SEARCHED, BY_SPEED, EVEN = "searched", "by speed", "even"
 TOP = 5
-EXPOSED = ("overlap.tensor=false", "overlap.data=false", "overlap.z=false")
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,15 @@ class Named:
 
 def plans_of(cluster_name: str) -> tuple[list[Named], float]:
     """Return the plans of a cluster, those of the search first, and the gap of the best one to its bound."""
-    job, cluster = load_job(OWN_JOB), load_cluster(find_cluster(cluster_name))
+    job, path = load_job(OWN_JOB), find_cluster(cluster_name)
+    cluster = load_cluster(path)
     told = find_plan(job, cluster_name, Limits())
+    setup = Setup.of_job(with_overlap(job, cluster, path, told["dtype"])[0])
     best = told["found"].plans[:TOP]
     named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds, True) for place, timed in enumerate(best)]
     for name, option in ((BY_SPEED, "--proportional"), (EVEN, "--uniform")):
         if plan := written(cluster_name, option):
-            named.append(predicted(name, job, plan, cluster, told["dtype"]))
+            named.append(predicted(name, setup, plan, cluster))
     return named, told["gap"]
 
 
@@ -68,8 +69,8 @@ def written(cluster_name: str, option: str) -> Plan | None:
         return load_plan(path) if done.returncode == 0 else None
 
 
-def predicted(name: str, job: Job, plan: Plan, cluster: Cluster, dtype: str) -> Named:
-    found = predict(Setup(job.model, job.data.sequence_length, dtype, HPCTRAIN), plan, cluster)
+def predicted(name: str, setup: Setup, plan: Plan, cluster: Cluster) -> Named:
+    found = predict(setup, plan, cluster)
     return Named(name, plan, found.step_seconds, found.fits)
 
 
@@ -101,7 +102,7 @@ def _saved(folder: Path, number: int, named: Named) -> dict:
 def rehearse(cluster_name: str, given: Path, steps: int) -> None:
     """Be one rank of a rehearsal that measures plans; rank 0 prints what was found."""
     with started_world() as world:
-        job = load_job_on(world, OWN_JOB, ("data.tokens=mixed.bin", *EXPOSED))
+        job = load_job_on(world, OWN_JOB, ("data.tokens=mixed.bin",))
         cluster = start_rehearsal(world, cluster_name).cluster
 
         from hpctrain.jobs.stand import Stand

@@ -16,7 +16,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.cluster import Cluster, Fabric, Family, Nic, Nodes, Product
+from probed import probed
+
+from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.cluster_file import dump_cluster
 from hpctrain.truth import PretendDevice, Truth
 
@@ -42,24 +44,7 @@ KINDS: Mapping[str, tuple[dict[str, PretendDevice], tuple[dict[str, int], ...], 
 def cluster_text(kind: str) -> str:
     """Return a cluster file, as a probe without noise would write it, and its truth."""
     devices, nodes, nic_bytes_per_second = KINDS[kind]
-    families = {}
-    for name, device in devices.items():
-        products = tuple(
-            Product(
-                dtype="fp32",
-                shape=(m, k, n),
-                flops_per_second=2.0 * m * k * n / device.product_seconds("fp32", m, k, n),
-            )
-            for m, k, n in SHAPES
-        )
-        families[name] = Family(
-            origin="measured",
-            kind="cuda",
-            memory_bytes=device.memory_bytes,
-            memory_bytes_per_second=device.memory_bytes_per_second,
-            sustained_flops_per_second={"fp32": max(product.flops_per_second for product in products)},
-            products=products,
-        )
+    families = {name: probed("cuda", device, SHAPES) for name, device in devices.items()}
     nic = Nic(
         origin="measured",
         fabric="ib",

@@ -51,11 +51,21 @@ def parse_cluster(text: str, where: str) -> Cluster:
     return Cluster(**{name: getattr(file, name) for name in Cluster.model_fields})
 
 
+def is_pretended(path: Path) -> bool:
+    """Say whether a cluster file describes devices for a rehearsal. Raises TopologyError as `load_cluster` does."""
+    return _parse(read_text(path, TopologyError), str(path)).truth is not None
+
+
 def load_truth(path: Path) -> Truth:
     """Read the table `[truth]` of a cluster file. For pretend devices alone. Raises TopologyError if it has none."""
-    truth = _parse(read_text(path, TopologyError), str(path)).truth
+    return parse_truth(read_text(path, TopologyError), str(path))
+
+
+def parse_truth(text: str, where: str) -> Truth:
+    """Read the table `[truth]` from TOML; see `load_truth` and `parse_cluster`."""
+    truth = _parse(text, where).truth
     if truth is None:
-        raise TopologyError(f"{path}: truth: missing; a rehearsal's pretend devices need it, see docs/cluster-file.md")
+        raise TopologyError(f"{where}: truth: missing; a rehearsal's pretend devices need it, see docs/cluster-file.md")
     return truth
 
 

@@ -171,7 +171,7 @@ class PlanRequest(Table):
 
 
 class Overlap(Table):
-    """What goes on between ranks while they compute. Results are the same bits, on or off."""
+    """What goes on between ranks while they compute. Results are the same bits, on or off, but for `forward`."""
 
     tensor: Annotated[Switch | None, AUTO] = None
     """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
@@ -179,6 +179,9 @@ class Overlap(Table):
     """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
     z: Annotated[Switch | None, AUTO] = None
     """Gather the weights of the next item over z, and scatter the gradients of the last one, while one computes."""
+    forward: Annotated[Switch | None, AUTO] = None
+    """Compute blocks for the two halves of a rank's rows in turn, each while outputs of the other are summed over the
+    tensor grid, where `tensor` is on. Products and sums of half the rows may have other last bits."""
     keep_gathered: WholeNumber = 0
     """Of how many of a tile's first items the gathered weights are kept until they change: gathered once a step."""
     bucket_bytes: Count = 4 << 20

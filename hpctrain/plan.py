@@ -29,6 +29,11 @@ class TensorGrid(NamedTuple):
     def size(self) -> int:
         return self.x * self.y * self.z
 
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether products are of parts of weights, and their results are summed."""
+        return self.x > 1 or self.y > 1
+
     def coordinate(self, index: int) -> tuple[int, int, int]:
         """Return the (x, y, z) of a place in the order z (slowest), x, y (fastest)."""
         zx, y = divmod(index, self.y)

@@ -33,13 +33,21 @@ def parse_product(name: str) -> Product:
     return Product(use, dtype, *map(int, sizes.split("x")))
 
 
-def products_of(model: Model, plan: Plan, tile: Tile, dtype: str, positions: int) -> list[Product]:
-    """Return the products of a tile's linear layers, once each, the smallest first; positions are of a sequence."""
-    shapes = {shape for item in range(*tile.items) for shape in layer_shapes(model, tile.tensor, item)}
+def products_of(
+    model: Model, plan: Plan, tile: Tile, dtype: str, positions: int, in_halves: bool = False
+) -> list[Product]:
+    """Return the products of a tile's linear layers, once each, the smallest first.
+
+    `positions` are of a sequence; `in_halves`: blocks compute half of a rank's rows at once (`overlap.forward`).
+    """
+    whole = _numbers_of_rows(plan, tile)
+    halves = {half.size for rows in whole for half in cut_evenly(rows, 2)} - {0}
+    of_blocks = halves if in_halves and tile.tensor.cuts_weights else whole
     found = {
         product
-        for out, into in shapes
-        for rows in _numbers_of_rows(plan, tile)
+        for item in range(*tile.items)
+        for out, into in layer_shapes(model, tile.tensor, item)
+        for rows in (of_blocks if 0 < item <= model.num_layers else whole)
         for product in _of_layer(rows * positions, out, into, dtype)
     }
     return sorted(found, key=lambda product: (product.flops, product))

@@ -71,7 +71,8 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     kept = [item for tile in role.tiles for item in range(*tile.items)[: overlap.keep_gathered]]
     store = Store(groups, role.held, axes, dtype, device, kept)
     ways = Ways(job.products.ways.get(role.tiles[0].family, {}), job.train.dtype)
-    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, ways) for tile in role.tiles)
+    in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, ways, in_halves) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,

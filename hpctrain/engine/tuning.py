@@ -69,7 +69,8 @@ def _wanted(job: Job, plan: Plan) -> dict[str, list[Product]]:
     """Return by family the products of all its tiles, the smallest first. Pure, so the same on all ranks."""
     found: dict[str, dict[Product, None]] = {}
     for tile in plan.tiles:
-        of_tile = products_of(job.model, plan, tile, job.train.dtype, job.data.sequence_length)
+        what = job.train.dtype, job.data.sequence_length, bool(job.overlap.forward)
+        of_tile = products_of(job.model, plan, tile, *what)
         found.setdefault(tile.family, {}).update(dict.fromkeys(of_tile))
     return {family: sorted(of, key=lambda product: (product.flops, product)) for family, of in found.items()}
 

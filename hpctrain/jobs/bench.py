@@ -36,9 +36,8 @@ def train(job, overrides, steps, warmup, rehearse, as_json):
     """
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
-        if rehearse:
-            start_rehearsal(world, rehearse)
-        prepared = prepare_run(world, parsed)
+        described = rehearse and start_rehearsal(world, rehearse)
+        prepared = prepare_run(world, parsed, cluster=described and described.cluster)
 
         from hpctrain.comm.accelerator import bind_accelerator
         from hpctrain.engine.phases import phases_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hpctrain.engine.overlap import hidden_groups
+from hpctrain.engine.overlap import hidden_groups, in_halves
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -26,13 +26,19 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.job import Job
     from hpctrain.jobs.common import Prepared
+    from hpctrain.plan import Plan
 
 EXPOSED, NOTHING = "exposed", "nothing"
-SWITCHES = ("tensor", "data", "z")
+IN_HALVES, FORWARD, ALL_AND_FORWARD = "exposed, in halves", "forward", "all and forward"
+ALONE = ("tensor", "data", "z")
+SWITCHES = (*ALONE, "forward")
 VARIANTS = {
     EXPOSED: dict.fromkeys(SWITCHES, False),
-    **{name: {each: each == name for each in SWITCHES} for name in SWITCHES},
-    "all": dict.fromkeys(SWITCHES, True),
+    **{name: {each: each == name for each in SWITCHES} for name in ALONE},
+    "all": {**dict.fromkeys(ALONE, True), "forward": False},
+    IN_HALVES: {**dict.fromkeys(ALONE, False), "forward": True},
+    FORWARD: {"tensor": True, "data": False, "z": False, "forward": True},
+    ALL_AND_FORWARD: dict.fromkeys(SWITCHES, True),
 }
 
 
@@ -46,10 +52,12 @@ VARIANTS = {
 def command(job, overrides, rehearse, steps, pairs, as_json):
     """Time training steps of JOB with all communication exposed, with each overlap alone, and with all of them.
 
-    With --rehearse times are the rehearsed cluster's. `best_seconds` is what a step would take if each operation went
-    on beside what is computed between its start and its end, and took what it takes when it is exposed;
-    `hidden_share` is how much of what that saves was saved. `ideal_seconds` is the longer of all computation and all
-    communication, in which ranks that wait for slower ones are counted: compare ranks that are alike.
+    `forward` is on top of `tensor`, and computes half of the rows at once: the same numbers but for the last bits, by
+    as much as `loss_difference`. With --rehearse times are the rehearsed cluster's. `best_seconds` is what a step would
+    take if each operation went on beside what is computed between its start and its end, and took what it takes when it
+    is exposed; `hidden_share` is how much of what that saves was saved. `ideal_seconds` is the longer of all
+    computation and all communication, in which ranks that wait for slower ones are counted: compare ranks that are
+    alike.
 
     With --pairs a step with all exposed and a step with an overlap are taken in turn, on the ranks as they are or
     rehearsed. Told is the median ratio of their times with its 95 % confidence interval, whether the numbers are the
@@ -64,19 +72,29 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
         raise click.UsageError("say on which rehearsed cluster, --rehearse CLUSTER, or how many pairs here, --pairs 20")
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
-        if rehearse:
-            start_rehearsal(world, rehearse)
-        prepared = prepare_run(world, parsed)
+        described = rehearse and start_rehearsal(world, rehearse)
+        prepared = prepare_run(world, parsed, cluster=described and described.cluster)
         if pairs:
             told = compare_pairs(world, prepared, pairs)
             if world.rank == 0:
                 print(json.dumps(told) if as_json else table_of_pairs(told), flush=True)
             return
-        measured = {name: measure(world, prepared, switches, steps) for name, switches in VARIANTS.items()}
+        variants = [name for name in VARIANTS if not is_in_halves(name) or has_sums(prepared.plan)]
+        measured = {name: measure(world, prepared, VARIANTS[name], steps) for name in variants}
         told = {"plan": prepared.plan.describe(), "ranks": world.size, **compare(world, measured)}
         told["overrun"] = world.largest(world.accelerator.overrun)
         if world.rank == 0:
             print(json.dumps(told) if as_json else table(told), flush=True)
+
+
+def is_in_halves(variant: str) -> bool:
+    """Say whether a variant computes halves of rows, and so other last bits."""
+    return variant in VARIANTS and VARIANTS[variant]["forward"]
+
+
+def has_sums(plan: "Plan") -> bool:
+    """Say whether anything is summed over a tensor grid."""
+    return any(tile.tensor.cuts_weights for tile in plan.tiles)
 
 
 class Measured(NamedTuple):
@@ -167,7 +185,6 @@ def exposed_seconds(operations: Iterable[Operation], alone: Mapping[tuple[str, s
 def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
     """Return what is told, of the slowest rank each. All ranks must call."""
     base = measured[EXPOSED]
-    alone = seconds_alone(base.operations)
     by_group: dict[str, float] = defaultdict(float)
     for operation in base.operations:
         by_group[operation.group] += operation.seconds
@@ -176,8 +193,10 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
     step = {name: each.step_seconds for name, each in measured.items()}
     best, shares = {}, {}
     for name, each in measured.items():
-        if name != EXPOSED:
-            best[name] = world.largest(base.compute_seconds + exposed_seconds(each.operations, alone))
+        if name not in (EXPOSED, IN_HALVES):
+            like = measured[IN_HALVES if is_in_halves(name) else EXPOSED]
+            alone = seconds_alone(like.operations)
+            best[name] = world.largest(like.compute_seconds + exposed_seconds(each.operations, alone))
             can_be_hidden = step[EXPOSED] - best[name]
             shares[name] = (step[EXPOSED] - step[name]) / can_be_hidden if can_be_hidden > 0 else None
     return {
@@ -191,7 +210,8 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
         "ideal_seconds": max(compute, communication),
         "best_seconds": best,
         "hidden_share": shares,
-        "same_bits": len({each.loss for each in measured.values()}) == 1,
+        "same_bits": len({each.loss for name, each in measured.items() if not is_in_halves(name)}) == 1,
+        "loss_difference": max(abs(each.loss / base.loss - 1) for each in measured.values()),
     }
 
 
@@ -202,19 +222,26 @@ def switched(job: "Job", switches: Mapping[str, bool]) -> "Job":
 
 def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     """Time pairs of steps, exposed and with each overlap; return what is told. All ranks must call."""
-    job = prepared.job
-    exposed = replace(prepared, job=switched(job, VARIANTS[EXPOSED]))
-    groups = hidden_groups(job, prepared.plan, world.rank)
-    there = [key for key in SWITCHES if world.largest(max(map(len, groups[key]), default=1)) > 1]
+    from hpctrain.engine.tuning import tune_products
+
+    job, plan = prepared.job, prepared.plan
+    if job.products.tune:
+        for value in (False, True):  # products of all rows and of half of them
+            products, _ = tune_products(world, in_halves(job, value), plan)
+            job = job.model_copy(update={"products": products})
+    groups = hidden_groups(job, plan, world.rank)
+    there = [key for key in ALONE if world.largest(max(map(len, groups[key]), default=1)) > 1]
     names = [EXPOSED, *there] + ["all"] * (len(there) > 1)
+    if has_sums(plan):
+        names += [FORWARD] + [ALL_AND_FORWARD] * (len(there) > 1)
     jobs = {NOTHING if name == EXPOSED else name: switched(job, VARIANTS[name]) for name in names}
-    found = measure_pairs(world, exposed, jobs, pairs)
+    found = measure_pairs(world, replace(prepared, job=switched(job, VARIANTS[EXPOSED])), jobs, pairs)
     told = {
-        "plan": prepared.plan.describe(),
+        "plan": plan.describe(),
         "ranks": world.size,
         "pairs": pairs,
         "overlaps": {name: _told_of(paired) for name, paired in found.items()},
-        "same_bits": all(paired.same_bits for paired in found.values()),
+        "same_bits": all(paired.same_bits for name, paired in found.items() if not is_in_halves(name)),
         "auto": {
             key: prepared.reasons.get(f"overlap.{key}", f"{'on' if getattr(job.overlap, key) else 'off'}: asked for")
             for key in SWITCHES
@@ -236,11 +263,11 @@ def _told_of(paired: Paired) -> dict:
 
 def table_of_pairs(told: dict) -> str:
     lines = [f"{told['ranks']} ranks: {told['plan']}; {told['pairs']} pairs of steps each"]
-    lines.append(f"  {'overlap':10} {'exposed ms':>10} {'with it ms':>10}  with it / exposed (95 % interval)")
+    lines.append(f"  {'overlap':18} {'exposed ms':>10} {'with it ms':>10}  with it / exposed (95 % interval)")
     for name, each in told["overlaps"].items():
-        bits = "same bits" if each["same_bits"] else "OTHER BITS"
+        bits = "same bits" if each["same_bits"] else "other bits" if is_in_halves(name) else "OTHER BITS"
         seconds = f"{each['exposed_seconds'] * 1e3:10.2f} {each['seconds'] * 1e3:10.2f}"
-        lines.append(f"  {name:10} {seconds}  {Ratio(**each['ratio'])}, {bits}")
+        lines.append(f"  {name:18} {seconds}  {Ratio(**each['ratio'])}, {bits}")
     lines += [f"  auto: {key} {reason}" for key, reason in told["auto"].items()]
     if "overrun" in told:
         lines.append(f"  overrun {told['overrun']:.2%}")
@@ -250,14 +277,17 @@ def table_of_pairs(told: dict) -> str:
 def table(told: dict) -> str:
     lines = [f"{told['ranks']} ranks: {told['plan']}"]
     for name, seconds in told["step_seconds"].items():
-        line = f"  {name:10} {seconds * 1e3:10.2f} ms"
+        line = f"  {name:18} {seconds * 1e3:10.2f} ms"
         if name in told["best_seconds"]:
             share = told["hidden_share"][name]
             said = "nothing to hide" if share is None else f"{share:.0%} of what can be hidden is"
             line += f"   at best {told['best_seconds'][name] * 1e3:10.2f} ms: {said}"
         lines.append(line)
-    lines.append(f"  computation {told['compute_seconds'] * 1e3:9.2f} ms")
-    lines.append(f"  communication {told['communication_seconds'] * 1e3:7.2f} ms ({told['communication_share']:.0%})")
-    lines += [f"    {g or 'group':10} {s * 1e3:8.2f} ms" for g, s in told["communication_seconds_by_group"].items()]
-    lines.append(f"  ideal      {told['ideal_seconds'] * 1e3:10.2f} ms; overrun {told['overrun']:.2%}")
+    lines.append(f"  {'computation':18} {told['compute_seconds'] * 1e3:10.2f} ms")
+    share = told["communication_share"]
+    lines.append(f"  {'communication':18} {told['communication_seconds'] * 1e3:10.2f} ms ({share:.0%})")
+    lines += [f"    {g or 'group':16} {s * 1e3:10.2f} ms" for g, s in told["communication_seconds_by_group"].items()]
+    lines.append(f"  {'ideal':18} {told['ideal_seconds'] * 1e3:10.2f} ms; overrun {told['overrun']:.2%}")
+    bits = "the same bits" if told["same_bits"] else "OTHER BITS"
+    lines.append(f"  {bits}; in halves losses differ by {told['loss_difference']:.1e} at most")
     return "\n".join(lines)

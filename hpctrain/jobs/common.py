@@ -10,7 +10,7 @@ import click
 
 from hpctrain.comm.launcher import host_memory_bytes
 from hpctrain.comm.topology import Preferences
-from hpctrain.engine.overlap import crossings, resolve_overlap
+from hpctrain.engine.overlap import continued, crossings, resolve_forward, resolve_overlap
 from hpctrain.engine.phases import phases_of
 from hpctrain.errors import JobError
 from hpctrain.intervals import cut_evenly
@@ -76,10 +76,13 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
     return job
 
 
-def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Prepared:
+def prepare_run(
+    world: "World", job: Job, resume_from: Path | None = None, cluster: "Cluster | None" = None
+) -> Prepared:
     """Open the data, replace what is `auto` by values, make the plan. All ranks must call.
 
-    With `resume_from` (a checkpoint) values that can change a bit of the result are taken from it.
+    With `resume_from` (a checkpoint) values that can change a bit of the result are taken from it. `cluster` is what
+    the ranks run on, where that is known.
     """
     from hpctrain.data.order import open_datasets
     from hpctrain.planner.even import Resolved, resolve_plan
@@ -108,10 +111,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
             reasons["train.dtype"] = f"{theirs.train.dtype}: that of {resume_from}"
         if job.comm.links is None:
             job = _with(job, "comm", links=theirs.comm.links)
-        for key in ("tensor", "data", "z"):
-            if getattr(job.overlap, key) is None and (value := getattr(theirs.overlap, key)) is not None:
-                job = _with(job, "overlap", **{key: value})
-                reasons[f"overlap.{key}"] = f"{'on' if value else 'off'}: that of {resume_from}"
+        overlap, taken = continued(job.overlap, theirs.overlap)
+        job = job.model_copy(update={"overlap": overlap})
+        reasons |= {key: f"{value}: that of {resume_from}" for key, value in taken.items()}
         if job.products.tune is not False:
             tune = job.products.tune or bool(theirs.products.tune)
             job = _with(job, "products", tune=tune, ways=theirs.products.ways | job.products.ways)
@@ -139,6 +141,9 @@ def prepare_run(world: "World", job: Job, resume_from: Path | None = None) -> Pr
 
         dtype, reasons["train.dtype"] = agree_on_dtype(world, bind_accelerator(world))
         job = _with(job, "train", dtype=dtype)
+    what = job, resolved.plan, world.topology, cluster
+    overlap, chosen = world.broadcast_object(resolve_forward(*what) if world.rank == 0 else None)
+    job, reasons = job.model_copy(update={"overlap": overlap}), reasons | chosen
     from hpctrain.engine.tuning import tune_products
 
     products, chosen = tune_products(world, job, resolved.plan)

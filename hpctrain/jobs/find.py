@@ -7,7 +7,7 @@ from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import TopologyError
 from hpctrain.job import Job
-from hpctrain.jobs.predict import describe, dtype_of, text
+from hpctrain.jobs.predict import describe, dtype_of, text, with_overlap
 from hpctrain.plan import dump_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.even import check_plan
@@ -20,8 +20,10 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
 
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
-    cluster = load_cluster(find_cluster(reference))
+    path = find_cluster(reference)
+    cluster = load_cluster(path)
     dtype, reason = dtype_of(job, cluster, sorted(cluster.families), reference)
+    job, chosen = with_overlap(job, cluster, path, dtype)
     families = _computing_in(dtype, cluster, reference)
     found = search(Setup.of_job(job, dtype), job.train.global_batch, cluster, families, limits=limits)
     check_plan(job, found.best.plan, "the plan that was found")
@@ -31,6 +33,7 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
     left_out = [f"{name} is unused: it has no speed in {dtype}" for name in cluster.families if name not in families]
     return {
         **told,
+        "chosen": chosen,
         "layout": _layout(found, 0),
         "lower_bound_seconds": found.lower_bound_seconds,
         "gap": found.gap,
@@ -92,6 +95,7 @@ def tell(told: dict, top: int, out: Path | None, as_json: bool) -> str:
 def plan_file(told: dict, found: Found) -> str:
     """Return the plan as a file, with what is told of it as comments."""
     comments = [f"{told['layout']}: {told['step_seconds']:.4g} s a step", *_summary(told)]
+    comments += [f"chosen {key}: {reason}" for key, reason in told["chosen"].items()]
     return "".join(f"# {line.strip()}\n" for line in comments) + dump_plan(found.best.plan)
 
 

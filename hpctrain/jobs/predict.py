@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import load_cluster
+from hpctrain.cluster_file import find_cluster, is_pretended, load_cluster
+from hpctrain.engine.overlap import resolve_on
 from hpctrain.errors import TopologyError
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
@@ -26,7 +27,7 @@ TRAINED_DTYPES = ("bf16", "fp32")
 @click.command("predict")
 @click.argument("job")
 @override_option
-@click.option("--cluster", type=click.Path(path_type=Path), required=True, help="A cluster file.")
+@click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or the name of a ready one.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), required=True, help="A plan file.")
 @click.option("--layers", type=click.Path(path_type=Path), help="A table of measured layers, in place of data sheets.")
 @click.option("--layers-of", metavar="MODEL", help="Which model of the table; needed where it has several.")
@@ -39,22 +40,36 @@ def command(job, overrides, cluster, plan_file, layers, layers_of, parameters, s
     \b
     hpctrain predict tiny --cluster cluster.toml --plan plan.toml --json
 
-    Figures of the cluster file that were measured count more than those of data sheets; what was guessed is listed.
-    Communication counts as hidden where the job says `overlap.tensor`, `overlap.z` or `overlap.data` = true; what is
-    left to `auto` is waited for.
+    CLUSTER is a file, or the name of a ready one. Figures that were measured count more than those of data sheets; what
+    was guessed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
     """
-    loaded, machine, plan = with_vocabulary(load_job(job, overrides)), load_cluster(cluster), load_plan(plan_file)
+    loaded, plan, path = with_vocabulary(load_job(job, overrides)), load_plan(plan_file), find_cluster(cluster)
+    machine = load_cluster(path)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
-    dtype, reason = dtype_of(loaded, machine, used, str(cluster))
-    known = load_parameters(parameters) if parameters else SHIPPED
+    dtype, reason = dtype_of(loaded, machine, used, cluster)
+    known, chosen = load_parameters(parameters) if parameters else SHIPPED, {}
+    if stack == HPCTRAIN.name:  # another software's is in its stack
+        loaded, chosen = with_overlap(loaded, machine, path, dtype, plan)
     setup = Setup.of_job(loaded, dtype, known.stacks[stack])
     arguments = setup, plan, machine, efficiencies_of(machine, known)
     predictor = LayeredPredictor(load_layers(layers, layers_of), *arguments) if layers else Predictor(*arguments)
-    told = describe(predictor.predict(), dtype)
+    told = describe(predictor.predict(), dtype) | {"chosen": chosen}
     if reason:
         told["guessed"].append(reason)
     print(json.dumps(told) if as_json else text(told, plan, machine))
+
+
+def with_overlap(
+    job: Job, cluster: Cluster, path: Path, dtype: str, plan: Plan | None = None
+) -> tuple[Job, dict[str, str]]:
+    """Return the job with values for what of its overlaps is `auto`, and the reasons by key.
+
+    `path` is of the cluster's file. Without a plan `forward` stays as it is.
+    """
+    job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
+    overlap, chosen = resolve_on(job, cluster, is_pretended(path), plan)
+    return job.model_copy(update={"overlap": overlap}), chosen
 
 
 def efficiencies_of(cluster: Cluster, parameters: Parameters) -> dict[str, Efficiency]:
@@ -127,5 +142,6 @@ def text(told: dict, plan: Plan, cluster: Cluster) -> str:
         verdict = "fits" if stage["fits"] else "DOES NOT FIT"
         total, available = stage["total"] / 2**20, stage["available"] / 2**20
         lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({held})")
+    lines += [f"chosen    {key}: {reason}" for key, reason in told["chosen"].items()]
     lines += ["guessed", *(f"  {guess}" for guess in told["guessed"] or ["nothing"])]
     return "\n".join(lines)

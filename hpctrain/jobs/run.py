@@ -55,7 +55,7 @@ class Run:
         with world.all_or_none():  # all go on from the same one, whatever their view of the file system
             found = latest_checkpoint(self.path) if world.rank == 0 else None
         self.checkpoint: Path | None = world.broadcast_object(found)
-        self._prepared = prepare_run(world, job, self.checkpoint)
+        self._prepared = prepare_run(world, job, self.checkpoint, described and described.cluster)
         self.job = self._prepared.job
         with world.all_or_none():
             self._folder = RunFolder(self.path) if world.rank == 0 else None

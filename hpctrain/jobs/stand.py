@@ -131,6 +131,7 @@ class Stand:
         model = job.model.model_copy(update={"vocab_size": job.model.vocab_size or source.vocab_size})
         train = job.train.model_copy(update={"dtype": job.train.dtype or "fp32"})
         overlap, _ = resolve_overlap(job.overlap, world.topology)
+        overlap = overlap.model_copy(update={"forward": bool(overlap.forward)})  # the simulation knows whole rows
         self.job = job.model_copy(update={"model": model, "train": train, "overlap": overlap})
         self.cluster = cluster
         self._world, self._steps, self.tell = world, steps, tell

@@ -5,6 +5,8 @@ them this rank's part. Gradients of weights are added straight into `Weight.grad
 accumulation over microbatches costs no pass of its own, and may be left for later (`Weight.accumulate`).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
@@ -28,17 +30,33 @@ class _Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weights: list[Weight], biases: list[Weight], into: Axis, out: Axis, ways: Ways):
+    def forward(
+        ctx,
+        x,
+        weights: list[Weight],
+        biases: list[Weight],
+        into: Axis,
+        out: Axis,
+        ways: Ways,
+        ends: list[Callable[[], None]] | None,
+    ):
         ctx.weights, ctx.biases, ctx.out, ctx.ways = weights, biases, out, ways
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
         parts = [ways.multiply("forward", x_NI, w.data.t()) for w in weights]
         y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        into.all_reduce(y_NO)
-        at = 0
-        for bias in biases:
-            y_NO[:, at : at + bias.data.numel()] += bias.data
-            at += bias.data.numel()
+        if ends is None:
+            into.all_reduce(y_NO)
+            _add_biases(y_NO, biases)
+        else:
+            later_NO = y_NO.data  # of which autograd does not see that it is not yet there
+            summed = into.start_all_reduce(later_NO)
+
+            def end() -> None:
+                summed.wait()
+                _add_biases(later_NO, biases)
+
+            ends.append(end)
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
     @staticmethod
@@ -57,17 +75,32 @@ class _Linear(Function):
             for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
                 bias.accumulate(add_sum, part)
         summed.wait()
-        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None
+        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
+
+
+def _add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
+    at = 0
+    for bias in biases:
+        y_NO[:, at : at + bias.data.numel()] += bias.data
+        at += bias.data.numel()
 
 
 def linear(
-    x: torch.Tensor, weights: list[Weight], biases: list[Weight], into: Axis, out: Axis, ways: Ways = AS_THEY_LIE
+    x: torch.Tensor,
+    weights: list[Weight],
+    biases: list[Weight],
+    into: Axis,
+    out: Axis,
+    ways: Ways = AS_THEY_LIE,
+    ends: list[Callable[[], None]] | None = None,
 ) -> torch.Tensor:
     """Apply one or several weights to the same input; outputs lie side by side in the last dim.
 
     x: [..., I]; result: [..., O], O the sum over `weights`. Ranks of `into` (forward) and `out` (backward) must call.
+    With `ends` the sum over `into` is only started: the result is there, and may be used, when what is appended to it
+    has been called.
     """
-    return _Linear.apply(x, weights, biases, into, out, ways)
+    return _Linear.apply(x, weights, biases, into, out, ways, ends)
 
 
 class _RmsNorm(Function):

@@ -70,9 +70,10 @@ class Stage:
         store: Store,
         tracer: Tracer = UNTRACED,
         ways: Ways = AS_THEY_LIE,
+        in_halves: bool = False,
     ):
         self.tile, self.store, self._tracer = tile, store, tracer
-        self.items: list[Item] = [make_item(model, i, axes, store, ways) for i in range(*tile.items)]
+        self.items: list[Item] = [make_item(model, i, axes, store, ways, in_halves) for i in range(*tile.items)]
 
     @property
     def is_first(self) -> bool:

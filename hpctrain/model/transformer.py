@@ -5,12 +5,14 @@ values and the inner width of the feed-forward part are cut by y and the same on
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
 
+from collections.abc import Generator
+
 import torch
 import torch.nn.functional as F
 
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Model
-from hpctrain.model.axes import Axes
+from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
 from hpctrain.model.store import Store
 from hpctrain.model.ways import Ways
@@ -19,12 +21,28 @@ from hpctrain.plan import TensorGrid
 
 IGNORED = -1  # a target that does not count
 
+Passing = Generator[None, None, torch.Tensor]
+"""Something computed that pauses where it would wait for others, and returns a result."""
+
+
+def in_turns(passings: list[Passing]) -> list[torch.Tensor]:
+    """Go on with each until it would wait, one after the other, until all are done; return their results."""
+    results: dict[int, torch.Tensor] = {}
+    while len(results) < len(passings):
+        for number, passing in enumerate(passings):
+            if number not in results:
+                try:
+                    next(passing)
+                except StopIteration as done:
+                    results[number] = done.value
+    return [results[number] for number in range(len(passings))]
+
 
 class Item:
     """One item of a plan, with the handles of its weights, which are there while the stage has them gathered."""
 
-    def __init__(self, model: Model, item: int, axes: Axes, store: Store, ways: Ways):
-        self.model, self.axes, self.ways = model, axes, ways
+    def __init__(self, model: Model, item: int, axes: Axes, store: Store, ways: Ways, in_halves: bool):
+        self.model, self.axes, self.ways, self.in_halves = model, axes, ways, in_halves
         self._item, self._store = item, store
         self._names = [p.name for p in item_parameters(model, item)]
 
@@ -49,8 +67,8 @@ class Item:
 class Embedding(Item):
     """Token ids to hidden states."""
 
-    def __init__(self, model, item, axes, store, ways):
-        super().__init__(model, item, axes, store, ways)
+    def __init__(self, *of_item):
+        super().__init__(*of_item)
         (self.table,) = self.weights("embedding.weight")
         self.positions = self.weights("positions.weight")
         self.anchor = torch.zeros((), requires_grad=True)
@@ -63,26 +81,41 @@ class Embedding(Item):
 class Block(Item):
     """Attention and feed-forward part, each after a norm and added to the residual stream."""
 
-    def __init__(self, model, item, axes, store, ways):
-        super().__init__(model, item, axes, store, ways)
+    def __init__(self, *of_item):
+        super().__init__(*of_item)
         self.attention_norm, self.ffn_norm = self.norm_weights("attention_norm"), self.norm_weights("ffn_norm")
         self.qkv, self.out, self.up, self.down = (
             [self.weights(*(f"{name}.{kind}" for name in layer)) for kind in ("weight", "bias")]
             for layer in BLOCK_LAYERS
         )
-        self.num_heads = model.num_heads // axes.y.size
-        self.num_kv_heads = max(1, model.kv_heads // axes.y.size)
+        self.num_heads = self.model.num_heads // self.axes.y.size
+        self.num_kv_heads = max(1, self.model.kv_heads // self.axes.y.size)
         self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.attention(self.norm(hidden, self.attention_norm))
-        return hidden + self.feed_forward(self.norm(hidden, self.ffn_norm))
+        parts = hidden.chunk(2) if self.in_halves else (hidden,)
+        outputs = in_turns([self._passed(part) for part in parts])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _passed(self, hidden: torch.Tensor) -> Passing:
+        hidden = hidden + (yield from self.attention(self.norm(hidden, self.attention_norm)))
+        return hidden + (yield from self.feed_forward(self.norm(hidden, self.ffn_norm)))
+
+    def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis) -> Passing:
+        if not self.in_halves:
+            return linear(x, *layer, into=into, out=out, ways=self.ways)
+        ends = []
+        result = linear(x, *layer, into=into, out=out, ways=self.ways, ends=ends)
+        if into.size > 1:
+            yield
+        ends[0]()
+        return result
+
+    def attention(self, x: torch.Tensor) -> Passing:
         rows, positions, _ = x.shape
         size = self.model.head_size
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        qkv = linear(x, *self.qkv, into=self.axes.x, out=self.axes.y, ways=self.ways)
+        qkv = yield from self._linear(x, self.qkv, into=self.axes.x, out=self.axes.y)
         qkv = qkv.view(rows, positions, sum(heads), size)
         if self.model.architecture == "llama":
             queries_keys, values = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
@@ -97,12 +130,12 @@ class Block(Item):
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
-        return linear(mixed, *self.out, into=self.axes.y, out=self.axes.x, ways=self.ways)
+        return (yield from self._linear(mixed, self.out, into=self.axes.y, out=self.axes.x))
 
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = linear(x, *self.up, into=self.axes.x, out=self.axes.y, ways=self.ways)
+    def feed_forward(self, x: torch.Tensor) -> Passing:
+        inner = yield from self._linear(x, self.up, into=self.axes.x, out=self.axes.y)
         inner = swiglu(inner) if self.model.architecture == "llama" else F.gelu(inner, approximate="tanh")
-        return linear(inner, *self.down, into=self.axes.y, out=self.axes.x, ways=self.ways)
+        return (yield from self._linear(inner, self.down, into=self.axes.y, out=self.axes.x))
 
     def rotary_tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""
@@ -118,10 +151,10 @@ class Block(Item):
 class Head(Item):
     """Hidden states to logits, and to the summed loss."""
 
-    def __init__(self, model, item, axes, store, ways):
-        super().__init__(model, item, axes, store, ways)
+    def __init__(self, *of_item):
+        super().__init__(*of_item)
         self.final_norm = self.norm_weights("norm")
-        self.table = self.weights("embedding.weight" if model.tie_head else "head.weight")
+        self.table = self.weights("embedding.weight" if self.model.tie_head else "head.weight")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
@@ -132,6 +165,7 @@ class Head(Item):
         return cross_entropy(self.logits(hidden), targets, *self.vocabulary(), self.axes.y)
 
 
-def make_item(model: Model, item: int, axes: Axes, store: Store, ways: Ways) -> Item:
+def make_item(model: Model, item: int, axes: Axes, store: Store, ways: Ways, in_halves: bool = False) -> Item:
+    """`in_halves`: blocks compute one half of the rows while sums of the other half are under way."""
     kind = Embedding if item == 0 else Head if item == model.num_items - 1 else Block
-    return kind(model, item, axes, store, ways)
+    return kind(model, item, axes, store, ways, in_halves)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 
 from hpctrain.cluster import ITEM_BYTES
 from hpctrain.errors import PlanError
+from hpctrain.intervals import cut_evenly
 from hpctrain.job import Job, Model
 from hpctrain.parameters import item_units, padded_vocabulary
 from hpctrain.plan import TensorGrid
@@ -39,8 +40,12 @@ class Exchange(NamedTuple):
     operation: str
     num_bytes: int
     """Of the whole tensor."""
+    is_output: bool = False
+    """Whether it sums the output of a layer that is cut over its input."""
     behind: Product | None = None
     """What is computed meanwhile in a backward pass, where the software overlaps them."""
+    beside: "Work | None" = None
+    """What is computed meanwhile of the other half of the rows, where they are computed in halves."""
 
 
 @dataclass
@@ -80,8 +85,9 @@ class Setup:
     dtype: str
     stack: Stack
     overlaps: frozenset[str] = frozenset()
-    """What goes on while a rank computes: "tensor" (x and y, behind the products of gradients of weights) and "z" (the
-    next item's weights come and the last one's gradients go)."""
+    """What goes on while a rank computes: "tensor" (x and y, behind the products of gradients of weights), "z" (the
+    next item's weights come and the last one's gradients go) and "forward" (outputs of x and y, beside the other half
+    of the rows)."""
     bucket_bytes: int | None = None
     """Holders sum gradients and gather weights while ranks compute, in buckets of so many bytes or more; None: when all
     is computed."""
@@ -89,7 +95,7 @@ class Setup:
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None, stack: Stack = HPCTRAIN) -> Self:
         """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off."""
-        overlaps = frozenset(key for key in ("tensor", "z") if getattr(job.overlap, key))
+        overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
         dtype = dtype or job.train.dtype
         return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.beside_bytes)
 
@@ -132,8 +138,10 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
         raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
     model, stack = setup.model, setup.stack
     is_block = 0 < item <= model.num_layers
-    if is_block:
-        cost, core = _block(setup, grid, rows)
+    if is_block and rows > 1 and "forward" in setup.overlaps and grid.cuts_weights:
+        cost, core = _in_halves(setup, grid, rows)
+    elif is_block:
+        cost, core, _ = _block(setup, grid, rows)
     else:
         cost, core = (_embedding if item == 0 else _head)(setup, grid, rows), Work()
     again = Work()
@@ -144,6 +152,29 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
     return _with_weights(
         setup, grid, item, zero, replace(cost, backward_input=Work.joined((again, cost.backward_input)))
     )
+
+
+def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Work]:
+    """Return what `_block` does, where each half of the rows is computed while outputs of the other are summed.
+
+    The halves take turns: what one computes up to its next sum is beside the other's last one.
+    """
+    blocks = [_block(setup, grid, half.size) for half in cut_evenly(rows, 2)]
+    cut = _copy_bytes(setup, grid, rows)
+    backward = Work.joined((*(block.cost.backward_input for block in blocks), cut))
+    weight = Work.joined(block.cost.backward_weight for block in blocks)
+    turns = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
+    beside = [replace(following, exchanges=[]) for following in (*turns[1:], Work())]
+    forward = [
+        replace(segment, exchanges=[e._replace(beside=meanwhile) if e.is_output else e for e in segment.exchanges])
+        for segment, meanwhile in zip(turns, beside, strict=True)
+    ]
+    return ItemCost(Work.joined((*forward, cut)), backward, weight), Work.joined(block.core for block in blocks)
+
+
+def _copy_bytes(setup: Setup, grid: TensorGrid, rows: int) -> Work:
+    """Return what it takes to put the halves of the residual stream side by side."""
+    return Work(passed_bytes=2 * rows * setup.positions * (setup.model.hidden_size // grid.x) * setup.item_bytes)
 
 
 def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: ItemCost) -> ItemCost:
@@ -171,10 +202,10 @@ def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str
     num_bytes = setup.item_bytes
     forward = Work([Product(tokens, into, out)])
     if sizes[of_in] > 1:
-        forward.exchanges.append(Exchange(of_in, "all_reduce", tokens * out * num_bytes))
+        forward.exchanges.append(Exchange(of_in, "all_reduce", tokens * out * num_bytes, is_output=True))
     backward, of_weight = Work([Product(tokens, out, into)]), Product(out, tokens, into)
     if sizes[of_out] > 1:
-        backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, of_weight))
+        backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, behind=of_weight))
     added = 1 if setup.passes.weight else 0
     return ItemCost(forward, backward, Work([of_weight], setup.passes.weight * into * out, added))
 
@@ -192,8 +223,15 @@ def _norm(setup: Setup, grid: TensorGrid, tokens: int) -> ItemCost:
     return ItemCost(forward, backward, Work())  # its weights' gradients are by-products
 
 
-def _block(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Work]:
-    """Return a block, and the core of attention, which selective recomputing runs again."""
+class _Block(NamedTuple):
+    cost: ItemCost
+    core: Work
+    """That of attention, which selective recomputing runs again."""
+    segments: list[Work]
+    """The forward pass, cut after each output that is summed."""
+
+
+def _block(setup: Setup, grid: TensorGrid, rows: int) -> _Block:
     model, stack, passes = setup.model, setup.stack, setup.passes
     tokens, size = rows * setup.positions, model.head_size
     hidden, heads = model.hidden_size // grid.x, model.num_heads // grid.y
@@ -201,24 +239,41 @@ def _block(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Work]:
     inner = model.ffn // grid.y
     up = 2 * inner if model.architecture == "llama" else inner
     sizes = {"x": grid.x, "y": grid.y}
-    layers = [
-        _linear(setup, tokens, hidden, query + 2 * key, ("x", "y"), sizes),
-        _linear(setup, tokens, query, hidden, ("y", "x"), sizes),
-        _linear(setup, tokens, hidden, up, ("x", "y"), sizes),
-        _linear(setup, tokens, inner, hidden, ("y", "x"), sizes),
-        *[_norm(setup, grid, tokens)] * 2,
+    norm = _norm(setup, grid, tokens)
+    linears = [
+        _linear(setup, tokens, *shape, axes, sizes)
+        for shape, axes in (
+            ((hidden, query + 2 * key), ("x", "y")),
+            ((query, hidden), ("y", "x")),
+            ((hidden, up), ("x", "y")),
+            ((inner, hidden), ("y", "x")),
+        )
     ]
     core, core_backward = _attention(setup, rows, heads)
-    forward = Work.joined((*(layer.forward for layer in layers), core))
-    backward = Work.joined((*(layer.backward_input for layer in layers), core_backward))
-    weight = Work.joined(layer.backward_weight for layer in layers)
-    cut = grid.y if stack.sequence_parallel else 1
+    weight = Work.joined(linear.backward_weight for linear in linears)
+    residual = tokens * hidden / (grid.y if stack.sequence_parallel else 1)
     rotary = tokens * (query + key) if model.architecture == "llama" else 0
-    for i, work in enumerate((forward, backward)):
-        work.passed_bytes += tokens * hidden / cut * passes.residual[i] + tokens * inner * passes.inner[i]
-        work.passed_bytes += rotary * passes.rotary[i]
-        work.operations += stack.block_operations[i]
-    return ItemCost(forward, backward, weight), Work() if stack.flash else core
+    # What comes before each linear layer; half of the residual stream's passes belong to attention.
+    between = (0.0, rotary * passes.rotary[0], residual * passes.residual[0] / 2, tokens * inner * passes.inner[0])
+    cores = (norm.forward, core, norm.forward, Work())
+    parts = [
+        Work.joined((before, Work(passed_bytes=num_bytes), linear.forward))
+        for before, num_bytes, linear in zip(cores, between, linears, strict=True)
+    ]
+    parts.append(Work(passed_bytes=residual * passes.residual[0] / 2))
+    for number, part in enumerate(parts):
+        part.operations += cut_evenly(stack.block_operations[0], len(parts))[number].size
+    backward = Work.joined((*(linear.backward_input for linear in linears), *[norm.backward_input] * 2, core_backward))
+    backward.passed_bytes += residual * passes.residual[1] + tokens * inner * passes.inner[1]
+    backward.passed_bytes += rotary * passes.rotary[1]
+    backward.operations += stack.block_operations[1]
+    segments = [Work()]
+    for part in parts:
+        segments[-1] = Work.joined((segments[-1], part))
+        if any(exchange.is_output for exchange in part.exchanges):
+            segments.append(Work())
+    cost = ItemCost(Work.joined(parts), backward, weight)
+    return _Block(cost, Work() if stack.flash else core, segments)
 
 
 def _attention(setup: Setup, rows: int, heads: int) -> tuple[Work, Work]:

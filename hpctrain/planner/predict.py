@@ -13,7 +13,7 @@ from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.catalogue import Efficiency
-from hpctrain.planner.cost import Setup, Work, item_cost, model_flops, update_seconds
+from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.messages import arrivals
@@ -89,9 +89,9 @@ def pass_cost(
     """Return what a pass over one item takes on a tile whose ranks have such `devices`, the slowest of which counts.
 
     `data_ranks` hold the same weights as the tile's first rank, on whose node are `on_node`. Of what goes on beside
-    (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer than it, of z
-    what is longer than all else, as the next item's weights come while this one computes; and by how much computing is
-    slower meanwhile.
+    (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer than it, of those
+    beside the other half of the rows what is longer than that takes, of z what is longer than all else, as the next
+    item's weights come while this one computes; and by how much computing is slower meanwhile.
     """
     times, slowed = max(device.overlap_times for device in devices), 0.0
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
@@ -106,15 +106,21 @@ def pass_cost(
         if exchange.axis == "z" and "z" in setup.overlaps:
             over_z += seconds
             continue
-        # `is`: a product that is computed again may have the shape of one of a weight.
-        if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
-            alone = Work([exchange.behind])
-            beside = min(seconds, *(alone.seconds(device, setup.dtype, setup.stack) for device in devices))
+        if (meanwhile := _beside(exchange, work, setup)) is not None:
+            beside = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
             longer = slowed_by(beside, seconds, times)
             slowed, seconds = slowed + longer, max(0.0, seconds - beside - longer)
         tensor += seconds
     slowed = min(slowed + slowed_by(min(over_z, compute), over_z, times), compute * (times - 1))
     return PassCost(compute + slowed, tensor + max(0.0, over_z - compute - slowed - tensor), data)
+
+
+def _beside(exchange: Exchange, work: Work, setup: Setup) -> Work | None:
+    """Return what of a pass is computed beside a sum over the tensor grid, None where it is waited for."""
+    # `is`: a product that is computed again may have the shape of one of a weight.
+    if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
+        return Work([exchange.behind])
+    return exchange.beside if "tensor" in setup.overlaps else None
 
 
 class Predictor:

@@ -6,12 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Preferences
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
-from hpctrain.jobs.bench_overlap import VARIANTS, compare, compare_pairs, measure
+from hpctrain.jobs.bench_overlap import (
+    EXPOSED,
+    IN_HALVES,
+    VARIANTS,
+    compare,
+    compare_pairs,
+    is_in_halves,
+    measure,
+)
 from hpctrain.jobs.common import Prepared
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.even import resolve_plan
@@ -81,6 +90,50 @@ def test_on_and_off_are_bit_equal_and_those_of_one_rank(world, tokens, layout, r
     assert curve(world, overlapped(job, tensor=True, data=True, z=True)) == exposed
 
 
+HALVED = {
+    2: ({"tensor": {"y": 2}}, {"tensor": {"x": 2}, "recompute": "full"}),
+    4: (
+        {"tensor": {"x": 2, "y": 2}, "recompute": "full"},
+        {"tensor": {"y": 2}, "pipeline": 2, "microbatch": 4},
+        {"tensor": {"y": 2}, "pipeline": 2, "microbatch": 1},  # which has no halves
+        {"tensor": {"y": 2, "z": 2}},
+    ),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(120)
+def test_halves_of_rows_give_the_curve_of_one_rank_and_the_same_bits_again(world, tokens):
+    for plan in HALVED[world.size]:
+        job = make_job(tokens, "llama", plan)
+        found = curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True))
+        assert largest_relative_difference(found, one_rank(world, tokens, "llama")) < 1e-5
+        assert curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True)) == found
+        assert curve(world, overlapped(job, tensor=False, data=False, z=False, forward=True)) == found
+        if "pipeline" in plan:
+            split = make_job(tokens, "llama", plan | {"schedule": "zb-h1"})
+            assert curve(world, overlapped(split, tensor=True, data=True, z=True, forward=True)) == found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_the_other_half_is_computed_before_a_sum_is_waited_for(world, tokens, monkeypatch):
+    events, start = [], Communicator.start_all_reduce
+
+    def noted(comm, tensor):
+        work = start(comm, tensor)
+        if comm.size == 1:
+            return work
+        events.append("start")
+        return SimpleNamespace(wait=lambda: (events.append("wait"), work.wait()))
+
+    monkeypatch.setattr(Communicator, "start_all_reduce", noted)
+    job = make_job(tokens, "gpt2", {"tensor": {"y": 2}}, shape={"num_layers": 1})
+    curve(world, overlapped(job, tensor=True, forward=True))
+    forward = ["start", "start", "wait", "start", "wait", "start", "wait", "wait"]  # out and down, each of both halves
+    assert events[: len(forward)] == forward
+
+
 UNLIKE = (((0, 6), (0, 6), (0, 1), (1, 2, 1)), ((0, 6), (6, 16), (3, 2), (1, 1, 2)))
 DEEP = (((0, 2), (0, 6), (0,), (1, 1, 1)), ((2, 6), (0, 6), (1,), (1, 1, 1)), ((0, 6), (6, 16), (3, 2), (1, 2, 1)))
 
@@ -93,6 +146,8 @@ def test_uneven_tilings_are_bit_equal_on_and_off(world, tokens, tiles):
     exposed = curve(world, overlapped(job, tensor=False, data=False, z=False), plan)
     assert largest_relative_difference(exposed, one_rank(world, tokens, "gpt2")) < 1e-5
     assert curve(world, overlapped(job, tensor=True, data=True, z=True), plan) == exposed
+    in_halves = curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True), plan)
+    assert largest_relative_difference(in_halves, exposed) < 1e-5
 
 
 @pytest.mark.ranks(4)
@@ -109,7 +164,7 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
 
     def job_of(**plan):
         shape, plan = {"num_kv_heads": 8, "vocab_size": 64}, {"microbatch": 8, "recompute": recompute, **plan}
-        return overlapped(make_job(tokens, "llama", plan, shape=shape), tensor=on, data=on, z=on)
+        return overlapped(make_job(tokens, "llama", plan, shape=shape), tensor=on, data=on, z=on, forward=on)
 
     model = job_of().model
     h, f, blocks, vocabulary = model.hidden_size, model.ffn, model.num_layers, model.vocab_size
@@ -144,17 +199,18 @@ def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, token
     trained = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self, *args: started.append(self) or trained(self, *args))
     told = compare_pairs(world, prepared, 4)
-    assert list(told["overlaps"]) == ["nothing", "tensor"], "there are no replicas and there is no z"
+    assert list(told["overlaps"]) == ["nothing", "tensor", "forward"], "there are no replicas and there is no z"
     assert told["same_bits"]
     for each in told["overlaps"].values():
         ratio = each["ratio"]
         assert 0 < ratio["low"] <= ratio["middle"] <= ratio["high"]
-    assert told["auto"] == {"tensor": "off: a reason", "data": "on: asked for", "z": "off: asked for"}
+    asked = {"data": "on: asked for", "z": "off: asked for", "forward": "off: asked for"}
+    assert told["auto"] == {"tensor": "off: a reason"} | asked
     of_one = started[: 2 * (2 + 4)]
     exposed, other = of_one[1], of_one[0]
     assert of_one == [other, exposed, exposed, other] * 3, "by turns, and who is first changes"
     beside = [trainer.layout.axes.y.goes_beside for trainer in dict.fromkeys(started)]
-    assert beside == [False, False, True, False]
+    assert beside == [False, False, True, False, True, False]
 
 
 DEVICE = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 5e8})
@@ -194,6 +250,7 @@ def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
 ACROSS = {
     "z": (((0, 6), (0, 4), (0, 2), (1, 1, 2)), ((0, 6), (4, 8), (1, 3), (1, 1, 2))),
     "tensor": (((0, 6), (0, 4), (0, 2), (1, 2, 1)), ((0, 6), (4, 8), (1, 3), (1, 2, 1))),
+    "forward": (((0, 6), (0, 4), (0, 2), (1, 2, 1)), ((0, 6), (4, 8), (1, 3), (1, 2, 1))),
     "data": tuple(((0, 6), (2 * rank, 2 * rank + 2), (rank,), (1, 1, 1)) for rank in range(4)),
 }
 
@@ -208,7 +265,8 @@ def test_a_rehearsed_step_is_shorter_by_what_can_be_hidden(world, tokens, name):
     with rehearsed_world(world, CLUSTER, TRUTH.model_copy(update={"time_scale": 2.0})) as own:
         own.preferences = Preferences(algorithm="exchange")
         prepared = SimpleNamespace(job=overlapped(job), plan=plan, training=training)
-        told = compare(own, {each: measure(own, prepared, VARIANTS[each], 4) for each in ("exposed", name)})
+        wanted = (EXPOSED, name, IN_HALVES) if is_in_halves(name) else (EXPOSED, name)
+        told = compare(own, {each: measure(own, prepared, VARIANTS[each], 4) for each in wanted})
     if world.rank == 0:
         print(told)
     assert told["same_bits"]

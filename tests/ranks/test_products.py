@@ -8,7 +8,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.engine import tuning
 from hpctrain.engine.tuning import Tuned, tune_products
 from hpctrain.intervals import Interval
-from hpctrain.job import Products
+from hpctrain.job import Overlap, Products
 from hpctrain.model.ways import WAYS, Ways
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.products import Product, products_of
@@ -53,9 +53,10 @@ def curve(world, job, plan: Plan, steps: int = 3) -> list[float]:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_the_products_that_are_measured_are_those_that_are_computed(world, tokens, plan, model, monkeypatch):
+@pytest.mark.parametrize(("model", "in_halves"), [("gpt2", False), ("llama", False), ("llama", True)])
+def test_the_products_that_are_measured_are_those_that_are_computed(world, tokens, plan, model, in_halves, monkeypatch):
     job = small_job(tokens, model, tune=False)
+    job = job.model_copy(update={"overlap": Overlap(forward=in_halves)})
     asked = set()
     way = Ways._way
 
@@ -68,7 +69,7 @@ def test_the_products_that_are_measured_are_those_that_are_computed(world, token
     tile = plan.tile_of(world.rank)
     everywhere = world.broadcast_object(world.gather_objects((plan.tiles.index(tile), asked)))
     of_tile = set().union(*(products for number, products in everywhere if plan.tiles[number] == tile))
-    assert of_tile == set(products_of(job.model, plan, tile, "fp32", job.data.sequence_length))
+    assert of_tile == set(products_of(job.model, plan, tile, "fp32", job.data.sequence_length, in_halves))
 
 
 @pytest.mark.ranks(2)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.plan import TensorGrid, even_plan
-from hpctrain.planner.cost import Work, item_cost
+from hpctrain.planner.cost import Work, _block, item_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predict import Predictor, pass_cost, predict
 from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate, slowed_by
@@ -159,3 +159,53 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         over_z = item_cost(SETUP, TensorGrid(z=2), 1, 4).forward
         found = pass_cost(HIDING, network, device, over_z, plan_of((1, 1, 2), 2, 1).tiles[0], (), ())
         assert found.seconds == pytest.approx(max(found.compute, seconds_of_one))
+
+
+IN_HALVES = replace(SETUP, overlaps=frozenset(("tensor", "forward")))
+
+
+def in_turns(halves: list[list[Work]], device: DeviceModel, message_seconds: float) -> float:
+    """Return when two halves are through that take turns, where all sums go one after the other beside them."""
+    now = lane = 0.0
+    arrived = [0.0, 0.0]
+    for segments in zip(*halves, strict=True):
+        for half, segment in enumerate(segments):
+            now = max(now, arrived[half]) + segment.seconds(device, "fp32", HPCTRAIN)
+            if any(exchange.is_output for exchange in segment.exchanges):
+                arrived[half] = lane = max(now, lane) + message_seconds
+            now += message_seconds * sum(not exchange.is_output for exchange in segment.exchanges)
+    return now
+
+
+@pytest.mark.parametrize("grid", [TensorGrid(y=2), TensorGrid(x=2), TensorGrid(x=2, y=2)])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_outputs_are_summed_beside_the_other_half_of_the_rows(grid, rows):
+    tile = plan_of(grid, pipeline=1, data=1).tiles[0]
+    device = DeviceModel("fast", CLUSTER.families["fast"])
+    whole, cost = (item_cost(setup, grid, 1, rows) for setup in (SETUP, IN_HALVES))
+    for name in ("forward", "backward"):
+        moved = [sum(e.num_bytes for e in getattr(each, name).exchanges) for each in (whole, cost)]
+        assert moved[0] == moved[1], "the same bytes"
+    halves = [_block(SETUP, grid, half).segments for half in ((rows + 1) // 2, rows // 2)]
+    compute = cost.forward.seconds(device, "fp32", HPCTRAIN)
+    copied = compute - sum(s.seconds(device, "fp32", HPCTRAIN) for segments in halves for s in segments)
+    again = item_cost(IN_HALVES, grid, 1, rows, "full").backward_input
+    for seconds in (1e-6, compute / 20, compute / 5, 1e3):
+        network = SimpleNamespace(group_seconds=lambda *_, one=seconds: one)
+        found, all_of_it, rest = (
+            pass_cost(IN_HALVES, network, [device], work, tile, (), ())
+            for work in (cost.forward, again, cost.backward_input)
+        )
+        simulated = in_turns(halves, device, seconds) + copied
+        exposed = compute + len(cost.forward.exchanges) * seconds
+        if grid.x == 1:
+            # A half with more rows makes up a little for what the other one waited.
+            assert found.seconds == pytest.approx(simulated, rel=0.005 if rows % 2 else 1e-6)
+        else:  # while norms are summed over x, outputs of the other half are, too
+            assert simulated * (1 - 1e-9) <= found.seconds < exposed
+        assert all_of_it.tensor - rest.tensor == pytest.approx(found.tensor), "what is computed again hides the same"
+
+
+def test_a_single_row_and_a_grid_that_cuts_no_weights_have_no_halves():
+    for grid, rows in ((TensorGrid(y=2), 1), (TensorGrid(z=2), 4)):
+        assert item_cost(IN_HALVES, grid, 1, rows) == item_cost(SETUP, grid, 1, rows)

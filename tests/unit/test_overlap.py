@@ -1,24 +1,28 @@
 """What communicates beside computation: what `auto` becomes, how gradients are cut into buckets, what can be hidden."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.engine.overlap import crossings, resolve_overlap
+from hpctrain.engine.overlap import continued, crossings, resolve_forward, resolve_on, resolve_overlap
 from hpctrain.errors import PlanError
 from hpctrain.holders import holdings_of
 from hpctrain.intervals import Interval
-from hpctrain.job import Model, Overlap
+from hpctrain.job import Job, Model, Overlap
 from hpctrain.jobs.bench_overlap import Operation, exposed_seconds, seconds_alone
 from hpctrain.jobs.pairs import ratio_of
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.schedule import Instruction, Op, check_no_deadlock, one_f_one_b
+from tests.pretended import CLUSTER, cluster_with
 
 MODEL = Model(architecture="llama", num_layers=6, hidden_size=16, num_heads=4, vocab_size=64)
 TIED = Model(architecture="gpt2", num_layers=6, hidden_size=16, num_heads=4, vocab_size=64, tie_head=True)
 HERE, THERE = Place("a", "cpu"), Place("b", "cpu")
+LARGE = Model(architecture="llama", num_layers=6, hidden_size=512, num_heads=8, vocab_size=64)
+ACROSS, FOUR = cluster_with(3e6), TensorGrid(y=4)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,80 @@ def test_what_was_asked_for_stays():
     found, reasons = resolve_overlap(Overlap(tensor=True, z=False, bucket_bytes=7), Topology((HERE, THERE)))
     assert (found.tensor, found.data, found.z, found.bucket_bytes) == (True, True, False, 7)
     assert set(reasons) == {"overlap.data"}
+
+
+CUT, CUT_X, WHOLE = (
+    even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 64) for grid in (FOUR, TensorGrid(x=4), TensorGrid())
+)
+
+
+def job_of(**overlap) -> Job:
+    values = {
+        "name": "test",
+        "model": LARGE,
+        "data": {"tokens": "none", "sequence_length": 64},
+        "train": {"dtype": "fp32"},
+    }
+    return Job.model_validate(values | {"overlap": overlap})
+
+
+HOST = Topology((HERE,) * 4)
+GPUS = Topology((Place("a", "h200", "cuda"),) * 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "overlap", "topology", "cluster", "expected"),
+    [
+        (WHOLE, {"tensor": True}, HOST, None, (False, "off: no tile has x or y")),
+        (CUT, {"tensor": False}, HOST, None, (False, "off: sums over x and y do not go on beside")),
+        (CUT, {"tensor": True}, HOST, None, (False, "off: no cluster is given")),
+        (CUT, {"tensor": True}, HOST, cluster_with(1e12), (False, "off: a step is predicted to take 1.0")),
+        (CUT, {"tensor": True}, GPUS, ACROSS, (True, "on: a step is predicted to take 0.")),
+        (CUT_X, {"tensor": True}, GPUS, ACROSS, (False, "off: norms are summed over x meanwhile")),
+        (CUT_X, {"tensor": True}, replace(GPUS, shares_memory=False), ACROSS, (True, "on: a step is predicted")),
+        (CUT, {"tensor": True, "forward": False}, HOST, ACROSS, (False, None)),
+    ],
+)
+def test_halves_of_rows_are_computed_in_turn_where_that_is_predicted_to_pay(plan, overlap, topology, cluster, expected):
+    found, reasons = resolve_forward(job_of(**overlap), plan, topology, cluster)
+    value, reason = expected
+    assert found.forward is value and found.tensor is overlap["tensor"]
+    assert reasons.get("overlap.forward", "").startswith(reason) if reason else not reasons
+
+
+def test_halves_that_are_asked_for_have_sums_go_on_beside():
+    found, reasons = resolve_overlap(Overlap(forward=True), HOST)
+    assert found.tensor is True and reasons["overlap.tensor"] == "on: overlap.forward needs it"
+    assert resolve_overlap(Overlap(forward=True, tensor=False), HOST)[0].tensor is False
+
+
+def test_a_run_that_is_continued_keeps_what_can_change_its_bits():
+    before = Overlap(tensor=False, data=True, z=False)  # saved before there was `forward`
+    found, reasons = continued(Overlap(), before)
+    assert found == Overlap(tensor=False, data=True, z=False, forward=False)
+    assert reasons == {
+        f"overlap.{k}": v for k, v in (("tensor", "off"), ("data", "on"), ("z", "off"), ("forward", "off"))
+    }
+    saved = Overlap(tensor=True, data=False, z=False, forward=True)
+    assert continued(Overlap(tensor=False), saved)[0] == saved.model_copy(update={"tensor": False})
+
+
+@pytest.mark.parametrize(
+    ("plan", "pretended", "expected"),
+    [
+        (None, False, (True, True, True, None)),
+        (CUT, False, (True, False, False, False)),  # y on both hosts, no replicas, no z
+        (WHOLE, False, (False, True, False, False)),
+        (WHOLE, True, (True, True, True, False)),
+    ],
+)
+def test_a_prediction_resolves_what_is_auto_as_a_run_would(plan, pretended, expected):
+    families = {name: family.model_copy(update={"kind": "cpu"}) for name, family in CLUSTER.families.items()}
+    cpus = CLUSTER.model_copy(update={"families": families})
+    found, _ = resolve_on(job_of(), cpus, pretended, plan)
+    assert (found.tensor, found.data, found.z, found.forward) == expected
+    devices, reasons = resolve_on(job_of(), CLUSTER, False, plan)
+    assert (devices.tensor, devices.data, devices.z) == (True, False, False), reasons
 
 
 def test_buckets_are_whole_items_of_enough_bytes_and_the_first_has_what_is_left_over():

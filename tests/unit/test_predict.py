@@ -25,6 +25,7 @@ from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.rows import Rows
 from hpctrain.schedule import forward_only, one_f_one_b
+from hpctrain.truth import Truth
 from tests.pretended import CLUSTER
 from tests.unit.test_plan import plan_by_turns
 
@@ -346,8 +347,8 @@ def test_errors_say_what_to_do():
         predict(SETUP, wrong, CLUSTER)
 
 
-def run_command(tmp_path, *more: str, cluster: Cluster = CLUSTER, plan: Plan | None = None):
-    (tmp_path / "c.toml").write_text(dump_cluster(cluster))
+def run_command(tmp_path, *more: str, cluster: Cluster = CLUSTER, plan: Plan | None = None, truth: Truth | None = None):
+    (tmp_path / "c.toml").write_text(dump_cluster(cluster, truth=truth))
     (tmp_path / "p.toml").write_text(dump_plan(plan or plan_of()))
     arguments = ["tiny", "--set", "model.vocab_size=1024", "--cluster", str(tmp_path / "c.toml")]
     return CliRunner().invoke(command, [*arguments, "--plan", str(tmp_path / "p.toml"), *more])
@@ -370,11 +371,20 @@ def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
 
 
 @pytest.mark.parametrize(("switch", "plan"), [("tensor", LAYOUTS[1]), ("z", LAYOUTS[3]), ("data", LAYOUTS[0])])
-def test_the_command_hides_what_the_job_says(tmp_path, switch, plan):
-    def step(*settings: str) -> float:
-        return json.loads(run_command(tmp_path, "--json", *settings, plan=plan).stdout)["step_seconds"]
+def test_the_command_hides_what_the_job_says_and_what_a_run_there_would(tmp_path, switch, plan):
+    def told(*settings: str, truth: Truth | None = None) -> dict:
+        exposed = [f"overlap.{each}=false" for each in {"tensor", "forward", "z", "data"} - {switch}]
+        all_set = [part for each in (*exposed, *settings) for part in ("--set", each)]
+        return json.loads(run_command(tmp_path, "--json", *all_set, plan=plan, truth=truth).stdout)
 
-    assert step("--set", f"overlap.{switch}=true") < step("--set", f"overlap.{switch}=false") == step()
+    on, off, auto = told(f"overlap.{switch}=true"), told(f"overlap.{switch}=false"), told()
+    assert on["step_seconds"] < off["step_seconds"]
+    assert not on["chosen"] and list(auto["chosen"]) == [f"overlap.{switch}"]
+    of_devices = on if switch == "tensor" else off
+    assert auto["step_seconds"] == of_devices["step_seconds"], auto["chosen"]
+    pretended = told(truth=Truth())
+    assert pretended["step_seconds"] == on["step_seconds"]
+    assert pretended["chosen"][f"overlap.{switch}"].startswith("on: a rehearsal's devices")
 
 
 def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):

@@ -62,6 +62,9 @@ def test_products_follow_from_the_tile():
     found = products_of(model, Plan((tile, other), 2, 6), tile, "fp32", 10)
     tokens = {p.m for p in found if p.use == "forward"}
     assert tokens == {10, 20}, "5 and 6 rows over z are 2 and 3, in two pieces 1 and 2"
+    halves = products_of(model, Plan((tile, other), 2, 6), tile, "fp32", 10, in_halves=True)
+    of_head = {p.m for p in halves if (p.use, p.k, p.n) == ("forward", 16, 16)}  # and of blocks: q
+    assert of_head == {10, 20} and {p.m for p in halves if p.use == "forward" and p.n == 4} == {10}
     shapes = {(p.k, p.n) for p in found if p.use == "forward"}
     # q alone, the one head of k and v together, o; gate and up; down; the padded vocabulary
     assert shapes == {(16, 4), (16, 4), (4, 16), (16, 32), (16, 16), (16, 16)}
