@@ -17,6 +17,7 @@ from mixed import call
 
 from hpctrain.cluster_file import dump_cluster, parse_cluster
 from hpctrain.jobs.bench_mixed import write_own_tokens
+from hpctrain.jobs.bench_overlap import ALL_AND_FORWARD
 from hpctrain.truth import PretendDevice, Truth
 
 RANKS = 8
@@ -58,6 +59,7 @@ bucket_bytes = 600_000
 LAYOUTS = {
     "data 8": (("plan.data=8",), 7e6),
     "y 2 z 2 data 2": (("plan.tensor.y=2", "plan.tensor.z=2", "plan.data=2", "plan.microbatch=16"), 6e6),
+    "y 4 data 2": (("plan.tensor.y=4", "plan.data=2", "plan.microbatch=16"), 12e6),
 }
 """By name: the plan, and the links' bytes/s."""
 
@@ -82,8 +84,8 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := [name for name in given.layouts if name not in LAYOUTS]:
         parser.error(f"no such layout: {unknown[0]}; there are {', '.join(LAYOUTS)}")
-    print("| layout | communication of exposed | exposed | all on | at best | hidden of what can be | overrun |")
-    print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
+    print("| layout | communication of exposed | exposed | on | a step | at best | hidden of what can be | overrun |")
+    print("|---|--:|--:|---|--:|--:|--:|--:|", flush=True)
     for name in given.layouts or LAYOUTS:
         settings, speed = LAYOUTS[name]
         with tempfile.TemporaryDirectory() as folder:
@@ -94,10 +96,12 @@ def main() -> None:
             command = ["bench", "overlap", "job.toml", "--rehearse", "cluster.toml", "--json", "--steps", given.steps]
             command += [part for setting in settings for part in ("--set", setting)]
             told = json.loads(call(*command, ranks=RANKS, cwd=path).splitlines()[-1])
-        steps = told["step_seconds"]["exposed"], told["step_seconds"]["all"], told["best_seconds"]["all"]
-        exposed, hidden, best = (f"{seconds * 1e3:.1f} ms" for seconds in steps)
-        share, hidden_share = told["communication_share"], told["hidden_share"]["all"]
-        print(f"| {name} | {share:.0%} | {exposed} | {hidden} | {best} | {hidden_share:.0%} | {told['overrun']:.2%} |")
+        share, overrun = f"{told['communication_share']:.0%}", f"{told['overrun']:.2%}"
+        for variant in [each for each in ("all", ALL_AND_FORWARD) if each in told["step_seconds"]]:
+            steps = told["step_seconds"]["exposed"], told["step_seconds"][variant], told["best_seconds"][variant]
+            exposed, hidden, best = (f"{seconds * 1e3:.1f} ms" for seconds in steps)
+            hidden_share = f"{told['hidden_share'][variant]:.0%}"
+            print("|", " | ".join((name, share, exposed, variant, hidden, best, hidden_share, overrun)), "|")
         print(f"    {json.dumps(told)}", file=sys.stderr, flush=True)
 
 

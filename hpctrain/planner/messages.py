@@ -1,6 +1,6 @@
 """What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.cost import Setup
@@ -18,6 +18,24 @@ class _Messages:
 
     def __init__(self, setup: Setup, plan: Plan, network: ClusterNetwork):
         self._setup, self._plan, self._network = setup, plan, network
+        self._nodes = [device.node for device in network.cluster.devices]
+        self._ending, self._starting = self._by_node(lambda t: t.items.stop), self._by_node(lambda t: t.items.start)
+
+    def _by_node(self, cut: Callable[[Tile], int]) -> dict[tuple[int, int], list[int]]:
+        """Return by node, and by where in the items tiles are cut, the ranks of these tiles."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for tile in self._plan.tiles:
+            for rank in tile.ranks:
+                found.setdefault((self._nodes[rank], cut(tile)), []).append(rank)
+        return found
+
+    def _flows(self, sender: int, receiver: int, item: int, forward: bool) -> int:
+        """Return how many messages share a NIC of one that crosses before an item: replicas send theirs then, too."""
+        before, after = (sender, receiver) if forward else (receiver, sender)
+        return max(
+            self._network.flows(before, self._ending[self._nodes[before], item], after),
+            self._network.flows(after, self._starting[self._nodes[after], item], before),
+        )
 
     def all(self) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
         found: dict[tuple[Tile, Tile], tuple[float, ...]] = {}
@@ -27,14 +45,15 @@ class _Messages:
                 sources = self._plan.upstream(tile) if forward else self._plan.downstream(tile)
                 if not sources:
                     continue
-                key = forward, self._meeting((tile, *sources))
+                key = forward, self._meeting((tile, *sources), tile.items.start if forward else tile.items.stop)
                 if key not in known:
                     known[key] = self._between(tile, sources, forward)
                 found |= {(source, tile): each for source, each in zip(sources, known[key], strict=True) if each}
         return found
 
-    def _meeting(self, tiles: Sequence[Tile]) -> tuple:
-        """Return what messages between tiles depend on: their grids and rows, and how their ranks are spread."""
+    def _meeting(self, tiles: Sequence[Tile], item: int) -> tuple:
+        """Return what messages between tiles depend on: their grids and rows, how their ranks are spread, and how many
+        others on their nodes have messages before the same item."""
         ranks = [rank for tile in tiles for rank in tile.ranks]
         devices = [self._network.cluster.devices[rank] for rank in ranks]
         nodes = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in devices))}
@@ -43,7 +62,8 @@ class _Messages:
         turns = range(self._plan.period)
         starts = [tiles[0].rows_of(m).start for m in turns]
         rows = tuple(tuple(tile.rows_of(m).shift(-starts[m]) for m in turns) for tile in tiles)
-        return where, rows, tuple(tile.tensor for tile in tiles)
+        beside = tuple(tuple(len(at.get((n, item), ())) for at in (self._ending, self._starting)) for n in nodes)
+        return where, beside, rows, tuple(tile.tensor for tile in tiles)
 
     def _between(self, tile: Tile, sources: Sequence[Tile], forward: bool) -> list[tuple[float, ...] | None]:
         """Return for each source what its messages take, by turns; None where it never sends."""
@@ -71,7 +91,8 @@ class _Messages:
                 arriving[source] = 0.0
                 continue
             num_bytes = piece.rows.size * piece.features.size * element
-            flows = self._network.flows(piece.sender, source.ranks, rank)
+            item = tile.items.start if forward else tile.items.stop
+            flows = self._flows(piece.sender, rank, item, forward)
             seconds = self._network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
         if gathers(self._plan, tile, *how):

@@ -6,7 +6,7 @@ Ranks of a node that go through the same NIC at the same time share it. A group 
 alike in it counts once, and groups that are alike have their times in common.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ class ClusterNetwork:
         whole = message_seconds(link, int(num_bytes), flows)
         return link.latency_seconds + max(whole - link.latency_seconds, 0.0) / self._share
 
-    def flows(self, rank: int, ranks: Sequence[int], target: int) -> int:
+    def flows(self, rank: int, ranks: Iterable[int], target: int) -> int:
         """Return how many of some ranks share the NIC by which this one sends to `target`, if all of them send by that
         fabric: at least 1."""
         device, fabric = self.cluster.devices[rank], self._numbered[self._number(rank, target)].fabric

@@ -121,7 +121,8 @@ def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches
         if m > warmup + 1:
             first = max((warmup + 1) * forward, forward + behind[s])
             last = max(warmup * backward, behind[s])
-            own = first + (m - 1 - warmup) * (forward + backward) + last + backward
+            each = max([forward + backward, *_held_up(passes, messages, s)])
+            own = first + (m - 1 - warmup) * each + last + backward
         else:
             own = max(max(m * forward, forward + behind[s]) + m * backward, m * forward + behind[s] + backward)
         done.append(before + own)
@@ -131,6 +132,18 @@ def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches
         sent = max(done[s] - passes[s].weight, sent + messages[s] + others[s].backward)
         done[s] = max(done[s], sent + others[s].weight)
     return done
+
+
+def _held_up(passes: Sequence[Passes], messages: Sequence[float], stage: int) -> Iterator[float]:
+    """Yield what a microbatch takes a stage as messages to and from its neighbours hold it up.
+
+    A stage has one microbatch more under way than the next one: while these two compute two of them, a gradient goes
+    back and an activation comes, one after the other, and nobody has anything else to do.
+    """
+    for s in (stage - 1, stage):
+        if 0 <= s < len(passes) - 1 and messages[s]:
+            here, after = passes[s], passes[s + 1]
+            yield (sum(here) + after.forward + after.backward) / 2 + messages[s]
 
 
 def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts: Sequence[Sequence[float]]) -> float:
@@ -347,7 +360,11 @@ class Weigher:
         if has_pieces and not network.is_near(ranks[0], into[0]):
             gather = network.group_seconds("all_gather", num_bytes, into[:y], into)
             num_bytes /= y
-        return gather + network.seconds(ranks[0], into[0], num_bytes, network.flows(ranks[0], ranks, into[0]))
+        # All replicas send at once; as if their ranks were the first of their pools.
+        senders = itertools.chain(*sending[: choice.replicas])
+        receivers = itertools.chain(*receiving[: other.replicas])
+        flows = max(network.flows(ranks[0], senders, into[0]), network.flows(into[0], receivers, ranks[0]))
+        return gather + network.seconds(ranks[0], into[0], num_bytes, flows)
 
     def worst_shortage(self, layout: Layout) -> tuple[float, int]:
         """Return how many bytes the stage lacks that lacks the most, and its number."""
