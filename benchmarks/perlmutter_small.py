@@ -24,7 +24,8 @@ from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.bench_mixed import write_own_tokens
 from hpctrain.observe.console import QUOTED_OVERRUN, trust
-from hpctrain.plan import Plan, dump_plan
+from hpctrain.plan import Plan
+from hpctrain.plan_file import dump_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN

@@ -25,7 +25,8 @@ from hpctrain.jobs.bench_mixed import OWN_JOB, write_own_tokens
 from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
 from hpctrain.jobs.find import find_plan
 from hpctrain.jobs.predict import with_overlap
-from hpctrain.plan import Plan, load_plan
+from hpctrain.plan import Plan
+from hpctrain.plan_file import load_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import predict
 from hpctrain.planner.proportional import Candidate
@@ -92,7 +93,7 @@ def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float
 
 
 def _saved(folder: Path, number: int, named: Named) -> dict:
-    from hpctrain.plan import dump_plan
+    from hpctrain.plan_file import dump_plan
 
     path = folder / f"{number}.toml"
     path.write_text(dump_plan(named.plan))

@@ -222,7 +222,7 @@ def check_zero(plan: Plan, where: str) -> None:
                 ("zero", tile.zero, other.zero),
                 ("substeps", tile.substeps, other.substeps),
                 ("chunks", *([list(each.items) for each in plan.chunks(t)] for t in (tile, other))),
-                ("tiles until the loss", plan.depth_to_loss(tile), plan.depth_to_loss(other)),
+                ("warm-up", plan.warm_up(tile), plan.warm_up(other)),
                 *((("tiles before", plan.depth_from_start(tile), plan.depth_from_start(other)),) if delayed else ()),
             ):
                 if a != b:

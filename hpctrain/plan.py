@@ -1,21 +1,17 @@
 """The plan: a tiling of the work of each microbatch, items x rows, among tensor grids of ranks.
 
-Plain frozen data with a TOML form (see `dump_plan`), written by a person, by `even_plan`, or by the planner, and
+Plain frozen data with a TOML form (see `plan_file.py`), written by a person, by `even_plan`, or by the planner, and
 read by everything else. Item 0 is the embedding, items 1 ... L the blocks, item L+1 the head; rows are the
 sequences of a microbatch.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
-
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from typing import NamedTuple
 
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
 from hpctrain.rows import Rows, common_period
-from hpctrain.tables import Table, explain, parse_toml, read_text
 
 
 class TensorGrid(NamedTuple):
@@ -66,6 +62,8 @@ class Tile:
     """The share of each of its ranks when holders cut the state of the optimizer among them."""
     substeps: int = 1
     """In how many pieces the tile goes through its rows of a microbatch."""
+    ahead: int = 0
+    """Microbatches that it has under way beyond those of 1F1B, so that slow messages hold up nobody."""
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, Interval):
@@ -222,6 +220,10 @@ class Plan:
         """Return the number of tiles on the longest path from the first items to this one, not counting itself."""
         return self._depth_from_start[tile]
 
+    def warm_up(self, tile: Tile) -> int:
+        """Return how many forward passes a tile does before it alternates, if it has one tile a rank."""
+        return self.depth_to_loss(tile) + tile.ahead
+
     def path_length(self, tile: Tile) -> int:
         """Return the number of tiles on the longest path through this one."""
         return self.depth_from_start(tile) + 1 + self.depth_to_loss(tile)
@@ -296,6 +298,7 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         if tile.items.start > 0 and not plan.upstream(tile):
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
     _check_chunks(plan)
+    _check_ahead(plan)
     for microbatch in sorted(set(plan.cut_like)):
         for item in range(num_items):
             rows = [tile.rows_of(microbatch) for tile in plan.tiles if tile.holds(item)]
@@ -310,6 +313,25 @@ def check_tiling(plan: Plan, num_items: int) -> None:
     everyone = set(seen) | set(plan.unused)
     if missing := sorted(set(range(max(everyone) + 1)) - everyone):
         raise PlanError(f"rank {missing[0]} is in no tile; list it under unused = {missing}")
+
+
+def _check_ahead(plan: Plan) -> None:
+    """Refuse tiles that are ahead where that is of no use, or by which tiles would wait for each other for ever."""
+    for number, tile in enumerate(plan.tiles):
+        if not tile.ahead:
+            continue
+        where = f"tile {number}: ahead = {tile.ahead}"
+        if plan.schedule != "1f1b" or len(plan.chunks(tile)) > 1:
+            raise PlanError(f'{where} is of schedule = "1f1b" with one tile a rank; set it to 0')
+        if not plan.downstream(tile):
+            raise PlanError(f"{where}, and nothing comes after it that it could be ahead of; set it to 0")
+        for other in plan.upstream(tile):
+            if plan.warm_up(other) < plan.warm_up(tile):
+                raise PlanError(
+                    f"{where}, so that it wants {plan.warm_up(tile) + 1} microbatches before it sends one back, and"
+                    f" tile {plan.tiles.index(other)} before it sends {plan.warm_up(other) + 1}; set that one's ahead"
+                    f" to {plan.warm_up(tile) - plan.depth_to_loss(other)} or more"
+                )
 
 
 def _check_chunks(plan: Plan) -> None:
@@ -394,107 +416,3 @@ def check_ranks(plan: Plan, num_ranks: int) -> None:
             f"the plan is for {wanted} ranks ({plan.describe()}), but {num_ranks} were started;"
             f' start it with mpirun -n {wanted}, or set plan = "auto"'
         )
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-class _GridTable(Table):
-    x: Annotated[int, Field(ge=1)] = 1
-    y: Annotated[int, Field(ge=1)] = 1
-    z: Annotated[int, Field(ge=1)] = 1
-
-
-def _by_turns(value: object) -> object:
-    """Let the same rows of all microbatches be one turn."""
-    alike = isinstance(value, list) and value and not isinstance(value[0], list)
-    return [value] if alike else value
-
-
-def _check_times(turn: list[int]) -> list[int]:
-    if len(turn) == 3 and not 1 <= turn[2] <= MOST_TURNS:
-        raise ValueError(f"{turn} are rows of {turn[2]} microbatches; make it 1 to {MOST_TURNS}")
-    return turn
-
-
-def _rows_of_turns(turns: list[list[int]]) -> Rows:
-    phases: list[Interval] = []
-    for start, stop, *times in turns:
-        phases += [Interval(start, stop)] * (times[0] if times else 1)
-    return Rows(tuple(phases))
-
-
-MOST_TURNS = 10**6  # so that a slip of the pen fills no memory
-_Turn = Annotated[list[int], Field(min_length=2, max_length=3), AfterValidator(_check_times)]
-"""The bounds of rows, and of how many microbatches, one after the other, they are."""
-
-
-class _TileTable(Table):
-    items: tuple[int, int]
-    rows: Annotated[list[_Turn], BeforeValidator(_by_turns), Field(min_length=1)]
-    ranks: tuple[Annotated[int, Field(ge=0)], ...]
-    tensor: _GridTable = _GridTable()
-    family: str = "cpu"
-    recompute: Literal["none", "full"] = "none"
-    zero: Literal[0, 1, 2, 3] = 1
-    state_share: Annotated[int, Field(ge=1)] = 1
-    substeps: Annotated[int, Field(ge=1)] = 1
-
-
-class _PlanTable(Table):
-    schedule: Literal["1f1b", "zb-h1"] = "1f1b"
-    microbatches: Annotated[int, Field(ge=1)]
-    rows: Annotated[int, Field(ge=1)]
-    unused: tuple[int, ...] = ()
-    tile: Annotated[list[_TileTable], Field(min_length=1)]
-
-
-def load_plan(path: Path) -> Plan:
-    """Read a plan file. Raises PlanError that names file and key; the tiling itself is checked by `check_tiling`."""
-    return parse_plan(read_text(path, PlanError), str(path))
-
-
-def parse_plan(text: str, path: str) -> Plan:
-    """Read a plan from TOML; `path` is what errors call it. Raises PlanError."""
-    tree = parse_toml(text, path, PlanError)
-    try:
-        table = _PlanTable.model_validate(tree)
-    except ValidationError as error:
-        raise PlanError(f"{path}: {explain(error, _PlanTable)[1]}") from None
-    tiles = tuple(
-        Tile(
-            Interval(*t.items),
-            _rows_of_turns(t.rows),
-            t.ranks,
-            TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z),
-            t.family,
-            t.recompute,
-            t.zero,
-            t.state_share,
-            t.substeps,
-        )
-        for t in table.tile
-    )
-    return Plan(tiles, table.microbatches, table.rows, table.schedule, table.unused)
-
-
-def dump_plan(plan: Plan) -> str:
-    """Write a plan as TOML that `load_plan` reads back to an equal plan."""
-    lines = [f'schedule = "{plan.schedule}"', f"microbatches = {plan.microbatches}", f"rows = {plan.rows}"]
-    if plan.unused:
-        lines.append(f"unused = {list(plan.unused)}")
-    for tile in plan.tiles:
-        grid = tile.tensor
-        lines += [
-            "",
-            "[[tile]]",
-            f"items = {list(tile.items)}",
-            f"rows = {tile.rows}",
-            f'family = "{tile.family}"',
-            f"ranks = {list(tile.ranks)}",
-            f"tensor = {{x = {grid.x}, y = {grid.y}, z = {grid.z}}}",
-            f'recompute = "{tile.recompute}"',
-            f"zero = {tile.zero}",
-        ]
-        lines += [f"{key} = {value}" for key in ("state_share", "substeps") if (value := getattr(tile, key)) != 1]
-    return "\n".join(lines) + "\n"

@@ -75,7 +75,7 @@ def under_way(plan: Plan, tile: Tile) -> int:
     those of its warm-up and one in hand. A step may have fewer."""
     chunks = plan.chunks(tile)
     if len(chunks) == 1:
-        return plan.depth_to_loss(tile) + 1
+        return plan.warm_up(tile) + 1
     return _under_way(*_place(plan, tile))[chunks.index(tile)]
 
 
@@ -98,7 +98,9 @@ def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
     arXiv 2104.04473): warm up, alternate, drain.
 
     The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
-    even pipeline and also right for tiles that are on paths of unlike length.
+    even pipeline and also right for tiles that are on paths of unlike length; and what it is `ahead`: with one more, a
+    message to the next tile and back may take as long as a microbatch before it holds them up (Zhuang et al. 2023,
+    arXiv 2211.05322).
 
     Ranks with several chunks are of an interleaved pipeline: they take as many microbatches through a chunk as there
     are stages, then through the next one, and warm up by `2 (stages - 1 - stage) + (chunks - 1) stages` passes. Where
@@ -108,11 +110,12 @@ def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
 
 
 def _place(plan: Plan, tile: Tile) -> tuple[int, int, int, int]:
-    """Return what the order of a tile's ranks depends on: chunks, stages of the pipeline, tiles behind the last chunk,
-    microbatches."""
+    """Return what the order of a tile's ranks depends on: chunks, stages of the pipeline, tiles behind the last chunk
+    (of a single tile: its warm-up), microbatches."""
     tiles = plan.chunks(tile)
     stages = plan.depth_from_start(tiles[1]) - plan.depth_from_start(tiles[0]) if len(tiles) > 1 else 1
-    return len(tiles), stages, plan.depth_to_loss(tiles[-1]), plan.microbatches
+    behind = plan.depth_to_loss(tiles[-1]) if len(tiles) > 1 else plan.warm_up(tile)
+    return len(tiles), stages, behind, plan.microbatches
 
 
 @lru_cache(maxsize=256)

@@ -86,6 +86,18 @@ def tilings(
     return Plan(tuple(made), microbatches, rows, unused=tuple(sorted(ranks)))
 
 
+@st.composite
+def going_ahead(draw, drawn: Plan) -> Plan:
+    """Let tiles have more microbatches under way than by 1F1B, each at least as many as the next."""
+    warm_up: dict[Tile, int] = {}
+    for tile in sorted(drawn.tiles, key=lambda tile: -tile.items.start):
+        following = [warm_up[other] for other in drawn.downstream(tile)]
+        least = max(drawn.depth_to_loss(tile), *following, 0)
+        warm_up[tile] = least + (draw(st.integers(0, 3)) if following else 0)
+    ahead = {tile: number - drawn.depth_to_loss(tile) for tile, number in warm_up.items()}
+    return replace(drawn, tiles=tuple(replace(tile, ahead=ahead[tile]) for tile in drawn.tiles))
+
+
 def _some_exchange(draw, tiles: list[Tile]) -> list[Tile]:
     """Let the stages exchange while they compute, or not."""
     chosen = {}

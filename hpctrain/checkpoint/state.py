@@ -26,7 +26,8 @@ from hpctrain.job import Job
 from hpctrain.model.groups import Piece
 from hpctrain.model.shard import Shard
 from hpctrain.parameters import all_parameters, whole_rows
-from hpctrain.plan import Plan, dump_plan, parse_plan
+from hpctrain.plan import Plan
+from hpctrain.plan_file import dump_plan, parse_plan
 from hpctrain.tables import explain
 
 # What must be the same for a resumed run to go on with the same numbers; model is compared key by key.

@@ -8,7 +8,7 @@ from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import TopologyError
 from hpctrain.job import Job
 from hpctrain.jobs.predict import describe, dtype_of, text, with_overlap
-from hpctrain.plan import dump_plan
+from hpctrain.plan_file import dump_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.explain import reasons, runner_up

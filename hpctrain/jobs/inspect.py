@@ -107,7 +107,7 @@ def _described(path: Path) -> dict:
 
     from hpctrain.job import load_job
     from hpctrain.parameters import count_parameters
-    from hpctrain.plan import load_plan
+    from hpctrain.plan_file import load_plan
 
     try:
         tree = tomllib.loads(path.read_text())

@@ -12,7 +12,8 @@ from hpctrain.engine.overlap import resolve_on
 from hpctrain.errors import TopologyError
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
-from hpctrain.plan import Plan, load_plan
+from hpctrain.plan import Plan
+from hpctrain.plan_file import load_plan
 from hpctrain.planner.calibrate import SHIPPED, Parameters, load_parameters
 from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from hpctrain.errors import JobError, TrainingError, describe_os_error
 from hpctrain.job import Job
-from hpctrain.plan import Plan, dump_plan
+from hpctrain.plan import Plan
+from hpctrain.plan_file import dump_plan
 
 METRICS = "metrics.jsonl"
 RESOLVED = "resolved.toml"

@@ -159,7 +159,7 @@ def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Wor
 
     The halves take turns: what one computes up to its next sum is beside the other's last one.
     """
-    blocks = [_block(setup, grid, half.size) for half in cut_evenly(rows, 2)]
+    blocks = [_block(setup, grid, half) for half in (rows - rows // 2, rows // 2)]
     cut = _copy_bytes(setup, grid, rows)
     backward = Work.joined((*(block.cost.backward_input for block in blocks), cut))
     weight = Work.joined(block.cost.backward_weight for block in blocks)

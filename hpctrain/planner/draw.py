@@ -64,6 +64,7 @@ def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
     options += [f"zero {tile.zero}"] if tile.zero != 1 else []
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []
     options += [f"{tile.substeps} substeps"] if tile.substeps != 1 else []
+    options += [f"{tile.ahead} ahead"] if tile.ahead else []
     if tile.rows.period > 1:
         options.append(f"{tile.rows.mean:.4g} rows on the mean")
     ranks = ranges(tile.ranks)

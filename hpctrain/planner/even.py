@@ -10,7 +10,8 @@ from hpctrain.errors import LaunchError, PlanError
 from hpctrain.holders import check_zero
 from hpctrain.job import Job, PlanRequest, TensorSizes
 from hpctrain.parameters import check_grid, count_parameters
-from hpctrain.plan import Plan, TensorGrid, check_ranks, check_tiling, even_plan, load_plan
+from hpctrain.plan import Plan, TensorGrid, check_ranks, check_tiling, even_plan
+from hpctrain.plan_file import load_plan
 
 # Floating-point operations that a rank does in the time in which it sends one byte to a neighbour, on unknown
 # machines. 25 is a CPU rank on shared memory (50 GFLOP/s, 2 GB/s); a planner with a measured cluster replaces it.

@@ -75,7 +75,7 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
 def microbatches_kept(plan: Plan, tile: Tile) -> int:
     """Return of how many microbatches a tile keeps activations at once by 1F1B, those that wait for their weight passes
     aside."""
-    return min(plan.depth_to_loss(tile) + 1, plan.microbatches)
+    return min(plan.warm_up(tile) + 1, plan.microbatches)
 
 
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:

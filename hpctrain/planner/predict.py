@@ -197,7 +197,7 @@ class Predictor:
 
     def _schedule_key(self, tile: Tile) -> tuple:
         ends = bool(self.plan.upstream(tile)), bool(self.plan.downstream(tile))
-        return self.plan.depth_to_loss(tile), ends, tile.substeps, self._weight_delay(tile)
+        return self.plan.warm_up(tile), ends, tile.substeps, self._weight_delay(tile)
 
     def _weight_delay(self, tile: Tile) -> int | None:
         return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hpctrain.cluster import Cluster
 from hpctrain.plan import Plan
+from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.weigh import Layout, Weigher
@@ -44,14 +45,23 @@ class Timer:
     def one(self, layout: Layout) -> Timed | None:
         """Return a layout with its time, or None where it does not fit."""
         plan = self._weigher.plan(layout)
-        prediction = Predictor(self._setup, plan, self._cluster).predict(1)
+        predictor = Predictor(self._setup, plan, self._cluster)
+        prediction = predictor.predict()
         if prediction.fits:
-            return Timed(layout, plan, prediction)
+            return self._further_ahead(Timed(layout, plan, prediction), predictor)
         if not self.shortage:
             stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
             which = tuple(stage.tile.items), stage.tile.family, stage.memory.total, stage.available_bytes
             self.shortage = tell_shortage(self._cluster, self._setup, plan, *which)
         return None
+
+    def _further_ahead(self, timed: Timed, predictor: Predictor) -> Timed:
+        """Return a plan with more microbatches under way in place of the same one, if it fits and is faster."""
+        plan = further_ahead(timed.plan, predictor.costs)
+        if plan is None:
+            return timed
+        other = Timed(timed.layout, plan, Predictor(self._setup, plan, self._cluster).predict())
+        return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 
     def time(self, layouts: Sequence[Layout], known: Timed | None = None) -> tuple[list[Timed], bool]:
         """Return those that were timed and fit, the fastest first, and whether no other one can be faster.

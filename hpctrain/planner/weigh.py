@@ -1,9 +1,6 @@
 """From a shape to its cuts, and to about how long a step of it takes, in closed form. Pure.
 
-A stage of 1F1B waits for its first microbatch, computes all of them, and waits for the last one to come back, whose
-gradient is sent before those of weights are computed where that is free (`splits_freely`). Where it is a bottleneck,
-stages behind it are waited for only as far as its own warm-up does not hide them. The longest of all stages counts.
-`bound` leaves out whatever is not certain, so that no plan is simulated to take less.
+The longest of all stages counts. `bound` leaves out whatever is not certain, so that no plan is simulated to take less.
 """
 
 import itertools
@@ -14,6 +11,7 @@ from typing import NamedTuple
 
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.plan import Plan, Tile, counted
+from hpctrain.planner.closed_form import Passes, done_after, done_at_the_least
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.even import families_of
@@ -21,16 +19,6 @@ from hpctrain.planner.memory import GRADIENT_BYTES
 from hpctrain.planner.predict import MOST_BUCKETS
 from hpctrain.planner.space import Choice, Shape, Space
 from hpctrain.planner.stages import Line, StageCosts
-
-
-class Passes(NamedTuple):
-    """Seconds of a stage for one microbatch."""
-
-    forward: float
-    backward: float
-    """Until the gradient is sent."""
-    weight: float = 0.0
-    """What is left of its backward pass then."""
 
 
 class Placed(NamedTuple):
@@ -50,7 +38,7 @@ class Placed(NamedTuple):
         return self.way.backward.at(self.blocks)
 
     @property
-    def passes(self) -> "Passes":
+    def passes(self) -> Passes:
         if self.way.split is None:
             return Passes(self.forward, self.backward)
         return Passes(self.forward, *(part.at(self.blocks) for part in self.way.split))
@@ -103,49 +91,6 @@ class Layout:
         return [placed for stages in self.stages for placed in stages]
 
 
-def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches: int, others=None) -> list[float]:
-    """Return when each stage of a pipeline is done by 1F1B, at the least.
-
-    `messages` are seconds between a stage and the next one, one way; `others`, where they are unlike, the passes of
-    other stages as one of them sees them.
-    """
-    others = others or passes
-    count, m = len(passes), microbatches
-    behind = [0.0] * count  # from the end of a stage's forward pass to when its backward pass can start
-    for s in range(count - 2, -1, -1):
-        behind[s] = behind[s + 1] + others[s + 1].forward + others[s + 1].backward + 2 * messages[s]
-    done, before = [], 0.0
-    for s, (forward, to_send, weight) in enumerate(passes):
-        backward = to_send + weight
-        warmup = count - 1 - s
-        if m > warmup + 1:
-            first = max((warmup + 1) * forward, forward + behind[s])
-            last = max(warmup * backward, behind[s])
-            each = max([forward + backward, *_held_up(passes, messages, s)])
-            own = first + (m - 1 - warmup) * each + last + backward
-        else:
-            own = max(max(m * forward, forward + behind[s]) + m * backward, m * forward + behind[s] + backward)
-        done.append(before + own)
-        before += others[s].forward + (messages[s] if s < count - 1 else 0.0)
-    sent = done[-1] - passes[-1].weight  # the gradient of the last microbatch
-    for s in range(count - 2, -1, -1):
-        sent = max(done[s] - passes[s].weight, sent + messages[s] + others[s].backward)
-        done[s] = max(done[s], sent + others[s].weight)
-    return done
-
-
-def _held_up(passes: Sequence[Passes], messages: Sequence[float], stage: int) -> Iterator[float]:
-    """Yield what a microbatch takes a stage as messages to and from its neighbours hold it up.
-
-    A stage has one microbatch more under way than the next one: while these two compute two of them, a gradient goes
-    back and an activation comes, one after the other, and nobody has anything else to do.
-    """
-    for s in (stage - 1, stage):
-        if 0 <= s < len(passes) - 1 and messages[s]:
-            here, after = passes[s], passes[s + 1]
-            yield (sum(here) + after.forward + after.backward) / 2 + messages[s]
-
-
 def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts: Sequence[Sequence[float]]) -> float:
     """Return when all stages are done that start at some moments and exchange one thing after the other."""
     now = [list(moments) for moments in starts]
@@ -192,12 +137,11 @@ class Weigher:
             blocks = cut_blocks(self._model.num_layers, ways)
             if blocks is None:
                 return None
-            pipelines.append(
-                tuple(
-                    Placed(pool, choice, count, stage.way(count))
-                    for (pool, choice, *_), count, stage in zip(roles, blocks, ways, strict=True)
-                )
-            )
+            placed = [
+                Placed(pool, choice, count, stage.way(count))
+                for (pool, choice, *_), count, stage in zip(roles, blocks, ways, strict=True)
+            ]
+            pipelines.append(tuple(placed))
         return Layout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, rows, pipelines))
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
@@ -387,7 +331,7 @@ class Weigher:
                 ends = [0] * (i == 0) + [self.costs.last] * (i == len(stages) - 1)
                 most.append(self._bare(placed, ends, rank_rows(placed.choice, of_row)))
                 least.append(self._bare(placed, ends, rank_rows(placed.choice, of_row, fewest=True)))
-            done = done_after(most, [0.0] * len(stages), layout.shape.microbatches, least)
+            done = done_at_the_least(most, layout.shape.microbatches, least)
             longest = max(longest, *done)
         return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
 

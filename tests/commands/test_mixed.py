@@ -5,7 +5,8 @@ import json
 import pytest
 
 from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, Tile, dump_plan, load_plan
+from hpctrain.plan import Plan, Tile
+from hpctrain.plan_file import dump_plan, load_plan
 
 CLUSTER = """
 [families.fast]

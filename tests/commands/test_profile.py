@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hpctrain.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
-from hpctrain.plan import load_plan
+from hpctrain.plan_file import load_plan
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import PAIR
 

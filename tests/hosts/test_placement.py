@@ -11,7 +11,8 @@ from contextlib import ExitStack
 import pytest
 
 from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, Tile, dump_plan
+from hpctrain.plan import Plan, Tile
+from hpctrain.plan_file import dump_plan
 from tests.hosts.conftest import SITE
 from tests.hosts.network import Cluster, Site, open_network
 from tests.ranks.small_runs import write_tokens

@@ -7,7 +7,8 @@ import pytest
 
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan
+from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.plan_file import dump_plan
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 
 TOLERANCE = 1e-5

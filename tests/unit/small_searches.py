@@ -13,6 +13,7 @@ from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Model
 from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.search import Limits
@@ -223,6 +224,16 @@ def cases(draw):
 
 
 def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
-    """What the predictor says, without memory and where the time goes."""
-    schedules = {tile: schedule_of(plan, tile) for tile in plan.tiles}
-    return simulate(plan, schedules, Predictor(setup, plan, cluster).costs).step_seconds + setup.stack.step_seconds
+    """What the predictor says of a plan, or of it with more microbatches under way, if that fits and is faster."""
+
+    def simulated(plan: Plan, predictor: Predictor) -> float:
+        schedules = {tile: schedule_of(plan, tile) for tile in plan.tiles}
+        return simulate(plan, schedules, predictor.costs).step_seconds + setup.stack.step_seconds
+
+    predictor = Predictor(setup, plan, cluster)
+    found = [simulated(plan, predictor)]
+    if other := further_ahead(plan, predictor.costs):
+        predictor = Predictor(setup, other, cluster)
+        if all(stage.fits for stage in predictor.memory):
+            found.append(simulated(other, predictor))
+    return min(found)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, TensorGrid, Tile, check_ranks, check_tiling, dump_plan, even_plan, load_plan, parse_plan
+from hpctrain.plan import Plan, TensorGrid, Tile, check_ranks, check_tiling, even_plan
+from hpctrain.plan_file import dump_plan, load_plan, parse_plan
 from hpctrain.rows import Rows
 
 
@@ -96,7 +97,13 @@ def test_phases_of_a_period_that_no_step_comes_to_are_none_of_a_plan():
 
 
 @pytest.mark.parametrize(
-    "plan", [uneven_plan(), even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, schedule="zb-h1", zero=0), plan_by_turns()]
+    "plan",
+    [
+        uneven_plan(),
+        even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, schedule="zb-h1", zero=0),
+        plan_by_turns(),
+        replace(uneven_plan(), tiles=tuple(replace(tile, ahead=1) for tile in uneven_plan().tiles)),
+    ],
 )
 def test_files_round_trip(plan, tmp_path):
     path = tmp_path / "plan.toml"
@@ -131,6 +138,12 @@ def test_depths_are_those_of_the_longest_paths():
     assert [plan.depth_to_loss(t) for t in plan.tiles] == [2, 3, 2, 1, 0]
 
 
+AHEAD = (
+    "tile 1: ahead = 2, so that it wants 4 microbatches before it sends one back, and tile 0 before it sends 3;"
+    " set that one's ahead to 1 or more"
+)
+
+
 def broken(plan: Plan | None = None, **changes) -> Plan:
     plan = plan or uneven_plan()
     number = changes.pop("tile")
@@ -157,6 +170,19 @@ def broken(plan: Plan | None = None, **changes) -> Plan:
         (
             broken(plan_by_turns(), tile=0, rows=Rows(tuple(Interval(0, size) for size in (2, 4, 2, 4, 1)))),
             r"tile 0 .*: rows of 5 microbatches by turns, and a step has 4; give as many or fewer",
+        ),
+        (
+            broken(tile=2, ahead=1),
+            r"tile 2: ahead = 1, and nothing comes after it that it could be ahead of; set it to 0",
+        ),
+        (broken(even_plan(6, TensorGrid(), 3, 1, 4, 2), tile=1, ahead=2), AHEAD),
+        (
+            broken(even_plan(6, TensorGrid(), 3, 1, 4, 2, schedule="zb-h1"), tile=0, ahead=1),
+            r'tile 0: ahead = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
+        ),
+        (
+            broken(even_plan(6, TensorGrid(), 2, 1, 4, 2, chunks=2), tile=0, ahead=1),
+            r'tile 0: ahead = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
         ),
         (broken(plan_by_turns(), tile=0, substeps=3), r"tile 0 .*: z = 1 and substeps = 3 split 2 rows; lower"),
     ],

@@ -14,7 +14,8 @@ from hpctrain.errors import LaunchError, PlanError, TopologyError
 from hpctrain.intervals import Interval
 from hpctrain.job import load_job
 from hpctrain.jobs.predict import command
-from hpctrain.plan import Plan, TensorGrid, Tile, dump_plan, even_plan
+from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.plan_file import dump_plan
 from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel

@@ -10,7 +10,8 @@ from hpctrain.errors import PlanError
 from hpctrain.holders import check_zero
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, even_plan
+from hpctrain.planner.memory import microbatches_kept
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.schedule import (
     ADDING,
@@ -23,7 +24,7 @@ from hpctrain.schedule import (
     schedule_of,
     weight_delay,
 )
-from tests.tilings import tilings
+from tests.tilings import going_ahead, tilings
 from tests.unit.test_plan import uneven_plan
 
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
@@ -146,6 +147,21 @@ def test_any_tiling_has_each_pass_once_in_the_order_of_microbatches_and_ends(dra
         assert [step for step in steps if step.starts_reducing] == [s for s in steps if s.op in ADDING][
             -1:
         ] * reduce_early
+
+
+@given(TILINGS.flatmap(going_ahead), st.booleans())
+def test_more_microbatches_under_way_wait_for_nobody_for_ever(plan, reduce_early):
+    check_tiling(plan, MODEL.num_items)
+    check_schedules(plan, reduce_early)
+    for tile in plan.tiles:
+        steps = schedule_of(plan, tile, reduce_early)
+        every = [(m, s) for m in range(plan.microbatches) for s in range(tile.substeps)]
+        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
+            assert [(step.microbatch, step.substep) for step in steps if step.op in ops] == every
+        if plan.downstream(tile):
+            kept = min(plan.depth_to_loss(tile) + tile.ahead + 1, plan.microbatches)
+            assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.substeps * kept
+            assert microbatches_kept(plan, tile) == kept
 
 
 @given(TILINGS)

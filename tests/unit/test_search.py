@@ -16,7 +16,8 @@ from hpctrain.intervals import Interval
 from hpctrain.job import load_job
 from hpctrain.jobs.common import check_runs
 from hpctrain.jobs.plan import command
-from hpctrain.plan import check_tiling, load_plan
+from hpctrain.plan import check_tiling
+from hpctrain.plan_file import load_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.pools import pools_of
 from hpctrain.planner.predict import predict

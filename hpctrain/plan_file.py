@@ -1,0 +1,116 @@
+"""The plan file: TOML that a person can write and edit. See docs/plan.md."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from hpctrain.errors import PlanError
+from hpctrain.intervals import Interval
+from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.rows import Rows
+from hpctrain.tables import Table, explain, parse_toml, read_text
+
+
+class _GridTable(Table):
+    x: Annotated[int, Field(ge=1)] = 1
+    y: Annotated[int, Field(ge=1)] = 1
+    z: Annotated[int, Field(ge=1)] = 1
+
+
+def _by_turns(value: object) -> object:
+    """Let the same rows of all microbatches be one turn."""
+    alike = isinstance(value, list) and value and not isinstance(value[0], list)
+    return [value] if alike else value
+
+
+def _check_times(turn: list[int]) -> list[int]:
+    if len(turn) == 3 and not 1 <= turn[2] <= MOST_TURNS:
+        raise ValueError(f"{turn} are rows of {turn[2]} microbatches; make it 1 to {MOST_TURNS}")
+    return turn
+
+
+def _rows_of_turns(turns: list[list[int]]) -> Rows:
+    phases: list[Interval] = []
+    for start, stop, *times in turns:
+        phases += [Interval(start, stop)] * (times[0] if times else 1)
+    return Rows(tuple(phases))
+
+
+MOST_TURNS = 10**6  # so that a slip of the pen fills no memory
+_Turn = Annotated[list[int], Field(min_length=2, max_length=3), AfterValidator(_check_times)]
+"""The bounds of rows, and of how many microbatches, one after the other, they are."""
+
+
+class _TileTable(Table):
+    items: tuple[int, int]
+    rows: Annotated[list[_Turn], BeforeValidator(_by_turns), Field(min_length=1)]
+    ranks: tuple[Annotated[int, Field(ge=0)], ...]
+    tensor: _GridTable = _GridTable()
+    family: str = "cpu"
+    recompute: Literal["none", "full"] = "none"
+    zero: Literal[0, 1, 2, 3] = 1
+    state_share: Annotated[int, Field(ge=1)] = 1
+    substeps: Annotated[int, Field(ge=1)] = 1
+    ahead: Annotated[int, Field(ge=0)] = 0
+
+
+class _PlanTable(Table):
+    schedule: Literal["1f1b", "zb-h1"] = "1f1b"
+    microbatches: Annotated[int, Field(ge=1)]
+    rows: Annotated[int, Field(ge=1)]
+    unused: tuple[int, ...] = ()
+    tile: Annotated[list[_TileTable], Field(min_length=1)]
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file. Raises PlanError that names file and key; the tiling itself is checked by `check_tiling`."""
+    return parse_plan(read_text(path, PlanError), str(path))
+
+
+def parse_plan(text: str, path: str) -> Plan:
+    """Read a plan from TOML; `path` is what errors call it. Raises PlanError."""
+    tree = parse_toml(text, path, PlanError)
+    try:
+        table = _PlanTable.model_validate(tree)
+    except ValidationError as error:
+        raise PlanError(f"{path}: {explain(error, _PlanTable)[1]}") from None
+    tiles = tuple(
+        Tile(
+            Interval(*t.items),
+            _rows_of_turns(t.rows),
+            t.ranks,
+            TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z),
+            t.family,
+            t.recompute,
+            t.zero,
+            t.state_share,
+            t.substeps,
+            t.ahead,
+        )
+        for t in table.tile
+    )
+    return Plan(tiles, table.microbatches, table.rows, table.schedule, table.unused)
+
+
+def dump_plan(plan: Plan) -> str:
+    """Write a plan as TOML that `load_plan` reads back to an equal plan."""
+    lines = [f'schedule = "{plan.schedule}"', f"microbatches = {plan.microbatches}", f"rows = {plan.rows}"]
+    if plan.unused:
+        lines.append(f"unused = {list(plan.unused)}")
+    for tile in plan.tiles:
+        grid = tile.tensor
+        lines += [
+            "",
+            "[[tile]]",
+            f"items = {list(tile.items)}",
+            f"rows = {tile.rows}",
+            f'family = "{tile.family}"',
+            f"ranks = {list(tile.ranks)}",
+            f"tensor = {{x = {grid.x}, y = {grid.y}, z = {grid.z}}}",
+            f'recompute = "{tile.recompute}"',
+            f"zero = {tile.zero}",
+        ]
+        lines += [f"{key} = {value}" for key in ("state_share", "substeps") if (value := getattr(tile, key)) != 1]
+        lines += [f"ahead = {tile.ahead}"] if tile.ahead else []
+    return "\n".join(lines) + "\n"

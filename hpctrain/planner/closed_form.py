@@ -1,0 +1,80 @@
+"""How long the stages of a pipeline take by 1F1B, in closed form. Pure.
+
+A stage waits for its first microbatch, computes all of them, and waits for the last one to come back, whose gradient is
+sent before those of weights are computed where that is free (`splits_freely`). Where it is a bottleneck, stages behind
+it are waited for only as far as its own warm-up does not hide them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hpctrain.planner.ahead import MOST_AHEAD
+
+
+class Passes(NamedTuple):
+    """Seconds of a stage for one microbatch."""
+
+    forward: float
+    backward: float
+    """Until the gradient is sent."""
+    weight: float = 0.0
+    """What is left of its backward pass then."""
+
+
+def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches: int) -> list[float]:
+    """Return about when each stage of a pipeline is done.
+
+    `messages` are seconds between a stage and the next one, one way.
+    """
+    count, m = len(passes), microbatches
+    behind = [0.0] * count  # from the end of a stage's forward pass to when its backward pass can start
+    for s in range(count - 2, -1, -1):
+        behind[s] = behind[s + 1] + passes[s + 1].forward + passes[s + 1].backward + 2 * messages[s]
+    done, before = [], 0.0
+    for s, (forward, to_send, weight) in enumerate(passes):
+        backward = to_send + weight
+        warmup = count - 1 - s
+        if m > warmup + 1:
+            first = max((warmup + 1) * forward, forward + behind[s])
+            last = max(warmup * backward, behind[s])
+            each = max([forward + backward, *_held_up(passes, messages, s)])
+            own = first + (m - 1 - warmup) * each + last + backward
+        else:
+            own = max(max(m * forward, forward + behind[s]) + m * backward, m * forward + behind[s] + backward)
+        done.append(before + own)
+        before += forward + (messages[s] if s < count - 1 else 0.0)
+    return _sent_back(done, passes, messages, passes)
+
+
+def _held_up(passes: Sequence[Passes], messages: Sequence[float], stage: int) -> Iterator[float]:
+    """Yield what a microbatch takes a stage as messages to and from its neighbours hold it up, see `ahead.py`."""
+    for s in (stage - 1, stage):
+        if 0 <= s < len(passes) - 1 and messages[s]:
+            here, after = passes[s], passes[s + 1]
+            yield (sum(here) + after.forward + after.backward + 2 * messages[s]) / (2 + MOST_AHEAD)
+
+
+def done_at_the_least(most: Sequence[Passes], microbatches: int, least: Sequence[Passes]) -> list[float]:
+    """Return when each stage is done at the least, whatever it has under way, if messages take no time.
+
+    `most` are the passes of a stage's slowest rank, `least` what others see of it.
+    """
+    count = len(most)
+    done, before = [], 0.0
+    for s, own in enumerate(most):
+        behind = sum(other.forward + other.backward for other in least[s + 1 :])
+        there_and_back = own.forward + behind + own.backward + own.weight
+        done.append(before + max(microbatches * sum(own), there_and_back))
+        before += least[s].forward
+    return _sent_back(done, most, [0.0] * (count - 1), least)
+
+
+def _sent_back(
+    done: list[float], passes: Sequence[Passes], messages: Sequence[float], others: Sequence[Passes]
+) -> list[float]:
+    """Return when stages are done that wait for the last microbatch's gradient to come back through those behind."""
+    sent = done[-1] - passes[-1].weight
+    for s in range(len(passes) - 2, -1, -1):
+        sent = max(done[s] - passes[s].weight, sent + messages[s] + others[s].backward)
+        done[s] = max(done[s], sent + others[s].weight)
+    return done

@@ -1,0 +1,94 @@
+"""Tiles with more microbatches under way than by 1F1B: the same bits, and slow messages that hold up nobody."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.cluster_file import parse_cluster
+from hpctrain.data.order import open_datasets
+from hpctrain.engine.trainer import Trainer
+from hpctrain.job import Overlap
+from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.planner.ahead import further_ahead
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.even import check_plan
+from hpctrain.planner.predict import Predictor
+from hpctrain.schedule import check_schedules
+from hpctrain.truth import PretendDevice, Truth
+from tests.ranks.small_runs import curve_and_weights, make_job, rehearsed_world
+
+FLOPS, MEMORY, MEMORY_SPEED = 5e8, 200_000_000, 2e9
+DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
+APART = parse_cluster(
+    f"""
+    [families.equal]
+    origin = "measured"
+    kind = "cuda"
+    memory_bytes = {MEMORY}
+    memory_bytes_per_second = {MEMORY_SPEED}
+    peak_flops_per_second = {{fp32 = {FLOPS}}}
+    products = [{{dtype = "fp32", shape = [64, 128, 128], flops_per_second = {FLOPS}}}]
+    [fabrics.slow]
+    origin = "measured"
+    latency_seconds = 1e-3
+    [[nodes]]
+    count = 4
+    origin = "measured"
+    devices = {{equal = 1}}
+    nics = [{{fabric = "slow", send_bytes_per_second = 4e5, receive_bytes_per_second = 4e5, origin = "measured"}}]
+    """,
+    "a test",
+)
+
+
+def with_ahead(plan: Plan, *ahead: int) -> Plan:
+    """Return a plan whose stages have so many more under way."""
+    by_items = dict(zip(sorted({tuple(tile.items) for tile in plan.tiles}), ahead, strict=True))
+    return replace(plan, tiles=tuple(replace(tile, ahead=by_items[tuple(tile.items)]) for tile in plan.tiles))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(120)
+def test_more_under_way_are_the_same_bits(world, tokens):
+    layouts = {2: [(2, 1, (1, 0)), (2, 1, (5, 0))], 4: [(4, 1, (3, 2, 1, 0)), (4, 1, (1, 1, 0, 0)), (2, 2, (2, 0))]}
+    for stages, data, ahead in layouts[world.size]:
+        plan = even_plan(6, TensorGrid(), stages, data, 4, 4)
+        job = make_job(tokens, "llama").model_copy(update={"overlap": Overlap(data=True, bucket_bytes=3000)})
+        further = with_ahead(plan, *ahead)
+        check_plan(job, further, "this one")
+        check_schedules(further, reduce_early=True)
+        assert curve_and_weights(world, job, further, 3) == curve_and_weights(world, job, plan, 3)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+def test_messages_hold_up_nobody_where_more_are_under_way(world, tokens):
+    """Between four nodes a message takes about two fifths of a microbatch's time."""
+    job = make_job(tokens, "llama", shape={"num_layers": 4, "hidden_size": 128, "ffn_size": 512}, global_batch=32)
+    job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False, forward=False)})
+    plan = even_plan(6, TensorGrid(), 4, 1, 8, 4, family="equal")
+    predictor = Predictor(Setup.of_job(job), plan, APART)
+    further = further_ahead(plan, predictor.costs)
+    predicted = [predictor.predict(), Predictor(Setup.of_job(job), further, APART).predict()]
+    _, training, _ = open_datasets(job.data, job.train.seed)
+
+    def measured(world, plan: Plan) -> tuple[float, float]:
+        trainer = Trainer(world, world.accelerator, job, plan)
+        trainer.initialise()
+        steps = [trainer.step(training)[0]["step_seconds"] for _ in range(4)][1:]
+        return min(steps), trainer.overrun()
+
+    with rehearsed_world(world, APART, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
+        (held_up, late), (through, later) = measured(own, plan), measured(own, further)
+    if world.rank == 0:
+        told = [
+            f"{s:.4f} s ({p.step_seconds:.4f} predicted)" for s, p in zip((held_up, through), predicted, strict=True)
+        ]
+        print(
+            f"1f1b {told[0]}, {[tile.ahead for tile in further.tiles]} ahead {told[1]}; overrun {max(late, later):.2%}"
+        )
+    assert through < 0.9 * held_up
+    if max(late, later) > 0.02:
+        pytest.skip(f"the machine was late by {max(late, later):.1%}: no times to be compared with predictions")
+    for seconds, prediction in zip((held_up, through), predicted, strict=True):
+        assert seconds == pytest.approx(prediction.step_seconds, rel=0.05)
