@@ -12,13 +12,14 @@ from dataclasses import replace
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.errors import PlanError
 from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.plan import TensorGrid, even_plan
+from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.described import COLLECTIVE_LATENCY_SECONDS
-from hpctrain.planner.predict import Prediction, predict
+from hpctrain.planner.predict import Predictor, predict
 from hpctrain.planner.search import search
-from hpctrain.planner.stack import HPCTRAIN, STACKS, Stack
+from hpctrain.planner.stack import HPCTRAIN, STACKS
 
 BUCKET_BYTES = 4 << 20
 MIXED_DTYPE = "fp16"
@@ -68,11 +69,6 @@ def cluster_of(nodes: Sequence[Nodes]) -> Cluster:
     )
 
 
-def predicted(model: Model, stack: Stack, plan: Plan, cluster: Cluster, bucket_bytes: int | None = None) -> Prediction:
-    setup = Setup(model, model.max_positions, MIXED_DTYPE, stack, bucket_bytes=bucket_bytes)
-    return predict(setup, plan, cluster)
-
-
 # ---- two fabrics (Holmes, Yang et al. 2023) ------------------------------------------------------------------------
 
 HOLMES_PUBLISHED = {"Megatron-DeepSpeed": 110, "Megatron-LM": 133, "Megatron-LLaMA": 162, "Holmes": 184}
@@ -88,10 +84,12 @@ def holmes() -> None:
     print(f"assumed: 36 layers x 4,096, 2,048 positions, {HOLMES_BATCH} sequences, 4 at once, blocks computed again;")
     print("TFLOP/s as published: 96 B s L h^2 (1 + s / 6 h + V / 16 L h); published ones are read off a figure, to 3 %")
     flops = 96 * HOLMES_BATCH * 2048 * 36 * 4096**2 * (1 + 2048 / 6 / 4096 + 51200 / 16 / 36 / 4096)
-    for name, placed, stack, beside in (
-        ("data across both fabrics, as Megatron-LM", False, STACKS["megatron-lm"], None),
-        ("pipeline across, data inside", True, STACKS["megatron-lm"], None),
-        ("the same, gradients beside, as Holmes", True, STACKS["megatron-lm"], BUCKET_BYTES),
+    stack = STACKS["megatron-lm"]
+    for name, placed, beside, goes_ahead in (
+        ("data across both fabrics, as Megatron-LM", False, None, False),
+        ("pipeline across, data inside", True, None, False),
+        ("the same, gradients beside, as Holmes", True, BUCKET_BYTES, False),
+        ("the same, more microbatches under way", True, BUCKET_BYTES, True),
     ):
         plan = even_plan(
             model.num_items,
@@ -111,7 +109,10 @@ def holmes() -> None:
                 replace(ranks[i + 32 * stage], ranks=(order[2 * i + stage],)) for stage in (0, 1) for i in range(32)
             ]
             plan = replace(plan, tiles=tuple(tiles))
-        found = predicted(model, stack, plan, cluster, beside)
+        setup = Setup(model, model.max_positions, MIXED_DTYPE, stack, bucket_bytes=beside)
+        if goes_ahead:
+            plan = further_ahead(plan, Predictor(setup, plan, cluster).costs) or plan
+        found = predict(setup, plan, cluster)
         print(
             f"  {name:42} {found.step_seconds:7.2f} s  {flops / found.step_seconds / 64 / 1e12:4.0f} TFLOP/s a device"
         )

@@ -222,7 +222,7 @@ def check_zero(plan: Plan, where: str) -> None:
                 ("zero", tile.zero, other.zero),
                 ("substeps", tile.substeps, other.substeps),
                 ("chunks", *([list(each.items) for each in plan.chunks(t)] for t in (tile, other))),
-                ("warm-up", plan.warm_up(tile), plan.warm_up(other)),
+                ("forward passes before the first backward one (see ahead)", plan.warm_up(tile), plan.warm_up(other)),
                 *((("tiles before", plan.depth_from_start(tile), plan.depth_from_start(other)),) if delayed else ()),
             ):
                 if a != b:

@@ -245,7 +245,9 @@ class Plan:
         turns = f", cut in {len(set(self.cut_like))} ways by turns" if self.period > 1 else ""
         unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
         schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
-        return f"{tiles}, {microbatches}{turns}{schedule}{unused}"
+        most = max((tile.ahead for tile in self.tiles), default=0)
+        ahead = f", up to {most} more under way" if most else ""
+        return f"{tiles}, {microbatches}{turns}{schedule}{ahead}{unused}"
 
 
 def _of(neighbours: dict[Tile, tuple[bool, ...]], microbatch: int | None) -> tuple[Tile, ...]:

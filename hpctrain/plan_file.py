@@ -1,4 +1,4 @@
-"""The plan file: TOML that a person can write and edit. See docs/plan.md."""
+"""The plan file: TOML that a person can write and edit. See docs/job.md."""
 
 from pathlib import Path
 from typing import Annotated, Literal

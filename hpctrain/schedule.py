@@ -72,10 +72,10 @@ def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
 
 def under_way(plan: Plan, tile: Tile) -> int:
     """Return how many microbatches of a tile are under way at once, from its forward to its backward pass: by 1F1B
-    those of its warm-up and one in hand. A step may have fewer."""
+    those of its warm-up and one in hand. Of an interleaved pipeline a step may have fewer."""
     chunks = plan.chunks(tile)
     if len(chunks) == 1:
-        return plan.warm_up(tile) + 1
+        return min(plan.warm_up(tile) + 1, plan.microbatches)
     return _under_way(*_place(plan, tile))[chunks.index(tile)]
 
 

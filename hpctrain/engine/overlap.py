@@ -93,7 +93,7 @@ def resolve_on(
     places = tuple(place._replace(kind=kinds[place.family]) for place in places_of(cluster))
     topology, crosses = Topology(places, shares_memory=not is_pretended), None
     if plan is not None and topology.shares_memory and not topology.has_devices:
-        found = [crossings_of(topology, job, plan, rank) for rank in plan.ranks]
+        found = [crossings_of(topology, job, plan, tile.ranks[0]) for tile in plan.tiles]
         crosses = {key: any(of_rank[key] for of_rank in found) for key in EXCHANGED}
     overlap, reasons = resolve_overlap(job.overlap, topology, crosses)
     if plan is None:

@@ -19,6 +19,7 @@ from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.layers import LayeredPredictor, load_layers
+from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN, STACKS
 
@@ -50,6 +51,7 @@ def command(job, overrides, cluster, plan_file, layers, layers_of, parameters, s
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     dtype, reason = dtype_of(loaded, machine, used, cluster)
     known, chosen = load_parameters(parameters) if parameters else SHIPPED, {}
+    ClusterNetwork(machine).check_ranks(len(plan.ranks))
     if stack == HPCTRAIN.name:  # another software's is in its stack
         loaded, chosen = with_overlap(loaded, machine, path, dtype, plan)
     setup = Setup.of_job(loaded, dtype, known.stacks[stack])

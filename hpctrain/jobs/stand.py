@@ -103,11 +103,11 @@ class Room:
     def __init__(self, work: Work, cluster: Cluster):
         self._work, self._cluster = work, cluster
         self._found: dict[tuple[int, int], float] = {}
-        """Bytes for each row of a tile with so many items and tiles behind it."""
+        """Bytes for each row of a tile with so many items and microbatches before it alternates."""
 
     def note(self, plan: Plan, held: Sequence[Held]) -> None:
         for tile in plan.tiles:
-            key = (tile.items.size, plan.depth_to_loss(tile))
+            key = (tile.items.size, plan.warm_up(tile))
             each = max(held[rank].peak - held[rank].states for rank in tile.ranks) / rows_at_once(plan, tile)
             self._found[key] = max(each, self._found.get(key, 0.0))
 
@@ -117,8 +117,8 @@ class Room:
         return any(
             states[tile] + rows_at_once(plan, tile) * each > self._cluster.families[tile.family].memory_bytes
             for tile in plan.tiles
-            for (items, depth), each in self._found.items()
-            if tile.items.size >= items and plan.depth_to_loss(tile) >= depth
+            for (items, warm_up), each in self._found.items()
+            if tile.items.size >= items and plan.warm_up(tile) >= warm_up
         )
 
 

@@ -32,12 +32,18 @@ def further_ahead(plan: Plan, costs: Costs) -> Plan | None:
         return max(1, min(math.ceil(round_trip / slowest - WORTH_WAITING) - 1, 1 + MOST_AHEAD))
 
     warm_up: dict[Tile, int] = {}
-    for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
-        warm_up[tile] = max((warm_up[other] + wanted(tile, other) for other in plan.downstream(tile)), default=0)
-    together = {tuple(tile.items): 0 for tile in plan.tiles}  # replicas alike, which ZeRO 2 and 3 demand
-    for tile, number in warm_up.items():
-        together[tuple(tile.items)] = max(number, together[tuple(tile.items)])
-    ahead = [together[tuple(tile.items)] - plan.depth_to_loss(tile) for tile in plan.tiles]
+    together = {tile.items: [] for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start)}
+    for tile in plan.tiles:
+        together[tile.items].append(tile)
+    for tiles in together.values():
+        for tile in tiles:
+            least = plan.depth_to_loss(tile)
+            most = max((warm_up[other] + wanted(tile, other) for other in plan.downstream(tile)), default=0)
+            enough = max((warm_up[other] for other in plan.downstream(tile)), default=0)
+            warm_up[tile] = max(least, enough, min(most, plan.microbatches - 1))
+        if any(tile.zero >= 2 for tile in tiles):  # which go through their items together
+            warm_up |= dict.fromkeys(tiles, max(warm_up[tile] for tile in tiles))
+    ahead = [warm_up[tile] - plan.depth_to_loss(tile) for tile in plan.tiles]
     if not any(ahead):
         return None
     return replace(plan, tiles=tuple(replace(tile, ahead=n) for tile, n in zip(plan.tiles, ahead, strict=True)))

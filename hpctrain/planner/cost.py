@@ -160,7 +160,7 @@ def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Wor
     The halves take turns: what one computes up to its next sum is beside the other's last one.
     """
     blocks = [_block(setup, grid, half) for half in (rows - rows // 2, rows // 2)]
-    cut = _copy_bytes(setup, grid, rows)
+    cut = _joining_halves(setup, grid, rows)
     backward = Work.joined((*(block.cost.backward_input for block in blocks), cut))
     weight = Work.joined(block.cost.backward_weight for block in blocks)
     turns = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
@@ -172,7 +172,7 @@ def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Wor
     return ItemCost(Work.joined((*forward, cut)), backward, weight), Work.joined(block.core for block in blocks)
 
 
-def _copy_bytes(setup: Setup, grid: TensorGrid, rows: int) -> Work:
+def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> Work:
     """Return what it takes to put the halves of the residual stream side by side."""
     return Work(passed_bytes=2 * rows * setup.positions * (setup.model.hidden_size // grid.x) * setup.item_bytes)
 

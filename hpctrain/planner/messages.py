@@ -52,7 +52,7 @@ class _Messages:
         return found
 
     def _meeting(self, tiles: Sequence[Tile], item: int) -> tuple:
-        """Return what messages between tiles depend on: their grids and rows, how their ranks are spread, and how many
+        """Return what messages between tiles depend on: their grids and rows, how their ranks are spread, and which
         others on their nodes have messages before the same item."""
         ranks = [rank for tile in tiles for rank in tile.ranks]
         devices = [self._network.cluster.devices[rank] for rank in ranks]
@@ -62,7 +62,12 @@ class _Messages:
         turns = range(self._plan.period)
         starts = [tiles[0].rows_of(m).start for m in turns]
         rows = tuple(tuple(tile.rows_of(m).shift(-starts[m]) for m in turns) for tile in tiles)
-        beside = tuple(tuple(len(at.get((n, item), ())) for at in (self._ending, self._starting)) for n in nodes)
+        devices = self._network.cluster.devices
+        beside = tuple(
+            tuple(devices[rank].index for rank in at.get((node, item), ()))
+            for node in nodes
+            for at in (self._ending, self._starting)
+        )
         return where, beside, rows, tuple(tile.tensor for tile in tiles)
 
     def _between(self, tile: Tile, sources: Sequence[Tile], forward: bool) -> list[tuple[float, ...] | None]:

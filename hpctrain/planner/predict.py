@@ -390,7 +390,8 @@ class Predictor:
             chunks = self.plan.chunks(tile)
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
             unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
-            key = (unlike, tile.rows.sizes, tile.tensor, tile.zero, tile.family, tile.substeps)
+            how = tile.zero, tile.family, tile.substeps, *(self.plan.warm_up(chunk) for chunk in chunks)
+            key = (unlike, tile.rows.sizes, tile.tensor, how)
             if key not in found:
                 held = self._held_by(tile, tile.ranks[0])
                 memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0])

@@ -175,7 +175,8 @@ def _alike(plan: Plan, costs: Costs) -> dict[Tile, Tile]:
             continue  # pipelines that meet
         ways = [(costs.messages[a, b], costs.messages[b, a]) for a, b in itertools.pairwise(chain)]
         places = tuple(chain.index(plan.chunks(t)[0]) for t in chain)
-        key = tuple(costs.tiles[t] for t in chain), tuple(ways), tuple(t.substeps for t in chain), places
+        how = tuple((t.substeps, plan.warm_up(t)) for t in chain)
+        key = tuple(costs.tiles[t] for t in chain), tuple(ways), how, places
         like |= dict(zip(chain, first.setdefault(key, tuple(chain)), strict=True))
     return like
 

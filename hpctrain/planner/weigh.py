@@ -306,7 +306,8 @@ class Weigher:
             num_bytes /= y
         # All replicas send at once; as if their ranks were the first of their pools.
         senders = itertools.chain(*sending[: choice.replicas])
-        receivers = itertools.chain(*receiving[: other.replicas])
+        first = choice.replicas if source == target else 0
+        receivers = itertools.chain(*receiving[first : first + other.replicas])
         flows = max(network.flows(ranks[0], senders, into[0]), network.flows(into[0], receivers, ranks[0]))
         return gather + network.seconds(ranks[0], into[0], num_bytes, flows)
 

@@ -87,8 +87,8 @@ def test_messages_hold_up_nobody_where_more_are_under_way(world, tokens):
         print(
             f"1f1b {told[0]}, {[tile.ahead for tile in further.tiles]} ahead {told[1]}; overrun {max(late, later):.2%}"
         )
-    assert through < 0.9 * held_up
     if max(late, later) > 0.02:
         pytest.skip(f"the machine was late by {max(late, later):.1%}: no times to be compared with predictions")
+    assert through < 0.9 * held_up
     for seconds, prediction in zip((held_up, through), predicted, strict=True):
         assert seconds == pytest.approx(prediction.step_seconds, rel=0.05)

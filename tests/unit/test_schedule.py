@@ -11,6 +11,7 @@ from hpctrain.holders import check_zero
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, even_plan
+from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.memory import microbatches_kept
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.schedule import (
@@ -22,6 +23,7 @@ from hpctrain.schedule import (
     forward_only,
     one_f_one_b,
     schedule_of,
+    under_way,
     weight_delay,
 )
 from tests.tilings import going_ahead, tilings
@@ -162,6 +164,60 @@ def test_more_microbatches_under_way_wait_for_nobody_for_ever(plan, reduce_early
             kept = min(plan.depth_to_loss(tile) + tile.ahead + 1, plan.microbatches)
             assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.substeps * kept
             assert microbatches_kept(plan, tile) == kept
+
+
+EXCHANGING = st.integers(1, 8).flatmap(
+    lambda ranks: st.integers(1, 9).flatmap(lambda m: tilings(MODEL, ranks, 6, m, exchanging=True))
+)
+
+
+@given(st.one_of(TILINGS, EXCHANGING), st.data())
+def test_what_goes_further_ahead_for_its_messages_is_a_plan(plan, data):
+    seconds = st.floats(0.1, 3.0)
+    cost = {tile: (TileCost((PassCost(data.draw(seconds)),), (PassCost(data.draw(seconds)),)),) for tile in plan.tiles}
+    pairs = [pair for tile in plan.tiles for o in plan.downstream(tile) for pair in ((tile, o), (o, tile))]
+    messages = {pair: (data.draw(st.floats(0.0, 3.0)),) for pair in pairs}
+    further = further_ahead(plan, Costs(cost, messages))
+    if further is None:
+        return
+    check_tiling(further, MODEL.num_items)
+    check_zero(further, "a test")
+    check_schedules(further)
+    for tile, other in zip(plan.tiles, further.tiles, strict=True):
+        assert other == replace(tile, ahead=other.ahead)
+        assert under_way(further, other) <= plan.microbatches
+
+
+def test_messages_that_take_longer_have_more_under_way():
+    plan = even_plan(5, TensorGrid(), 3, 1, 12, 1)
+    cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(2.0),)),))
+
+    def ahead(message_seconds: float, microbatches: int = 12) -> list[int]:
+        of = replace(plan, microbatches=microbatches)
+        messages = {(a, b): (message_seconds,) for a in plan.tiles for b in plan.tiles}
+        further = further_ahead(of, Costs(cost, messages))
+        return [tile.ahead for tile in further.tiles] if further else [0, 0, 0]
+
+    assert ahead(0.0) == ahead(0.02) == [0, 0, 0], "of a round trip of 6 s, a hundredth of one stage's 3"
+    assert ahead(0.1) == ahead(1.5) == [2, 1, 0]
+    assert ahead(1.6) == ahead(100.0) == [4, 2, 0], "two more, at the most"
+    assert ahead(100.0, microbatches=4) == [1, 2, 0], "there are no more than 4"
+    assert ahead(100.0, microbatches=2) == [0, 0, 0]
+
+
+def test_pipelines_that_are_alike_but_for_what_is_under_way_are_not_simulated_as_one():
+    def step(*ahead: int) -> float:
+        """Return what pipelines side by side take together, the first stages of which are so far ahead."""
+        tiles = []
+        for row, number in enumerate(ahead):
+            tiles.append(Tile(Interval(0, 3), Interval(row, row + 1), (2 * row,), ahead=number))
+            tiles.append(Tile(Interval(3, 6), Interval(row, row + 1), (2 * row + 1,)))
+        plan = Plan(tuple(tiles), 8, len(ahead))
+        cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(2.0),)),))
+        messages = {(a, b): (1.0,) for a in plan.tiles for b in plan.tiles}
+        return simulate(plan, {t: one_f_one_b(plan, t) for t in plan.tiles}, Costs(cost, messages)).step_seconds
+
+    assert step(2, 0) == step(0, 2) == step(0, 0) > step(2, 2)
 
 
 @given(TILINGS)
