@@ -2,14 +2,14 @@
 
 from hpctrain.job import Job
 from hpctrain.jobs.common import Described
-from hpctrain.planner.alone import EVERY_PLAN, predicted_alone
+from hpctrain.planner.alone import EVERY_PLAN, predicted_alone, predicted_even
 from hpctrain.planner.predict import DATASHEET_ERROR
 from hpctrain.planner.search import Limits
 
 
 def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict | None:
     """Return the tokens/s that families are predicted to do alone, and what share of their sum, and how many times the
-    best of them, a run is; None where there is one family. `job` is resolved.
+    best of them and of the job cut evenly, a run is; None where there is one family. `job` is resolved.
 
     No ratio where a family alone cannot hold the model (`no_ratio` says which).
     """
@@ -17,6 +17,8 @@ def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict 
         return None
     alone = predicted_alone(job, described.cluster, EVERY_PLAN if described.is_rehearsed else Limits())
     told: dict = {"predicted_alone": alone}
+    if even := predicted_even(job, described.cluster):
+        told |= {"predicted_even": even, "of_even": tokens_per_second / even}
     if without := [family for family, speed in alone.items() if speed is None]:
         return told | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
     ratios = {
@@ -33,8 +35,9 @@ def tell_yardstick(told: dict, described: Described) -> str:
         ratio = f"no ratio: {told['no_ratio']}"
     else:
         ratio = f"this run is {told['of_sum']:.2f} of their sum, {told['of_best_family']:.2f} times the best of them"
+    cut = f"{told['of_even']:.2f} times the job cut evenly" if "of_even" in told else "cut evenly the job does not fit"
     measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
     return (
         f"yardstick: families alone, by the best plans found for them, are predicted to do {speeds} tokens/s"
-        f" (within {DATASHEET_ERROR:.0%}); {ratio}{measured}"
+        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}{measured}"
     )

@@ -12,6 +12,8 @@ from hpctrain.errors import PlanError
 from hpctrain.job import Job
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.estimate import Work
+from hpctrain.planner.even import resolve_plan
+from hpctrain.planner.predict import predict
 from hpctrain.planner.proportional import SEARCHED, Candidate, Party, proportional_candidates
 from hpctrain.planner.search import Found, Limits, search
 
@@ -55,6 +57,22 @@ def alone_candidates(job: Job, cluster: Cluster, work: Work, party: Party) -> li
     if not made:
         raise refusal
     return made
+
+
+def predicted_even(job: Job, cluster: Cluster) -> float | None:
+    """Return the tokens/s that the job is predicted to do cut evenly among all devices; None where that does not fit.
+
+    `job` is resolved.
+    """
+    families = [device.family for device in cluster.devices]
+    memory_bytes = min(cluster.families[family].memory_bytes for family in families)
+    even = job.model_copy(update={"plan": None})
+    try:
+        plan = resolve_plan(even, cluster.num_devices, memory_bytes, families).plan
+        prediction = predict(Setup.of_job(job), plan, cluster)
+    except PlanError:
+        return None
+    return prediction.tokens_per_second if prediction.fits else None
 
 
 def predicted_alone(job: Job, cluster: Cluster, limits: Limits) -> dict[str, float | None]:

@@ -73,6 +73,7 @@ def test_a_family_that_cannot_hold_the_model_is_named():
     assert told["no_ratio"] == "a100-40 alone cannot hold the model" and "of_sum" not in told
     assert "a100-40 cannot hold the model tokens/s" not in (said := tell_yardstick(told, RUN_ON))
     assert "no ratio: a100-40 alone cannot hold the model" in said
+    assert "cut evenly the job does not fit" in said and "of_even" not in told
 
 
 def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
@@ -82,7 +83,10 @@ def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
     assert told["of_sum"] == pytest.approx(1000.0 / sum(alone.values()))
     assert told["of_best_family"] == pytest.approx(1000.0 / max(alone.values()))
     said = tell_yardstick(told, RUN_ON)
+    assert told["of_even"] == pytest.approx(1000.0 / told["predicted_even"])
+    assert 0.7 * sum(alone.values()) < told["predicted_even"] < sum(alone.values()), "they are about as fast"
+    assert f", {told['of_even']:.2f} times the job cut evenly;" in said
     assert f"this run is {told['of_sum']:.2f} of their sum" in said and "`hpctrain bench mixed a100-80-40`" in said
     real = Described(CLUSTER, "ours.toml", is_rehearsed=False)
     assert yardstick(JOB, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
-    assert tell_yardstick(told, real).endswith("times the best of them"), "what is real is not rehearsed"
+    assert tell_yardstick(told, real).endswith("times the job cut evenly"), "what is real is not rehearsed"
