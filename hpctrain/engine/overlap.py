@@ -98,7 +98,7 @@ def resolve_on(
     overlap, reasons = resolve_overlap(job.overlap, topology, crosses)
     if plan is None:
         return overlap, reasons
-    overlap, why = resolve_forward(_with(job, overlap), plan, topology, cluster)
+    overlap, why = resolve_forward(job.model_copy(update={"overlap": overlap}), plan, topology, cluster)
     return overlap, reasons | why
 
 
@@ -124,9 +124,8 @@ def resolve_forward(
         reason = "no cluster is given that would tell whether halves of rows pay (see --cluster, bench overlap --pairs)"
     else:
         try:
-            off, on = (
-                predict(Setup.of_job(in_halves(job, each)), plan, cluster).step_seconds for each in (False, True)
-            )
+            setups = [Setup.of_job(switched(job, {"forward": each})) for each in (False, True)]
+            off, on = (predict(setup, plan, cluster).step_seconds for setup in setups)
             value = on < off * PAYS
             reason = f"a step is predicted to take {on / off:.3f} of the time with it, and {PAYS} pays"
         except HpctrainError as error:
@@ -135,13 +134,9 @@ def resolve_forward(
     return job.overlap.model_copy(update={"forward": value}), told
 
 
-def in_halves(job: Job, value: bool) -> Job:
-    """Return the job with `forward` on or off."""
-    return _with(job, job.overlap.model_copy(update={"forward": value}))
-
-
-def _with(job: Job, overlap: Overlap) -> Job:
-    return job.model_copy(update={"overlap": overlap})
+def switched(job: Job, switches: Mapping[str, bool]) -> Job:
+    """Return the job with other overlaps."""
+    return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
 
 
 def continued(overlap: Overlap, theirs: Overlap) -> tuple[Overlap, dict[str, str]]:

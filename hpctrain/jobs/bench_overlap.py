@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hpctrain.engine.overlap import hidden_groups, in_halves
+from hpctrain.engine.overlap import hidden_groups, switched
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -24,7 +24,6 @@ from hpctrain.jobs.pairs import Paired, Ratio, measure_pairs
 if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Paced
     from hpctrain.comm.world import World
-    from hpctrain.job import Job
     from hpctrain.jobs.common import Prepared
     from hpctrain.plan import Plan
 
@@ -215,11 +214,6 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
     }
 
 
-def switched(job: "Job", switches: Mapping[str, bool]) -> "Job":
-    """Return the job with other overlaps."""
-    return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
-
-
 def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     """Time pairs of steps, exposed and with each overlap; return what is told. All ranks must call."""
     from hpctrain.engine.tuning import tune_products
@@ -227,7 +221,7 @@ def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     job, plan = prepared.job, prepared.plan
     if job.products.tune:
         for value in (False, True):  # products of all rows and of half of them
-            products, _ = tune_products(world, in_halves(job, value), plan)
+            products, _ = tune_products(world, switched(job, {"forward": value}), plan)
             job = job.model_copy(update={"products": products})
     groups = hidden_groups(job, plan, world.rank)
     there = [key for key in ALONE if world.largest(max(map(len, groups[key]), default=1)) > 1]

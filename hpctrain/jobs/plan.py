@@ -15,7 +15,7 @@ from hpctrain.plan_file import dump_plan, load_plan
 from hpctrain.planner.curves import FamilyCurves, curves_of
 from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.estimate import Work
-from hpctrain.planner.even import Resolved, check_plan, resolve_plan
+from hpctrain.planner.even import Resolved, check_plan, resolve_plan, resolve_plan_on
 from hpctrain.planner.proportional import parties_of, proportional_candidates, turns_reason
 from hpctrain.planner.replicas import exchange_seconds
 
@@ -98,10 +98,7 @@ def _write(out: Path, text: str) -> None:
 
 def _uniform(job: Job, cluster: Cluster | None, num_ranks: int | None) -> Resolved:
     """Return the even plan, with the families of a cluster's devices where there is one."""
-    if cluster is None:
-        return resolve_plan(job, num_ranks)
-    memory_bytes = min(cluster.families[device.family].memory_bytes for device in cluster.devices)
-    return resolve_plan(job, cluster.num_devices, memory_bytes, [device.family for device in cluster.devices])
+    return resolve_plan(job, num_ranks) if cluster is None else resolve_plan_on(job, cluster)
 
 
 def _by_speed(job: Job, cluster: Cluster) -> Resolved:

@@ -12,7 +12,7 @@ from hpctrain.errors import PlanError
 from hpctrain.job import Job
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.estimate import Work
-from hpctrain.planner.even import resolve_plan
+from hpctrain.planner.even import resolve_plan_on
 from hpctrain.planner.predict import predict
 from hpctrain.planner.proportional import SEARCHED, Candidate, Party, proportional_candidates
 from hpctrain.planner.search import Found, Limits, search
@@ -64,11 +64,8 @@ def predicted_even(job: Job, cluster: Cluster) -> float | None:
 
     `job` is resolved.
     """
-    families = [device.family for device in cluster.devices]
-    memory_bytes = min(cluster.families[family].memory_bytes for family in families)
-    even = job.model_copy(update={"plan": None})
     try:
-        plan = resolve_plan(even, cluster.num_devices, memory_bytes, families).plan
+        plan = resolve_plan_on(job.model_copy(update={"plan": None}), cluster).plan
         prediction = predict(Setup.of_job(job), plan, cluster)
     except PlanError:
         return None

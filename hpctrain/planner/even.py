@@ -6,6 +6,7 @@ Every choice comes back as a value and a reason.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hpctrain.cluster import Cluster
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.holders import check_zero
 from hpctrain.job import Job, PlanRequest, TensorSizes
@@ -30,6 +31,13 @@ class Resolved:
 
     plan: Plan
     reasons: dict[str, str]
+
+
+def resolve_plan_on(job: Job, cluster: Cluster) -> Resolved:
+    """Return the plan that a job asks for on all devices of a cluster; see `resolve_plan`."""
+    families = [device.family for device in cluster.devices]
+    memory_bytes = min(cluster.families[family].memory_bytes for family in families)
+    return resolve_plan(job, cluster.num_devices, memory_bytes, families)
 
 
 def resolve_plan(

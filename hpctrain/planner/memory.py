@@ -14,7 +14,7 @@ from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.cost import Setup, unit_elements
 from hpctrain.rows import most_of
-from hpctrain.schedule import Op, passes, weight_delay
+from hpctrain.schedule import Op, passes, under_way, weight_delay
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 
@@ -72,12 +72,6 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
     return largest * (weights + GRADIENT_BYTES)
 
 
-def microbatches_kept(plan: Plan, tile: Tile) -> int:
-    """Return of how many microbatches a tile keeps activations at once by 1F1B, those that wait for their weight passes
-    aside."""
-    return min(plan.warm_up(tile) + 1, plan.microbatches)
-
-
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     """Return the bytes kept, and those of the item that needs the most while it computes."""
     if tile.is_idle:
@@ -111,7 +105,7 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     at_once = -(-rows // tile.substeps)
     items = range(*tile.items)
     at_loss = not plan.downstream(tile)
-    microbatches = microbatches_kept(plan, tile)
+    microbatches = under_way(plan, tile)
     kept_rows = at_once if at_loss else most_of(sizes, microbatches)
     inputs = sum(item_kept(setup, tile, item, "full") for item in items)
     kept = sum(item_kept(setup, tile, item, tile.recompute) for item in items)

@@ -12,7 +12,6 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, even_plan
 from hpctrain.planner.ahead import further_ahead
-from hpctrain.planner.memory import microbatches_kept
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.schedule import (
     ADDING,
@@ -137,15 +136,19 @@ def most(steps, over: tuple[Op, ...]) -> int:
     return found
 
 
+def check_each_pass_is_once_and_in_order(plan: Plan, tile: Tile, steps) -> None:
+    every = [(m, s) for m in range(plan.microbatches) for s in range(tile.substeps)]
+    for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
+        assert [(step.microbatch, step.substep) for step in steps if step.op in ops] == every
+
+
 @given(TILINGS, st.sampled_from(["1f1b", "zb-h1"]), st.booleans())
 def test_any_tiling_has_each_pass_once_in_the_order_of_microbatches_and_ends(drawn, schedule, reduce_early):
     plan = replace(drawn, schedule=schedule)
     check_schedules(plan, reduce_early)
     for tile in plan.tiles:
         steps = schedule_of(plan, tile, reduce_early)
-        every = [(m, s) for m in range(plan.microbatches) for s in range(tile.substeps)]
-        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
-            assert [(step.microbatch, step.substep) for step in steps if step.op in ops] == every
+        check_each_pass_is_once_and_in_order(plan, tile, steps)
         assert [step for step in steps if step.starts_reducing] == [s for s in steps if s.op in ADDING][
             -1:
         ] * reduce_early
@@ -157,13 +160,11 @@ def test_more_microbatches_under_way_wait_for_nobody_for_ever(plan, reduce_early
     check_schedules(plan, reduce_early)
     for tile in plan.tiles:
         steps = schedule_of(plan, tile, reduce_early)
-        every = [(m, s) for m in range(plan.microbatches) for s in range(tile.substeps)]
-        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
-            assert [(step.microbatch, step.substep) for step in steps if step.op in ops] == every
+        check_each_pass_is_once_and_in_order(plan, tile, steps)
         if plan.downstream(tile):
             kept = min(plan.depth_to_loss(tile) + tile.ahead + 1, plan.microbatches)
             assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.substeps * kept
-            assert microbatches_kept(plan, tile) == kept
+            assert under_way(plan, tile) == kept
 
 
 EXCHANGING = st.integers(1, 8).flatmap(
