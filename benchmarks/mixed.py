@@ -75,10 +75,11 @@ def all_clusters(names: list[str], options: list, time_scale: float | None) -> N
             print(row(name, measure(cluster, options)), flush=True)
 
 
-def networks(options: list) -> None:
+def networks(options: list, time_scale: float | None) -> None:
     """Compare the hybrid network with one that is InfiniBand throughout, and one that is Ethernet throughout."""
     made = runpy.run_path(str(MAKE_CLUSTERS))
     mix, scores = made["MIXES"][HYBRID], {}
+    mix = replace(mix, time_scale=time_scale or mix.time_scale)
     with tempfile.TemporaryDirectory() as folder:
         for name in ("ib", HYBRID, "ethernet"):
             hosts = mix.hosts
@@ -95,12 +96,12 @@ def networks(options: list) -> None:
     print(f"hybrid is {hybrid / scores['ib']:.3f} of all InfiniBand, {hybrid / scores['ethernet']:.2f} of all Ethernet")
 
 
-def memory(options: list) -> None:
+def memory(options: list, time_scale: float) -> None:
     made = runpy.run_path(str(MAKE_CLUSTERS))
     job = ("--set", f"model.num_layers={SHORT_LAYERS}", "--set", f"train.global_batch={SHORT_BATCH}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{SHORT}.toml")
-        path.write_text(made["cluster_file"](replace(made["MIXES"][SHORT], time_scale=SHORT_SCALE)))
+        path.write_text(made["cluster_file"](replace(made["MIXES"][SHORT], time_scale=time_scale)))
         told = measure(path, [*options, *job])
     print(json.dumps(told))
     print(row(SHORT, told))
@@ -139,9 +140,9 @@ def main() -> None:
     given = parser.parse_args()
     options = ["--alone", given.alone, "--plans", given.plans, "--steps", given.steps]
     if given.networks:
-        networks(options)
+        networks(options, given.time_scale)
     elif given.memory:
-        memory(options)
+        memory(options, given.time_scale or SHORT_SCALE)
     elif given.parity:
         parity(given.clusters)
     else:
