@@ -40,6 +40,9 @@ class Op(Enum):
 COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 ADDING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 """What adds to the gradients of weights."""
+RECEIVING = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+EXPECTED_AHEAD = 2
+"""How many receives of a rank have memory before it comes to them: in the steady state one of each kind."""
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from hpctrain.engine.layout import Layout
+from hpctrain.engine.messages import Messages, Place
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.stage import Saved, Stage
 from hpctrain.schedule import Instruction, Op, forward_only, items_in_order, schedule_of
 from hpctrain.tracing import UNTRACED, Tracer
-from hpctrain.transfers import Transfer, held
 
 
 class Batch(Protocol):
@@ -38,14 +38,6 @@ class Totals:
     """Whether any rank was asked to stop."""
 
 
-class Place(NamedTuple):
-    """Where a tensor belongs."""
-
-    chunk: int
-    """Which of the rank's tiles, in the order of items."""
-    microbatch: int
-
-
 class Pipeline:
     """Executes the instructions of one rank, on its tiles."""
 
@@ -60,11 +52,9 @@ class Pipeline:
     ):
         self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
         self._device = device
-        self._positions = positions
-        tile = layout.tiles[0]  # rows and pieces of them are those of all
-        parts = [held(tile, layout.rank, hidden_size, m) for m in range(layout.plan.period)]
-        self._rows, self._features = [rows for rows, _ in parts], parts[0][1]
-        self._substeps = [cut_evenly(rows.size, tile.substeps) for rows in self._rows]
+        self._messages = Messages(layout, hidden_size, positions, device)
+        substeps = layout.tiles[0].substeps  # rows and pieces of them are those of all
+        self._substeps = [cut_evenly(self._rows_of(m).size, substeps) for m in range(layout.plan.period)]
 
     def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
         """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
@@ -83,40 +73,34 @@ class Pipeline:
     def _run(
         self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training: bool, stop: bool
     ) -> Totals:
-        given: dict[Place, torch.Tensor] = {}  # an activation, later a gradient, that came in
-        made: dict[Place, torch.Tensor] = {}  # and one that is to go out
+        made: dict[Place, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
         saved: dict[tuple[Place, int], Saved] = {}
         loss = 0.0
         totals = None
+        messages = self._messages
+        messages.start(schedule)
         self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tiles))
         for instruction in schedule:
             place, s = Place(instruction.chunk, instruction.microbatch), instruction.substep
             stage = self._layout.stages[place.chunk]
-            by_turns = self._layout.transfers[place.chunk]
-            transfers = by_turns[place.microbatch % len(by_turns)]
             passed = self._optimizer.start_reduce if instruction.starts_reducing else None
             since = self._tracer.now()
             match instruction.op:
-                case Op.RECEIVE_ACTIVATION:
-                    gathers = transfers.gathers_activation
-                    self._receive(transfers.receive_activation, gathers, given, place, stage.tile.items.start)
+                case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
+                    messages.receive(instruction)
+                case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
+                    messages.send(instruction, made.pop(place))
                 case Op.FORWARD:
                     ids, targets = self._tokens(batch, stage, place.microbatch, s)
-                    value, kept = stage.forward(self._take(given, place, s) if ids is None else ids, targets, training)
+                    value, kept = stage.forward(self._take(place, s) if ids is None else ids, targets, training)
                     if stage.is_last:
                         loss += float(value)
                     else:
                         self._put(made, place, s, value)
                     if training:
                         saved[place, s] = kept
-                case Op.SEND_ACTIVATION:
-                    following = Place(place.chunk + 1, place.microbatch)
-                    self._send(transfers.send_activation, made.pop(place), given, following, stage.tile.items.stop)
-                case Op.RECEIVE_GRADIENT:
-                    gathers = transfers.gathers_gradient
-                    self._receive(transfers.receive_gradient, gathers, given, place, stage.tile.items.stop)
                 case Op.BACKWARD | Op.BACKWARD_INPUT:
-                    gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(given, place, s)
+                    gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(place, s)
                     if instruction.op is Op.BACKWARD:
                         gradient = stage.backward(saved.pop((place, s)), gradient, passed)
                     else:
@@ -125,9 +109,6 @@ class Pipeline:
                         self._put(made, place, s, gradient)
                 case Op.BACKWARD_WEIGHT:
                     stage.backward_weight(saved.pop((place, s)), passed)
-                case Op.SEND_GRADIENT:
-                    before = Place(place.chunk - 1, place.microbatch)
-                    self._send(transfers.send_gradient, made.pop(place), given, before, stage.tile.items.start)
                 case Op.REDUCE_GRADIENTS:
                     self._optimizer.reduce()
                 case Op.UPDATE:
@@ -163,16 +144,15 @@ class Pipeline:
         return tokens[:, :-1] if stage.is_first else None, tokens[:, 1:] if stage.is_last else None
 
     def _rows_of(self, microbatch: int) -> Interval:
-        """Return the rows of a microbatch that this rank computes."""
-        return self._rows[microbatch % len(self._rows)]
+        return self._messages.rows_of(microbatch)
 
     def _pieces_of(self, microbatch: int) -> tuple[Interval, ...]:
         """Return the parts of these rows by substeps, counted from the first of them."""
         return self._substeps[microbatch % len(self._substeps)]
 
-    def _take(self, waiting: dict[Place, torch.Tensor], place: Place, substep: int) -> torch.Tensor:
-        """Return the rows of a substep; the last substep takes what waits away."""
-        pieces = self._pieces_of(place.microbatch)
+    def _take(self, place: Place, substep: int) -> torch.Tensor:
+        """Return the rows of a substep of what came in; the last substep takes it away."""
+        pieces, waiting = self._pieces_of(place.microbatch), self._messages.given
         value = waiting.pop(place) if substep == len(pieces) - 1 else waiting[place]
         return value if len(pieces) == 1 else value[slice(*pieces[substep])]
 
@@ -185,39 +165,3 @@ class Pipeline:
         if place not in waiting:
             waiting[place] = value.new_empty(self._rows_of(place.microbatch).size, *value.shape[1:])
         waiting[place][slice(*pieces[substep])] = value
-
-    def _inside(self, piece: Transfer, microbatch: int) -> tuple[slice, slice, slice]:
-        rows = piece.rows.shift(-self._rows_of(microbatch).start)
-        return slice(*rows), slice(None), slice(*piece.features.shift(-self._features.start))
-
-    def _send(
-        self, pieces: list[Transfer], value: torch.Tensor, given: dict[Place, torch.Tensor], to: Place, item: int
-    ) -> None:
-        """Send what tiles exchange of which one ends before `item` and the other starts there.
-
-        Where both are this rank's, which then has all of it, it is `given` to the other at once.
-        """
-        for piece in pieces:
-            if piece.receiver == self._layout.rank:
-                given[to] = value
-                continue
-            part = value[self._inside(piece, to.microbatch)].contiguous()
-            self._layout.channels[piece.receiver, item].send(part)
-
-    def _receive(
-        self, pieces: list[Transfer], gathers: bool, given: dict[Place, torch.Tensor], place: Place, item: int
-    ) -> None:
-        """Receive what is sent by `_send`, of which the y of the tile may have to gather their pieces."""
-        if place in given:
-            return
-        shape = (self._rows_of(place.microbatch).size, self._positions, self._features.size)
-        value = given[place] = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
-        for piece in pieces:
-            target = value[self._inside(piece, place.microbatch)]
-            buffer = target if target.is_contiguous() else target.new_empty(target.shape)
-            self._layout.channels[piece.sender, item].receive(buffer)
-            if buffer is not target:
-                target.copy_(buffer)
-        if gathers:
-            y, (num_rows, *row) = self._layout.axes.y, shape
-            y.all_gather(value.view(-1), [cut.scale(math.prod(row)) for cut in cut_evenly(num_rows, y.size)])

@@ -5,10 +5,10 @@ sent before those of weights are computed where that is free (`splits_freely`). 
 it are waited for only as far as its own warm-up does not hide them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpctrain.planner.ahead import MOST_AHEAD
+from hpctrain.planner.ahead import Gap, is_hidden, widen
 
 
 class Passes(NamedTuple):
@@ -21,12 +21,16 @@ class Passes(NamedTuple):
     """What is left of its backward pass then."""
 
 
-def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches: int) -> list[float]:
+def done_after(
+    passes: Sequence[Passes], messages: Sequence[float], microbatches: int, room: Sequence[float]
+) -> list[float]:
     """Return about when each stage of a pipeline is done.
 
-    `messages` are seconds between a stage and the next one, one way.
+    `messages` are seconds between a stage and the next one, one way; `room` is how many more microbatches than by 1F1B
+    a stage has memory for.
     """
     count, m = len(passes), microbatches
+    held_up = _held_up(passes, messages, room)
     behind = [0.0] * count  # from the end of a stage's forward pass to when its backward pass can start
     for s in range(count - 2, -1, -1):
         behind[s] = behind[s + 1] + passes[s + 1].forward + passes[s + 1].backward + 2 * messages[s]
@@ -37,7 +41,7 @@ def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches
         if m > warmup + 1:
             first = max((warmup + 1) * forward, forward + behind[s])
             last = max(warmup * backward, behind[s])
-            each = max([forward + backward, *_held_up(passes, messages, s)])
+            each = max(forward + backward, *held_up[max(0, s - 1) : s + 1], 0.0)
             own = first + (m - 1 - warmup) * each + last + backward
         else:
             own = max(max(m * forward, forward + behind[s]) + m * backward, m * forward + behind[s] + backward)
@@ -46,12 +50,23 @@ def done_after(passes: Sequence[Passes], messages: Sequence[float], microbatches
     return _sent_back(done, passes, messages, passes)
 
 
-def _held_up(passes: Sequence[Passes], messages: Sequence[float], stage: int) -> Iterator[float]:
-    """Yield what a microbatch takes a stage as messages to and from its neighbours hold it up, see `ahead.py`."""
-    for s in (stage - 1, stage):
-        if 0 <= s < len(passes) - 1 and messages[s]:
-            here, after = passes[s], passes[s + 1]
-            yield (sum(here) + after.forward + after.backward + 2 * messages[s]) / (2 + MOST_AHEAD)
+def _held_up(passes: Sequence[Passes], messages: Sequence[float], room: Sequence[float]) -> list[float]:
+    """Return what a microbatch takes where messages between a stage and the next one hold it up, see `ahead.py`; 0
+    where they do not."""
+    if not any(messages):
+        return [0.0] * len(messages)
+    whole = [sum(each) for each in passes]
+    slowest, gaps = max(whole), []
+    for s, seconds in enumerate(messages):
+        round_trip = whole[s] + passes[s + 1].forward + passes[s + 1].backward + 2 * seconds
+        if seconds and not is_hidden(round_trip, 1, slowest):
+            gaps.append(Gap(s, s + 1, round_trip))
+    under_way = list(range(len(passes) - 1, -1, -1))
+    widen(gaps, under_way, room, slowest, [range(s) for s in range(len(passes))])
+    found = [0.0] * len(messages)
+    for gap in gaps:
+        found[gap.before] = gap.round_trip / (gap.lead(under_way) + 1)
+    return found
 
 
 def done_at_the_least(most: Sequence[Passes], microbatches: int, least: Sequence[Passes]) -> list[float]:

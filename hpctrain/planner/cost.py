@@ -7,7 +7,7 @@ With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
 from hpctrain.cluster import ITEM_BYTES
@@ -117,7 +117,7 @@ class ItemCost:
     """What is recomputed included."""
     backward_weight: Work
 
-    @property
+    @cached_property
     def backward(self) -> Work:
         """Both as one pass."""
         return Work.joined((self.backward_input, self.backward_weight))

@@ -22,6 +22,8 @@ class Way(NamedTuple):
     most: int
     """Blocks, as far as memory goes."""
     needed_bytes: Line
+    kept_bytes: Line
+    """Of these, for each microbatch under way."""
     split: tuple[Line, Line] | None = None
     """The parts of `backward`, one by one, where the gradient is sent between them."""
 

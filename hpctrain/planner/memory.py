@@ -32,7 +32,8 @@ class Memory:
     gathered: int
     """Whole weights and gradients of the items in the making, where they are stored in shards."""
     buffers: int
-    """What an item computes with and does not keep, what waits to be sent, and what libraries have taken."""
+    """What an item computes with and does not keep, what waits to be sent, where the next messages go, and what
+    libraries have taken."""
 
     @property
     def total(self) -> int:
@@ -112,7 +113,8 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     whole = max(item_kept(setup, tile, item, "none") for item in items)
     received = setup.positions * setup.model.hidden_size // tile.tensor.x * setup.item_bytes
     # While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
-    buffers = at_once * whole * (0.5 if tile.recompute == "none" else 1.5) + rows * received
+    messages = 1 + _expected(setup, plan, tile)
+    buffers = at_once * whole * (0.5 if tile.recompute == "none" else 1.5) + rows * received * messages
     one = kept if tile.recompute != "full" else inputs
     if not setup.stack.splits_backward or (delay := weight_delay(plan, tile)) is None:
         return int(kept_rows * one), int(buffers)
@@ -124,6 +126,14 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     last = item_deferred(setup, tile, tile.items.start) if tile.recompute == "full" else 0
     in_hand = (at_once if at_loss else rows) * max(one, deferred - last)
     return int(waiting + others + in_hand), int(buffers)
+
+
+def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:
+    """Return how many messages a rank of a tile has room for before it comes to receive them."""
+    kinds = sum(
+        any(other.ranks != tile.ranks for other in near) for near in (plan.upstream(tile), plan.downstream(tile))
+    )
+    return min(setup.stack.expected_messages, kinds * plan.microbatches)
 
 
 def item_deferred(setup: Setup, tile: Tile, item: int) -> float:

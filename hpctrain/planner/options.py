@@ -5,7 +5,7 @@ they depend on what other pools do.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ FEW_ROWS = 64
 """Up to so many, a rank's seconds are looked up; those of more follow from its rate."""
 
 
+ROUNDING = 1e-9
 ROOMY, BASE_BYTES = (0.0, 0.0), 4
 """What stands for the bytes of a stage whose memory is never short, and their place in `_figures`."""
 
@@ -114,7 +115,7 @@ def options_of(
     found, stages_of = [], []
     for (grid, replicas), stages in counts.items():
         choice, rate = Choice(grid, 1, replicas), rates[grid]
-        blocks = seconds * rate.block / (group.microbatches * rank_rows(choice, rows))
+        blocks = math.floor(seconds * rate.block / (group.microbatches * rank_rows(choice, rows)) * (1 + ROUNDING))
         enough = [count for count in stages if count * blocks >= wanted]
         if blocks < 1 or not enough:
             continue
@@ -203,15 +204,18 @@ def _figures(
 
 def rates_of(costs: StageCosts, space: Space, number: int, rows: int) -> dict[TensorGrid, Rate]:
     """Return by grid what a rank of a pool does at the most, if it has up to `rows` rows."""
-    how, found = space.recompute[0], {}
-    for grid in costs.grids[number]:
-        if space.largest_grid is None or grid.size <= space.largest_grid:
-            counts = [1 << n for n in range(rows.bit_length())]
-            ofs = [[costs.seconds(number, grid, item, n, how) for n in counts] for item in (1, costs.last, 0)]
-            speeds = [max(n / s.both for n, s in zip(counts, of, strict=True)) * ROW_SPEED for of in ofs]
-            late = max(s.backward_weight / s.both for of in ofs[:2] for s in of) * ROW_SPEED
-            found[grid] = Rate(*speeds, late)
-    return found
+    largest, counts = space.largest_grid or math.inf, [1 << n for n in range(rows.bit_length())]
+    grids = (grid for grid in costs.grids[number] if grid.size <= largest)
+    return {grid: _rate(costs, number, grid, space.recompute[0], counts) for grid in grids}
+
+
+def _rate(costs: StageCosts, number: int, grid: TensorGrid, how: str, counts: Sequence[int]) -> Rate:
+    def speed(item: int) -> float:
+        return max(n / costs.seconds(number, grid, item, n, how).both for n in counts) * ROW_SPEED
+
+    passes = [(number, grid, item, n, how) for item in (1, costs.last) for n in counts]
+    late = max(costs.parts(*each)[1] / costs.seconds(*each).both for each in passes) * ROW_SPEED
+    return Rate(speed(1), speed(costs.last), speed(0), late)
 
 
 def _undominated(options: Options) -> np.ndarray:

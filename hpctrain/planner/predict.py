@@ -19,7 +19,7 @@ from hpctrain.planner.memory import Memory, memory_of
 from hpctrain.planner.messages import arrivals
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate, slowed_by
-from hpctrain.schedule import Instruction, one_f_one_b, weight_delay
+from hpctrain.schedule import Instruction, one_f_one_b, under_way, weight_delay
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
 # that were measured, and for those of a data sheet.
@@ -382,18 +382,33 @@ class Predictor:
     def _agree_seconds(self) -> float:
         return self.network.group_seconds("all_reduce", 24, self.plan.ranks, ())
 
-    @cached_property
+    @property
     def memory(self) -> tuple[StageMemory, ...]:
         """Return for each tile what its first rank needs, for all of its tiles; those that are alike once."""
-        found: dict[tuple, StageMemory] = {}
+        return tuple({id(stage): stage for stage in self._memory.values()}.values())
+
+    @property
+    def room(self) -> dict[Tile, float]:
+        """Return by tile how many more microbatches it has memory for."""
+        found = {}
+        for tile, stage in self._memory.items():
+            each = stage.memory.activations / under_way(self.plan, tile)
+            found[tile] = (stage.available_bytes - stage.memory.total) // each if each else math.inf
+        return found
+
+    @cached_property
+    def _memory(self) -> dict[Tile, StageMemory]:
+        known: dict[tuple, StageMemory] = {}
+        found = {}
         for tile in self.plan.first_tiles:
             chunks = self.plan.chunks(tile)
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
             unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
             how = tile.zero, tile.family, tile.substeps, *(self.plan.warm_up(chunk) for chunk in chunks)
             key = (unlike, tile.rows.sizes, tile.tensor, how)
-            if key not in found:
+            if key not in known:
                 held = self._held_by(tile, tile.ranks[0])
                 memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0])
-                found[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
-        return tuple(found.values())
+                known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
+            found[tile] = known[key]
+        return found

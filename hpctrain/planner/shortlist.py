@@ -95,8 +95,8 @@ class Shortlists:
 
         first, last = space.recompute[0], space.recompute[-1]
         if most(first, min(space.zero, key=lambda zero: abs(zero - 1))) < of_stage:
-            again = costs.seconds(pool, grid, 1, each, last).both / costs.seconds(pool, grid, 1, each, first).both
-            slowest *= again
+            few = min(each, MANY_ROWS)  # as many times as long whatever the rows, once they are not too few
+            slowest *= costs.seconds(pool, grid, 1, few, last).both / costs.seconds(pool, grid, 1, few, first).both
         is_short = most(last, max(space.zero)) < of_stage
         exchanged = int(costs.elements(grid, False, False).each * of_stage)
         ends = costs.sharing_seconds(((pool, grid.size, replicas),), 4 * exchanged, "all_reduce")

@@ -6,6 +6,8 @@ its source tells, and three constants that are fitted.
 
 from dataclasses import dataclass, replace
 
+from hpctrain.schedule import EXPECTED_AHEAD
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -61,6 +63,8 @@ class Stack:
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     gathers_pieces: bool = False
     """Whether what comes from another host comes in pieces, see `hpctrain.transfers.gathers`."""
+    expected_messages: int = 0
+    """For how many messages between stages a rank has room before it comes to receive them."""
     dispatch_seconds: float = 8e-6
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
     link_share: float = 0.8
@@ -85,6 +89,7 @@ HPCTRAIN = Stack(
     recomputes_ends=True,
     splits_backward=True,
     gathers_pieces=True,
+    expected_messages=EXPECTED_AHEAD,
     link_share=1.0,
 )
 

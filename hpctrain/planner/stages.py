@@ -5,8 +5,8 @@ and in bytes. Seconds are those of `planner/predict.py`, bytes those of `planner
 """
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from hpctrain.cluster import Cluster
@@ -14,7 +14,7 @@ from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval
 from hpctrain.parameters import check_grid
 from hpctrain.plan import TensorGrid, Tile
-from hpctrain.planner.cost import Setup, item_cost, unit_elements
+from hpctrain.planner.cost import Setup, Work, item_cost, unit_elements
 from hpctrain.planner.memory import GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, item_kept
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.pools import Pool
@@ -29,9 +29,6 @@ class Seconds(NamedTuple):
 
     forward: float
     backward: float
-    backward_input: float = 0.0
-    """The two parts of `backward`, one by one."""
-    backward_weight: float = 0.0
 
     @property
     def both(self) -> float:
@@ -73,6 +70,9 @@ class StageCosts:
         self.network = ClusterNetwork(cluster, setup.stack.link_share)
         self.last = setup.model.num_items - 1
         self.seconds = lru_cache(None)(self._seconds)
+        self.parts = lru_cache(None)(self._parts)
+        self._cost = lru_cache(None)(partial(item_cost, setup))
+        self._tile = lru_cache(None)(self._first_tile)
         self.exchange = lru_cache(None)(self._exchange)
         self.needs = lru_cache(None)(self._needs)
         self.elements = lru_cache(None)(self._elements)
@@ -83,8 +83,6 @@ class StageCosts:
         self.ending = lru_cache(None)(self._ending)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices), ())
         self.grids = [self._grids(pool) for pool in pools]
-        self.known_rows: dict[tuple[int, TensorGrid, int, str], dict[int, Seconds]] = {}
-        """All that was asked for: by pool, grid, item and way to recompute, for so many rows of a rank its seconds."""
 
     def _grids(self, pool: Pool) -> list[TensorGrid]:
         """Return the grids that have room on a node of the pool and cut the model."""
@@ -99,17 +97,22 @@ class StageCosts:
 
     def _seconds(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> Seconds:
         """Return what an item takes on a grid of a pool, each of whose ranks has `rows`; without ZeRO's exchange."""
-        pool = self.pools[number]
-        cost = item_cost(self.setup, grid, item, rows, recompute)
-        ranks = pool.slots(grid.size)[0]
-        tile = Tile(Interval(item, item + 1), Interval(0, rows * grid.z), ranks, grid)
-        passes = (
-            pass_cost(self.setup, self.network, [pool.device], work, tile, (), ())
-            for work in (cost.forward, cost.backward, cost.backward_input, cost.backward_weight)
-        )
-        found = Seconds(*(p.compute + p.tensor for p in passes))
-        self.known_rows.setdefault((number, grid, item, recompute), {})[rows] = found
-        return found
+        cost = self._cost(grid, item, rows, recompute)
+        return Seconds(*self._passes(number, grid, (cost.forward, cost.backward)))
+
+    def _parts(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> list[float]:
+        """Return the seconds of the parts of a backward pass: until the gradient is sent, and after that."""
+        cost = self._cost(grid, item, rows, recompute)
+        return self._passes(number, grid, (cost.backward_input, cost.backward_weight))
+
+    def _passes(self, number: int, grid: TensorGrid, works: Iterable[Work]) -> list[float]:
+        pool, tile = self.pools[number], self._tile(number, grid)
+        passes = (pass_cost(self.setup, self.network, [pool.device], work, tile, (), ()) for work in works)
+        return [each.compute + each.tensor for each in passes]
+
+    def _first_tile(self, number: int, grid: TensorGrid) -> Tile:
+        """Return a tile on the first place for a grid, of whatever items and rows."""
+        return Tile(Interval(0, 1), Interval(0, grid.z), self.pools[number].slots(grid.size)[0], grid)
 
     def _splits(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
@@ -122,9 +125,7 @@ class StageCosts:
             return Seconds(0.0, 0.0)
         pool = self.pools[number]
         cost = item_cost(self.setup, grid, item, 1, "none", zero)
-        slots = pool.slots(grid.size)
-        ranks = tuple(slot[0] for slot in slots[:replicas])
-        tile = Tile(Interval(item, item + 1), Interval(0, grid.z), slots[0], grid)
+        ranks, tile = tuple(slot[0] for slot in pool.slots(grid.size)[:replicas]), self._tile(number, grid)
         return Seconds(
             *(
                 pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, pool.nodes[0]).data
@@ -173,7 +174,8 @@ class StageCosts:
         activations = [self._kept(grid, item, recompute) * rows for item in items]
         whole = max(self._kept(grid, item, "none") for item in items)
         buffers = rows * whole * (0.5 if recompute == "none" else 1.5)
-        buffers += rows * setup.positions * setup.model.hidden_size // grid.x * b
+        messages = 1 if all(ends) else 1 + setup.stack.expected_messages
+        buffers += rows * setup.positions * setup.model.hidden_size // grid.x * b * messages
         gathered = 0.0
         if grid.z > 1 or zero >= 2:
             sizes = [self._unit(grid, item) for item in items]

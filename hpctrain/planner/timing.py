@@ -57,7 +57,7 @@ class Timer:
 
     def _further_ahead(self, timed: Timed, predictor: Predictor) -> Timed:
         """Return a plan with more microbatches under way in place of the same one, if it fits and is faster."""
-        plan = further_ahead(timed.plan, predictor.costs)
+        plan = further_ahead(timed.plan, predictor.costs, predictor.room)
         if plan is None:
             return timed
         other = Timed(timed.layout, plan, Predictor(self._setup, plan, self._cluster).predict())

@@ -4,6 +4,7 @@ The longest of all stages counts. `bound` leaves out whatever is not certain, so
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -197,12 +198,14 @@ class Weigher:
                 Line(sum(s[i] + e[i] for s, e in zip(seconds[1:], extra[1:], strict=True)), seconds[0][i] + extra[0][i])
                 for i in (0, 1)
             )
-            needed = costs.needs(grid, each, recompute, zero, holders, ends).keeping(kept)
+            needs = costs.needs(grid, each, recompute, zero, holders, ends)
+            needed = needs.keeping(kept)
             most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
             split = None
             if not ends[0] and costs.splits(grid, recompute, zero):
-                split = tuple(Line(sum(s[i] for s in seconds[1:]), seconds[0][i]) for i in (2, 3))
-            ways.append(Way(recompute, forward, backward, most, needed, split))
+                parts = [costs.parts(pool, grid, item, each, recompute) for item in items]
+                split = tuple(Line(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
+            ways.append(Way(recompute, forward, backward, most, needed, needs.activations, split))
         return Stage(tuple(ways))
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
@@ -212,7 +215,8 @@ class Weigher:
         passed: list[list[float]] = []
         for of_row, stages in zip(rows, pipelines, strict=True):
             messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(stages)]
-            passed.append(done_after([placed.passes for placed in stages], messages, shape.microbatches))
+            room = [self._room(placed) for placed in stages]
+            passed.append(done_after([placed.passes for placed in stages], messages, shape.microbatches, room))
         # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
         updated = [[0.0] * len(stages) for stages in pipelines]
         exchanged = []
@@ -228,6 +232,13 @@ class Weigher:
         longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
         after = _after([(members, gather) for members, _, gather in exchanged], updated)
         return longest + costs.agree_seconds + after + setup.stack.step_seconds
+
+    def _room(self, placed: Placed) -> float:
+        """Return how many more microbatches a stage has memory for than by 1F1B."""
+        if self._is_roomy:
+            return math.inf
+        free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes
+        return free // placed.way.kept_bytes.at(placed.blocks)
 
     def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[Piece]:
         ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
@@ -337,12 +348,14 @@ class Weigher:
         return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
 
     def _bare(self, placed: Placed, ends: list[int], rows: int) -> Passes:
-        found = [0.0] * 4
+        forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
         for item, times in [(1, placed.blocks), *((end, 1) for end in ends)]:
-            seconds = self.costs.seconds(placed.pool, placed.choice.grid, item, rows, placed.way.recompute)
-            found = [have + times * more for have, more in zip(found, seconds, strict=True)]
-        forward, backward, *split = found
-        return Passes(forward, backward) if placed.way.split is None else Passes(forward, *split)
+            what = placed.pool, placed.choice.grid, item, rows, placed.way.recompute
+            seconds = self.costs.seconds(*what)
+            forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
+            if placed.way.split is not None:
+                parts = [have + times * more for have, more in zip(parts, self.costs.parts(*what), strict=True)]
+        return Passes(forward, backward) if placed.way.split is None else Passes(forward, *parts)
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 

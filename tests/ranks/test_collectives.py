@@ -200,6 +200,30 @@ def test_channels_keep_order_in_both_directions(world, name):
     channel.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(60)
+def test_what_is_expected_arrives_before_it_is_received(world):
+    """A large message waits at its sender until somebody has said where it goes."""
+    size, number = 4 << 20, 3
+    with preferring(world, route="messages"):
+        channel = world.channel(1 - world.rank, num_bytes=4 * size, depth=1)
+        told = world.group([0, 1])
+    if world.rank == 0:
+        for i in range(number):  # with a depth of one each waits for the one before to have gone
+            channel.send(torch.full((size,), float(i)))
+        told.barrier()
+    else:
+        arrivals = [torch.empty(size) for _ in range(number)]
+        for arrival in arrivals:
+            channel.expect(arrival)
+        told.barrier()
+        for i, arrival in enumerate(arrivals):
+            channel.receive(arrival)
+            assert (arrival == i).all()
+    channel.close()
+    told.close()
+
+
 @pytest.mark.timeout(60)
 def test_a_waiting_rank_does_not_burn_its_core(world):
     comm = world.group(range(world.size))

@@ -232,7 +232,7 @@ def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
 
     predictor = Predictor(setup, plan, cluster)
     found = [simulated(plan, predictor)]
-    if other := further_ahead(plan, predictor.costs):
+    if other := further_ahead(plan, predictor.costs, predictor.room):
         predictor = Predictor(setup, other, cluster)
         if all(stage.fits for stage in predictor.memory):
             found.append(simulated(other, predictor))

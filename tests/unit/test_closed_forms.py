@@ -68,7 +68,11 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
         base, kept, again = data.draw(st.tuples(st.sampled_from([0.0, 0.4]), st.integers(0, 5), st.integers(0, 9)))
         ways = [(1.0, kept), (1.3, max(kept, again))]
         stages.append(
-            Stage(tuple(Way("", Line(base, seconds * more), Line(0, 0), most, Line(0, 1)) for more, most in ways))
+            Stage(
+                tuple(
+                    Way("", Line(base, seconds * more), Line(0, 0), most, Line(0, 1), Line(0, 1)) for more, most in ways
+                )
+            )
         )
     every = [cut for cut in itertools.product(range(1, 10), repeat=len(each)) if sum(cut) == num_blocks]
     times = [max(stage.seconds(k) for stage, k in zip(stages, cut, strict=True)) for cut in every]

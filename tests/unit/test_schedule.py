@@ -206,6 +206,22 @@ def test_messages_that_take_longer_have_more_under_way():
     assert ahead(100.0, microbatches=2) == [0, 0, 0]
 
 
+def test_where_memory_is_short_the_slowest_messages_have_more_under_way_first():
+    plan = even_plan(6, TensorGrid(), 4, 1, 16, 1)
+    cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(2.0),)),))
+    first, second, third, last = plan.tiles
+    messages = {(first, second): (2.0,), (third, last): (3.0,)}
+
+    def ahead(*room: int) -> list[int]:
+        further = further_ahead(plan, Costs(cost, messages), dict(zip(plan.tiles, room, strict=True)))
+        return [tile.ahead for tile in further.tiles] if further else [0, 0, 0, 0]
+
+    assert ahead(2, 2, 2, 0) == [2, 1, 1, 0], "one more for each of the two gaps"
+    assert ahead(2, 1, 1, 0) == [2, 1, 1, 0]
+    assert ahead(1, 1, 1, 0) == [1, 1, 1, 0], "the later messages take longer"
+    assert ahead(1, 0, 1, 0) == [0, 0, 0, 0], "all before must have room; and without them the earlier gain nothing"
+
+
 def test_pipelines_that_are_alike_but_for_what_is_under_way_are_not_simulated_as_one():
     def step(*ahead: int) -> float:
         """Return what pipelines side by side take together, the first stages of which are so far ahead."""

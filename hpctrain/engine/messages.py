@@ -1,0 +1,130 @@
+"""What a rank's tiles exchange with those before and after them, as its schedule says."""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.comm.channel import Channel
+from hpctrain.engine.layout import Layout
+from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.role import Transfers
+from hpctrain.schedule import EXPECTED_AHEAD, RECEIVING, Instruction, Op
+from hpctrain.transfers import Transfer, held
+
+
+class Place(NamedTuple):
+    """Where a tensor belongs."""
+
+    chunk: int
+    """Which of the rank's tiles, in the order of items."""
+    microbatch: int
+
+
+class Piece(NamedTuple):
+    """A message that is to come."""
+
+    channel: Channel
+    buffer: torch.Tensor
+    """What it fills, contiguous."""
+    target: torch.Tensor
+    """Where that belongs: often the same."""
+
+
+class Arrival(NamedTuple):
+    """A tensor that is to come, in pieces, of which the y of the tile may have to gather theirs."""
+
+    value: torch.Tensor
+    pieces: list[Piece]
+    gathers: bool
+
+
+class Messages:
+    """Sends and receives activations and their gradients.
+
+    The next receives of the schedule are expected ahead, so that messages which move only into memory that waits for
+    them do so while the rank computes.
+    """
+
+    def __init__(self, layout: Layout, hidden_size: int, positions: int, device: torch.device):
+        self._layout, self._positions, self._device = layout, positions, device
+        tile = layout.tiles[0]  # rows and pieces of them are those of all
+        parts = [held(tile, layout.rank, hidden_size, m) for m in range(layout.plan.period)]
+        self._rows, self._features = [rows for rows, _ in parts], parts[0][1]
+        self.given: dict[Place, torch.Tensor] = {}
+        """Activations, later gradients, that are there for tiles of this rank."""
+        self._to_come: deque[Instruction] = deque()
+        self._expected: deque[Arrival | None] = deque()
+
+    def start(self, schedule: Iterable[Instruction]) -> None:
+        """Begin a pass through a schedule: its receives will be called for in its order, all of them."""
+        self._to_come = deque(each for each in schedule if each.op in RECEIVING)
+        self._expected.clear()
+        self.given.clear()
+        self._expect()
+
+    def _expect(self) -> None:
+        while self._to_come and len(self._expected) < EXPECTED_AHEAD:
+            self._expected.append(self._arrival(self._to_come.popleft()))
+
+    def _arrival(self, instruction: Instruction) -> Arrival | None:
+        """Make room for what a receive brings, and say so to those who bring it; None where this rank has it."""
+        chunk, microbatch, forward = instruction.chunk, instruction.microbatch, instruction.op is Op.RECEIVE_ACTIVATION
+        transfers = self._transfers(instruction)
+        found = transfers.receive_activation if forward else transfers.receive_gradient
+        if any(transfer.sender == self._layout.rank for transfer in found):
+            return None
+        items = self._layout.tiles[chunk].items
+        item = items.start if forward else items.stop
+        shape = (self.rows_of(microbatch).size, self._positions, self._features.size)
+        value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
+        pieces = []
+        for transfer in found:
+            target = value[self._inside(transfer, microbatch)]
+            buffer = target if target.is_contiguous() else target.new_empty(target.shape)
+            channel = self._layout.channels[transfer.sender, item]
+            channel.expect(buffer)
+            pieces.append(Piece(channel, buffer, target))
+        return Arrival(value, pieces, transfers.gathers_activation if forward else transfers.gathers_gradient)
+
+    def receive(self, instruction: Instruction) -> None:
+        """Wait for what it brings, the next one of the schedule that receives; it is `given` then."""
+        arrival = self._expected.popleft()
+        self._expect()
+        if arrival is None:
+            return
+        value, pieces, gathers = arrival
+        for channel, buffer, target in pieces:
+            channel.receive(buffer)
+            if buffer is not target:
+                target.copy_(buffer)
+        if gathers:
+            y, (num_rows, *row) = self._layout.axes.y, value.shape
+            y.all_gather(value.view(-1), [cut.scale(math.prod(row)) for cut in cut_evenly(num_rows, y.size)])
+        self.given[Place(instruction.chunk, instruction.microbatch)] = value
+
+    def send(self, instruction: Instruction, value: torch.Tensor) -> None:
+        """Send what the tile has made, and what is its next one's, if this rank works on that too, give to it."""
+        chunk, microbatch, forward = instruction.chunk, instruction.microbatch, instruction.op is Op.SEND_ACTIVATION
+        transfers, items = self._transfers(instruction), self._layout.tiles[chunk].items
+        to, item = (chunk + 1, items.stop) if forward else (chunk - 1, items.start)
+        for transfer in transfers.send_activation if forward else transfers.send_gradient:
+            if transfer.receiver == self._layout.rank:  # which then has all of it
+                self.given[Place(to, microbatch)] = value
+                continue
+            part = value[self._inside(transfer, microbatch)].contiguous()
+            self._layout.channels[transfer.receiver, item].send(part)
+
+    def rows_of(self, microbatch: int) -> Interval:
+        """Return the rows of a microbatch that this rank computes."""
+        return self._rows[microbatch % len(self._rows)]
+
+    def _transfers(self, instruction: Instruction) -> Transfers:
+        by_turns = self._layout.transfers[instruction.chunk]
+        return by_turns[instruction.microbatch % len(by_turns)]
+
+    def _inside(self, piece: Transfer, microbatch: int) -> tuple[slice, slice, slice]:
+        rows = piece.rows.shift(-self.rows_of(microbatch).start)
+        return slice(*rows), slice(None), slice(*piece.features.shift(-self._features.start))
