@@ -12,7 +12,7 @@ def reasons(found: Found) -> list[str]:
     """Return what limits the best plan, and what its main choices are better than."""
     best = found.best
     told = [_bottleneck(found), _arrangement(found), _microbatches(found)]
-    told += _memory(best)
+    told += [_ahead(best), *_memory(best)]
     told += _unused(found)
     return [reason for reason in told if reason]
 
@@ -71,6 +71,17 @@ def _microbatches(found: Found) -> str:
     other = min(others, key=others.get)
     own = found.least_by_microbatches[shape.microbatches]
     return f"{text}: with {other} a step takes about {_than(others[other], own)}"
+
+
+def _ahead(best: Timed) -> str:
+    if best.held_up_seconds is None:
+        return ""
+    first = max(best.plan.tiles, key=lambda tile: tile.ahead)
+    return (
+        f"up to {counted(first.ahead, 'microbatch')} more than by 1F1B are under way (items {list(first.items)},"
+        f" {first.family}), because messages would hold them up: a step would take"
+        f" {_share(best.held_up_seconds, best.seconds)} longer"
+    )
 
 
 def _than(other: float, own: float) -> str:

@@ -25,6 +25,8 @@ class Timed:
     layout: Layout
     plan: Plan
     prediction: Prediction
+    held_up_seconds: float | None = None
+    """Of a step with no more microbatches under way than by 1F1B, if it has more because that is slower."""
 
     @property
     def seconds(self) -> float:
@@ -60,7 +62,8 @@ class Timer:
         plan = further_ahead(timed.plan, predictor.costs, predictor.room)
         if plan is None:
             return timed
-        other = Timed(timed.layout, plan, Predictor(self._setup, plan, self._cluster).predict())
+        prediction = Predictor(self._setup, plan, self._cluster).predict()
+        other = Timed(timed.layout, plan, prediction, timed.seconds)
         return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 
     def time(self, layouts: Sequence[Layout], known: Timed | None = None) -> tuple[list[Timed], bool]:

@@ -209,7 +209,7 @@ def cases(draw):
         )
     )
     tables = [(family, *size) for family, size in zip("abc", sizes, strict=False)]
-    network = draw(st.sampled_from([{}, {"nic": 2e7}, {"latency": 1e-3}, {"link": 1e7}]))
+    network = draw(st.sampled_from([{}, {"nic": 2e7}, {"nic": 1e6}, {"latency": 1e-3}, {"link": 1e7}]))
     speeds = {family: draw(st.sampled_from(SPEEDS)) * (1 + 0.01 * i) for i, family in enumerate("abc")}
     batch = draw(st.sampled_from([2, 4, 6]))
     microbatches = draw(st.sampled_from([m for m in (1, 2, 3, 4, 6) if batch % m == 0]))

@@ -19,6 +19,7 @@ from hpctrain.jobs.plan import command
 from hpctrain.plan import check_tiling
 from hpctrain.plan_file import load_plan
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.explain import reasons
 from hpctrain.planner.pools import pools_of
 from hpctrain.planner.predict import predict
 from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
@@ -50,6 +51,20 @@ def test_as_good_as_looking_at_every_plan(case):
     assert is_complete
     assert len(searching.layouts) <= len(seconds)
     check_tiling(best.plan, setup.model.num_items)
+
+
+@pytest.mark.parametrize("memory", [40_000_000, 1_400_000, 1_100_000, 1_000_000])
+def test_memory_decides_how_many_are_under_way_where_messages_are_slow(memory):
+    """What ranks plans knows of it: else it would prefer those that have no memory for what it thinks of them."""
+    cluster = cluster_of([("a", 1, 1), ("b", 1, 1), ("c", 1, 1)], memory=memory, nic=1e6)
+    found = best(cluster, batch=16, setup=setup_of(12, vocabulary=512), largest_grid=1, microbatches=(16,))
+    plan, held_up = found.best.plan, found.best.held_up_seconds
+    assert held_up > 1.2 * found.best.seconds and max(tile.ahead for tile in plan.tiles) >= 2
+    assert found.best.prediction.fits
+    assert found.best.layout.seconds == pytest.approx(found.best.seconds, rel=0.1)
+    assert any(
+        "under way" in reason and f"{held_up / found.best.seconds - 1:.1%}" in reason for reason in reasons(found)
+    )
 
 
 # ---- what a search is indifferent to ---------------------------------------------------------------------------------
