@@ -40,8 +40,8 @@ class Memory:
         return sum(vars(self).values())
 
 
-def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int) -> Memory:
-    """Return what one rank of a tile needs, for all of its tiles."""
+def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, waiting: int = 1) -> Memory:
+    """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent."""
     weights = gradients = moments = 0
     mixed = setup.item_bytes < MASTER_BYTES
     z = tile.coordinate(rank)[2]
@@ -56,7 +56,8 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int) -
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
-    buffers = largest + int(setup.stack.reserved_bytes)
+    messages = waiting + _expected(setup, plan, tile)
+    buffers = largest + messages * _message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
     return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, held), buffers)
 
 
@@ -111,10 +112,8 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     inputs = sum(item_kept(setup, tile, item, "full") for item in items)
     kept = sum(item_kept(setup, tile, item, tile.recompute) for item in items)
     whole = max(item_kept(setup, tile, item, "none") for item in items)
-    received = setup.positions * setup.model.hidden_size // tile.tensor.x * setup.item_bytes
     # While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
-    messages = 1 + _expected(setup, plan, tile)
-    buffers = at_once * whole * (0.5 if tile.recompute == "none" else 1.5) + rows * received * messages
+    buffers = at_once * whole * (0.5 if tile.recompute == "none" else 1.5)
     one = kept if tile.recompute != "full" else inputs
     if not setup.stack.splits_backward or (delay := weight_delay(plan, tile)) is None:
         return int(kept_rows * one), int(buffers)
@@ -126,6 +125,12 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     last = item_deferred(setup, tile, tile.items.start) if tile.recompute == "full" else 0
     in_hand = (at_once if at_loss else rows) * max(one, deferred - last)
     return int(waiting + others + in_hand), int(buffers)
+
+
+def _message_bytes(setup: Setup, tile: Tile) -> int:
+    """Return the bytes of what a rank of a tile sends, or receives, of a microbatch."""
+    rows = max(-(-size // tile.tensor.z) for size in tile.rows.sizes)
+    return 0 if tile.is_idle else rows * setup.positions * setup.model.hidden_size // tile.tensor.x * setup.item_bytes
 
 
 def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:

@@ -405,10 +405,19 @@ class Predictor:
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
             unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
             how = tile.zero, tile.family, tile.substeps, *(self.plan.warm_up(chunk) for chunk in chunks)
-            key = (unlike, tile.rows.sizes, tile.tensor, how)
+            waiting = self._waiting(tile) if len(chunks) == 1 else 1
+            key = (unlike, tile.rows.sizes, tile.tensor, how, waiting)
             if key not in known:
                 held = self._held_by(tile, tile.ranks[0])
-                memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0])
+                memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0], waiting)
                 known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
             found[tile] = known[key]
         return found
+
+    def _waiting(self, tile: Tile) -> int:
+        """Return how many activations wait to be sent when a tile has warmed up, where they leave more slowly than they
+        are made."""
+        made = min(sum(each.seconds for each in cost.forward) for cost in self.costs.tiles[tile])
+        sent = max((max(self.costs.messages.get((tile, to), (0.0,))) for to in self.plan.downstream(tile)), default=0.0)
+        left = 1 - made / sent if sent > made else 0.0
+        return 1 + math.ceil(left * (under_way(self.plan, tile) - 1))
