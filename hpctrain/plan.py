@@ -212,6 +212,10 @@ class Plan:
         """Return the tiles whose output this tile takes, of a microbatch or of any."""
         return _of(self._upstream.get(tile, {}), microbatch)
 
+    def turns_between(self, tile: Tile, following: Tile) -> tuple[bool, ...]:
+        """Return for each microbatch of the period whether one of `downstream` has rows in common with a tile."""
+        return self._downstream[tile][following]
+
     def depth_to_loss(self, tile: Tile) -> int:
         """Return the number of tiles on the longest path from this one to the loss, not counting itself."""
         return self._depth_to_loss[tile]
@@ -254,6 +258,24 @@ def _of(neighbours: dict[Tile, tuple[bool, ...]], microbatch: int | None) -> tup
     if microbatch is None:
         return tuple(neighbours)
     return tuple(tile for tile, shares in neighbours.items() if shares[microbatch % len(shares)])
+
+
+def joined(plan: Plan) -> list[list[Tile]]:
+    """Return the tiles that share messages, directly or through others, together, in the order of the plan's."""
+    place = {tile: i for i, tile in enumerate(plan.tiles)}
+    found: list[list[Tile]] = []
+    seen: set[Tile] = set()
+    for start in plan.tiles:
+        if start in seen:
+            continue
+        seen.add(start)
+        together = [start]
+        for tile in together:  # grows while it is gone through
+            near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
+            seen.update(near)
+            together += near
+        found.append(sorted(together, key=place.get))
+    return found
 
 
 def counted(number: int, what: str) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Model
 from hpctrain.parameters import item_parameters
-from hpctrain.plan import Plan, Tile
+from hpctrain.plan import Plan, Tile, joined
 from hpctrain.planner.curves import FamilyCurves
 
 # What the small products of a microbatch cost beside those of its rows: some 300 tokens' time for rows of 2,048.
@@ -76,7 +76,7 @@ def estimate(
         ahead = max((path[other] for other in plan.downstream(tile)), default=0.0)
         path[tile] = seconds(tile, tile.rows.most()) + ahead
     steps = []
-    for tiles in _pipelines(plan):
+    for tiles in joined(plan):
         of_period = [max(seconds(tile, tile.rows_of(m).size) for tile in tiles) for m in range(plan.period)]
         every = [of_period[m % plan.period] for m in range(plan.microbatches)]
         slowest = max(every)
@@ -84,20 +84,3 @@ def estimate(
         growth = sum(max(0.0, after - before) for before, after in itertools.pairwise([0.0, *every]))
         steps.append(min(slowest * plan.microbatches + rest, sum(every) + rest * growth / slowest))
     return max(steps)
-
-
-def _pipelines(plan: Plan) -> list[list[Tile]]:
-    """Return the tiles that share messages, directly or through others, together."""
-    found: list[list[Tile]] = []
-    seen: set[Tile] = set()
-    for start in plan.tiles:
-        if start in seen:
-            continue
-        seen.add(start)
-        together = [start]
-        for tile in together:  # grows while it is gone through
-            near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
-            seen.update(near)
-            together += near
-        found.append(together)
-    return found

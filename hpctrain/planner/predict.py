@@ -1,5 +1,6 @@
 """Predicts a training step of a plan on a cluster: seconds by part, memory by stage, what had to be guessed. Pure."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -143,6 +144,9 @@ class Predictor:
         self._devices = {n: DeviceModel(n, family, fitted.get(n)) for n, family in cluster.families.items()}
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
+        self._places: dict[Tile, tuple] = {}
+        self._sums: dict[tuple, list[float]] = {}
+        self._until: dict[Tile, tuple[list[float], list[float]]] = {}
         self._on_node: dict[int, list[int]] = {}
         for rank in plan.ranks:
             self._on_node.setdefault(cluster.devices[rank].node, []).append(rank)
@@ -249,10 +253,12 @@ class Predictor:
 
     def _place(self, tile: Tile) -> tuple:
         """Return what makes tiles alike: their families, on which tables of nodes, and how their ranks are spread."""
-        devices = [self.cluster.devices[rank] for rank in tile.ranks]
-        nodes = list(dict.fromkeys(device.node for device in devices))
-        where = tuple((d.table, nodes.index(d.node), d.index) for d in devices)
-        return self._families[tile], where, self._held(tile).holdings and self._zero_groups(tile)
+        if tile not in self._places:
+            devices = [self.cluster.devices[rank] for rank in tile.ranks]
+            nodes = list(dict.fromkeys(device.node for device in devices))
+            where = tuple((d.table, nodes.index(d.node), d.index) for d in devices)
+            self._places[tile] = self._families[tile], where, self._held(tile).holdings and self._zero_groups(tile)
+        return self._places[tile]
 
     def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
         return next((h.ranks for h in self._held(tile).holdings if h.zero >= 2), ())
@@ -360,17 +366,29 @@ class Predictor:
         """Return a sharing with when its gradients are made and its weights needed, where it goes on beside."""
         if not self._beside:
             return sharing
-        ready, needed = {}, {}
+        ready, needed, before = {}, {}, {}
         for tile in sharing.tiles:
-            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
-            first = min(filter(tile.holds, holding.items))
-            # Weights are needed in the first microbatch, gradients made in the last one.
-            for found, name, microbatch in ((needed, "forward", 0), (ready, last, self.plan.microbatches - 1)):
-                rows = -(-tile.rows_of(microbatch).size // tile.tensor.z) // tile.substeps
-                before = (self.item_passes(tile, item, rows)[name] for item in range(tile.items.start, first))
-                found[tile] = sum(each.seconds for each in before)
+            if tile.items not in before:
+                before[tile.items] = min(filter(tile.holds, holding.items)) - tile.items.start
+            needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
         is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not holding.slabs
         return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
+
+    def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
+        """Return for each item of a tile what is computed before it: in the first forward pass, which needs its
+        weights; and of the last backward pass, by when its gradients are made, after it."""
+        if tile not in self._until:
+            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+            made = []
+            for name, microbatch in (("forward", 0), (last, self.plan.microbatches - 1)):
+                rows = -(-tile.rows_of(microbatch).size // tile.tensor.z) // tile.substeps
+                key = tile.items, rows, name, tile.tensor, tile.recompute, self._place(tile)
+                if key not in self._sums:
+                    seconds = (self.item_passes(tile, item, rows)[name].seconds for item in range(*tile.items))
+                    self._sums[key] = list(itertools.accumulate(seconds, initial=0.0))
+                made.append(self._sums[key])
+            self._until[tile] = tuple(made)
+        return self._until[tile]
 
     @property
     def _rank_bytes(self) -> int:

@@ -8,13 +8,12 @@ gathered while the first forward pass of the next step is on its way to them. Wh
 part, so that the parts add up.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.errors import PlanError
-from hpctrain.plan import Plan, Tile
+from hpctrain.plan import Plan, Tile, joined
 from hpctrain.schedule import COMPUTING, Instruction, Op, channel_depth
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
@@ -159,25 +158,21 @@ def simulate(plan: Plan, schedules: Mapping[Tile, tuple[Instruction, ...]], cost
 
 
 def _alike(plan: Plan, costs: Costs) -> dict[Tile, Tile]:
-    """Return for each tile of a plain pipeline the one in whose place it is in the first pipeline that takes as long.
+    """Return for each tile the one in whose place it is in the first pipeline that takes as long.
 
     Replicas that are alike are run once, which makes the time of even plans independent of how many there are.
     """
-    first: dict[tuple, tuple[Tile, ...]] = {}
+    first: dict[tuple, list[Tile]] = {}
     like: dict[Tile, Tile] = {}
-    for tile in plan.tiles:
-        if plan.upstream(tile):
-            continue
-        chain = [tile]
-        while len(following := plan.downstream(chain[-1])) == 1 and len(plan.upstream(following[0])) == 1:
-            chain.append(following[0])
-        if following:
-            continue  # pipelines that meet
-        ways = [(costs.messages[a, b], costs.messages[b, a]) for a, b in itertools.pairwise(chain)]
-        places = tuple(chain.index(plan.chunks(t)[0]) for t in chain)
-        how = tuple((t.substeps, plan.warm_up(t)) for t in chain)
-        key = tuple(costs.tiles[t] for t in chain), tuple(ways), how, places
-        like |= dict(zip(chain, first.setdefault(key, tuple(chain)), strict=True))
+    for tiles in joined(plan):
+        number = {tile: i for i, tile in enumerate(tiles)}
+        each = tuple((costs.tiles[t], t.substeps, plan.warm_up(t), number[plan.chunks(t)[0]]) for t in tiles)
+        ways = tuple(
+            (number[a], number[b], costs.messages[a, b], costs.messages[b, a], plan.turns_between(a, b))
+            for a in tiles
+            for b in plan.downstream(a)
+        )
+        like |= dict(zip(tiles, first.setdefault((each, ways), tiles), strict=True))
     return like
 
 
