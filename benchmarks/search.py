@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.job import Model
+from hpctrain.job import Model, Overlap
 from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import search
@@ -60,7 +60,9 @@ class Case:
 
     @property
     def setup(self) -> Setup:
-        return Setup(Model(**PRESETS[self.preset]), self.positions, "bf16", HPCTRAIN)
+        """As a run there would have it: what is exchanged goes on beside computation."""
+        model, beside = Model(**PRESETS[self.preset]), frozenset(("tensor", "z"))
+        return Setup(model, self.positions, "bf16", HPCTRAIN, beside, Overlap().bucket_bytes)
 
 
 def _nic(network: str, count: int) -> Nic:
