@@ -1,6 +1,7 @@
 """Half-open integer intervals: the one piece of arithmetic that plans, shards and checkpoints share."""
 
 import itertools
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -46,6 +47,7 @@ def tiles_exactly(intervals: list[Interval], whole: Interval) -> bool:
     return at == whole.stop
 
 
+@lru_cache(maxsize=1024)
 def cut_by_shares(size: int, shares: tuple[int, ...]) -> tuple[Interval, ...]:
     """Cut `range(size)` into consecutive intervals in proportion to `shares`, rounded; equal ones as `cut_evenly`."""
     total = sum(shares)

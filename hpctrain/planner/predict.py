@@ -306,9 +306,9 @@ class Predictor:
         return self._holdings[key]
 
     def _held_by(self, tile: Tile, rank: int) -> Holdings:
-        """Return what one rank of a tile holds, not cut into buckets."""
+        """Return what one rank of a tile holds."""
         held, first = self._first_held(tile)
-        return held if rank == first and not self._beside else holdings_of(self.setup.model, self.plan, rank)
+        return held if rank == first else holdings_of(self.setup.model, self.plan, rank, self._bucket_bytes)
 
     @cached_property
     def _holdings(self) -> dict[tuple, tuple[Holdings, int]]:

@@ -13,6 +13,9 @@ SLOWEST_SHARE = 0.5
 
 MANY_ROWS = 8
 
+MOST_CHOICES = 48
+"""That are weighed for a pool, unless all are."""
+
 
 class Shortlists:
     """The best choices for each pool, by number of microbatches and by what the others do."""
@@ -62,7 +65,7 @@ class Shortlists:
         every, best = self._rates(pool, rows)
         others = sum(self._rates(number, rows)[1] for number in row if number != pool)
         considered = [(rate, choice) for rate, choice in every if rate >= best * SLOWEST_SHARE] or every
-        width = max(2, round(self._per_group ** (1 / len(used))))
+        width = min(MOST_CHOICES, max(2, round(self._per_group ** (1 / len(used)))))
         self.left_out += len(every) - min(width, len(considered))
         # Those first that compute the fastest: once enough are known to be as fast, others need not be looked at.
         num_blocks = self._costs.setup.model.num_layers
