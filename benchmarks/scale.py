@@ -111,7 +111,8 @@ def holmes() -> None:
             plan = replace(plan, tiles=tuple(tiles))
         setup = Setup(model, model.max_positions, MIXED_DTYPE, stack, bucket_bytes=beside)
         if goes_ahead:
-            plan = further_ahead(plan, Predictor(setup, plan, cluster).costs) or plan
+            predictor = Predictor(setup, plan, cluster)
+            plan = further_ahead(plan, predictor.costs, predictor.room) or plan
         found = predict(setup, plan, cluster)
         print(
             f"  {name:42} {found.step_seconds:7.2f} s  {flops / found.step_seconds / 64 / 1e12:4.0f} TFLOP/s a device"

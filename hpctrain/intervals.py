@@ -47,7 +47,7 @@ def tiles_exactly(intervals: list[Interval], whole: Interval) -> bool:
     return at == whole.stop
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def cut_by_shares(size: int, shares: tuple[int, ...]) -> tuple[Interval, ...]:
     """Cut `range(size)` into consecutive intervals in proportion to `shares`, rounded; equal ones as `cut_evenly`."""
     total = sum(shares)

@@ -85,7 +85,8 @@ class LaneChannel:
     def expect(self, tensor: torch.Tensor) -> None:
         """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
 
-        `receive` must be called with what was expected, in that order.
+        It moves when those that were expected before it are there. `receive` must be called with what was expected, in
+        that order.
         """
         if self._needs_room:
             self._expected.append((tensor, self._incoming.receive(tensor, self._peer)))
@@ -96,8 +97,7 @@ class LaneChannel:
             self._incoming.receive(tensor, self._peer).wait()
             return
         expected, work = self._expected.popleft()
-        if expected is not tensor:
-            raise CommError("a channel was to fill another tensor with its next message")
+        assert expected is tensor, "messages are received in the order in which they were expected"
         work.wait()
 
     def abandon(self) -> None:
@@ -168,4 +168,5 @@ def make_channel(
     backend = routes.message_backend(ranks)
     outgoing = Lane(ranks, backend, progress, patience, trace=trace)
     incoming = Lane(ranks, backend, progress, patience)
-    return LaneChannel(outgoing, incoming, depth, needs_room=backend.pace is None)  # a pretended network is its own
+    # Messages of a pretended network move by themselves: to post receives ahead would have ranks poll for nothing.
+    return LaneChannel(outgoing, incoming, depth, needs_room=backend.pace is None)

@@ -23,7 +23,7 @@ class Place(NamedTuple):
     microbatch: int
 
 
-class Piece(NamedTuple):
+class Incoming(NamedTuple):
     """A message that is to come."""
 
     channel: Channel
@@ -37,7 +37,7 @@ class Arrival(NamedTuple):
     """A tensor that is to come, in pieces, of which the y of the tile may have to gather theirs."""
 
     value: torch.Tensor
-    pieces: list[Piece]
+    pieces: list[Incoming]
     gathers: bool
 
 
@@ -45,7 +45,7 @@ class Messages:
     """Sends and receives activations and their gradients.
 
     The next receives of the schedule are expected ahead, so that messages which move only into memory that waits for
-    them do so while the rank computes.
+    them do so while the rank computes. What a rank needs is the same by every route.
     """
 
     def __init__(self, layout: Layout, hidden_size: int, positions: int, device: torch.device):
@@ -86,7 +86,7 @@ class Messages:
             buffer = target if target.is_contiguous() else target.new_empty(target.shape)
             channel = self._layout.channels[transfer.sender, item]
             channel.expect(buffer)
-            pieces.append(Piece(channel, buffer, target))
+            pieces.append(Incoming(channel, buffer, target))
         return Arrival(value, pieces, transfers.gathers_activation if forward else transfers.gathers_gradient)
 
     def receive(self, instruction: Instruction) -> None:
@@ -125,6 +125,6 @@ class Messages:
         by_turns = self._layout.transfers[instruction.chunk]
         return by_turns[instruction.microbatch % len(by_turns)]
 
-    def _inside(self, piece: Transfer, microbatch: int) -> tuple[slice, slice, slice]:
-        rows = piece.rows.shift(-self.rows_of(microbatch).start)
-        return slice(*rows), slice(None), slice(*piece.features.shift(-self._features.start))
+    def _inside(self, transfer: Transfer, microbatch: int) -> tuple[slice, slice, slice]:
+        rows = transfer.rows.shift(-self.rows_of(microbatch).start)
+        return slice(*rows), slice(None), slice(*transfer.features.shift(-self._features.start))

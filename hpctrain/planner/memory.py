@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hpctrain.holders import Holdings
 from hpctrain.intervals import cut_evenly
 from hpctrain.parameters import padded_vocabulary
-from hpctrain.plan import Plan, Tile
+from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.cost import Setup, unit_elements
 from hpctrain.rows import most_of
 from hpctrain.schedule import Op, passes, under_way, weight_delay
@@ -40,7 +40,7 @@ class Memory:
         return sum(vars(self).values())
 
 
-def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, waiting: int = 1) -> Memory:
+def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, waiting: int) -> Memory:
     """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent."""
     weights = gradients = moments = 0
     mixed = setup.item_bytes < MASTER_BYTES
@@ -57,7 +57,7 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
     messages = waiting + _expected(setup, plan, tile)
-    buffers = largest + messages * _message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
+    buffers = largest + messages * largest_message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
     return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, held), buffers)
 
 
@@ -127,10 +127,22 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     return int(waiting + others + in_hand), int(buffers)
 
 
-def _message_bytes(setup: Setup, tile: Tile) -> int:
-    """Return the bytes of what a rank of a tile sends, or receives, of a microbatch."""
-    rows = max(-(-size // tile.tensor.z) for size in tile.rows.sizes)
-    return 0 if tile.is_idle else rows * setup.positions * setup.model.hidden_size // tile.tensor.x * setup.item_bytes
+def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
+    """Return the bytes of what a rank of a grid sends, or receives, of `rows` rows of its own."""
+    return rows * setup.positions * setup.model.hidden_size // grid.x * setup.item_bytes
+
+
+def largest_message_bytes(setup: Setup, tile: Tile) -> int:
+    """Return the bytes of what a rank of a tile sends, or receives, of the microbatch in which it has the most rows."""
+    return (
+        0 if tile.is_idle else message_bytes(setup, tile.tensor, max(-(-n // tile.tensor.z) for n in tile.rows.sizes))
+    )
+
+
+def waiting_share(forward_seconds: float, message_seconds: float) -> float:
+    """Return the share of activations that wait to be sent when a tile has warmed up, by what it takes to make one and
+    to send it."""
+    return max(0.0, 1 - forward_seconds / message_seconds) if message_seconds else 0.0
 
 
 def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:

@@ -16,7 +16,7 @@ from hpctrain.plan import Plan, Tile
 from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.memory import Memory, memory_of
+from hpctrain.planner.memory import Memory, largest_message_bytes, memory_of, waiting_share
 from hpctrain.planner.messages import arrivals
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate, slowed_by
@@ -407,11 +407,14 @@ class Predictor:
 
     @property
     def room(self) -> dict[Tile, float]:
-        """Return by tile how many more microbatches it has memory for."""
+        """Return by tile how many more microbatches it has memory for, and for their messages, where these wait."""
         found = {}
         for tile, stage in self._memory.items():
-            each = stage.memory.activations / under_way(self.plan, tile)
-            found[tile] = (stage.available_bytes - stage.memory.total) // each if each else math.inf
+            kept = under_way(self.plan, tile)
+            each = stage.memory.activations / kept
+            each += largest_message_bytes(self.setup, tile) if self._waiting_share(tile) else 0
+            room = (stage.available_bytes - stage.memory.total) // each if each else math.inf
+            found[tile] = room if kept + room < self.plan.microbatches else math.inf
         return found
 
     @cached_property
@@ -423,7 +426,7 @@ class Predictor:
             available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
             unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
             how = tile.zero, tile.family, tile.substeps, *(self.plan.warm_up(chunk) for chunk in chunks)
-            waiting = self._waiting(tile) if len(chunks) == 1 else 1
+            waiting = self._waiting(tile)
             key = (unlike, tile.rows.sizes, tile.tensor, how, waiting)
             if key not in known:
                 held = self._held_by(tile, tile.ranks[0])
@@ -433,9 +436,12 @@ class Predictor:
         return found
 
     def _waiting(self, tile: Tile) -> int:
-        """Return how many activations wait to be sent when a tile has warmed up, where they leave more slowly than they
-        are made."""
+        """Return how many activations wait to be sent when a tile has warmed up."""
+        return 1 + math.ceil(self._waiting_share(tile) * (under_way(self.plan, tile) - 1))
+
+    def _waiting_share(self, tile: Tile) -> float:
+        if self.setup.stack.blocking_sends or len(self.plan.chunks(tile)) > 1:
+            return 0.0
         made = min(sum(each.seconds for each in cost.forward) for cost in self.costs.tiles[tile])
-        sent = max((max(self.costs.messages.get((tile, to), (0.0,))) for to in self.plan.downstream(tile)), default=0.0)
-        left = 1 - made / sent if sent > made else 0.0
-        return 1 + math.ceil(left * (under_way(self.plan, tile) - 1))
+        sent = (max(self.costs.messages.get((tile, to), (0.0,))) for to in self.plan.downstream(tile))
+        return waiting_share(made, max(sent, default=0.0))

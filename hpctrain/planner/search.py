@@ -29,7 +29,7 @@ from hpctrain.planner.weigh import Layout, Weigher
 WEIGHED, TIMED = 2000, 12
 """How many plans are weighed, and timed, unless it is said."""
 PER_GROUP = 100
-"""About how many plans of a group are weighed."""
+"""About how many plans of a group are weighed; see `MOST_CHOICES`."""
 TRIED = 3
 """How many plans of a group are weighed at first, until one fits in memory."""
 LOOKING_SHARE = 0.5

@@ -15,7 +15,7 @@ from hpctrain.intervals import Interval
 from hpctrain.parameters import check_grid
 from hpctrain.plan import TensorGrid, Tile
 from hpctrain.planner.cost import Setup, Work, item_cost, unit_elements
-from hpctrain.planner.memory import GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, item_kept
+from hpctrain.planner.memory import GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, item_kept, message_bytes
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predict import pass_cost
@@ -160,7 +160,8 @@ class StageCosts:
     ) -> Needs:
         """Return what a rank of a stage needs; see `memory_of`.
 
-        There are whole weights of two items at once, if it has two: `least_blocks` of 1 is for who may have one.
+        There are whole weights of two items at once, if it has two: `least_blocks` of 1 is for who may have one, and
+        be alone.
         """
         setup, b = self.setup, self.setup.item_bytes
         zero = min(zero, 1) if holders == 1 else zero
@@ -174,8 +175,8 @@ class StageCosts:
         activations = [self._kept(grid, item, recompute) * rows for item in items]
         whole = max(self._kept(grid, item, "none") for item in items)
         buffers = rows * whole * (0.5 if recompute == "none" else 1.5)
-        messages = 1 if all(ends) else 1 + setup.stack.expected_messages
-        buffers += rows * setup.positions * setup.model.hidden_size // grid.x * b * messages
+        messages = 1 if all(ends) or least_blocks < 2 else 1 + setup.stack.expected_messages
+        buffers += messages * message_bytes(setup, grid, rows)
         gathered = 0.0
         if grid.z > 1 or zero >= 2:
             sizes = [self._unit(grid, item) for item in items]

@@ -76,7 +76,8 @@ class Timer:
         for number, layout in enumerate(layouts):
             if known and layout is known.layout:
                 continue
-            if found and self._is_enough(len(found), layout.seconds / best - 1):
+            is_late = not found and number >= FEW and self._is_over()
+            if is_late or (found and self._is_enough(len(found), layout.seconds / best - 1)):
                 all_done = all(self._weigher.bound(other) >= best for other in layouts[number:])
                 break
             if len(found) >= FEW and self._weigher.bound(layout) >= best:

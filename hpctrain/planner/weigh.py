@@ -16,7 +16,7 @@ from hpctrain.planner.closed_form import Passes, done_after, done_at_the_least
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.even import families_of
-from hpctrain.planner.memory import GRADIENT_BYTES
+from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.predict import MOST_BUCKETS
 from hpctrain.planner.space import Choice, Shape, Space
 from hpctrain.planner.stages import Line, StageCosts
@@ -120,7 +120,7 @@ class Weigher:
         rows = self._cut_rows(shape)
         if rows is None:
             return None
-        pipelines = []
+        pipelines, passed = [], []
         for number, of_row in enumerate(rows):
             roles = self.roles(shape, number)
             ways = [
@@ -142,8 +142,17 @@ class Weigher:
                 Placed(pool, choice, count, stage.way(count))
                 for (pool, choice, *_), count, stage in zip(roles, blocks, ways, strict=True)
             ]
+            messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(placed)]
+            behind = range(len(placed) - 1, -1, -1)
+            room = [
+                self._room(*each, of_row, shape.microbatches)
+                for each in zip(placed, behind, [*messages, 0.0], strict=True)
+            ]
+            if min(room) < 0:
+                return None
+            passed.append(done_after([each.passes for each in placed], messages, shape.microbatches, room))
             pipelines.append(tuple(placed))
-        return Layout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, rows, pipelines))
+        return Layout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
@@ -210,13 +219,9 @@ class Weigher:
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def _seconds(self, shape: Shape, rows: Sequence[int], pipelines: Sequence[Sequence[Placed]]) -> float:
+    def _seconds(self, shape: Shape, pipelines: Sequence[Sequence[Placed]], passed: Sequence[Sequence[float]]) -> float:
+        """Return the seconds of a step in which stages have `passed` all microbatches after so long."""
         costs, setup = self.costs, self.costs.setup
-        passed: list[list[float]] = []
-        for of_row, stages in zip(rows, pipelines, strict=True):
-            messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(stages)]
-            room = [self._room(placed) for placed in stages]
-            passed.append(done_after([placed.passes for placed in stages], messages, shape.microbatches, room))
         # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
         updated = [[0.0] * len(stages) for stages in pipelines]
         exchanged = []
@@ -233,12 +238,21 @@ class Weigher:
         after = _after([(members, gather) for members, _, gather in exchanged], updated)
         return longest + costs.agree_seconds + after + setup.stack.step_seconds
 
-    def _room(self, placed: Placed) -> float:
-        """Return how many more microbatches a stage has memory for than by 1F1B."""
+    def _room(self, placed: Placed, behind: int, message_seconds: float, rows: int, microbatches: int) -> float:
+        """Return how many more microbatches a stage with so many behind it has memory for than by 1F1B; below 0 where
+        it has none for the activations that wait to be sent.
+
+        See `Predictor.room`.
+        """
         if self._is_roomy:
             return math.inf
-        free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes
-        return free // placed.way.kept_bytes.at(placed.blocks)
+        setup, (pool, choice, blocks, way) = self.costs.setup, placed
+        kept = min(behind + 1, microbatches)
+        share = 0.0 if setup.stack.blocking_sends else waiting_share(placed.forward, message_seconds)
+        message = message_bytes(setup, choice.grid, rank_rows(choice, rows)) if share else 0
+        free = self.costs.pools[pool].memory_bytes - placed.needed_bytes - math.ceil(share * (kept - 1)) * message
+        room = free // (way.kept_bytes.at(blocks) + message)
+        return room if room < 0 or kept + room < microbatches else math.inf
 
     def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[Piece]:
         ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]

@@ -216,7 +216,7 @@ def test_where_memory_is_short_the_slowest_messages_have_more_under_way_first():
         further = further_ahead(plan, Costs(cost, messages), dict(zip(plan.tiles, room, strict=True)))
         return [tile.ahead for tile in further.tiles] if further else [0, 0, 0, 0]
 
-    assert ahead(2, 2, 2, 0) == [2, 1, 1, 0], "one more for each of the two gaps"
+    assert ahead(9, 9, 9, 0) == [2, 1, 1, 0], "one more for each of the two gaps"
     assert ahead(2, 1, 1, 0) == [2, 1, 1, 0]
     assert ahead(1, 1, 1, 0) == [1, 1, 1, 0], "the later messages take longer"
     assert ahead(1, 0, 1, 0) == [0, 0, 0, 0], "all before must have room; and without them the earlier gain nothing"

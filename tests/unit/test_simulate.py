@@ -1,0 +1,80 @@
+"""The simulation runs pipelines that are alike once: nothing may come out another way for it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hpctrain.planner.simulate as simulation
+from hpctrain.intervals import Interval
+from hpctrain.job import Model
+from hpctrain.plan import Plan, Tile
+from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
+from hpctrain.rows import Rows
+from hpctrain.schedule import one_f_one_b, schedule_of
+from tests.tilings import tilings
+
+MODEL = Model(architecture="llama", num_layers=5, hidden_size=16, num_heads=4, vocab_size=64)
+TILINGS = st.integers(1, 6).flatmap(lambda ranks: st.integers(1, 6).flatmap(lambda m: tilings(MODEL, ranks, 5, m)))
+SECONDS = st.sampled_from([0.0, 0.5, 1.0, 2.5])
+
+
+def beside_itself(plan: Plan) -> tuple[Plan, dict[Tile, Tile]]:
+    """Return a plan and its copy on other ranks and rows, as one plan; and by tile its copy."""
+    num_ranks = max(rank for tile in plan.tiles for rank in tile.ranks) + 1
+    copies = {
+        tile: replace(
+            tile,
+            rows=Rows(tuple(phase.shift(plan.rows) for phase in tile.rows.phases)),
+            ranks=tuple(rank + num_ranks for rank in tile.ranks),
+        )
+        for tile in plan.tiles
+    }
+    return Plan((*plan.tiles, *copies.values()), plan.microbatches, 2 * plan.rows, plan.schedule), copies
+
+
+@settings(max_examples=300, deadline=None)
+@given(TILINGS, st.data())
+def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
+    plan, copies = beside_itself(replace(drawn, unused=()))
+    both = range(plan.period)
+    tiles: dict[Tile, tuple[TileCost, ...]] = {}
+    for tile, copy in copies.items():
+        passes = [(PassCost(data.draw(SECONDS)),) * tile.substeps for _ in range(4)]
+        cost = TileCost(passes[0], passes[1], 0.25, passes[2], passes[3], overlap_times=1.5)
+        tiles[tile] = tiles[copy] = (cost,)
+    pairs = [pair for a in copies for b in plan.downstream(a) for pair in ((a, b), (b, a))]
+    messages = {pair: tuple(data.draw(SECONDS) for _ in both) for pair in pairs}
+    messages |= {(copies[a], copies[b]): seconds for (a, b), seconds in messages.items()}
+    sharings = []
+    for items in sorted({tile.items for tile in plan.tiles}):
+        sharing = tuple(tile for tile in plan.tiles if tile.items == items)
+        ready, needed = (dict.fromkeys(sharing, data.draw(SECONDS)) for _ in range(2))
+        sharings.append(Sharing(sharing, data.draw(SECONDS), data.draw(SECONDS), ready, needed))
+    if pairs and data.draw(st.booleans()):  # the copy is not quite one
+        a, b = data.draw(st.sampled_from(pairs))
+        messages[copies[a], copies[b]] = tuple(seconds + 0.75 for seconds in messages[a, b])
+    elif data.draw(st.booleans()):
+        tile = data.draw(st.sampled_from(list(copies)))
+        tiles[copies[tile]] = (replace(tiles[tile][0], forward=(PassCost(3.0),) * tile.substeps),)
+    costs = Costs(tiles, messages, tuple(sharings), agree_seconds=0.1)
+    schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
+    merged = simulate(plan, schedules, costs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "_alike", lambda *_: {})
+        apart = simulate(plan, schedules, costs)
+    assert merged == apart
+
+
+def test_a_copy_is_run_once(monkeypatch):
+    ran = []
+    advance = simulation._Simulation._advance
+    monkeypatch.setattr(simulation._Simulation, "_advance", lambda self, tile: ran.append(tile) or advance(self, tile))
+    first = [Tile(Interval(0, 3), Interval(row, row + 1), (row,)) for row in (0, 1)]
+    meeting = Plan((*first, Tile(Interval(3, 7), Interval(0, 2), (2,))), 4, 2)
+    plan, _ = beside_itself(meeting)
+    cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(2.0),)),))
+    messages = {pair: (1.0,) for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))}
+    simulate(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles}, Costs(cost, messages))
+    assert set(ran) == set(meeting.tiles)
