@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.cluster_file import parse_cluster
+from hpctrain.comm.topology import Preferences
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Overlap
@@ -49,7 +50,9 @@ def with_ahead(plan: Plan, *ahead: int) -> Plan:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
-def test_more_under_way_are_the_same_bits(world, tokens):
+@pytest.mark.parametrize("route", ["auto", "messages"])
+def test_more_under_way_are_the_same_bits(world, tokens, route, monkeypatch):
+    monkeypatch.setattr(world, "preferences", Preferences(route=route))
     layouts = {2: [(2, 1, (1, 0)), (2, 1, (5, 0))], 4: [(4, 1, (3, 2, 1, 0)), (4, 1, (1, 1, 0, 0)), (2, 2, (2, 0))]}
     for stages, data, ahead in layouts[world.size]:
         plan = even_plan(6, TensorGrid(), stages, data, 4, 4)

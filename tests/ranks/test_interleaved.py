@@ -3,6 +3,7 @@
 import pytest
 
 import hpctrain.engine.pipeline as pipeline
+from hpctrain.comm.topology import Preferences
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
@@ -62,7 +63,8 @@ def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]
 
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
-def test_losses_are_those_of_one_rank(world, tokens, model, layout):
+def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch):
+    monkeypatch.setattr(world, "preferences", Preferences(route="messages" if model == "gpt2" else "auto"))
     job = make_job(tokens, model, {"microbatch": 2, **layout}, shape=SHAPE)
     plan = resolve_plan(job, world.size).plan
     assert {len(plan.tiles_of(rank)) for rank in range(world.size)} == {layout["chunks"]}

@@ -100,10 +100,15 @@ def unlike_tilings(tokens, name: str, size: int):
 
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(300)
-def test_random_tilings_give_the_losses_of_one_rank(world, tokens):
-    @given_on_ranks(st.one_of(*(unlike_tilings(tokens, name, world.size) for name in MODELS)), max_examples=10)
+def test_random_tilings_give_the_losses_of_one_rank(world, tokens, monkeypatch):
+    unlike = st.one_of(*(unlike_tilings(tokens, name, world.size) for name in MODELS))
+
+    @given_on_ranks(st.tuples(unlike, st.sampled_from(["auto", "messages"])), max_examples=10)
     def every(world, drawn):
-        check(world, tokens, *drawn)
+        (name, plan), route = drawn
+        one_rank(world, tokens, name, STEPS)
+        monkeypatch.setattr(world, "preferences", Preferences(route=route))
+        check(world, tokens, name, plan)
 
     every(world)
 
