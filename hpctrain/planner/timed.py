@@ -28,7 +28,8 @@ class SpeedPredictor(Predictor):
         self._work, self._speeds = work, speeds
 
     def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
-        third = self._work.costs[item] * (rows + ROWS_LOST) / self._speeds[tile.family] / tile.tensor.size / 3
+        cut = tile.tensor.x * tile.tensor.y  # of z each rank has rows of its own
+        third = self._work.costs[item] * (rows + ROWS_LOST) / self._speeds[tile.family] / cut / 3
         again = third if tile.recompute == "full" else 0.0
         compute = {
             "forward": third,

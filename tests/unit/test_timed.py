@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.job import load_job
+from hpctrain.planner.alone import searched_candidates
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.proportional import EVEN, even_candidates, parties_of, proportional_candidates
 from hpctrain.planner.timed import timed
@@ -29,6 +30,16 @@ def test_communication_is_added_to_what_the_estimate_has():
     alone = {family: speed * 4 for family, speed in speeds.items()}
     least = WORK.global_batch * sum(WORK.costs) / sum(alone.values())
     assert timed(listed, JOB, cluster, speeds, beside=True)[0].seconds > least
+
+
+def test_no_plan_is_faster_than_its_devices():
+    """Of whatever tensor grid."""
+    cluster, speeds, _ = candidates("ib-roce")
+    overlap = JOB.overlap.model_copy(update={"tensor": True, "data": True, "z": True})
+    listed = searched_candidates(JOB.model_copy(update={"overlap": overlap}), cluster, list(speeds))
+    assert {candidate.plan.tiles[0].tensor.z for candidate in listed} > {1}
+    least = WORK.global_batch * sum(WORK.costs) / sum(speed * cluster.num_of(name) for name, speed in speeds.items())
+    assert all(found.seconds > least for found in timed(listed, JOB, cluster, speeds, beside=True))
 
 
 def test_where_two_fabrics_meet_over_a_slow_one_the_pipeline_crosses_it():
