@@ -67,10 +67,10 @@ class SharedChannel:
 class LaneChannel:
     """A two-way channel by messages, over a lane for each way; they move while the rank computes."""
 
-    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, needs_room: bool):
-        """`needs_room` says whether messages move only when somebody receives them."""
+    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_ahead: bool):
+        """`posts_ahead` says whether receives are posted when they are expected."""
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
-        self._needs_room = needs_room
+        self._posts_ahead = posts_ahead
         self._peer = 1 - outgoing.rank
         self._under_way: deque[Work] = deque()
         self._expected: deque[tuple[torch.Tensor, Work]] = deque()
@@ -85,10 +85,10 @@ class LaneChannel:
     def expect(self, tensor: torch.Tensor) -> None:
         """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
 
-        It moves when those that were expected before it are there. `receive` must be called with what was expected, in
-        that order.
+        It moves when those that were expected before it are there, or when it is received. `receive` must be called
+        with what was expected, in that order.
         """
-        if self._needs_room:
+        if self._posts_ahead:
             self._expected.append((tensor, self._incoming.receive(tensor, self._peer)))
 
     def receive(self, tensor: torch.Tensor) -> None:
@@ -168,5 +168,4 @@ def make_channel(
     backend = routes.message_backend(ranks)
     outgoing = Lane(ranks, backend, progress, patience, trace=trace)
     incoming = Lane(ranks, backend, progress, patience)
-    # Messages of a pretended network move by themselves: to post receives ahead would have ranks poll for nothing.
-    return LaneChannel(outgoing, incoming, depth, needs_room=backend.pace is None)
+    return LaneChannel(outgoing, incoming, depth, posts_ahead=backend.transport.polls_freely)

@@ -21,6 +21,8 @@ class Transport(Protocol):
     size: int
     bytes_sent: Sequence[int]
     """To each peer, since the start: what the interfaces' counters are compared with."""
+    polls_freely: bool
+    """Whether cores have nothing else to do, so that it costs nothing to look for a message long before it comes."""
 
     def send(self, peer: int, tensor: torch.Tensor) -> Ready: ...
 
@@ -35,6 +37,7 @@ class HostTransport:
     """MPI on host memory, without copies of ours."""
 
     name = "MPI on host memory"
+    polls_freely = False
 
     def __init__(self, comm):
         """`comm` is the group's own duplicate, and owned from now on."""

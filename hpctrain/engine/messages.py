@@ -45,7 +45,7 @@ class Messages:
     """Sends and receives activations and their gradients.
 
     The next receives of the schedule are expected ahead, so that messages which move only into memory that waits for
-    them do so while the rank computes. What a rank needs is the same by every route.
+    them do so while the rank computes. What memory a rank needs is the same by every route.
     """
 
     def __init__(self, layout: Layout, hidden_size: int, positions: int, device: torch.device):

@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.cluster_file import parse_cluster
 from hpctrain.comm.topology import Preferences
+from hpctrain.comm.transport import HostTransport
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Overlap
@@ -53,6 +54,7 @@ def with_ahead(plan: Plan, *ahead: int) -> Plan:
 @pytest.mark.parametrize("route", ["auto", "messages"])
 def test_more_under_way_are_the_same_bits(world, tokens, route, monkeypatch):
     monkeypatch.setattr(world, "preferences", Preferences(route=route))
+    monkeypatch.setattr(HostTransport, "polls_freely", True)
     layouts = {2: [(2, 1, (1, 0)), (2, 1, (5, 0))], 4: [(4, 1, (3, 2, 1, 0)), (4, 1, (1, 1, 0, 0)), (2, 2, (2, 0))]}
     for stages, data, ahead in layouts[world.size]:
         plan = even_plan(6, TensorGrid(), stages, data, 4, 4)

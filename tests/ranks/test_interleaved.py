@@ -4,6 +4,7 @@ import pytest
 
 import hpctrain.engine.pipeline as pipeline
 from hpctrain.comm.topology import Preferences
+from hpctrain.comm.transport import HostTransport
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
@@ -65,6 +66,7 @@ def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]
 @pytest.mark.timeout(120)
 def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch):
     monkeypatch.setattr(world, "preferences", Preferences(route="messages" if model == "gpt2" else "auto"))
+    monkeypatch.setattr(HostTransport, "polls_freely", True)
     job = make_job(tokens, model, {"microbatch": 2, **layout}, shape=SHAPE)
     plan = resolve_plan(job, world.size).plan
     assert {len(plan.tiles_of(rank)) for rank in range(world.size)} == {layout["chunks"]}

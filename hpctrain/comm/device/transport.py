@@ -20,6 +20,8 @@ class DeviceTransport:
     comes first; what is queued after `ready` said True finds the message. Any look at one message moves all.
     """
 
+    polls_freely = True
+
     def __init__(
         self,
         mpi,

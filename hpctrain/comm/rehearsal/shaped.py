@@ -226,6 +226,8 @@ class Passage:
 class ShapedTransport:
     """Messages by an inner transport, as late as a described network would deliver them."""
 
+    polls_freely = False  # nor is it of use: they arrive whoever waits for them
+
     def __init__(
         self,
         network: ShapedNetwork,
