@@ -10,7 +10,7 @@ from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
-from hpctrain.plan import check_tiling
+from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import dump_plan, load_plan
 from hpctrain.planner.curves import FamilyCurves, curves_of
 from hpctrain.planner.draw import draw_plan

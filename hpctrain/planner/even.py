@@ -11,7 +11,8 @@ from hpctrain.errors import LaunchError, PlanError
 from hpctrain.holders import check_zero
 from hpctrain.job import Job, PlanRequest, TensorSizes
 from hpctrain.parameters import check_grid, count_parameters
-from hpctrain.plan import Plan, TensorGrid, check_ranks, check_tiling, even_plan
+from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.plan_checks import check_ranks, check_tiling
 from hpctrain.plan_file import load_plan
 
 # Floating-point operations that a rank does in the time in which it sends one byte to a neighbour, on unknown

@@ -4,7 +4,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError, PlanError
 from hpctrain.job import load_job
-from hpctrain.plan import check_tiling
+from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import dump_plan
 from hpctrain.planner.even import resolve_plan
 

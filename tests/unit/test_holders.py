@@ -17,7 +17,8 @@ from hpctrain.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.store import Store
 from hpctrain.parameters import all_parameters, units, whole_rows
-from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, even_plan
+from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.plan_checks import check_tiling
 from tests.tilings import tilings
 
 MODELS = [

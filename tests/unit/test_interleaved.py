@@ -10,7 +10,8 @@ from hpctrain.errors import PlanError
 from hpctrain.holders import check_zero
 from hpctrain.intervals import Interval
 from hpctrain.job import load_job
-from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, even_plan
+from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import dump_plan, parse_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.draw import draw_plan

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, TensorGrid, Tile, check_ranks, check_tiling, even_plan
+from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.plan_checks import check_ranks, check_tiling
 from hpctrain.plan_file import dump_plan, load_plan, parse_plan
 from hpctrain.rows import Rows
 

@@ -13,7 +13,8 @@ from hpctrain.cluster_file import load_cluster, ready_clusters
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Job, load_job
-from hpctrain.plan import Plan, Tile, check_tiling
+from hpctrain.plan import Plan, Tile
+from hpctrain.plan_checks import check_tiling
 from hpctrain.planner.curves import curves_of, describe_work
 from hpctrain.planner.estimate import ROWS_LOST, Work, estimate
 from hpctrain.planner.even import check_plan

@@ -10,7 +10,8 @@ from hpctrain.errors import PlanError
 from hpctrain.holders import check_zero
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling, even_plan
+from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
+from hpctrain.plan_checks import check_tiling
 from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.schedule import (

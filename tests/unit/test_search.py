@@ -16,7 +16,7 @@ from hpctrain.intervals import Interval
 from hpctrain.job import load_job
 from hpctrain.jobs.common import check_runs
 from hpctrain.jobs.plan import command
-from hpctrain.plan import check_tiling
+from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import load_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons

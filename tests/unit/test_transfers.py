@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid, Tile, check_tiling
+from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.plan_checks import check_tiling
 from hpctrain.role import role_of
 from hpctrain.rows import Rows
 from hpctrain.transfers import everywhere, gathered_rows, gathers, held, receives, sends
