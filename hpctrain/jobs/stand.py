@@ -18,7 +18,7 @@ from hpctrain.errors import PlanError
 from hpctrain.job import Job
 from hpctrain.links import links_of
 from hpctrain.observe.console import QUOTED_OVERRUN
-from hpctrain.plan import Plan
+from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.proportional import SIDE_BY_SIDE, Candidate, rows_at_once, state_bytes
@@ -102,22 +102,27 @@ class Room:
 
     def __init__(self, work: Work, cluster: Cluster):
         self._work, self._cluster = work, cluster
-        self._found: dict[tuple[int, int], float] = {}
-        """Bytes for each row of a tile with so many items and microbatches before it alternates."""
+        self._found: dict[tuple[TensorGrid, str], dict[tuple[int, int], float]] = {}
+        """By tensor grid and what is recomputed: bytes for each row of a tile with so many items and microbatches
+        before it alternates."""
 
     def note(self, plan: Plan, held: Sequence[Held]) -> None:
         for tile in plan.tiles:
-            key = (tile.items.size, plan.warm_up(tile))
+            found, key = self._found_like(tile), (tile.items.size, plan.warm_up(tile))
             each = max(held[rank].peak - held[rank].states for rank in tile.ranks) / rows_at_once(plan, tile)
-            self._found[key] = max(each, self._found.get(key, 0.0))
+            found[key] = max(each, found.get(key, 0.0))
+
+    def _found_like(self, tile: Tile) -> dict[tuple[int, int], float]:
+        return self._found.setdefault((tile.tensor, tile.recompute), {})
 
     def forbids(self, plan: Plan) -> bool:
         """Say whether some tile cannot fit, as tiles with no more to keep took too much for it."""
         states = state_bytes(self._work, plan)
         return any(
-            states[tile] + rows_at_once(plan, tile) * each > self._cluster.families[tile.family].memory_bytes
+            states[tile] / tile.tensor.size + rows_at_once(plan, tile) * each
+            > self._cluster.families[tile.family].memory_bytes
             for tile in plan.tiles
-            for (items, warm_up), each in self._found.items()
+            for (items, warm_up), each in self._found_like(tile).items()
             if tile.items.size >= items and plan.warm_up(tile) >= warm_up
         )
 

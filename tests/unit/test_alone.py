@@ -9,8 +9,9 @@ from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import PlanError
 from hpctrain.job import load_job
 from hpctrain.jobs.common import Described
+from hpctrain.jobs.stand import Held, Room
 from hpctrain.jobs.yardstick import tell_yardstick, yardstick
-from hpctrain.plan import even_plan
+from hpctrain.plan import TensorGrid, even_plan
 from hpctrain.planner.alone import EVERY_PLAN, alone_candidates, search_families
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.estimate import Work
@@ -90,3 +91,18 @@ def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
     real = Described(CLUSTER, "ours.toml", is_rehearsed=False)
     assert yardstick(JOB, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
     assert tell_yardstick(told, real).endswith("times the job cut evenly"), "what is real is not rehearsed"
+
+
+def test_what_took_too_much_forbids_only_what_keeps_as_much():
+    memory = CLUSTER.families[FAMILY].memory_bytes
+
+    def plan(grid: TensorGrid, **options):
+        return even_plan(JOB.model.num_items, grid, 1, 1, 1, 24, family=FAMILY, **options)
+
+    room, alone = Room(WORK, CLUSTER), TensorGrid()
+    room.note(plan(alone), [Held(states=0, peak=2 * memory, total=memory)])
+    assert room.forbids(plan(alone))
+    assert not room.forbids(plan(alone, recompute="full")), "it keeps less"
+    assert not room.forbids(plan(TensorGrid(z=4))), "and so does each rank of a grid"
+    room.note(plan(TensorGrid(z=4)), [Held(states=0, peak=2 * memory, total=memory)] * 4)
+    assert room.forbids(plan(TensorGrid(z=4)))
