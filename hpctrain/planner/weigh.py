@@ -143,11 +143,7 @@ class Weigher:
                 for (pool, choice, *_), count, stage in zip(roles, blocks, ways, strict=True)
             ]
             messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(placed)]
-            behind = range(len(placed) - 1, -1, -1)
-            room = [
-                self._room(*each, of_row, shape.microbatches)
-                for each in zip(placed, behind, [*messages, 0.0], strict=True)
-            ]
+            room = self._room(placed, [*messages, 0.0], of_row, shape.microbatches)
             if min(room) < 0:
                 return None
             passed.append(done_after([each.passes for each in placed], messages, shape.microbatches, room))
@@ -238,21 +234,24 @@ class Weigher:
         after = _after([(members, gather) for members, _, gather in exchanged], updated)
         return longest + costs.agree_seconds + after + setup.stack.step_seconds
 
-    def _room(self, placed: Placed, behind: int, message_seconds: float, rows: int, microbatches: int) -> float:
-        """Return how many more microbatches a stage with so many behind it has memory for than by 1F1B; below 0 where
-        it has none for the activations that wait to be sent.
+    def _room(self, stages: Sequence[Placed], messages: Sequence[float], rows: int, microbatches: int) -> list[float]:
+        """Return how many more microbatches than by 1F1B each stage has memory for; below 0 where it has none for the
+        activations that wait to be sent.
 
-        See `Predictor.room`.
+        `messages` are the seconds of what each sends. See `Predictor.room`.
         """
         if self._is_roomy:
-            return math.inf
-        setup, (pool, choice, blocks, way) = self.costs.setup, placed
-        kept = min(behind + 1, microbatches)
-        share = 0.0 if setup.stack.blocking_sends else waiting_share(placed.forward, message_seconds)
-        message = message_bytes(setup, choice.grid, rank_rows(choice, rows)) if share else 0
-        free = self.costs.pools[pool].memory_bytes - placed.needed_bytes - math.ceil(share * (kept - 1)) * message
-        room = free // (way.kept_bytes.at(blocks) + message)
-        return room if room < 0 or kept + room < microbatches else math.inf
+            return [math.inf] * len(stages)
+        setup, found = self.costs.setup, []
+        for depth, (placed, seconds) in enumerate(zip(reversed(stages), reversed(messages), strict=True)):
+            kept = min(depth + 1, microbatches)
+            share = 0.0 if setup.stack.blocking_sends else waiting_share(placed.forward, seconds)
+            message = message_bytes(setup, placed.choice.grid, rank_rows(placed.choice, rows)) if share else 0
+            waiting = math.ceil(share * (kept - 1)) * message
+            free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes - waiting
+            room = free // (placed.way.kept_bytes.at(placed.blocks) + message)
+            found.append(room if room < 0 or kept + room < microbatches else math.inf)
+        return found[::-1]
 
     def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[Piece]:
         ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]

@@ -30,6 +30,8 @@ from tests.unit.small_searches import (
     EVERYTHING,
     FAST_NETWORK,
     KNOWN_ALONE,
+    NETWORKS,
+    SLOW,
     cases,
     cluster_of,
     every_plan,
@@ -40,7 +42,7 @@ from tests.unit.small_searches import (
 
 @pytest.mark.timeout(900)
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases())
+@given(cases((*NETWORKS, SLOW)))
 def test_as_good_as_looking_at_every_plan(case):
     setup, batch, cluster, space = case
     KNOWN_ALONE.clear()
