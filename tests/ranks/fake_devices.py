@@ -1,8 +1,10 @@
 """Devices that are not there: memory of the host, work that is done only when somebody looks, a library on MPI."""
 
 import ctypes
+import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import numpy as np
@@ -101,7 +103,7 @@ class FakeAccelerator(Accelerator):
         return self._copies[target.data_ptr() > source.data_ptr()].add(lambda: target.copy_(source))
 
     def stream_address(self) -> int:
-        return 0
+        return id(self._stream)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
@@ -114,7 +116,11 @@ class FakeAccelerator(Accelerator):
 
 
 class FakeNccl:
-    """Stands for the module `cupy.cuda.nccl`: the same calls, done by MPI on host memory when they are made."""
+    """Stands for the module `cupy.cuda.nccl`: the same calls, done by MPI on host memory when they are made.
+
+    The real one's calls return at once, and the host goes on to move messages, which other ranks may be waiting for
+    before they come to this call. These return when all is done, so they move the messages themselves.
+    """
 
     NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 1, 2, 4, 7, 8
     NCCL_SUM, NCCL_MAX, NCCL_MIN = 0, 2, 3
@@ -124,6 +130,8 @@ class FakeNccl:
         self.calls: list[str] = []
         self.grouped: list | None = None
         self.dtypes = {0: "i1", 1: "u1", 2: "i4", 4: "i8", 7: "f4", 8: "f8"}
+        self.meanwhile: dict[int, Callable[[], None]] = {}
+        """By the address of a stream: what moves the messages of the route that uses it."""
         self._made = 0
 
     def get_unique_id(self):
@@ -136,7 +144,16 @@ class FakeNccl:
 
     def groupEnd(self):  # noqa: N802
         grouped, self.grouped = self.grouped, None
-        self.mpi.Request.Waitall([request for function in grouped if (request := function()) is not None])
+        self.finish(grouped)
+
+    def finish(self, calls: list) -> None:
+        """Start all calls, and wait until they are done. Each is a stream and a generator that yields its request."""
+        started = [(stream, call, next(call)) for stream, call in calls]
+        while not self.mpi.Request.Testall([request for _, _, request in started]):
+            for stream, _, _ in started:
+                self.meanwhile.get(stream, os.sched_yield)()
+        for _, call, _ in started:
+            next(call, None)
 
     def NcclCommunicator(self, size, key, rank):  # noqa: N802
         return FakeNcclCommunicator(self, size, key, rank)
@@ -167,54 +184,73 @@ class FakeNcclCommunicator:
     def _operation(self, op: int):
         return {0: self._mpi.SUM, 2: self._mpi.MAX, 3: self._mpi.MIN}[op]
 
-    def _call(self, name: str, function):
+    def _call(self, name: str, stream: int, call):
         self._nccl.calls.append(name)
         if self._nccl.grouped is None:
-            function()
+            self._nccl.finish([(stream, call)])
         else:
-            self._nccl.grouped.append(function)
+            self._nccl.grouped.append((stream, call))
 
     def allReduce(self, sent, received, count, number, op, stream):  # noqa: N802
         assert sent == received
         memory = self._memory(sent, count, number)
-        self._call("allReduce", lambda: self._comm.Allreduce(self._mpi.IN_PLACE, memory, self._operation(op)))
+
+        def call():
+            yield self._comm.Iallreduce(self._mpi.IN_PLACE, memory, self._operation(op))
+
+        self._call("allReduce", stream, call())
 
     def reduce(self, sent, received, count, number, op, root, stream):
         given = self._memory(sent, count, number)
         into = self._memory(received, count, number)
 
-        def function():
-            total = np.empty_like(given)
-            self._comm.Reduce(given.copy(), total, self._operation(op), root)
+        def call():
+            before, total = given.copy(), np.empty_like(given)
+            yield self._comm.Ireduce(before, total, self._operation(op), root)
             if self._comm.rank == root:
                 into[:] = total
 
-        self._call("reduce", function)
+        self._call("reduce", stream, call())
 
     def reduceScatter(self, sent, received, count, number, op, stream):  # noqa: N802
         given = self._memory(sent, count * self._comm.size, number)
-        total = np.empty(count, given.dtype)
         into = self._memory(received, count, number)
 
-        def function():
-            self._comm.Reduce_scatter_block(given.copy(), total, self._operation(op))
+        def call():
+            before, total = given.copy(), np.empty(count, given.dtype)
+            yield self._comm.Ireduce_scatter_block(before, total, self._operation(op))
             into[:] = total
 
-        self._call("reduceScatter", function)
+        self._call("reduceScatter", stream, call())
 
     def allGather(self, sent, received, count, number, stream):  # noqa: N802
         given, into = self._memory(sent, count, number), self._memory(received, count * self._comm.size, number)
-        self._call("allGather", lambda: self._comm.Allgather(given.copy(), into))
+
+        def call():
+            before = given.copy()
+            yield self._comm.Iallgather(before, into)
+
+        self._call("allGather", stream, call())
 
     def broadcast(self, sent, received, count, number, root, stream):
         assert sent == received
-        self._call("broadcast", lambda: self._comm.Bcast(self._memory(sent, count, number), root))
+
+        def call():
+            yield self._comm.Ibcast(self._memory(sent, count, number), root)
+
+        self._call("broadcast", stream, call())
 
     def send(self, address, count, number, peer, stream):
-        self._call("send", lambda: self._comm.Isend(self._memory(address, count, number), peer))
+        def call():
+            yield self._comm.Isend(self._memory(address, count, number), peer)
+
+        self._call("send", stream, call())
 
     def recv(self, address, count, number, peer, stream):
-        self._call("recv", lambda: self._comm.Irecv(self._memory(address, count, number), peer))
+        def call():
+            yield self._comm.Irecv(self._memory(address, count, number), peer)
+
+        self._call("recv", stream, call())
 
     def destroy(self):
         self._comm.Free()

@@ -11,8 +11,9 @@ import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.channel import make_channel
-from hpctrain.comm.communicator import Communicator, Lane
+from hpctrain.comm.communicator import Backend, Communicator, Lane
 from hpctrain.comm.device import staging
+from hpctrain.comm.device.collectives import StreamedCollectives
 from hpctrain.comm.device.table import Ability, Devices, Family
 from hpctrain.comm.lanes import Progress
 from hpctrain.comm.routes import RouteMaker
@@ -58,8 +59,14 @@ class Pretended:
 
     def group(self, ranks, name: str = "", overlapped: bool = False) -> Communicator:
         several = overlapped and len(ranks) > 1
-        lane = Lane(ranks, self.routes.backend(ranks), self.progress, self.patience) if several else None
-        return Communicator(ranks, self.routes.backend(ranks), self.patience, lane=lane)
+        lane = Lane(ranks, self.backend(ranks), self.progress, self.patience) if several else None
+        return Communicator(ranks, self.backend(ranks), self.patience, lane=lane)
+
+    def backend(self, ranks) -> Backend | None:
+        made = self.routes.backend(ranks)
+        if made and self.nccl and isinstance(made.collectives, StreamedCollectives):
+            self.nccl.meanwhile[id(made.collectives.stream)] = made.transport.poll
+        return made
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         return make_channel(self.routes, self.progress, peer, num_bytes, depth, self.patience)
@@ -210,6 +217,27 @@ def test_native_routes_inside_a_family_and_across(world, dtype):
             comm.reduce_scatter(torch.arange(10 * world.size).to(out.dtype), out, cuts)
             expected = torch.arange(10 * world.size)[slice(*cuts[comm.rank])] * world.size
             assert torch.equal(out, expected.to(out.dtype))
+        comm.close()
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.timeout(60)
+def test_messages_across_move_while_a_rank_is_inside_its_family(world):
+    """Parts so uneven that a rank has all that it waits for, and goes on inside, while others still wait for its."""
+    half = world.size // 2
+    pretended = Pretended(world, "a" * half + "b" * half, native=True)
+    of_family = [3, 1] if half == 2 else [4, 2, 1, 0]
+    bounds = np.cumsum([0, *(3000 * i for i in of_family + of_family[::-1])]).tolist()
+    cuts = [Interval(a, b) for a, b in itertools.pairwise(bounds)]
+    with small_chunks():
+        comm = pretended.group(list(range(world.size)))
+        expected = torch.arange(bounds[-1], dtype=torch.float32)
+        own = slice(*cuts[world.rank])
+        values = torch.zeros_like(expected)
+        values[own] = expected[own]
+        gathered = pretended.later(values)
+        comm.all_gather(gathered, cuts)
+        assert torch.equal(gathered, expected)
         comm.close()
 
 

@@ -22,7 +22,8 @@ class StreamedCollectives:
     def __init__(self, inner: Collectives, accelerator: Accelerator, transport: DeviceTransport):
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self._inner, self._accelerator, self._transport = inner, accelerator, transport
-        self._stream = accelerator.new_stream()
+        self.stream = accelerator.new_stream()
+        """Where the device does them."""
 
     # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
 
@@ -50,15 +51,15 @@ class StreamedCollectives:
 
     def _run(self, steps: Steps, queued: Event | None) -> Steps:
         if queued is not None:
-            self._stream.wait_event(queued)
+            self.stream.wait_event(queued)
         while True:
-            with self._accelerator.on(self._stream):
+            with self._accelerator.on(self.stream):
                 pending = next(steps, None)
             if pending is None:
                 break
             yield Pending(partial(self._look, pending.ready), pending.awaited)
         if queued is not None:
-            done = self._stream.record_event()
+            done = self.stream.record_event()
             if not done.query():
                 yield Pending(done.query, "the device")
 
