@@ -24,6 +24,10 @@ class Efficiency:
     fp32_share: float | None = None
     """The same for fp32, which no tensor core computes; None: as `product_share`."""
     tf32_share: float | None = None
+    fused_share: float = 1.0
+    """Of the share at which fused kernels of the generation before compute there (`Stack.flash`)."""
+    overlap_times: float = 1.0
+    """How many times as long it computes while it communicates."""
     known: bool = True
     """Whether it is of this model, not a guess by its kind."""
 
@@ -39,6 +43,7 @@ class Accelerator:
 
     kind: str
     memory_bytes: float
+    """What a program finds: sheets round, and mean GiB where they say GB."""
     memory_bytes_per_second: float
     peak_flops_per_second: dict[str, float]
     link_bytes_per_second: float
@@ -59,17 +64,21 @@ class Accelerator:
         )
 
 
+# Kernels of a collective library take processors and memory bandwidth from what is computed beside: with FSDP and
+# pipelines on A100, H100, MI210 and MI250 that took 1.19 times as long in the mean (arXiv 2507.03114).
+BESIDE_NCCL = 1.19
+
 # By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
 # of half precision and of memory from whole steps; families that nobody measured have those of the one before.
 EFFICIENCIES: dict[str, Efficiency] = {
-    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98),
-    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0),
-    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82),
-    "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44),
-    "blackwell": Efficiency(0.68, 0.85, 2e-6, 148, 0.85, 0.44),
-    "gaming": Efficiency(0.75, 0.82, 2e-6, 82, 1.0, 1.0),
-    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110),
-    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304),
+    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_times=BESIDE_NCCL),
+    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
+    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_times=BESIDE_NCCL),
+    "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44, fused_share=0.75, overlap_times=BESIDE_NCCL),
+    "blackwell": Efficiency(0.68, 0.85, 2e-6, 148, 0.85, 0.44, fused_share=0.75, overlap_times=BESIDE_NCCL),
+    "gaming": Efficiency(0.75, 0.82, 2e-6, 82, 1.0, 1.0, overlap_times=BESIDE_NCCL),
+    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_times=BESIDE_NCCL),
+    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_times=BESIDE_NCCL),
     "ascend": Efficiency(0.60, 0.75, 3e-6, 1),
 }
 _UNKNOWN = Efficiency(0.70, 0.80, 3e-6, 1, known=False)
@@ -85,28 +94,55 @@ def _fp(fp32: float, fp16: float, bf16: float | None = None, tf32: float | None 
 # Titan-RTX and RTX-2080-Ti (rings of 5.4e9 bytes/s, by 4 and by 8 alike), and of 4 RTX-3090, show.
 _HOST_PCIE3, _HOST_PCIE4 = 9.6e9, 12e9
 
+# Memory is what torch's messages of too little of it call the total capacity.
+GIB = 2.0**30
+
 ACCELERATORS: dict[str, Accelerator] = {
     "A100-40": Accelerator(
-        "cuda", 40e9, 1.555e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, "ampere", "NVIDIA A100 data sheet, SXM4"
+        "cuda",
+        39.4 * GIB,
+        1.555e12,
+        _fp(19.5e12, 312e12, 312e12, 156e12),
+        300e9,
+        "ampere",
+        "NVIDIA A100 data sheet, SXM4",
     ),
     "A100-80": Accelerator(
-        "cuda", 80e9, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, "ampere", "NVIDIA A100 data sheet, SXM4"
+        "cuda",
+        79.2 * GIB,
+        2.039e12,
+        _fp(19.5e12, 312e12, 312e12, 156e12),
+        300e9,
+        "ampere",
+        "NVIDIA A100 data sheet, SXM4",
     ),
     "A800-80": Accelerator(
-        "cuda", 80e9, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 200e9, "ampere", "NVIDIA A800 data sheet, SXM4"
+        "cuda",
+        79.2 * GIB,
+        2.039e12,
+        _fp(19.5e12, 312e12, 312e12, 156e12),
+        200e9,
+        "ampere",
+        "NVIDIA A800 data sheet, SXM4",
     ),
     "H100": Accelerator(
-        "cuda", 80e9, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H100 data sheet, SXM5"
+        "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H100 data sheet, SXM5"
     ),
     "H200": Accelerator(
-        "cuda", 141e9, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H200 data sheet, SXM5"
+        "cuda", 139.8 * GIB, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H200 data sheet, SXM5"
     ),
     "GH200": Accelerator(
-        "cuda", 96e9, 4.0e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA GH200 data sheet, 96 GB"
+        "cuda",
+        94.5 * GIB,
+        4.0e12,
+        _fp(67e12, 989e12, 989e12, 494e12),
+        450e9,
+        "hopper",
+        "NVIDIA GH200 data sheet, 96 GB",
     ),
     "B200": Accelerator(
         "cuda",
-        180e9,
+        178.3 * GIB,
         7.7e12,
         _fp(75e12, 2250e12, 2250e12, 1120e12),
         900e9,
@@ -114,18 +150,18 @@ ACCELERATORS: dict[str, Accelerator] = {
         "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved",
     ),
     "V100": Accelerator(
-        "cuda", 16e9, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 16 GB"
+        "cuda", 15.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 16 GB"
     ),
     "V100-32": Accelerator(
-        "cuda", 32e9, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 32 GB"
+        "cuda", 31.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 32 GB"
     ),
     "V100S": Accelerator(
-        "cuda", 32e9, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta", "NVIDIA V100S data sheet, PCIe 3"
+        "cuda", 31.7 * GIB, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta", "NVIDIA V100S data sheet, PCIe 3"
     ),
-    "T4": Accelerator("cuda", 16e9, 0.32e12, _fp(8.1e12, 65e12), 16e9, "turing", "NVIDIA T4 data sheet, PCIe 3"),
+    "T4": Accelerator("cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "turing", "NVIDIA T4 data sheet, PCIe 3"),
     "RTX-2080": Accelerator(
         "cuda",
-        8e9,
+        7.8 * GIB,
         0.448e12,
         _fp(10.1e12, 40.3e12),
         _HOST_PCIE3,
@@ -134,7 +170,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     ),
     "RTX-2080-Ti": Accelerator(
         "cuda",
-        11e9,
+        10.7 * GIB,
         0.616e12,
         _fp(13.4e12, 53.8e12),
         _HOST_PCIE3,
@@ -143,7 +179,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     ),
     "Titan-RTX": Accelerator(
         "cuda",
-        24e9,
+        23.6 * GIB,
         0.672e12,
         _fp(16.3e12, 130.5e12),
         _HOST_PCIE3,
@@ -151,11 +187,17 @@ ACCELERATORS: dict[str, Accelerator] = {
         "NVIDIA Turing white paper, fp32 accumulation",
     ),
     "RTX-3090": Accelerator(
-        "cuda", 24e9, 0.936e12, _fp(35.6e12, 71e12, 71e12, 35.6e12), _HOST_PCIE4, "gaming", "NVIDIA GA102 white paper"
+        "cuda",
+        23.7 * GIB,
+        0.936e12,
+        _fp(35.6e12, 71e12, 71e12, 35.6e12),
+        _HOST_PCIE4,
+        "gaming",
+        "NVIDIA GA102 white paper",
     ),
     "RTX-4090": Accelerator(
         "cuda",
-        24e9,
+        23.6 * GIB,
         1.008e12,
         _fp(82.6e12, 165.2e12, 165.2e12, 82.6e12),
         _HOST_PCIE4,
@@ -163,14 +205,14 @@ ACCELERATORS: dict[str, Accelerator] = {
         "NVIDIA Ada white paper",
     ),
     "MI250X-GCD": Accelerator(
-        "rocm", 64e9, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2", "AMD MI250X data sheet, half of it"
+        "rocm", 63.9 * GIB, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2", "AMD MI250X data sheet, half of it"
     ),
     "MI300X": Accelerator(
-        "rocm", 192e9, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3", "AMD MI300X data sheet"
+        "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3", "AMD MI300X data sheet"
     ),
     "910B": Accelerator(
         "npu",
-        64e9,
+        60.9 * GIB,
         1.6e12,
         _fp(75e12, 313e12, 313e12),
         28e9,
@@ -185,6 +227,8 @@ NETWORKS: dict[str, tuple[float, float]] = {
     "NDR": (50e9, 3e-6),  # InfiniBand, 400 Gb/s
     "Slingshot-11": (25e9, 3e-6),  # 200 Gb/s
     "RoCE-200": (25e9, 6e-6),
+    "EFA-50": (6.25e9, 15e-6),  # 400 Gb/s for the eight devices of a node
+    "Ethernet-100": (12.5e9, 20e-6),
     "Ethernet-25": (3.125e9, 30e-6),
     "Ethernet-10": (1.25e9, 40e-6),
 }

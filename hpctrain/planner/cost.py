@@ -31,6 +31,8 @@ class Product(NamedTuple):
     n: int
     batch: int = 1
     share: float = 1.0
+    fused: float | None = None
+    """Inside a kernel that keeps its result to itself: the share of a large product's speed at which that computes."""
 
 
 class Exchange(NamedTuple):
@@ -70,7 +72,7 @@ class Work:
 
     def seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
         """Return what computing takes: the device's time, or the host's to start it all, whichever is longer."""
-        computed = sum(device.product_seconds(dtype, p.m, p.k, p.n, p.batch) * p.share for p in self.products)
+        computed = sum(device.product_seconds(dtype, p.m, p.k, p.n, p.batch, p.fused) * p.share for p in self.products)
         computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
         dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
         return max(computed, (len(self.products) + self.operations) * dispatch)
@@ -185,8 +187,9 @@ def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: It
     if zero == 3:
         before.append(Exchange("data", "all_gather", elements // grid.z * setup.item_bytes))
     if grid.z > 1:
-        before.append(Exchange("z", "all_gather", elements * setup.item_bytes))
-        after.append(Exchange("z", "reduce_scatter", elements * 4))
+        gathered = setup.stack.gathered_bytes or setup.item_bytes
+        before.append(Exchange("z", "all_gather", elements * gathered))
+        after.append(Exchange("z", "reduce_scatter", elements * setup.stack.gradient_bytes))
     if zero >= 2:
         after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.stack.gradient_bytes))
     return ItemCost(
@@ -280,12 +283,14 @@ def _attention(setup: Setup, rows: int, heads: int) -> tuple[Work, Work]:
     """Return the products between heads: two forward; backward four, and the scores' again where they were not kept."""
     positions, size, batch = setup.positions, setup.model.head_size, rows * heads
     share = 0.5 if setup.stack.flash else 1.0
-    scores = Product(positions, size, positions, batch, share)
-    mixed = Product(positions, positions, size, batch, share)
-    elements = batch * positions * positions
-    forward = Work([scores, mixed], elements * setup.passes.scores[0])
-    products = [mixed, mixed, scores, scores] + ([scores] if setup.stack.flash else [])
-    return forward, Work(products, elements * setup.passes.scores[1])
+    works = []
+    for fused, passed in zip(setup.stack.flash or (None, None), setup.passes.scores, strict=True):
+        scores = Product(positions, size, positions, batch, share, fused)
+        mixed = Product(positions, positions, size, batch, share, fused)
+        works.append(Work([scores, mixed], batch * positions * positions * passed))
+    forward, backward = works
+    backward.products += [mixed, scores] + ([scores] if setup.stack.flash else [])
+    return forward, backward
 
 
 def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:

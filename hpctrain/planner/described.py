@@ -50,7 +50,7 @@ class DescribedRun:
     recompute: str = "none"
     sequence_parallel: bool = False
     zero: int = 0
-    """1: a distributed optimizer."""
+    """1: a distributed optimizer; 3: weights come, and their gradients go, beside what is computed (FSDP)."""
     interleave: int = 1
     stack: str = "megatron-lm"
     architecture: str = "gpt2"
@@ -100,21 +100,26 @@ class DescribedRun:
         if self.beside:
             stack = replace(stack, gradient_bytes=ITEM_BYTES[self.dtype])
         bucket_bytes = BUCKET_BYTES if self.beside else None
-        return Setup(self.model, self.positions, self.dtype, stack, bucket_bytes=bucket_bytes)
+        overlaps = frozenset({"z"} if self.zero == 3 else ())
+        return Setup(self.model, self.positions, self.dtype, stack, overlaps, bucket_bytes)
 
     @cached_property
     def plan(self) -> Plan:
-        """Return the plan: even, but for `stages`; raises PlanError as `even_plan` does."""
+        """Return the plan: even, but for `stages`; raises PlanError as `even_plan` does.
+
+        Replicas that share all of their weights (ZeRO 3) are the z of the tensor grids.
+        """
+        z, data = (self.data, 1) if self.zero == 3 else (1, self.data)
         plan = even_plan(
             self.model.num_items,
-            TensorGrid(y=self.tensor),
+            TensorGrid(y=self.tensor, z=z),
             self.pipeline,
-            self.data,
+            data,
             self.global_batch // self.data // self.microbatch,
             self.microbatch * self.data,
             family=self.accelerator,
             recompute=self.recompute,
-            zero=self.zero,
+            zero=0 if self.zero == 3 else self.zero,
         )
         if not self.stages:
             return plan

@@ -39,12 +39,12 @@ class DeviceModel:
     def efficiency(self) -> Efficiency:
         known = self.fitted or efficiency_of(self.family.kind, self.family.model)
         speeds = [*self.family.peak_flops_per_second.values(), *self.family.sustained_flops_per_second.values()]
-        return known if max(speeds) >= SLOWEST_WITH_TILES else replace(known, processors=1)
+        return known if max(speeds) >= SLOWEST_WITH_TILES else replace(known, processors=1, overlap_times=1.0)
 
     @property
     def overlap_times(self) -> float:
         """How many times as long it computes while it communicates."""
-        return self.family.overlap_times or 1.0
+        return self.family.overlap_times or self.efficiency.overlap_times
 
     def speed(self, dtype: str) -> float:
         """Return FLOP/s of large products. Raises PlanError for a dtype that the family does not have."""
@@ -72,8 +72,14 @@ class DeviceModel:
     def _cache(self) -> dict[tuple, float]:
         return {}
 
-    def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1) -> float:
-        """Return what `batch` products [m, k] @ [k, n] take at once. Raises PlanError for an unknown dtype."""
+    def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1, fused: float | None = None) -> float:
+        """Return what `batch` products [m, k] @ [k, n] take at once. Raises PlanError for an unknown dtype.
+
+        Inside a `fused` kernel, whose tiles are its own, they take that share of a large product's speed, whatever
+        their shape.
+        """
+        if fused and self.efficiency.processors > 1:
+            return 2.0 * batch * m * k * n / (self.speed(dtype) * fused * self.efficiency.fused_share)
         key = dtype, m, k, n, batch
         if key not in self._cache:
             self._cache[key] = self._modelled(*key) * self._correction(dtype, m * batch, k, n)

@@ -191,7 +191,7 @@ def item_kept(setup: Setup, tile: Tile, item: int, recompute: str) -> float:
     if stack.flash:  # input, normed twice, the middle of the residual stream; queries, keys, values, mixed; gate and up
         gated = 3 if model.architecture == "llama" else 2
         rotated = query + key if model.architecture == "llama" else 0
-        return b * (4 * hidden + 2 * query + 2 * key + rotated + gated * inner)
+        return b * (4 * hidden / cut + 2 * query + 2 * key + rotated + gated * inner)
     masks = 2 * hidden
     of_scores = 2 * b + 1 if stack.dropped_scores else b
     scores = model.num_heads / grid.y * setup.positions**2 * of_scores if recompute == "none" else 0.0

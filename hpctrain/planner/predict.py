@@ -226,7 +226,9 @@ class Predictor:
         for family in self._used_families:
             figures += self._devices[family].guesses
             if (self.setup.overlaps or self._beside) and self.cluster.families[family].overlap_times is None:
-                figures.append(f"families.{family}.overlap_times: communication does not slow what is computed beside")
+                times = self._devices[family].overlap_times
+                slower = f"makes what is computed beside take {times} times as long" if times > 1 else "slows nothing"
+                figures.append(f"families.{family}.overlap_times: communication {slower}")
         return tuple(figures)
 
     def _device(self, rank: int) -> DeviceModel:

@@ -40,12 +40,15 @@ class Stack:
     """Read and written per weight that a rank updates."""
     block_operations: tuple[int, int]
     """How many operations a block starts, forward and backward."""
-    flash: bool
-    """Whether attention is one kernel, which computes only the causal half and keeps no scores."""
+    flash: tuple[float, float] | None = None
+    """Where attention is one kernel, which computes only the causal half and keeps no scores: at which share of a large
+    product's speed, forward and backward."""
     sequence_parallel: bool = False
     """Whether norms and residuals are cut over y too (Korthikanti et al. 2022)."""
     gradient_bytes: int = 4
     """Of a gradient that replicas exchange."""
+    gathered_bytes: int | None = None
+    """Of a weight that comes over z; None: of a number of the run's dtype."""
     recomputes_ends: bool = False
     """Whether `full` recomputing is also of embedding and head."""
     kept_inputs: float = 1.0
@@ -75,6 +78,10 @@ class Stack:
     """Of a step that no part of the model accounts for: reading data, agreeing on the norm."""
 
 
+# FlashAttention-2 on A100 (Dao 2023, causal, heads of 128, 2 to 16 thousand positions): 150 to 200 TFLOP/s of the half
+# that it computes forward, 140 to 170 backward, where large products come to 271.
+FLASH_2 = 0.65, 0.57
+
 # Counted by hand in hpctrain/model/functions.py and hpctrain/engine/optimizer.py: one pass for each operation of torch.
 _EAGER = {
     4: Passes((20, 64), (24, 24), (32, 36), (20, 52), (0, 0), (32, 16), 0),
@@ -85,7 +92,7 @@ HPCTRAIN = Stack(
     _EAGER,
     update_bytes=100,
     block_operations=(28, 60),
-    flash=True,
+    flash=FLASH_2,
     recomputes_ends=True,
     splits_backward=True,
     gathers_pieces=True,
@@ -105,7 +112,6 @@ MEGATRON = Stack(
     _FUSED,
     update_bytes=40,
     block_operations=(30, 50),
-    flash=False,
     gradient_bytes=4,
     dispatch_seconds=10e-6,
     link_share=0.6,
@@ -117,7 +123,7 @@ MEGATRON_CORE = replace(
     MEGATRON,
     name="megatron-core",
     passes={width: replace(passes, scores=(0, 0)) for width, passes in _FUSED.items()},
-    flash=True,
+    flash=FLASH_2,
     sequence_parallel=True,
 )
 # Sailor's runs and profiles (Strati et al. 2025): layers of torch one operation after the other, fp32 throughout. How
@@ -127,7 +133,6 @@ EAGER = Stack(
     {4: Passes((20, 40), (24, 24), (32, 36), (32, 52), (13, 66), (26, 8), 8)},
     update_bytes=60,
     block_operations=(40, 60),
-    flash=False,
     kept_inner=3.0,
     dropped_scores=False,
     gradient_copy_bytes=4,
@@ -135,7 +140,38 @@ EAGER = Stack(
     link_share=0.56,
     reserved_bytes=4.6e9,
 )
-STACKS = {stack.name: stack for stack in (HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER)}
+# torch's FSDP (Zhao et al. 2023) as torchtitan uses it: weights gathered in half precision one layer ahead, gradients
+# summed in fp32; layers of torch one operation after the other. Each weight is copied out of what was gathered, its
+# gradient into what is scattered.
+FSDP = Stack(
+    "fsdp",
+    {2: replace(_EAGER[2], weight=16)},
+    update_bytes=40,
+    block_operations=(24, 40),
+    flash=FLASH_2,
+    dropped_scores=False,
+    dispatch_seconds=10e-6,
+    link_share=0.75,
+)
+# MosaicML's Composer with FSDP and autocast: the residual stream and what is gathered are fp32 and cast at each use,
+# the loss is computed once more for metrics; attention by a kernel in Triton, which is slower: a third of a large
+# product's speed on A100, as steps of 16 to 64 thousand positions show beside those of 1 thousand.
+COMPOSER = replace(
+    FSDP,
+    name="composer",
+    passes={2: Passes((10, 20), (20, 24), (4, 4), (4, 6), (0, 0), (50, 18), 28)},
+    flash=(0.40, 0.31),
+    gradient_bytes=2,
+    gathered_bytes=4,
+)
+# The same with all in half precision.
+COMPOSER_PURE = replace(
+    COMPOSER,
+    name="composer-pure",
+    passes={2: Passes((6, 10), (12, 12), (4, 4), (4, 6), (0, 0), (50, 18), 12)},
+    gathered_bytes=None,
+)
+STACKS = {s.name: s for s in (HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER, FSDP, COMPOSER, COMPOSER_PURE)}
 
 FITTED = ("dispatch_seconds", "link_share", "reserved_bytes")
 """The constants of a stack."""

@@ -310,6 +310,28 @@ def test_larger_products_are_more_efficient_and_waves_show():
         device.speed("fp8")
 
 
+def test_a_fused_kernel_reaches_its_share_whatever_the_shape_of_its_heads():
+    run = DescribedRun(1024, 4, 16, 1024, 1, 1, 1, 1, 1, "A100-80")
+    device = DeviceModel("a", run.cluster.families["A100-80"])
+    narrow, wide = (device.product_seconds("fp16", 4096, size, 4096, 64, fused=0.5) / size for size in (64, 128))
+    assert narrow == pytest.approx(wide)
+    assert 2 * 64 * 4096**2 / wide == pytest.approx(0.5 * device.speed("fp16"))
+    scaled_down = DeviceModel("fast", CLUSTER.families["fast"])
+    assert scaled_down.product_seconds("fp32", 64, 8, 64, fused=0.5) == scaled_down.product_seconds("fp32", 64, 8, 64)
+
+
+def test_weights_that_replicas_share_are_exchanged_beside_what_is_computed():
+    run = DescribedRun(4096, 32, 32, 2048, 1, 1, 16, 4, 64, "A100-80", dtype="bf16", zero=3, stack="fsdp")
+    plain = replace(run, zero=0)
+    assert run.plan.tiles[0].tensor.z == 16
+    assert run.num_devices == plain.num_devices == 16
+    sharded, whole = run.predict(), plain.predict()
+    assert sharded.memory[0].memory.total < 0.5 * whole.memory[0].memory.total
+    assert sharded.breakdown_seconds["compute"] > 1.02 * whole.breakdown_seconds["compute"], "slowed beside"
+    slow = replace(run, network="Ethernet-10").predict()
+    assert slow.breakdown_seconds["tensor"] > 0.5 * slow.breakdown_seconds["compute"], "no longer hidden"
+
+
 def test_4096_ranks_take_seconds():
     run = DescribedRun(12288, 96, 96, 2048, 8, 8, 64, 1, 2048, "A100-80", zero=1)
     start = time.process_time()

@@ -31,6 +31,7 @@ def published():
         ("megatron_2020", 1, 64, 0.08, 0.05),
         ("sc21", 1, 512, 0.08, 0.08),
         ("vtrain", 25, 8, 0.10, 0.06),
+        ("foundry", 6, 64, 0.08, 0.05),
     ],
 )
 def test_steps_are_near_what_was_measured(published, name, every, most_devices, mean_error, bias):
@@ -39,6 +40,17 @@ def test_steps_are_near_what_was_measured(published, name, every, most_devices, 
     off = [SHIPPED.predict(row).step_seconds / row.seconds - 1 for row in rows]
     assert statistics.mean(map(abs, off)) < mean_error
     assert abs(statistics.mean(off)) < bias
+
+
+def test_few_runs_of_fsdp_and_at_scale_are_near_what_was_measured_each(published):
+    for row in (*published.torch_fsdp().rows, published.llama3().rows[0]):
+        assert SHIPPED.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.06), row.name
+
+
+def test_what_ran_on_whole_devices_fits(published):
+    full = [row for row in published.foundry().rows if row.run.num_devices == 8][::4]
+    assert all(stage.fits for row in full for stage in row.run.memory())
+    assert any(stage.memory.total > 0.93 * stage.available_bytes for row in full for stage in row.run.memory())
 
 
 def test_memory_is_near_what_was_published_part_by_part(published):
