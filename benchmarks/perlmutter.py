@@ -28,8 +28,6 @@ from hpctrain.presets import PRESETS
 
 DEVICES = {"gpt-5b": 64, "gpt-10b": 128, "gpt-20b": 256, "gpt-40b": 512, "gpt-80b": 1024}
 GPU, GPUS_OF_NODE, BATCH, POSITIONS = "A100-40", 4, 1024, 2048
-OVERLAP_TIMES = 1.15
-"""As long an A100 computes while it communicates: a guess, the one of the ready clusters."""
 ROWS = (1, 2, 4)
 """That a rank may have at once."""
 BUCKET_BYTES = 4 << 20
@@ -133,8 +131,6 @@ def best(layouts: Iterable[Layout], predicted: Callable[[Layout], Prediction | N
 def compare(name: str, batch: int) -> None:
     devices, model = DEVICES[name], Model(**PRESETS[name] | {"max_positions": POSITIONS})
     cluster = cluster_of([nodes_of(GPU, devices // GPUS_OF_NODE, GPUS_OF_NODE, ["Slingshot-11"])])
-    family = cluster.families[GPU].model_copy(update={"overlap_times": OVERLAP_TIMES})
-    cluster = cluster.model_copy(update={"families": {GPU: family}})
 
     def predicted(layout: Layout, hides: bool) -> Prediction | None:
         plan = layout.plan(model, devices, batch)

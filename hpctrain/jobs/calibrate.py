@@ -7,6 +7,7 @@ from statistics import mean
 
 import click
 
+from hpctrain.errors import PlanError
 from hpctrain.planner.calibrate import SHIPPED, Measured, Parameters, changes, dump_parameters, fit, load_parameters
 from hpctrain.planner.measured import load_measured
 
@@ -26,6 +27,8 @@ def command(measurements, out, parameters, check, show_rows, as_json):
     hpctrain predict my.toml --cluster cluster.toml --plan plan.toml --parameters mine.toml
     """
     rows = load_measured(measurements)
+    if not check and not any(row.ran for row in rows):
+        raise PlanError(f"{measurements}: no row ran, so there is nothing to fit to; see --check")
     before = load_parameters(parameters) if parameters else SHIPPED
     after = before if check else fit(rows, before, lambda line: None if as_json else click.echo(line, err=True))
     told = _told(rows, before, after)
@@ -48,16 +51,23 @@ def _told(rows: Sequence[Measured], before: Parameters, after: Parameters) -> di
         found = [which.predict(row) for which in (before, after)]
         old, new = (prediction.step_seconds for prediction in found)
         needed = max(stage.memory.total for stage in found[1].memory)
-        one = {"name": row.name, "step_seconds": row.seconds, "before_seconds": old, "after_seconds": new}
-        listed.append(one | {"memory_bytes": row.memory_bytes, "predicted_memory_bytes": needed})
+        seconds = row.seconds if row.ran else None
+        one = {"name": row.name, "step_seconds": seconds, "before_seconds": old, "after_seconds": new}
+        memory = {"memory_bytes": row.memory_bytes, "predicted_memory_bytes": needed, "predicted_to_fit": found[1].fits}
+        listed.append(one | memory)
+    ran, ran_out = ([one for one in listed if (one["step_seconds"] is not None) == did] for did in (True, False))
     errors = {
-        when: mean(abs(one[f"{when}_seconds"] / one["step_seconds"] - 1) for one in listed)
+        when: mean(abs(one[f"{when}_seconds"] / one["step_seconds"] - 1) for one in ran) if ran else None
         for when in ("before", "after")
     }
     of_memory = [abs(one["predicted_memory_bytes"] / one["memory_bytes"] - 1) for one in listed if one["memory_bytes"]]
     return {
         "rows": listed,
         "mean_error": errors,
+        "ran": len(ran),
+        "ran_predicted_not_to_fit": sum(not one["predicted_to_fit"] for one in ran),
+        "ran_out_of_memory": len(ran_out),
+        "ran_out_of_memory_predicted_to_fit": sum(one["predicted_to_fit"] for one in ran_out),
         "mean_memory_error": mean(of_memory) if of_memory else None,
         "changed": [
             {"table": table, "constant": constant, "before": old, "after": new}
@@ -68,10 +78,15 @@ def _told(rows: Sequence[Measured], before: Parameters, after: Parameters) -> di
 
 def _lines(told: dict, show_rows: bool) -> list[str]:
     lines = [f"{'':40}{'before':>12}{'after':>12}"]
-    lines.append(
-        f"{'mean error of ' + str(len(told['rows'])) + ' steps':40}"
-        + "".join(f"{told['mean_error'][when]:12.1%}" for when in ("before", "after"))
-    )
+    if told["ran"]:
+        lines.append(
+            f"{'mean error of ' + str(told['ran']) + ' steps':40}"
+            + "".join(f"{told['mean_error'][when]:12.1%}" for when in ("before", "after"))
+        )
+    for name, what, wrong in (("ran", "ran", "not to fit"), ("ran_out_of_memory", "ran out of memory", "to fit")):
+        if told[name]:
+            missed = told[f"{name}_predicted_{wrong.replace(' ', '_')}"]
+            lines.append(f"{told[name]} {what}, of which predicted {wrong}: {missed}")
     if told["mean_memory_error"] is not None:
         lines.append(f"{'mean error of memory':40}{'':12}{told['mean_memory_error']:12.1%}")
     for one in told["changed"]:
@@ -79,7 +94,11 @@ def _lines(told: dict, show_rows: bool) -> list[str]:
     if show_rows:
         lines.append(f"{'row':40}{'before':>12}{'after':>12}{'measured':>12}  error after")
         for one in told["rows"]:
+            found = "".join(f"{one[when]:12.4g}" for when in ("before_seconds", "after_seconds"))
+            if one["step_seconds"] is None:
+                needs = f"needs {one['predicted_memory_bytes'] / 1e9:.1f} GB"
+                lines.append(f"{one['name'][:39]:40}{found}{'oom':>12}  {needs}")
+                continue
             error = one["after_seconds"] / one["step_seconds"] - 1
-            seconds = (one["before_seconds"], one["after_seconds"], one["step_seconds"])
-            lines.append(f"{one['name'][:39]:40}" + "".join(f"{s:12.4g}" for s in seconds) + f"  {error:+.1%}")
+            lines.append(f"{one['name'][:39]:40}{found}{one['step_seconds']:12.4g}  {error:+.1%}")
     return lines

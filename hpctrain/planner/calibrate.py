@@ -50,6 +50,11 @@ class Measured:
     layers: LayerTimes | None = None
     """What its layers were measured to take alone."""
 
+    @property
+    def ran(self) -> bool:
+        """Whether it ran at all: of what ran out of memory `seconds` are infinite."""
+        return math.isfinite(self.seconds)
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -86,8 +91,11 @@ SHIPPED = Parameters(EFFICIENCIES, STACKS)
 def fit(
     rows: Sequence[Measured], start: Parameters = SHIPPED, tell: Callable[[str], None] = lambda _: None
 ) -> Parameters:
-    """Return the parameters by which `rows` are predicted best; only those that some row depends on are changed."""
-    parameters = start
+    """Return the parameters by which `rows` are predicted best; only those that some row depends on are changed.
+
+    Rows that ran out of memory tell nothing here.
+    """
+    rows, parameters = [row for row in rows if row.ran], start
     keys = _keys(rows)
     errors = _errors(rows, parameters)
     for number in range(ROUNDS):

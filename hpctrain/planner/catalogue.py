@@ -227,7 +227,7 @@ NETWORKS: dict[str, tuple[float, float]] = {
     "NDR": (50e9, 3e-6),  # InfiniBand, 400 Gb/s
     "Slingshot-11": (25e9, 3e-6),  # 200 Gb/s
     "RoCE-200": (25e9, 6e-6),
-    "EFA-50": (6.25e9, 15e-6),  # 400 Gb/s for the eight devices of a node
+    "EFA-100": (12.5e9, 15e-6),
     "Ethernet-100": (12.5e9, 20e-6),
     "Ethernet-25": (3.125e9, 30e-6),
     "Ethernet-10": (1.25e9, 40e-6),

@@ -44,6 +44,8 @@ class DescribedRun:
     ffn: int | None = None
     devices_per_node: int = 8
     network: str = "HDR"
+    nics_per_node: int | None = None
+    """That a node's devices share; None: one for each."""
     link_bytes_per_second: float | None = None
     """Between devices of a node, where it is told; else the data sheet's."""
     dtype: str = "fp16"
@@ -134,13 +136,13 @@ class DescribedRun:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Return as many nodes as are needed, with a NIC for each device."""
+        """Return as many nodes as are needed."""
         accelerator, (bandwidth, latency) = ACCELERATORS[self.accelerator], NETWORKS[self.network]
         per_node = min(self.devices_per_node, self.num_devices)
         nic = Nic(
             origin="datasheet",
             fabric=self.network,
-            count=per_node,
+            count=self.nics_per_node or per_node,
             send_bytes_per_second=bandwidth,
             receive_bytes_per_second=bandwidth,
         )

@@ -1,6 +1,7 @@
 """Reads tables of steps that somebody measured: one run a line, in the words of `DescribedRun`. Pure."""
 
 import csv
+import math
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from hpctrain.errors import PlanError, did_you_mean
 from hpctrain.planner.calibrate import Measured
 from hpctrain.planner.described import DescribedRun
 
+OUT_OF_MEMORY = "oom"
+"""In place of seconds."""
 SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -15,7 +18,8 @@ def load_measured(path: Path) -> list[Measured]:
     """Read a CSV file of runs.
 
     Its columns are the fields of `DescribedRun`, of which those without a default must be there and empty cells are the
-    default; `step_seconds`; and, as wished, `name` and `memory_bytes`. Raises PlanError that names line and column.
+    default; `step_seconds`, or `oom` of a run that had too little memory; and, as wished, `name` and `memory_bytes`.
+    Raises PlanError that names line and column.
     """
     try:
         with path.open(newline="") as file:
@@ -49,7 +53,8 @@ def _measured(row: dict[str, str], known: dict, where: str) -> Measured:
         _ = run.plan, run.setup()
     except (PlanError, ValueError) as error:
         raise PlanError(f"{where}: {error}") from None
-    seconds = _value((row["step_seconds"] or "").strip(), "float", f"{where}: step_seconds")
+    text = (row["step_seconds"] or "").strip()
+    seconds = math.inf if text.lower() == OUT_OF_MEMORY else _value(text, "float", f"{where}: step_seconds")
     memory = (row.get("memory_bytes") or "").strip()
     name = (row.get("name") or "").strip() or where.rsplit(":", 1)[-1]
     return Measured(name, run, seconds, _value(memory, "float", f"{where}: memory_bytes") if memory else None)

@@ -95,6 +95,21 @@ def test_the_command_fits_writes_and_tells(tmp_path):
     assert float(checked.output.split("mean error of 12 steps")[1].split("%")[0]) < 2.0
 
 
+def test_runs_that_ran_out_of_memory_are_counted_and_fit_nothing(tmp_path):
+    large, small = "6144,44,64,2048,1,1,1,8,8", "1024,4,16,1024,1,1,1,1,1"
+    runs = [f"{n},{shape},A100-40,megatron-lm,oom" for n, shape in enumerate((large, small))]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([HEAD, *runs, f"ran,{small},A100-40,megatron-lm,0.05"]))
+    done = CliRunner().invoke(command, [str(path), "--check", "--rows"])
+    assert "1 ran, of which predicted not to fit: 0" in done.output
+    assert "2 ran out of memory, of which predicted to fit: 1" in done.output
+    assert done.output.count(" oom  needs ") == 2
+    path.write_text("\n".join([HEAD, *runs]))
+    refused = CliRunner().invoke(command, [str(path)])
+    assert "no row ran, so there is nothing to fit to; see --check" in str(refused.exception)
+    assert CliRunner().invoke(command, [str(path), "--check"]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
