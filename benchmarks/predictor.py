@@ -120,6 +120,9 @@ def report(each: PublishedSet, sets: Sequence[PublishedSet], leave_out: bool, sh
         print(f"  memory                   mean {statistics.mean(off):6.1%}  largest {off[-1]:6.1%}")
     overflowing = sum(not prediction.fits for prediction in predictions)
     print(f"  predicted not to fit, though it ran: {overflowing} of {len(rows)}")
+    if each.out_of_memory:
+        missed = sum(SHIPPED.predict(row).fits for row in each.out_of_memory)
+        print(f"  predicted to fit, though it ran out of memory: {missed} of {len(each.out_of_memory)}")
     for name in each.left_out:
         print(f"  left out: {name}")
     if show_rows and len(rows) < 50:

@@ -4,16 +4,18 @@ What a paper does not tell is assumed here, and said so.
 """
 
 import csv
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from hpctrain.planner.calibrate import Measured
-from hpctrain.planner.catalogue import ACCELERATORS
+from hpctrain.planner.catalogue import ACCELERATORS, GIB
 from hpctrain.planner.cost import model_flops
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.layers import LayerTimes, load_layers
+from hpctrain.planner.measured import OUT_OF_MEMORY
 from hpctrain.planner.predict import Predictor
 
 FOLDER = Path(__file__).parent / "published"
@@ -29,6 +31,8 @@ class PublishedSet:
     rows: tuple[Measured, ...]
     left_out: tuple[str, ...] = ()
     """Rows that the set itself calls suspect, with the reason."""
+    out_of_memory: tuple[Measured, ...] = ()
+    """Those that had too little."""
 
 
 def read(name: str) -> Iterable[dict[str, str]]:
@@ -206,6 +210,42 @@ def torch_fsdp() -> PublishedSet:
     return PublishedSet("torch FSDP", tuple(found))
 
 
+def bigscience() -> PublishedSet:
+    """Models about BLOOM's size by Megatron-DeepSpeed on 384 A100-80 (BigScience, train/tr11-176B-ml/
+    chronicles-prequel.md, 25 and 28 February 2022), those that ran out of memory too. Nodes have four 100 Gb/s ports of
+    Omni-Path. `balanced`: embedding and head count as a block each."""
+    found = []
+    for r in read("bigscience_a100.csv"):
+        hidden, layers, heads, pipeline = (int(r[key]) for key in ("hidden", "layers", "heads", "pp"))
+        balanced = r["balanced"] == "yes"
+        run = DescribedRun(
+            hidden,
+            layers,
+            heads,
+            2048,
+            int(r["tp"]),
+            pipeline,
+            int(r["dp"]),
+            int(r["microbatch"]),
+            int(r["global_batch"]),
+            A100,
+            vocabulary=250_880,
+            network="OPA-100",
+            nics_per_node=4,
+            dtype=r["dtype"],
+            recompute="full",
+            zero=1,
+            stack="megatron-deepspeed",
+            stages=((layers + 2) // pipeline,) * pipeline if balanced else (),
+        )
+        name = f"{hidden} x {layers}, {heads} heads, t{r['tp']} p{pipeline} d{r['dp']} b{r['microbatch']} {r['dtype']}"
+        seconds = math.inf if r["seconds"] == OUT_OF_MEMORY else float(r["seconds"])
+        memory = float(r["memory_gb"]) * GIB if r["memory_gb"] else None
+        found.append(Measured(name, run, seconds, memory))
+    ran = tuple(row for row in found if row.ran)
+    return PublishedSet("BigScience, 384 A100", ran, out_of_memory=tuple(row for row in found if not row.ran))
+
+
 def llama3() -> PublishedSet:
     """Llama 3 405B on H100 at scale: 126 blocks, embedding and head by 16 stages of 8 items, interleaved one by one,
     which is not told, as it is not what of the activations is kept: all, here."""
@@ -336,4 +376,4 @@ def sailor_single_layers() -> list[LayerRow]:
 
 
 def all_sets() -> list[PublishedSet]:
-    return [vtrain(), korthikanti(), sc21(), megatron_2020(), sailor(), foundry(), torch_fsdp(), llama3()]
+    return [vtrain(), korthikanti(), sc21(), megatron_2020(), sailor(), foundry(), torch_fsdp(), bigscience(), llama3()]

@@ -228,6 +228,7 @@ NETWORKS: dict[str, tuple[float, float]] = {
     "Slingshot-11": (25e9, 3e-6),  # 200 Gb/s
     "RoCE-200": (25e9, 6e-6),
     "EFA-100": (12.5e9, 15e-6),
+    "OPA-100": (12.5e9, 3e-6),  # Omni-Path
     "Ethernet-100": (12.5e9, 20e-6),
     "Ethernet-25": (3.125e9, 30e-6),
     "Ethernet-10": (1.25e9, 40e-6),

@@ -44,6 +44,7 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
     """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent."""
     weights = gradients = moments = 0
     mixed = setup.item_bytes < MASTER_BYTES
+    of_gradient = setup.stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
     z = tile.coordinate(rank)[2]
     for holding in held.holdings:
         stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in holding.layouts)
@@ -51,7 +52,7 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
         place = holding.ranks.index(rank)
         updated = holding.cuts(stored)[place].size if holding.zero else stored
         weights += (updated if holding.zero == 3 else stored) * setup.item_bytes
-        gradients += (updated if holding.zero >= 2 else stored) * (GRADIENT_BYTES + setup.stack.gradient_copy_bytes)
+        gradients += (updated if holding.zero >= 2 else stored) * of_gradient
         if holding.zero == 1 and len(holding.ranks) > 1:
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))

@@ -433,6 +433,8 @@ class Predictor:
             if key not in known:
                 held = self._held_by(tile, tile.ranks[0])
                 memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0], waiting)
+                lost = int(self.setup.stack.lost_share * available)
+                memory = replace(memory, buffers=memory.buffers + lost)
                 known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
             found[tile] = known[key]
         return found

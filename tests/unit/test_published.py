@@ -53,6 +53,17 @@ def test_what_ran_on_whole_devices_fits(published):
     assert any(stage.memory.total > 0.93 * stage.available_bytes for row in full for stage in row.run.memory())
 
 
+def test_what_ran_at_scale_fits_and_what_ran_out_of_memory_does_not(published):
+    found = published.bigscience()
+    memory = {row.name: max(row.run.memory(), key=lambda stage: stage.memory.total) for row in found.rows[::3]}
+    assert all(stage.fits for stage in memory.values())
+    off = [memory[r.name].memory.total / r.memory_bytes - 1 for r in found.rows[::3] if r.memory_bytes]
+    assert statistics.mean(map(abs, off)) < 0.06
+    missed = [row.name for row in found.out_of_memory if all(stage.fits for stage in row.run.memory())]
+    assert len(found.out_of_memory) == 6
+    assert len(missed) <= 1
+
+
 def test_memory_is_near_what_was_published_part_by_part(published):
     for name, told, found in published.korthikanti_memory():
         assert found == pytest.approx(told, rel=0.05), name
