@@ -69,14 +69,19 @@ class Accelerator:
 BESIDE_NCCL = 1.19
 
 # By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
-# of half precision and of memory from whole steps; families that nobody measured have those of the one before.
+# of half precision and of memory from whole steps; families that nobody measured have those of the one before. Cards
+# for games sum products of half precision in fp32 at half their tensor cores' rate, and reach nearly all of that, as of
+# tf32 in the profiles. A T4 is held to 70 W: under load its clock falls to about half (Jia et al. 2019, arXiv
+# 1903.07486); its shares are guesses after that.
 EFFICIENCIES: dict[str, Efficiency] = {
     "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_times=BESIDE_NCCL),
     "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
+    "t4": Efficiency(0.42, 0.80, 2e-6, 40, 0.55, overlap_times=BESIDE_NCCL),
+    "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
     "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_times=BESIDE_NCCL),
     "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44, fused_share=0.75, overlap_times=BESIDE_NCCL),
     "blackwell": Efficiency(0.68, 0.85, 2e-6, 148, 0.85, 0.44, fused_share=0.75, overlap_times=BESIDE_NCCL),
-    "gaming": Efficiency(0.75, 0.82, 2e-6, 82, 1.0, 1.0, overlap_times=BESIDE_NCCL),
+    "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_times=BESIDE_NCCL),
     "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_times=BESIDE_NCCL),
     "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_times=BESIDE_NCCL),
     "ascend": Efficiency(0.60, 0.75, 3e-6, 1),
@@ -158,14 +163,14 @@ ACCELERATORS: dict[str, Accelerator] = {
     "V100S": Accelerator(
         "cuda", 31.7 * GIB, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta", "NVIDIA V100S data sheet, PCIe 3"
     ),
-    "T4": Accelerator("cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "turing", "NVIDIA T4 data sheet, PCIe 3"),
+    "T4": Accelerator("cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "t4", "NVIDIA T4 data sheet, PCIe 3"),
     "RTX-2080": Accelerator(
         "cuda",
         7.8 * GIB,
         0.448e12,
         _fp(10.1e12, 40.3e12),
         _HOST_PCIE3,
-        "turing",
+        "turing-gaming",
         "NVIDIA Turing white paper, fp32 accumulation",
     ),
     "RTX-2080-Ti": Accelerator(
@@ -174,7 +179,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         0.616e12,
         _fp(13.4e12, 53.8e12),
         _HOST_PCIE3,
-        "turing",
+        "turing-gaming",
         "NVIDIA Turing white paper, fp32 accumulation",
     ),
     "Titan-RTX": Accelerator(
