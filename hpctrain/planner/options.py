@@ -67,7 +67,7 @@ class Options:
     through: np.ndarray
     """The least share of a stage's time in which a microbatch passes it, there and back."""
     exchanged: np.ndarray
-    """Seconds a block at the end of a step, for gradients and weights."""
+    """Seconds a block at the end of a step for gradients and weights, or by which these slow what goes on beside."""
     base_bytes: np.ndarray
     """[2, n] of a stage."""
     state_bytes: np.ndarray
@@ -184,10 +184,10 @@ def _figures(
         if max(each.keeping(1).most(memory) for each in both) < 1:
             return None
     fastest = once if least == most else least / rate.block + extra
-    is_beside = costs.setup.bucket_bytes is not None
-    exchanged = (
-        0.0 if zero > 1 or is_beside else costs.ending(number, grid, replicas, group.num_pipelines) * CERTAIN_SHARE
-    )
+    # What goes on beside takes no less than it slows what is computed, were it all hidden.
+    certain = 1.0 if costs.setup.bucket_bytes is None else 1 - 1 / costs.pools[number].device.overlap_times
+    certain *= CERTAIN_SHARE if zero < 2 else 0.0
+    exchanged = costs.ending(number, grid, replicas, group.num_pipelines) * certain if certain else 0.0
     step = m * once * NEGLIGIBLE_SHARE
     return (
         (once, again),
