@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -24,6 +25,7 @@ from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN, STACKS
 
 TRAINED_DTYPES = ("bf16", "fp32")
+PREDICTED_DTYPES = (*TRAINED_DTYPES, "fp16", "tf32")
 
 
 @click.command("predict")
@@ -35,8 +37,26 @@ TRAINED_DTYPES = ("bf16", "fp32")
 @click.option("--layers-of", metavar="MODEL", help="Which model of the table; needed where it has several.")
 @click.option("--parameters", type=click.Path(path_type=Path), help="What `hpctrain calibrate` has written.")
 @click.option("--stack", type=click.Choice(list(STACKS)), default=HPCTRAIN.name, help="Which software trains.")
+@click.option("--dtype", type=click.Choice(PREDICTED_DTYPES), help="With another --stack: in place of the job's.")
+@click.option("--sequence-parallel", is_flag=True, help="With another --stack: norms and residuals are cut over y too.")
+@click.option(
+    "--interleave", type=click.IntRange(1), default=1, help="With another --stack: pieces of the model a rank."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def command(job, overrides, cluster, plan_file, layers, layers_of, parameters, stack, as_json):
+def command(
+    job,
+    overrides,
+    cluster,
+    plan_file,
+    layers,
+    layers_of,
+    parameters,
+    stack,
+    dtype,
+    sequence_parallel,
+    interleave,
+    as_json,
+):
     """Predict a training step of JOB by a plan on a cluster: seconds by part, memory by stage.
 
     \b
@@ -45,19 +65,27 @@ def command(job, overrides, cluster, plan_file, layers, layers_of, parameters, s
     CLUSTER is a file, or the name of a ready one. Figures that were measured count more than those of data sheets; what
     was guessed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
     """
+    if stack == HPCTRAIN.name and (dtype or sequence_parallel or interleave > 1):
+        raise click.UsageError(
+            "--dtype, --sequence-parallel and --interleave are of other software: say which by --stack;"
+            " what hpctrain does is in the job and the plan"
+        )
     loaded, plan, path = with_vocabulary(load_job(job, overrides)), load_plan(plan_file), find_cluster(cluster)
     machine = load_cluster(path)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
-    dtype, reason = dtype_of(loaded, machine, used, cluster)
+    dtype, reason = (dtype, "") if dtype else dtype_of(loaded, machine, used, cluster)
     known, chosen = load_parameters(parameters) if parameters else SHIPPED, {}
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
     if stack == HPCTRAIN.name:  # another software's is in its stack
         loaded, chosen = with_overlap(loaded, machine, path, dtype, plan)
-    setup = Setup.of_job(loaded, dtype, known.stacks[stack])
+    software = known.stacks[stack]
+    if sequence_parallel:
+        software = replace(software, sequence_parallel=True)
+    setup = Setup.of_job(loaded, dtype, software)
     arguments = setup, plan, machine, efficiencies_of(machine, known)
     predictor = LayeredPredictor(load_layers(layers, layers_of), *arguments) if layers else Predictor(*arguments)
-    told = describe(predictor.predict(), dtype) | {"chosen": chosen}
+    told = describe(predictor.predict(interleave), dtype) | {"chosen": chosen}
     if reason:
         told["guessed"].append(reason)
     print(json.dumps(told) if as_json else text(told, plan, machine))

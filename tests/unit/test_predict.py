@@ -410,6 +410,38 @@ def test_the_command_hides_what_the_job_says_and_what_a_run_there_would(tmp_path
     assert pretended["chosen"][f"overlap.{switch}"].startswith("on: a rehearsal's devices")
 
 
+def test_other_software_is_told_by_the_command_on_any_cluster(tmp_path):
+    """On unlike families in one pipeline: a dtype, sequence parallelism and interleaving that are not ours."""
+    text = dump_cluster(CLUSTER).replace("fp32 =", "fp16 =")
+    (tmp_path / "cluster.toml").write_text(text)
+    plan = even_plan(6, TensorGrid(y=2), 2, 1, 8, 4, family="fast")
+    fast, slow = plan.tiles
+    (tmp_path / "plan.toml").write_text(dump_plan(replace(plan, tiles=(fast, replace(slow, family="slow")))))
+    base = [
+        "tiny",
+        "--set",
+        "model.num_layers=4",
+        "--set",
+        "model.vocab_size=512",
+        "--cluster",
+        str(tmp_path / "cluster.toml"),
+        "--json",
+    ]
+    base += ["--plan", str(tmp_path / "plan.toml")]
+
+    def told(*more):
+        done = CliRunner().invoke(command, [*base, "--stack", "megatron-lm", "--dtype", "fp16", *more])
+        assert done.exit_code == 0, done.output + str(done.exception)
+        return json.loads(done.output)
+
+    plain, interleaved, cut = told(), told("--interleave", "2"), told("--sequence-parallel")
+    assert plain["dtype"] == "fp16"
+    assert interleaved["breakdown_seconds"]["bubble"] == pytest.approx(plain["breakdown_seconds"]["bubble"] / 2)
+    assert cut["memory_bytes"][0]["activations"] < plain["memory_bytes"][0]["activations"]
+    refused = CliRunner().invoke(command, [*base, "--dtype", "fp16"])
+    assert refused.exit_code == 2 and "are of other software: say which by --stack" in refused.output
+
+
 def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):
     families = dict(CLUSTER.families)
     families["slow"] = families["slow"].model_copy(update={"peak_flops_per_second": {"fp16": 1e9}})
