@@ -107,7 +107,7 @@ class Setup:
 
     @property
     def passes(self) -> Passes:
-        return self.stack.passes[4 if self.item_bytes >= 4 else 2]
+        return self.stack.passes_of(4 if self.item_bytes >= 4 else 2)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ its source tells, and three constants that are fitted.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from hpctrain.schedule import EXPECTED_AHEAD
 
@@ -29,6 +29,11 @@ class Passes:
     weight: float
     """Per weight and backward pass, to add its gradient, beside the product itself."""
 
+    def times(self, factor: float) -> "Passes":
+        """Return them for numbers that are so many times as wide."""
+        scaled = {f.name: tuple(factor * each for each in getattr(self, f.name)) for f in fields(self)[:-1]}
+        return Passes(**scaled, weight=factor * self.weight)
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -36,7 +41,7 @@ class Stack:
 
     name: str
     passes: dict[int, Passes]
-    """By bytes of a number: 2 and 4."""
+    """By bytes of a number, 2 or 4 or both."""
     update_bytes: float
     """Read and written per weight that a rank updates."""
     block_operations: tuple[int, int]
@@ -79,6 +84,13 @@ class Stack:
     """Of a device's memory that its buffers take, and its allocator cannot use."""
     step_seconds: float = 0.0
     """Of a step that no part of the model accounts for: reading data, agreeing on the norm."""
+
+    def passes_of(self, item_bytes: int) -> Passes:
+        """Return the passes over numbers of so many bytes, 2 or 4: where only others are known, as wide as they are."""
+        if item_bytes in self.passes:
+            return self.passes[item_bytes]
+        known, passes = next(iter(self.passes.items()))
+        return passes.times(item_bytes / known)
 
 
 # FlashAttention-2 on A100 (Dao 2023, causal, heads of 128, 2 to 16 thousand positions): 150 to 200 TFLOP/s of the half

@@ -23,7 +23,7 @@ from hpctrain.planner.messages import _Messages
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import predict
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.stack import HPCTRAIN, STACKS
 from hpctrain.rows import Rows
 from hpctrain.schedule import forward_only, one_f_one_b
 from hpctrain.truth import Truth
@@ -308,6 +308,13 @@ def test_larger_products_are_more_efficient_and_waves_show():
     assert 0.5 * 312e12 < speeds[-1] < 0.9 * 312e12
     with pytest.raises(PlanError, match="families.a has no speed in fp8.*set its sustained_flops_per_second"):
         device.speed("fp8")
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_software_is_predicted_in_every_width(stack):
+    run = DescribedRun(1024, 4, 16, 1024, 2, 1, 1, 4, 4, "A100-80", stack=stack)
+    half, whole = (replace(run, dtype=dtype).predict().breakdown_seconds["compute"] for dtype in ("bf16", "fp32"))
+    assert whole > 2 * half
 
 
 def test_a_fused_kernel_reaches_its_share_whatever_the_shape_of_its_heads():
