@@ -32,7 +32,7 @@ class PublishedSet:
     left_out: tuple[str, ...] = ()
     """Rows that the set itself calls suspect, with the reason."""
     out_of_memory: tuple[Measured, ...] = ()
-    """Those that had too little."""
+    """Runs that had too little of it."""
 
 
 def read(name: str) -> Iterable[dict[str, str]]:
@@ -93,11 +93,11 @@ def korthikanti_memory() -> list[tuple[str, float, float]]:
             stages = [stage.memory for stage in replace(row.run, recompute="none").memory()]
             plain, middle = stages[0], stages[len(stages) // 2]
             states = middle.weights + middle.gradients + middle.moments
-            found.append((f"{r['model']} states", float(r["paper_param_opt_GiB"]) * 2**30, states))
-            found.append((f"{r['model']} none", float(r["paper_act_GiB_tp_only"]) * 2**30, plain.activations))
+            found.append((f"{r['model']} states", float(r["paper_param_opt_GiB"]) * GIB, states))
+            found.append((f"{r['model']} none", float(r["paper_act_GiB_tp_only"]) * GIB, plain.activations))
         else:
             kept = row.run.memory()[0].memory.activations
-            found.append((f"{r['model']} selective", float(r["paper_act_GiB_seqsel"]) * 2**30, kept))
+            found.append((f"{r['model']} selective", float(r["paper_act_GiB_seqsel"]) * GIB, kept))
     return found
 
 

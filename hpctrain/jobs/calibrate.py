@@ -32,7 +32,7 @@ def command(measurements, out, parameters, check, show_rows, as_json):
     before = load_parameters(parameters) if parameters else SHIPPED
     after = before if check else fit(rows, before, lambda line: None if as_json else click.echo(line, err=True))
     told = _told(rows, before, after)
-    text = dump_parameters(SHIPPED, after, f"Fitted to {measurements}, {len(rows)} rows.")
+    text = dump_parameters(SHIPPED, after, f"Fitted to {measurements}, {sum(row.ran for row in rows)} rows.")
     if out and not check:
         out.write_text(text)
     if as_json:
@@ -60,7 +60,7 @@ def _told(rows: Sequence[Measured], before: Parameters, after: Parameters) -> di
         when: mean(abs(one[f"{when}_seconds"] / one["step_seconds"] - 1) for one in ran) if ran else None
         for when in ("before", "after")
     }
-    of_memory = [abs(one["predicted_memory_bytes"] / one["memory_bytes"] - 1) for one in listed if one["memory_bytes"]]
+    of_memory = [abs(one["predicted_memory_bytes"] / one["memory_bytes"] - 1) for one in ran if one["memory_bytes"]]
     return {
         "rows": listed,
         "mean_error": errors,
@@ -83,10 +83,11 @@ def _lines(told: dict, show_rows: bool) -> list[str]:
             f"{'mean error of ' + str(told['ran']) + ' steps':40}"
             + "".join(f"{told['mean_error'][when]:12.1%}" for when in ("before", "after"))
         )
-    for name, what, wrong in (("ran", "ran", "not to fit"), ("ran_out_of_memory", "ran out of memory", "to fit")):
-        if told[name]:
-            missed = told[f"{name}_predicted_{wrong.replace(' ', '_')}"]
-            lines.append(f"{told[name]} {what}, of which predicted {wrong}: {missed}")
+    if told["ran"]:
+        lines.append(f"{told['ran']} ran, of which predicted not to fit: {told['ran_predicted_not_to_fit']}")
+    if told["ran_out_of_memory"]:
+        missed = told["ran_out_of_memory_predicted_to_fit"]
+        lines.append(f"{told['ran_out_of_memory']} ran out of memory, of which predicted to fit: {missed}")
     if told["mean_memory_error"] is not None:
         lines.append(f"{'mean error of memory':40}{'':12}{told['mean_memory_error']:12.1%}")
     for one in told["changed"]:

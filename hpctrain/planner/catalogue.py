@@ -1,7 +1,8 @@
 """Accelerators and networks as their makers describe them, and how near to that they come.
 
-Figures are of data sheets (dense products, no sparsity; one direction of a link); `Efficiency` is one parameter set for
-each family, fitted to published measurements by `benchmarks/predictor.py`, or that of a family like it.
+Figures are of data sheets (dense products, no sparsity; one direction of a link), memory is what programs find;
+`Efficiency` is one parameter set for each family: two shares are fitted to published measurements by
+`benchmarks/predictor.py`, or are those of a family like it, the rest is told where it stands.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class Efficiency:
     """The same for fp32, which no tensor core computes; None: as `product_share`."""
     tf32_share: float | None = None
     fused_share: float = 1.0
-    """Of the share at which fused kernels of the generation before compute there (`Stack.flash`)."""
+    """Of the share at which attention in one kernel computes on an A100 (`Stack.flash`): what is written for it reaches
+    less of what comes later. FlashAttention-2 340 TFLOP/s on an H100, half of large products' (Shah et al. 2024)."""
     overlap_times: float = 1.0
     """How many times as long it computes while it communicates."""
     known: bool = True
@@ -39,7 +41,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A data sheet."""
+    """A data sheet, but for its memory."""
 
     kind: str
     memory_bytes: float
@@ -53,7 +55,7 @@ class Accelerator:
     source: str
 
     def family(self, name: str) -> Family:
-        """Return it as a cluster file's family, every figure of which is a data sheet's."""
+        """Return it as a cluster file's family."""
         return Family(
             origin="datasheet",
             kind=self.kind,
@@ -234,7 +236,6 @@ NETWORKS: dict[str, tuple[float, float]] = {
     "RoCE-200": (25e9, 6e-6),
     "EFA-100": (12.5e9, 15e-6),
     "OPA-100": (12.5e9, 3e-6),  # Omni-Path
-    "Ethernet-100": (12.5e9, 20e-6),
     "Ethernet-25": (3.125e9, 30e-6),
     "Ethernet-10": (1.25e9, 40e-6),
 }

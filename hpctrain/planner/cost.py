@@ -96,9 +96,14 @@ class Setup:
 
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None, stack: Stack = HPCTRAIN) -> Self:
-        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off."""
-        overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
+        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off.
+
+        They are of our engine. Of other software what is over z, which is FSDP there, goes on beside, and nothing else.
+        """
         dtype = dtype or job.train.dtype
+        if stack.name != HPCTRAIN.name:
+            return cls(job.model, job.data.sequence_length, dtype, stack, frozenset({"z"}))
+        overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
         return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.beside_bytes)
 
     @property
@@ -106,8 +111,13 @@ class Setup:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def gathered_bytes(self) -> int:
+        """Of a weight that is stored in shards, on its way."""
+        return self.stack.gathered_bytes or self.item_bytes
+
+    @property
     def passes(self) -> Passes:
-        return self.stack.passes_of(4 if self.item_bytes >= 4 else 2)
+        return self.stack.passes[4 if self.item_bytes >= 4 else 2]
 
 
 @dataclass(frozen=True)
@@ -185,10 +195,9 @@ def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: It
     before: list[Exchange] = []
     after: list[Exchange] = []
     if zero == 3:
-        before.append(Exchange("data", "all_gather", elements // grid.z * setup.item_bytes))
+        before.append(Exchange("data", "all_gather", elements // grid.z * setup.gathered_bytes))
     if grid.z > 1:
-        gathered = setup.stack.gathered_bytes or setup.item_bytes
-        before.append(Exchange("z", "all_gather", elements * gathered))
+        before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
         after.append(Exchange("z", "reduce_scatter", elements * setup.stack.gradient_bytes))
     if zero >= 2:
         after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.stack.gradient_bytes))

@@ -1,7 +1,7 @@
 """Other people's training runs, in the words of their papers, as a setup, a plan and a cluster of ours.
 
 For judging the predictor by published measurements: 1D tensor parallelism with or without sequence parallelism, a
-pipeline with interleaving, replicas, full, selective or no recomputing, a distributed optimizer or not.
+pipeline with interleaving, replicas, full, selective or no recomputing, a distributed optimizer or not, FSDP.
 """
 
 import itertools
@@ -69,6 +69,8 @@ class DescribedRun:
         for name, known in (("accelerator", ACCELERATORS), ("network", NETWORKS), ("stack", STACKS)):
             if getattr(self, name) not in known:
                 raise PlanError(f"no {name} '{getattr(self, name)}'{did_you_mean(getattr(self, name), known)}")
+        if self.zero == 3 and self.beside:
+            raise PlanError("`beside` is of gradients that are summed once; with zero = 3 all exchanges are beside")
         if self.global_batch % (self.data * self.microbatch):
             raise PlanError(
                 f"a global batch of {self.global_batch} is not divisible by data {self.data} x microbatch"
@@ -131,7 +133,7 @@ class DescribedRun:
             )
         stops = list(itertools.accumulate(self.stages))
         cuts = [Interval(stop - size, stop) for stop, size in zip(stops, self.stages, strict=True)]
-        tiles = (replace(tile, items=cuts[i // self.data]) for i, tile in enumerate(plan.tiles))
+        tiles = (replace(tile, items=cuts[i // data]) for i, tile in enumerate(plan.tiles))
         return replace(plan, tiles=tuple(tiles))
 
     @cached_property
@@ -167,22 +169,13 @@ class DescribedRun:
         layers: LayerTimes | None = None,
     ) -> Prediction:
         """Predict a step; `stack` and `efficiency` are for fitting, `layers` are in place of a data sheet."""
-        predictor = self._predictor(stack, efficiency, layers)
-        found = predictor.predict(self.interleave)
-        return replace(found, memory=self._interleaved(found.memory))
+        return self._predictor(stack, efficiency, layers).predict(self.interleave)
 
     def memory(self) -> tuple[StageMemory, ...]:
         """Return what ranks need, without simulating a step."""
-        return self._interleaved(self._predictor(None, None, None).memory)
+        return self._predictor(None, None, None).memory_by(self.interleave)
 
     def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
         arguments = self.setup(stack), self.plan, self.cluster, efficiencies
         return LayeredPredictor(layers, *arguments) if layers else Predictor(*arguments)
-
-    def _interleaved(self, memory: tuple[StageMemory, ...]) -> tuple[StageMemory, ...]:
-        """Return it with what an interleaved schedule keeps more (Korthikanti et al. 2022, section 4.2.3)."""
-        if self.interleave == 1:
-            return memory
-        more = 1 + (self.pipeline - 1) / (self.pipeline * self.interleave)
-        return tuple(replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in memory)

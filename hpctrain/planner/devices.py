@@ -23,7 +23,7 @@ FILL = 96.0
 """Terms of a sum in whose time a tile's pipeline fills and drains."""
 SLOWEST_WITH_TILES = 1e12
 """FLOP/s of a device below which its model is not what computes: it is scaled down, to be pretended, and so are the
-tiles of its products. No accelerator of the catalogue is that slow."""
+tiles of its products; what it does beside is what its file says. No accelerator of the catalogue is that slow."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,12 @@ class DeviceModel:
     @cached_property
     def efficiency(self) -> Efficiency:
         known = self.fitted or efficiency_of(self.family.kind, self.family.model)
+        return replace(known, processors=1, overlap_times=1.0) if self._is_scaled_down else known
+
+    @cached_property
+    def _is_scaled_down(self) -> bool:
         speeds = [*self.family.peak_flops_per_second.values(), *self.family.sustained_flops_per_second.values()]
-        return known if max(speeds) >= SLOWEST_WITH_TILES else replace(known, processors=1, overlap_times=1.0)
+        return max(speeds) < SLOWEST_WITH_TILES
 
     @property
     def overlap_times(self) -> float:
@@ -56,7 +60,7 @@ class DeviceModel:
         known = sorted({*family.sustained_flops_per_second, *family.peak_flops_per_second})
         raise PlanError(
             f"families.{self.name} has no speed in {dtype}{did_you_mean(dtype, known)};"
-            " set its sustained_flops_per_second or peak_flops_per_second, or train.dtype"
+            " set its sustained_flops_per_second or peak_flops_per_second, or take another dtype"
         )
 
     def peak(self, dtype: str) -> float:
@@ -75,10 +79,10 @@ class DeviceModel:
     def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1, fused: float | None = None) -> float:
         """Return what `batch` products [m, k] @ [k, n] take at once. Raises PlanError for an unknown dtype.
 
-        Inside a `fused` kernel, whose tiles are its own, they take that share of a large product's speed, whatever
-        their shape.
+        Inside a `fused` kernel of an accelerator, whose tiles are its own, they take that share of a large product's
+        speed, whatever their shape and whatever was measured of others.
         """
-        if fused and self.efficiency.processors > 1:
+        if fused and self.family.kind != "cpu" and not self._is_scaled_down:
             return 2.0 * batch * m * k * n / (self.speed(dtype) * fused * self.efficiency.fused_share)
         key = dtype, m, k, n, batch
         if key not in self._cache:

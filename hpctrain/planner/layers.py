@@ -123,8 +123,11 @@ class LayeredPredictor(Predictor):
     """
 
     def __init__(self, layers: LayerTimes, *arguments):
+        """Raises PlanError for a plan with z, over which layers were not measured."""
         super().__init__(*arguments)
         self._layers = layers
+        if any(tile.tensor.z > 1 for tile in self.plan.tiles):
+            raise PlanError("a table of layers tells nothing of weights that come over z: predict from data sheets")
 
     def _measured(self, tile: Tile, item: int) -> list[Layer]:
         families = {name: self.cluster.families[name].model or name for name in self._families[tile]}

@@ -72,6 +72,6 @@ def _value(text: str, kind: str, where: str):
         value = (int if kind.startswith("int") else float)(text)
     except (ValueError, KeyError):
         raise PlanError(f"{where} = '{text}' is no {kind.split(' ')[0]}") from None
-    if not (value > 0 or (value == 0 and where.endswith("zero"))):
-        raise PlanError(f"{where} = {text} is not above 0")
+    if not (0 < value < math.inf or (value == 0 and where.endswith("zero"))):
+        raise PlanError(f"{where} = {text} is no finite number above 0")
     return value

@@ -1,7 +1,6 @@
 """Bytes that a rank needs, part by part: what the engine keeps (`model/store.py`, `model/stage.py`, `model/shard.py`).
 
-For other software the same parts, with half-precision gradients where it has them. Nothing is known here of what an
-allocator cannot use.
+For other software the same parts, with gradients as it keeps them, and what its libraries take and its allocator loses.
 """
 
 import itertools
@@ -32,16 +31,19 @@ class Memory:
     gathered: int
     """Whole weights and gradients of the items in the making, where they are stored in shards."""
     buffers: int
-    """What an item computes with and does not keep, what waits to be sent, where the next messages go, and what
-    libraries have taken."""
+    """What an item computes with and does not keep, what waits to be sent, where the next messages go, what libraries
+    have taken, and what an allocator cannot use."""
 
     @property
     def total(self) -> int:
         return sum(vars(self).values())
 
 
-def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, waiting: int) -> Memory:
-    """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent."""
+def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, waiting: int, available: int) -> Memory:
+    """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent.
+
+    Its device has so many bytes `available`, of which software may lose a share.
+    """
     weights = gradients = moments = 0
     mixed = setup.item_bytes < MASTER_BYTES
     of_gradient = setup.stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
@@ -51,7 +53,8 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
         stored += sum(slab.size for slab in holding.slabs)
         place = holding.ranks.index(rank)
         updated = holding.cuts(stored)[place].size if holding.zero else stored
-        weights += (updated if holding.zero == 3 else stored) * setup.item_bytes
+        if setup.stack.stores_halves or not mixed:
+            weights += (updated if holding.zero == 3 else stored) * setup.item_bytes
         gradients += (updated if holding.zero >= 2 else stored) * of_gradient
         if holding.zero == 1 and len(holding.ranks) > 1:
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
@@ -59,6 +62,7 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
     kept, largest = _activations(setup, plan, tile)
     messages = waiting + _expected(setup, plan, tile)
     buffers = largest + messages * largest_message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
+    buffers += int(setup.stack.lost_share * available)
     return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, held), buffers)
 
 
@@ -71,8 +75,8 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
     items = [item for chunk in plan.chunks(tile) for item in range(*chunk.items)]
     sizes = [unit_elements(setup.model, tile.tensor, item) for item in items]
     largest = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
-    weights = setup.item_bytes if tile.tensor.z > 1 or zero == 3 else 0
-    return largest * (weights + GRADIENT_BYTES)
+    weights = setup.gathered_bytes if tile.tensor.z > 1 or zero == 3 else 0
+    return largest * (weights + setup.stack.gradient_bytes)
 
 
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
@@ -112,9 +116,10 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     kept_rows = at_once if at_loss else most_of(sizes, microbatches)
     inputs = sum(item_kept(setup, tile, item, "full") for item in items)
     kept = sum(item_kept(setup, tile, item, tile.recompute) for item in items)
-    whole = max(item_kept(setup, tile, item, "none") for item in items)
     # While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
-    buffers = at_once * whole * (0.5 if tile.recompute == "none" else 1.5)
+    buffers = at_once * max(
+        item_kept(setup, tile, item, "none") * (1.5 if _is_recomputed(setup, tile, item) else 0.5) for item in items
+    )
     one = kept if tile.recompute != "full" else inputs
     if not setup.stack.splits_backward or (delay := weight_delay(plan, tile)) is None:
         return int(kept_rows * one), int(buffers)
@@ -126,6 +131,11 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     last = item_deferred(setup, tile, tile.items.start) if tile.recompute == "full" else 0
     in_hand = (at_once if at_loss else rows) * max(one, deferred - last)
     return int(waiting + others + in_hand), int(buffers)
+
+
+def _is_recomputed(setup: Setup, tile: Tile, item: int) -> bool:
+    is_end = item in (0, setup.model.num_items - 1)
+    return tile.recompute != "none" and not (is_end and tile.recompute == "full" and not setup.stack.recomputes_ends)
 
 
 def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:

@@ -67,7 +67,7 @@ class Options:
     through: np.ndarray
     """The least share of a stage's time in which a microbatch passes it, there and back."""
     exchanged: np.ndarray
-    """Seconds a block at the end of a step for gradients and weights, or by which these slow what goes on beside."""
+    """Seconds a block at the end of a step for gradients and weights, or by which these slow what is computed."""
     base_bytes: np.ndarray
     """[2, n] of a stage."""
     state_bytes: np.ndarray
@@ -185,9 +185,10 @@ def _figures(
             return None
     fastest = once if least == most else least / rate.block + extra
     # What goes on beside takes no less than it slows what is computed, were it all hidden.
-    certain = 1.0 if costs.setup.bucket_bytes is None else 1 - 1 / costs.pools[number].device.overlap_times
-    certain *= CERTAIN_SHARE if zero < 2 else 0.0
-    exchanged = costs.ending(number, grid, replicas, group.num_pipelines) * certain if certain else 0.0
+    share = 1.0 if costs.setup.bucket_bytes is None else 1 - 1 / costs.pools[number].device.overlap_times
+    exchanged = 0.0
+    if zero < 2 and share:
+        exchanged = costs.ending(number, grid, replicas, group.num_pipelines) * share * CERTAIN_SHARE
     step = m * once * NEGLIGIBLE_SHARE
     return (
         (once, again),

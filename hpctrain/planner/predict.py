@@ -162,6 +162,7 @@ class Predictor:
         return found
 
     def predict(self, interleave: int = 1) -> Prediction:
+        memory = self.memory_by(interleave)
         simulated = simulate(self.plan, self._schedules(), self.costs)
         breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
         step = simulated.step_seconds + self.setup.stack.step_seconds
@@ -180,7 +181,7 @@ class Predictor:
             step,
             (step * (1 - error), step * (1 + error)),
             breakdown,
-            self.memory,
+            memory,
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
             self.guessed,
@@ -407,6 +408,25 @@ class Predictor:
         """Return for each tile what its first rank needs, for all of its tiles; those that are alike once."""
         return tuple({id(stage): stage for stage in self._memory.values()}.values())
 
+    def memory_by(self, interleave: int) -> tuple[StageMemory, ...]:
+        """Return it with what an interleaved schedule of other software keeps more (Korthikanti et al. 2022, section
+        4.2.3). Raises PlanError where the plan has pieces of its own, or too few blocks for so many."""
+        if interleave == 1:
+            return self.memory
+        stages = max(self.plan.path_length(tile) for tile in self.plan.tiles)
+        if any(len(self.plan.chunks(tile)) > 1 for tile in self.plan.first_tiles):
+            raise PlanError("interleave is for plans whose ranks have one tile each: this one has pieces of its own")
+        items = self.setup.model.num_items
+        if stages < 2 or stages * interleave > items:
+            raise PlanError(
+                f"interleave = {interleave} of {stages} stages: there must be two stages, and no more pieces, here"
+                f" {stages * interleave}, than the model has items, {items}"
+            )
+        more = 1 + (stages - 1) / (stages * interleave)
+        return tuple(
+            replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in self.memory
+        )
+
     @property
     def room(self) -> dict[Tile, float]:
         """Return by tile how many more microbatches it has memory for, and for their messages, where these wait."""
@@ -432,9 +452,7 @@ class Predictor:
             key = (unlike, tile.rows.sizes, tile.tensor, how, waiting)
             if key not in known:
                 held = self._held_by(tile, tile.ranks[0])
-                memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0], waiting)
-                lost = int(self.setup.stack.lost_share * available)
-                memory = replace(memory, buffers=memory.buffers + lost)
+                memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0], waiting, available)
                 known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
             found[tile] = known[key]
         return found

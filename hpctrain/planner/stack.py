@@ -1,7 +1,8 @@
 """How a training software carries out what a model says: how often it passes over memory, what it leaves to the host.
 
 What is the same for all software (products, what is exchanged) is in `hpctrain.planner.cost`. A stack has facts, which
-its source tells, and three constants that are fitted.
+its source tells, and three constants that are fitted. Two facts that nobody tells are read off runs: how fast
+Composer's attention is, and what Megatron-DeepSpeed loses of a device's memory.
 """
 
 from collections.abc import Mapping
@@ -27,21 +28,22 @@ class Passes:
     logits: tuple[float, float]
     """Per token and id of the vocabulary."""
     weight: float
-    """Per weight and backward pass, to add its gradient, beside the product itself."""
+    """Per weight and backward pass, beside the product itself: to add its gradient, and for all copies and casts that
+    sharding it takes."""
 
-    def times(self, factor: float) -> "Passes":
-        """Return them for numbers that are so many times as wide."""
-        scaled = {f.name: tuple(factor * each for each in getattr(self, f.name)) for f in fields(self)[:-1]}
-        return Passes(**scaled, weight=factor * self.weight)
+    def halved(self) -> "Passes":
+        """Return them for numbers of half as many bytes."""
+        pairs = {f.name: tuple(each / 2 for each in getattr(self, f.name)) for f in fields(self) if f.name != "weight"}
+        return Passes(**pairs, weight=self.weight / 2)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A training software: facts, and in the end what is fitted (`FITTED`)."""
+    """A training software: what its source and its authors tell, and what is fitted (`FITTED`)."""
 
     name: str
     passes: dict[int, Passes]
-    """By bytes of a number, 2 or 4 or both."""
+    """By bytes of a number: 2 and 4."""
     update_bytes: float
     """Read and written per weight that a rank updates."""
     block_operations: tuple[int, int]
@@ -64,8 +66,11 @@ class Stack:
     the product after it need. ReLU's own result is both."""
     dropped_scores: bool = True
     """Whether attention drops scores, and so keeps them twice, and a mask."""
+    stores_halves: bool = True
+    """Whether weights in half precision are stored beside their fp32 masters, not cast anew for each use."""
     kept_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Of a weight's gradient, all copies of it together, by dtype; one in fp32 where nothing is said."""
+    """Of a weight's gradient, all copies of it together, by dtype; one in fp32 where nothing is said. What ZeRO 1 sums
+    into is beside them."""
     blocking_sends: bool = False
     """Whether messages between stages go through the stream that computes."""
     splits_backward: bool = False
@@ -84,13 +89,6 @@ class Stack:
     """Of a device's memory that its buffers take, and its allocator cannot use."""
     step_seconds: float = 0.0
     """Of a step that no part of the model accounts for: reading data, agreeing on the norm."""
-
-    def passes_of(self, item_bytes: int) -> Passes:
-        """Return the passes over numbers of so many bytes, 2 or 4: where only others are known, as wide as they are."""
-        if item_bytes in self.passes:
-            return self.passes[item_bytes]
-        known, passes = next(iter(self.passes.items()))
-        return passes.times(item_bytes / known)
 
 
 # FlashAttention-2 on A100 (Dao 2023, causal, heads of 128, 2 to 16 thousand positions): 150 to 200 TFLOP/s of the half
@@ -131,9 +129,9 @@ MEGATRON = Stack(
     dispatch_seconds=10e-6,
     link_share=0.6,
 )
-# The same kernels, started by a heavier engine, which keeps gradients of fp16 as they are, of bf16 a sum in
-# fp32 too.
-# A sixth of a device: what is missing between nvidia-smi's figure and the rest, 13 GiB of 79 in the median of 31 runs.
+# The same kernels, started by a heavier engine, which keeps gradients of fp16 as they are, and of bf16 a sum in fp32
+# beside them. What it loses of a device is what 31 readings of nvidia-smi have more than the rest, 13 GiB of 79 in the
+# median (BigScience on A100-80).
 DEEPSPEED = replace(
     MEGATRON,
     name="megatron-deepspeed",
@@ -153,9 +151,10 @@ MEGATRON_CORE = replace(
 )
 # Sailor's runs and profiles (Strati et al. 2025): layers of torch one operation after the other, fp32 throughout. How
 # often scores and logits are passed over is read off the profiles of A100-80, where one layer takes 13 and 66 bytes.
+_SAILOR = Passes((20, 40), (24, 24), (32, 36), (32, 52), (13, 66), (26, 8), 8)
 EAGER = Stack(
     "eager",
-    {4: Passes((20, 40), (24, 24), (32, 36), (32, 52), (13, 66), (26, 8), 8)},
+    {4: _SAILOR, 2: _SAILOR.halved()},
     update_bytes=60,
     block_operations=(40, 60),
     kept_inner=3.0,
@@ -170,11 +169,12 @@ EAGER = Stack(
 # gradient into what is scattered.
 FSDP = Stack(
     "fsdp",
-    {2: replace(_EAGER[2], weight=16)},
+    {width: replace(passes, weight=8 * width) for width, passes in _EAGER.items()},
     update_bytes=40,
     block_operations=(24, 40),
     flash=FLASH_2,
     dropped_scores=False,
+    stores_halves=False,
     dispatch_seconds=10e-6,
     link_share=0.75,
 )
@@ -184,17 +184,19 @@ FSDP = Stack(
 COMPOSER = replace(
     FSDP,
     name="composer",
-    passes={2: Passes((10, 20), (20, 24), (4, 4), (4, 6), (0, 0), (50, 18), 28)},
+    passes={2: Passes((10, 20), (20, 24), (4, 4), (4, 6), (0, 0), (50, 18), 28), 4: replace(_EAGER[4], weight=32)},
     flash=(0.40, 0.31),
     gradient_bytes=2,
     gathered_bytes=4,
+    kept_inputs=2.0,
 )
 # The same with all in half precision.
 COMPOSER_PURE = replace(
     COMPOSER,
     name="composer-pure",
-    passes={2: Passes((6, 10), (12, 12), (4, 4), (4, 6), (0, 0), (50, 18), 12)},
+    passes=COMPOSER.passes | {2: Passes((6, 10), (12, 12), (4, 4), (4, 6), (0, 0), (50, 18), 12)},
     gathered_bytes=None,
+    kept_inputs=1.0,
 )
 STACKS = {s.name: s for s in (HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER, FSDP, COMPOSER, COMPOSER_PURE)}
 

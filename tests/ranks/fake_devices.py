@@ -130,9 +130,12 @@ class FakeNccl:
         self.calls: list[str] = []
         self.grouped: list | None = None
         self.dtypes = {0: "i1", 1: "u1", 2: "i4", 4: "i8", 7: "f4", 8: "f8"}
-        self.meanwhile: dict[int, Callable[[], None]] = {}
-        """By the address of a stream: what moves the messages of the route that uses it."""
+        self._meanwhile: dict[int, tuple[FakeStream, Callable[[], None]]] = {}
         self._made = 0
+
+    def moves(self, stream: FakeStream, poll: Callable[[], None]) -> None:
+        """Say what moves the messages of the route that uses a stream, which is kept, so that its address stays its."""
+        self._meanwhile[id(stream)] = stream, poll
 
     def get_unique_id(self):
         self._made += 1
@@ -151,7 +154,7 @@ class FakeNccl:
         started = [(stream, call, next(call)) for stream, call in calls]
         while not self.mpi.Request.Testall([request for _, _, request in started]):
             for stream, _, _ in started:
-                self.meanwhile.get(stream, os.sched_yield)()
+                self._meanwhile.get(stream, (None, os.sched_yield))[1]()
         for _, call, _ in started:
             next(call, None)
 

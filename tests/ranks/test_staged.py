@@ -65,7 +65,7 @@ class Pretended:
     def backend(self, ranks) -> Backend | None:
         made = self.routes.backend(ranks)
         if made and self.nccl and isinstance(made.collectives, StreamedCollectives):
-            self.nccl.meanwhile[id(made.collectives.stream)] = made.transport.poll
+            self.nccl.moves(made.collectives.stream, made.transport.poll)
         return made
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):

@@ -117,7 +117,8 @@ def test_runs_that_ran_out_of_memory_are_counted_and_fit_nothing(tmp_path):
         ("a,64,2,2,64,1,1,1,1,1,A100-8,megatron-lm,1", r"runs.csv:2: no accelerator 'A100-8'; did you mean"),
         ("a,64,2,2,64,1,4,1,1,4,A100-80,megatron-lm,1", r"runs.csv:2: pipeline = 4 stages need as many blocks"),
         ("a,64,2,,64,1,1,1,1,1,A100-80,megatron-lm,1", r"runs.csv:2: heads is empty"),
-        ("a,64,2,2,64,0,1,1,1,1,A100-80,megatron-lm,1", r"runs.csv:2: tensor = 0 is not above 0"),
+        ("a,64,2,2,64,0,1,1,1,1,A100-80,megatron-lm,1", r"runs.csv:2: tensor = 0 is no finite number above 0"),
+        ("a,64,2,2,64,1,1,1,1,1,A100-80,megatron-lm,inf", r"runs.csv:2: step_seconds = inf is no finite number"),
     ],
 )
 def test_mistakes_in_measurements_are_told(tmp_path, line, message):

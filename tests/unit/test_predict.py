@@ -335,6 +335,10 @@ def test_weights_that_replicas_share_are_exchanged_beside_what_is_computed():
     sharded, whole = run.predict(), plain.predict()
     assert sharded.memory[0].memory.total < 0.5 * whole.memory[0].memory.total
     assert sharded.breakdown_seconds["compute"] > 1.02 * whole.breakdown_seconds["compute"], "slowed beside"
+    cut = replace(run, pipeline=2, data=8, stages=(16, 18))
+    assert [tuple(tile.items) for tile in cut.plan.tiles] == [(0, 16), (16, 34)]
+    with pytest.raises(PlanError, match="with zero = 3 all exchanges are beside"):
+        replace(run, beside=True)
     slow = replace(run, network="Ethernet-10").predict()
     assert slow.breakdown_seconds["tensor"] > 0.5 * slow.breakdown_seconds["compute"], "no longer hidden"
 
@@ -445,6 +449,12 @@ def test_other_software_is_told_by_the_command_on_any_cluster(tmp_path):
     assert plain["dtype"] == "fp16"
     assert interleaved["breakdown_seconds"]["bubble"] == pytest.approx(plain["breakdown_seconds"]["bubble"] / 2)
     assert cut["memory_bytes"][0]["activations"] < plain["memory_bytes"][0]["activations"]
+    with pytest.raises(PlanError, match="no more pieces, here 8, than the model has items, 6"):
+        raise (
+            CliRunner()
+            .invoke(command, [*base, "--stack", "megatron-lm", "--dtype", "fp16", "--interleave", "4"])
+            .exception
+        )
     refused = CliRunner().invoke(command, [*base, "--dtype", "fp16"])
     assert refused.exit_code == 2 and "are of other software: say which by --stack" in refused.output
 
