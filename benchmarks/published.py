@@ -4,7 +4,6 @@ What a paper does not tell is assumed here, and said so.
 """
 
 import csv
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,10 +11,9 @@ from pathlib import Path
 
 from hpctrain.planner.calibrate import Measured
 from hpctrain.planner.catalogue import ACCELERATORS, GIB
-from hpctrain.planner.cost import model_flops
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.layers import LayerTimes, load_layers
-from hpctrain.planner.measured import OUT_OF_MEMORY
+from hpctrain.planner.measured import load_measured
 from hpctrain.planner.predict import Predictor
 
 FOLDER = Path(__file__).parent / "published"
@@ -136,148 +134,41 @@ def megatron_2020() -> PublishedSet:
     return PublishedSet("Megatron 2020", tuple(found))
 
 
-# MPT's published shapes: hidden size, layers, heads.
-FOUNDRY_SHAPES = {
-    "125m": (768, 12, 12),
-    "350m": (1024, 24, 16),
-    "760m": (1536, 24, 12),
-    "1b": (2048, 24, 16),
-    "3b": (2560, 32, 20),
-    "7b": (4096, 32, 32),
-    "13b": (5120, 40, 40),
-    "30b": (7168, 48, 56),
-    "70b": (8192, 80, 64),
-}
-FOUNDRY_VOCABULARY = 50368
+# ---- sets in the columns of `hpctrain calibrate`; seconds follow from published tokens or FLOP in a second -----------
+
+
+def told(name: str, file: str) -> PublishedSet:
+    """Read such a set."""
+    rows = load_measured(FOLDER / file)
+    return PublishedSet(
+        name, tuple(row for row in rows if row.ran), out_of_memory=tuple(row for row in rows if not row.ran)
+    )
 
 
 def foundry() -> PublishedSet:
     """MPT by Composer and FSDP on 8 to 128 A100 and H100 (llm-foundry, scripts/train/benchmarking/README.md, at
     061f2c7). A100 are joined by RoCE of 8 x 200 Gb/s a node; H100 by what is not told, 400 Gb/s each are assumed."""
-    found = []
-    for r in read("llm_foundry.csv"):
-        devices, positions, batch = (int(r[key]) for key in ("devices", "positions", "global_batch"))
-        run = DescribedRun(
-            *FOUNDRY_SHAPES[r["model"]],
-            positions,
-            1,
-            1,
-            devices,
-            int(r["microbatch"]),
-            batch,
-            r["accelerator"],
-            vocabulary=FOUNDRY_VOCABULARY,
-            network="NDR" if r["accelerator"] == "H100" else "RoCE-200",
-            dtype="bf16",
-            recompute=r["recompute"],
-            zero=3,
-            stack="composer" if r["precision"] == "amp" else "composer-pure",
-        )
-        name = f"{r['model']} x {positions} on {devices} {r['accelerator']}, {r['microbatch']} {r['recompute']}"
-        found.append(Measured(name, run, batch * positions / float(r["tokens_per_second"])))
-    return PublishedSet("llm-foundry, FSDP", tuple(found))
+    return told("llm-foundry, FSDP", "llm_foundry.csv")
 
 
 def torch_fsdp() -> PublishedSet:
-    """Llama by torch's FSDP on 64 and 128 A100-80, nothing or all recomputed. The network is not told: 400 Gb/s a node
+    """Llama by torch's FSDP on 64 and 128 A100-80, nothing or all recomputed (torchtitan, docs/performance.md, 2024; 7B
+    of IBM and Meta, Maximizing training throughput using PyTorch FSDP, 2024). The network is not told: 400 Gb/s a node
     of eight are assumed, what clouds rent such nodes with; with as much for each device it is 8 % faster."""
-    found = []
-    for r in read("torch_fsdp.csv"):
-        devices, rows, positions = int(r["devices"]), int(r["microbatch"]), int(r["positions"])
-        run = DescribedRun(
-            *(int(r[key]) for key in ("hidden", "layers", "heads")),
-            positions,
-            1,
-            1,
-            devices,
-            rows,
-            rows * devices,
-            A100,
-            vocabulary=int(r["vocabulary"]),
-            ffn=int(r["ffn"]),
-            kv_heads=int(r["kv_heads"]),
-            architecture="llama",
-            tie_head=False,
-            network="EFA-100",
-            nics_per_node=4,
-            dtype="bf16",
-            recompute=r["recompute"],
-            zero=3,
-            stack="fsdp",
-        )
-        seconds = rows * positions / float(r["tokens_per_second_per_gpu"])
-        found.append(Measured(f"{r['model']} on {devices} {A100}, {r['recompute']}", run, seconds))
-    return PublishedSet("torch FSDP", tuple(found))
+    return told("torch FSDP", "torch_fsdp.csv")
 
 
 def bigscience() -> PublishedSet:
     """Models about BLOOM's size by Megatron-DeepSpeed on 384 A100-80 (BigScience, train/tr11-176B-ml/
     chronicles-prequel.md, 25 and 28 February 2022), those that ran out of memory too. Nodes have four 100 Gb/s ports of
-    Omni-Path. `balanced`: embedding and head count as a block each."""
-    found = []
-    for r in read("bigscience_a100.csv"):
-        hidden, layers, heads, pipeline = (int(r[key]) for key in ("hidden", "layers", "heads", "pp"))
-        balanced = r["balanced"] == "yes"
-        run = DescribedRun(
-            hidden,
-            layers,
-            heads,
-            2048,
-            int(r["tp"]),
-            pipeline,
-            int(r["dp"]),
-            int(r["microbatch"]),
-            int(r["global_batch"]),
-            A100,
-            vocabulary=250_880,
-            network="OPA-100",
-            nics_per_node=4,
-            dtype=r["dtype"],
-            recompute="full",
-            zero=1,
-            stack="megatron-deepspeed",
-            stages=((layers + 2) // pipeline,) * pipeline if balanced else (),
-        )
-        name = f"{hidden} x {layers}, {heads} heads, t{r['tp']} p{pipeline} d{r['dp']} b{r['microbatch']} {r['dtype']}"
-        seconds = math.inf if r["seconds"] == OUT_OF_MEMORY else float(r["seconds"])
-        memory = float(r["memory_gb"]) * GIB if r["memory_gb"] else None
-        found.append(Measured(name, run, seconds, memory))
-    ran = tuple(row for row in found if row.ran)
-    return PublishedSet("BigScience, 384 A100", ran, out_of_memory=tuple(row for row in found if not row.ran))
+    Omni-Path. Where `stages` are given, embedding and head count as a block each."""
+    return told("BigScience, 384 A100", "bigscience_a100.csv")
 
 
 def llama3() -> PublishedSet:
-    """Llama 3 405B on H100 at scale: 126 blocks, embedding and head by 16 stages of 8 items, interleaved one by one,
-    which is not told, as it is not what of the activations is kept: all, here."""
-    found = []
-    for r in read("llama3_h100.csv"):
-        tensor, pipeline, data, batch = (int(r[key]) for key in ("tp", "pp", "dp", "global_batch"))
-        run = DescribedRun(
-            16384,
-            126,
-            128,
-            8192,
-            tensor,
-            pipeline,
-            data,
-            1,
-            batch,
-            "H100",
-            vocabulary=128256,
-            ffn=53248,
-            kv_heads=8,
-            architecture="llama",
-            tie_head=False,
-            network="NDR",
-            dtype="bf16",
-            zero=1,
-            interleave=8,
-            stack="megatron-core",
-            stages=(8,) * pipeline,
-        )
-        flops = model_flops(run.setup(), batch * run.positions) / run.num_devices
-        found.append(Measured(f"405B on {r['gpus']} H100", run, flops / (float(r["tflops_per_gpu"]) * 1e12)))
-    return PublishedSet("Llama 3", tuple(found))
+    """Llama 3 405B on H100 at scale (The Llama 3 Herd of Models, 2024, table 4): 126 blocks, embedding and head by 16
+    stages of 8 items. Not told, and assumed here: interleaved one by one, all activations kept."""
+    return told("Llama 3", "llama3_h100.csv")
 
 
 # ---- Sailor (Strati et al. 2025) -------------------------------------------------------------------------------------

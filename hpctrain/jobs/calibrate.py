@@ -83,7 +83,6 @@ def _lines(told: dict, show_rows: bool) -> list[str]:
             f"{'mean error of ' + str(told['ran']) + ' steps':40}"
             + "".join(f"{told['mean_error'][when]:12.1%}" for when in ("before", "after"))
         )
-    if told["ran"]:
         lines.append(f"{told['ran']} ran, of which predicted not to fit: {told['ran_predicted_not_to_fit']}")
     if told["ran_out_of_memory"]:
         missed = told["ran_out_of_memory_predicted_to_fit"]

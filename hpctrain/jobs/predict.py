@@ -77,7 +77,7 @@ def command(
     dtype, reason = (dtype, "") if dtype else dtype_of(loaded, machine, used, cluster)
     known, chosen = load_parameters(parameters) if parameters else SHIPPED, {}
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
-    if stack == HPCTRAIN.name:  # another software's is in its stack
+    if stack == HPCTRAIN.name:  # `[overlap]` is of our engine
         loaded, chosen = with_overlap(loaded, machine, path, dtype, plan)
     software = known.stacks[stack]
     if sequence_parallel:

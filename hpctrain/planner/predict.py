@@ -409,8 +409,8 @@ class Predictor:
         return tuple({id(stage): stage for stage in self._memory.values()}.values())
 
     def memory_by(self, interleave: int) -> tuple[StageMemory, ...]:
-        """Return it with what an interleaved schedule of other software keeps more (Korthikanti et al. 2022, section
-        4.2.3). Raises PlanError where the plan has pieces of its own, or too few blocks for so many."""
+        """Return `memory` with what an interleaved schedule of other software keeps more (Korthikanti et al. 2022,
+        section 4.2.3). Raises PlanError where the plan has pieces of its own, or too few blocks for so many."""
         if interleave == 1:
             return self.memory
         stages = max(self.plan.path_length(tile) for tile in self.plan.tiles)
