@@ -1,4 +1,4 @@
-"""Published measurements (benchmarks/published/, each row with its source), in the predictor's words.
+"""Published measurements (benchmarks/published/), in the predictor's words; each function tells its source.
 
 What a paper does not tell is assumed here, and said so.
 """
