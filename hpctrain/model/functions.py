@@ -17,9 +17,17 @@ from hpctrain.model.units import Weight
 from hpctrain.model.ways import AS_THEY_LIE, Ways
 
 
-def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor) -> None:
+def add_part(grad: torch.Tensor, part: torch.Tensor, fresh: bool) -> None:
+    """Add to a gradient; see `Addition` for this and others like it."""
+    if fresh:
+        grad.copy_(part)
+    else:
+        grad += part
+
+
+def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, fresh: bool) -> None:
     """Add the sum of dy over tokens to a bias's gradient."""
-    grad_O += dy_NO.sum(0, dtype=torch.float32)
+    add_part(grad_O, dy_NO.sum(0, dtype=torch.float32), fresh)
 
 
 class _Linear(Function):
@@ -120,7 +128,7 @@ class _RmsNorm(Function):
         normed = x.float() * rstd
         dy32 = dy.float()
         product = dy32 * normed
-        ctx.weight.accumulate(torch.Tensor.add_, product.flatten(0, -2).sum(0))
+        ctx.weight.accumulate(add_part, product.flatten(0, -2).sum(0))
         # sum over features of dy * w * normed
         along = ctx.x_axis.all_reduce(product @ ctx.weight.data.float().unsqueeze(1)).div_(ctx.features)
         dx = (dy32 * ctx.weight.data).sub_(normed.mul_(along)).mul_(rstd)
@@ -145,8 +153,8 @@ class _LayerNorm(Function):
         x, mean, rstd = ctx.saved_tensors
         normed = (x.float() - mean).mul_(rstd)
         dy32 = dy.float()
-        ctx.bias.accumulate(torch.Tensor.add_, dy32.flatten(0, -2).sum(0))
-        ctx.weight.accumulate(torch.Tensor.add_, (dy32 * normed).flatten(0, -2).sum(0))
+        ctx.bias.accumulate(add_part, dy32.flatten(0, -2).sum(0))
+        ctx.weight.accumulate(add_part, (dy32 * normed).flatten(0, -2).sum(0))
         scaled = dy32 * ctx.weight.data
         sums = torch.cat([scaled.sum(-1, keepdim=True), (scaled * normed).sum(-1, keepdim=True)], dim=-1)
         sums = ctx.x_axis.all_reduce(sums).div_(ctx.features)
@@ -183,8 +191,10 @@ class _Embed(Function):
         return None, None, None, None, None
 
 
-def add_rows(grad: torch.Tensor, dy: torch.Tensor, local: torch.Tensor, absent: torch.Tensor) -> None:
+def add_rows(grad: torch.Tensor, dy: torch.Tensor, local: torch.Tensor, absent: torch.Tensor, fresh: bool) -> None:
     """Add dy, [..., features], to the rows `local` of a table's gradient, but for those that are `absent`."""
+    if fresh:
+        grad.zero_()
     dy = dy.float().masked_fill(absent.unsqueeze(-1), 0)
     grad.index_add_(0, local.reshape(-1), dy.reshape(-1, dy.shape[-1]))
 
@@ -211,8 +221,10 @@ class _AddPositions(Function):
         return dy, None
 
 
-def add_first(grad: torch.Tensor, dy: torch.Tensor) -> None:
+def add_first(grad: torch.Tensor, dy: torch.Tensor, fresh: bool) -> None:
     """Add dy, [rows, positions, features], summed over rows, to the first positions' gradients."""
+    if fresh:
+        grad.zero_()
     grad[: dy.shape[1]] += dy.sum(0, dtype=torch.float32)
 
 

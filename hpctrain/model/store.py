@@ -98,10 +98,11 @@ class Store:
         for group in self.groups:
             group.spread_weights()
         self.traffic.forget()
-        self._z.barrier()  # the others may still be reading
-        for unit in self._units:
-            unit.publish()
-        self._z.barrier()
+        if any(unit.is_common for unit in self._units):
+            self._z.barrier()  # the others may still be reading
+            for unit in self._units:
+                unit.publish()
+            self._z.barrier()
 
     def _units_of(self, item: int) -> list[UnitStore]:
         return [unit for unit in self._units if item in unit.layout.unit.items]

@@ -5,7 +5,7 @@ That is as far as the axes let it: what one does at once is done when it is need
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -72,15 +72,21 @@ class Traffic:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        for distance, item in enumerate(islice(self._coming, FARTHEST), 1):
+        for distance, item in enumerate(self._next(FARTHEST), 1):
             for unit in self._units[item]:
                 unit.gather_ahead(distance)
 
+    def _next(self, count: int) -> Iterator[int]:
+        """Return the items that come next, each of them once."""
+        return islice(dict.fromkeys(islice(self._coming, 2 * count)), count)  # none comes three times running
+
     def release(self, item: int) -> None:
-        """Let go of the weights of an item, but for those that are kept or needed at once again."""
-        needed = self._units[self._coming[0]] if self._coming else ()
+        """Let go of the weights of an item, but for those that are kept or needed again: at once, or, where there is
+        room for another item beside the one that computes, by the one after it."""
+        needed = list(self._next(2))
         for unit in self._units[item]:
-            unit.release(stays=unit in needed or unit in self._kept)
+            near = needed if unit.gathers_beside else needed[:1]
+            unit.release(stays=unit in self._kept or any(unit in self._units[other] for other in near))
 
     def forget(self) -> None:
         """Let go of weights that were kept: they have changed."""
@@ -97,7 +103,7 @@ class Traffic:
         self._room = self._free.popleft()
         at = 0
         for unit in units:
-            unit.begin_backward(self._room[at : at + unit.layout.size].zero_())
+            unit.begin_backward(self._room[at : at + unit.layout.size])
             at += unit.layout.size
 
     def end_backward(self, item: int, passed: Callable[[int], None] | None) -> None:

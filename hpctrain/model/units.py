@@ -15,6 +15,10 @@ from hpctrain.model.groups import ShardedUnit
 from hpctrain.model.slabs import CutUnit
 from hpctrain.parameters import UnitLayout
 
+Addition = Callable[..., object]
+"""`add(grad, *operands, fresh)` adds to a gradient; where it is `fresh`, what is there counts as zeros, and may be no
+numbers at all: to write costs less than to fill with zeros and add."""
+
 
 class Weight:
     """A weight in use: `data` in the compute dtype, and `grad` in fp32, to which a backward pass adds.
@@ -22,7 +26,7 @@ class Weight:
     Both are views that are there only while the unit is gathered.
     """
 
-    __slots__ = ("data", "deferred", "grad", "name")
+    __slots__ = ("data", "deferred", "grad", "is_fresh", "name")
 
     def __init__(self, name: str):
         self.name = name
@@ -30,27 +34,34 @@ class Weight:
         self.grad: torch.Tensor | None = None
         self.deferred: list[Deferred] | None = None
         """Where additions to `grad` are kept, while a backward pass leaves them for later."""
+        self.is_fresh = False
+        """Whether what is in `grad` does not count: what is added first is written over it."""
 
-    def accumulate(self, add: Callable[..., object], *operands: torch.Tensor) -> None:
-        """Do `add(grad, *operands)`, which adds to the gradient: now, or once the weight pass comes to it.
+    def accumulate(self, add: Addition, *operands: torch.Tensor) -> None:
+        """Add to the gradient: now, or once the weight pass comes to it.
 
         The operands must stay as they are until then. For backward passes, which change `grad` in no other way.
         """
         if self.deferred is None:
-            add(self.grad, *operands)
+            self.add(add, operands)
         else:  # detached, or they would keep the graph that they were saved in, and its input and gradient with it
             self.deferred.append(Deferred(self, add, tuple(operand.detach() for operand in operands)))
+
+    def add(self, add: Addition, operands: Iterable[torch.Tensor]) -> None:
+        """Add to the gradient now."""
+        add(self.grad, *operands, fresh=self.is_fresh)
+        self.is_fresh = False
 
 
 class Deferred(NamedTuple):
     """What is still to be added to a weight's gradient, with what it takes to do so."""
 
     weight: Weight
-    add: Callable[..., object]
+    addition: Addition
     operands: tuple[torch.Tensor, ...]
 
     def do(self) -> None:
-        self.add(self.weight.grad, *self.operands)
+        self.weight.add(self.addition, self.operands)
 
 
 class UnderWay:
@@ -106,8 +117,11 @@ class UnitStore:
         over_holders = sharded is not None and sharded.goes_beside
         self.scatters_beside = int(over_z) + int(over_holders)
         """How many operations of a scatter go on while the rank computes."""
-        self._gathers_beside = int(over_z) + int(over_holders and not sharded.keeps_weights)
+        self.gathers_beside = int(over_z) + int(over_holders and not sharded.keeps_weights)
+        """And of a gather."""
         self._whole = whole
+        self.is_common = whole is not None
+        """Whether the whole unit is in memory that all of z see: on all of them or on none."""
         self._cuts = cut_evenly(layout.size, axes.z.size)
         self._shard, self._grad_shard = weights, grads
         self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
@@ -135,11 +149,11 @@ class UnitStore:
 
     def gather_ahead(self, distance: int) -> None:
         """Start what of a gather goes on beside, for a unit that is used so many items later."""
-        number = self._gathers_beside - distance + 1
+        number = self.gathers_beside - distance + 1
         if number < 1 or self._stays or self._is_gathered:
             return
         if self._gathering is None:
-            self._gathering = UnderWay(self._gather(), self._gathers_beside)
+            self._gathering = UnderWay(self._gather(), self.gathers_beside)
         self._gathering.bring(number)
 
     def gather(self) -> None:
@@ -147,7 +161,7 @@ class UnitStore:
         self._users += 1
         if self._stays or self._is_gathered:
             return
-        (self._gathering or UnderWay(self._gather(), self._gathers_beside)).finish()
+        (self._gathering or UnderWay(self._gather(), self.gathers_beside)).finish()
         self._gathering = None
 
     def _gather(self) -> Iterator[Work]:
@@ -179,16 +193,21 @@ class UnitStore:
             weight.deferred = kept
 
     def begin_backward(self, whole_grad: torch.Tensor) -> None:
-        """Let the gradient of the whole unit be added to zeros [size of the unit]."""
+        """Let the gradient of the whole unit be made in a room [size of the unit], whatever is there."""
         self._whole_grad = whole_grad
         for weight, at, shape in self._views:
-            weight.grad = whole_grad[slice(*at)].view(shape)
+            weight.grad, weight.is_fresh = whole_grad[slice(*at)].view(shape), True
 
     def start_scatter(self) -> UnderWay:
         """Start to sum the gradient and to add this rank's part to its shard; what was begun with is needed until then.
 
         All ranks of z, and holders of shards, must call.
         """
+        at = 0  # what nobody has written: padding, and weights that are other items' alone
+        for made in sorted(interval for weight, interval, _ in self._views if not weight.is_fresh):
+            self._whole_grad[at : made.start].zero_()
+            at = max(at, made.stop)
+        self._whole_grad[at:].zero_()
         scattering = UnderWay(self._scatter(self._whole_grad), self.scatters_beside)
         scattering.bring(1)
         return scattering

@@ -24,12 +24,14 @@ class Way(NamedTuple):
         """Return a @ b, contiguous."""
         return self._multiply(a, b).contiguous()
 
-    def add(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add a @ b to `out`, which may be of a wider dtype."""
-        if self.result or out.dtype != a.dtype:
-            out += self._multiply(a, b)
+    def add(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, fresh: bool = False) -> None:
+        """Add a @ b to `out`, which may be of a wider dtype; to a `fresh` one as if it were zeros."""
+        if not (self.result or out.dtype != a.dtype):
+            out.addmm_(*self._operands(a, b), beta=0 if fresh else 1)
+        elif fresh:
+            out.copy_(self._multiply(a, b))
         else:
-            out.addmm_(*self._operands(a, b))
+            out += self._multiply(a, b)
 
     def _multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a, b = self._operands(a, b)
@@ -66,13 +68,13 @@ class Ways:
         """Return a @ b, contiguous; `use` as in `Product`."""
         return self._way(use, a, b).multiply(a, b)
 
-    def add(self, use: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add a @ b to `out`."""
-        self._way(use, a, b).add(out, a, b)
+    def add(self, use: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, fresh: bool = False) -> None:
+        """Add a @ b to `out`; to a `fresh` one as if it were zeros."""
+        self._way(use, a, b).add(out, a, b, fresh)
 
-    def add_weight(self, grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+    def add_weight(self, grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
         """Add dy^T x to the gradient of a weight."""
-        self.add("weight", grad_OI, dy_NO.t(), x_NI)
+        self.add("weight", grad_OI, dy_NO.t(), x_NI, fresh)
 
     def _way(self, use: str, a: torch.Tensor, b: torch.Tensor) -> Way:
         return self._ways.get((use, *a.shape, b.shape[1]), PLAIN) if self._ways else PLAIN

@@ -1,7 +1,5 @@
 """Weights gathered ahead and gradients scattered behind, on ranks: the same bits, few alive, bytes by formula."""
 
-import math
-
 import pytest
 
 from hpctrain.checkpoint.format import latest_checkpoint
@@ -138,6 +136,7 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
     """3 (n - 1) / n of each weight a rank and microbatch: gathered forward and backward, scattered once (fp32).
 
     The head goes back right after it went forward, and the embedding forward right after it went back: one gather.
+    Where another item is gathered ahead anyway, the blocks next to these wait for their turn in its place.
     What is kept is gathered once a step. What is recomputed is with the weights that the backward pass has anyway.
     """
     monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
@@ -148,14 +147,13 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
         shape = {"num_kv_heads": 8, "vocab_size": 64}
         return with_overlap(make_job(tokens, "llama", plan, shape=shape), **{key: on for key in OFF}, **overlap)
 
-    embedding, *blocks, head = sizes_of_items(job_of().model)
+    sizes = sizes_of_items(job_of().model)
     each = 4 * (n - 1)  # bytes that ranks send together for an element
-    barriers = 2 * n * math.ceil(math.log2(n))
-    scattered = microbatches * (embedding + sum(blocks) + head)
-    gathered = (microbatches + 1) * embedding + 2 * microbatches * sum(blocks) + microbatches * head
-    assert bytes_of_a_step(world, job_of(), over_z) == each * (gathered + scattered) + barriers
-    gathered -= microbatches * embedding + (2 * microbatches - 1) * sum(blocks[: kept - 1])
-    assert bytes_of_a_step(world, job_of(keep_gathered=kept), over_z) == each * (gathered + scattered) + barriers
+    gathers = gathers_of_items(len(sizes), microbatches, on)
+    for keep in (0, kept):
+        times = [1] * keep + gathers[keep:]
+        moved = sum((gathered + microbatches) * size for gathered, size in zip(times, sizes, strict=True))
+        assert bytes_of_a_step(world, job_of(keep_gathered=keep), over_z) == each * moved
 
 
 @pytest.mark.ranks(4)
@@ -170,11 +168,19 @@ def test_shards_of_zero_move_as_often_as_the_formula_says(world, tokens, on, zer
     plan = {"data": n, "microbatch": 16 // n // microbatches, "zero": zero}
     job = with_overlap(make_job(tokens, "llama", plan, shape=shape), **{key: on for key in OFF})
     sizes = sizes_of_items(job.model)
-    scattered = microbatches * sum(sizes)
-    gathered = sum(sizes)
-    if zero == 3:
-        gathered = 2 * microbatches * sum(sizes) - (microbatches - 1) * sizes[0] - microbatches * sizes[-1]
-    assert bytes_of_a_step(world, job, lambda layout: layout.groups) == 4 * (n - 1) * (gathered + scattered)
+    gathers = gathers_of_items(len(sizes), microbatches, on) if zero == 3 else [1] * len(sizes)
+    moved = sum((gathered + microbatches) * size for gathered, size in zip(gathers, sizes, strict=True))
+    assert bytes_of_a_step(world, job, lambda layout: layout.groups) == 4 * (n - 1) * moved
+
+
+def gathers_of_items(num_items: int, microbatches: int, on: bool) -> list[int]:
+    """Return how often each of three items or more is gathered in a step of one stage."""
+    m = microbatches
+    times = [m + 1, *[2 * m] * (num_items - 2), m]
+    if on:
+        times[1] -= m - 1
+        times[-2] -= m
+    return times
 
 
 def over_z(layout) -> list:

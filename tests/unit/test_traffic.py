@@ -1,7 +1,7 @@
 """When weights and gradients are there: one rank of several, whose others are pretended."""
 
 from collections import Counter, deque
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from hpctrain.holders import holdings_of
 from hpctrain.intervals import cut_evenly
 from hpctrain.job import Model
 from hpctrain.model.axes import Axes
+from hpctrain.model.functions import add_part
 from hpctrain.model.store import Store
+from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.schedule import forward_only, items_in_order, one_f_one_b
 
@@ -76,6 +78,11 @@ def store_of(plan: Plan, z: PretendedAxis, holders: PretendedAxis, keep: int = 0
     return Store(groups, held, axes, torch.float32, torch.device("cpu"), ITEMS[:keep])
 
 
+def items_from(order, i: int, beside: int) -> list[int]:
+    """Return the item at a place of an order and, where gathers go on beside, so many others that come next."""
+    return list(dict.fromkeys(order[i:]))[: 1 + beside]
+
+
 def whole_units(store: Store) -> set:
     """Return the units whose whole weights have memory."""
     return {unit for unit in store._units if unit._is_gathered or unit._gathering is not None}
@@ -104,15 +111,17 @@ def test_weights_are_there_when_their_item_computes_and_few_others_are(order, be
         store.traffic.gather(item)
         for weight in handles[item]:
             assert weight.data.shape and set(weight.data.flatten().tolist()) <= {0.0, 1.0}
-        seen = i + 1 + beside
-        assert whole_units(store) == kept & units_of(store, order[:seen]) | units_of(store, order[i:seen])
+        near = items_from(order, i, beside)
+        assert whole_units(store) == kept & units_of(store, [*order[:i], *near]) | units_of(store, near)
         assert len(z.under_way) <= 2 * beside
         store.traffic.release(item)
     assert not z.under_way and whole_units(store) <= kept
+    turns = [item for item, _ in groupby(order)]
     expected = 0
     for unit in store._units:
-        uses = [item in unit.layout.unit.items for item in order]
-        expected += 1 if unit in kept and any(uses) else sum(used for used, _ in groupby(uses))
+        uses = [i for i, item in enumerate(turns) if item in unit.layout.unit.items]
+        again = sum(b - a > 1 + beside for a, b in pairwise(uses))
+        expected += bool(uses) + (0 if unit in kept else again)
     assert z.started["all_gather"] == expected
     store.traffic.forget()
     assert not whole_units(store)
@@ -129,7 +138,7 @@ def test_shards_over_z_and_over_holders_are_gathered_one_after_the_other(order, 
         store.traffic.gather(item)
         units = [unit for unit in store._units_of(item) if not unit._stays]
         assert all(unit._is_gathered for unit in units)
-        assert whole_units(store) <= units_of(store, order[i : i + 1 + operations])
+        assert whole_units(store) <= units_of(store, items_from(order, i, operations))
         store.traffic.release(item)
     assert not z.under_way and not holders.under_way
     assert holders.started["all_gather"] <= len(order)
@@ -141,10 +150,14 @@ def test_shards_over_z_and_over_holders_are_gathered_one_after_the_other(order, 
     layout=st.sampled_from([(2, 1, 1), (2, 2, 2), (1, 2, 2), (1, 2, 3), (2, 2, 3), (1, 1, 1)]),
 )
 def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are(microbatches, beside, layout):
-    """Each pass adds another number to all gradients; who is told of an item finds them all in its shards."""
+    """Each pass adds another number to all gradients; who is told of an item finds them all in its shards.
+
+    Those of a tied head's table are made by two items; what no item makes is zero.
+    """
     (z_size, data, zero), (z, holders) = layout, (PretendedAxis(b) for b in beside)
     store = store_of(even_plan(MODEL.num_items, TensorGrid(z=z_size), 1, data, 1, 2, zero=zero), z, holders)
     told = []
+    handles = {item: store.weights(item, [p.name for p in item_parameters(MODEL, item)]) for item in ITEMS}
 
     def passed(item):
         told.append(item)
@@ -159,8 +172,11 @@ def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are
             store.traffic.begin_backward(item)
             for unit in store._units_of(item):
                 if unit.scatters:
-                    assert not unit._whole_grad.any()
-                    unit._whole_grad += 10.0**m
+                    unit._whole_grad.fill_(torch.nan)
+            for weight in handles[item]:
+                if weight.grad is not None:
+                    for half in (0.5, 0.5):
+                        weight.accumulate(add_part, torch.full_like(weight.grad, half * 10.0**m))
             store.traffic.end_backward(item, passed if m == microbatches - 1 else None)
             assert len(store.traffic._scattering) <= 2 * any(beside)
             store.traffic.release(item)
