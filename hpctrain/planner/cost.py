@@ -194,17 +194,21 @@ def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: It
     elements = unit_elements(setup.model, grid, item)
     before: list[Exchange] = []
     after: list[Exchange] = []
+    placed = added = 0.0  # bytes passed over to put a rank's shard among the gathered, to add to it what was scattered
     if zero == 3:
         before.append(Exchange("data", "all_gather", elements // grid.z * setup.gathered_bytes))
     if grid.z > 1:
         before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
         after.append(Exchange("z", "reduce_scatter", elements * setup.stack.gradient_bytes))
+        if setup.stack.copies_shards:
+            placed, added = 2 * setup.item_bytes * elements / grid.z, 3 * setup.stack.gradient_bytes * elements / grid.z
     if zero >= 2:
         after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.stack.gradient_bytes))
+    gather, scatter = Work(passed_bytes=placed, exchanges=before), Work(passed_bytes=added, exchanges=after)
     return ItemCost(
-        replace(cost.forward, exchanges=before + cost.forward.exchanges),
-        replace(cost.backward_input, exchanges=before + cost.backward_input.exchanges),
-        replace(cost.backward_weight, exchanges=cost.backward_weight.exchanges + after),
+        Work.joined((gather, cost.forward)),
+        Work.joined((gather, cost.backward_input)),
+        Work.joined((cost.backward_weight, scatter)),
     )
 
 

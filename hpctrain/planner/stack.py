@@ -75,6 +75,8 @@ class Stack:
     """Whether messages between stages go through the stream that computes."""
     splits_backward: bool = False
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
+    copies_shards: bool = False
+    """Whether `Passes.weight` leaves out what a rank copies of its z-shard of weights, and adds to that of gradients."""
     gathers_pieces: bool = False
     """Whether what comes from another host comes in pieces, see `hpctrain.transfers.gathers`."""
     expected_messages: int = 0
@@ -108,6 +110,7 @@ HPCTRAIN = Stack(
     flash=FLASH_2,
     recomputes_ends=True,
     splits_backward=True,
+    copies_shards=True,
     gathers_pieces=True,
     expected_messages=EXPECTED_AHEAD,
     link_share=1.0,

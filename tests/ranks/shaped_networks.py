@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from hpctrain.comm.rehearsal.clock import Stream
 from hpctrain.comm.rehearsal.network import Fabric, Network, Nic, Node
 from hpctrain.comm.rehearsal.shaped import ShapedNetwork, ShapedTransport
 from hpctrain.comm.routes import sub_communicator
@@ -41,10 +42,10 @@ class Shaped:
         self.network = ShapedNetwork(MPI, MPI.COMM_WORLD.Dup(), network, **options)
         self._made = []
 
-    def transport(self, ranks) -> ShapedTransport:
+    def transport(self, ranks, stream: Stream | None = None) -> ShapedTransport:
         comm = sub_communicator(self._mpi, self._mpi.COMM_WORLD, ranks)
         group = comm.bcast(self.network.new_group() if comm.rank == 0 else None)
-        self._made.append(ShapedTransport(self.network, HostTransport(comm), ranks, group))
+        self._made.append(ShapedTransport(self.network, HostTransport(comm), ranks, group, stream))
         return self._made[-1]
 
     def note_starts(self) -> list[float]:
@@ -52,9 +53,10 @@ class Shaped:
         fluid, starts = self.network._fluid, []
         start = fluid.start
 
-        def noting(*arguments) -> None:
-            start(*arguments)
+        def noting(*arguments) -> bool:
+            has_started = start(*arguments)
             starts.append(fluid.clock)
+            return has_started
 
         fluid.start = noting
         return starts

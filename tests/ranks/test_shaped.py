@@ -8,10 +8,12 @@ import torch
 
 from hpctrain.comm.flat import FlatCollectives
 from hpctrain.comm.hierarchy import HierarchicalCollectives
+from hpctrain.comm.rehearsal.clock import Stream
 from hpctrain.comm.steps import complete, until_all
 from hpctrain.errors import CommError, TopologyError
 from tests.ranks.shaped_networks import (
     LATENCY_SECONDS,
+    LINK_LATENCY_SECONDS,
     REPEATS,
     Figure,
     Shaped,
@@ -175,6 +177,36 @@ def test_what_was_asked_for_and_is_taken_late_is_counted(world):
             time.sleep(0.05)
             wait(world, ready)
             assert (made.network.late_seconds - before > 0.04) == asked
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.ranks(4)
+def test_a_message_that_starts_late_makes_what_waits_for_it_late(world):
+    """Rank 0 comes to its message after ranks 2 and 3 have done what ends 50 ms later in pretended time."""
+    bandwidth, size = 1e8, 5_000_000
+    for long, short in ((size, 1000), (1000, size)):  # the other way round rank 0 is in time
+        with shaped(world, two_nodes(4, 1e9, link=bandwidth)) as made:
+            stream = Stream()
+            transport = made.transport(range(4), stream)
+            begin = world.broadcast_object(time.monotonic() + 0.01)
+            stream.reach(begin)
+            time.sleep(max(0.0, begin - time.monotonic()))
+            if world.rank >= 2:
+                tensor = torch.zeros(long, dtype=torch.uint8)
+                wait(world, transport.send(3, tensor) if world.rank == 2 else transport.receive(2, tensor))
+            world.agree(None)
+            if world.rank < 2:
+                tensor = torch.zeros(short, dtype=torch.uint8)
+                wait(world, transport.send(1, tensor) if world.rank == 0 else transport.receive(0, tensor))
+            behind, seconds = long / bandwidth, short / bandwidth + LINK_LATENCY_SECONDS
+            if world.rank == 1:
+                assert stream.moment - begin == pytest.approx(behind + seconds, abs=1e-6)
+            late = {0: behind, 1: behind, 2: 0.0, 3: 0.0}[world.rank]
+            assert stream.late == pytest.approx(late, abs=1e-6)
+            waits_too = Stream()  # for another that comes at the same moment, and is not late
+            waits_too.reach(stream.moment)
+            waits_too.reach(stream.moment, stream.late)
+            assert waits_too.late == 0.0
 
 
 @pytest.mark.timeout(120)

@@ -2,7 +2,8 @@
 
 All moments are seconds of `time.monotonic`, which the ranks of a host share, so that a pretended moment is also one at
 which something really happens. They are absolute: a rank that is late, because its core was busy, does not make what
-follows late too, as long as it catches up.
+follows late too, as long as it catches up. What it does make late are messages that should have started when others
+had seen a later time; so a moment knows by how much it is later than it would be if no rank ever were.
 """
 
 import threading
@@ -18,16 +19,20 @@ LONGEST_LEAD_SECONDS = 2e-3
 
 
 class Stream:
-    """One queue of a device: the moment at which all that was queued is done."""
+    """One queue of a device: the moment at which all that was queued is done, and how late that is."""
 
-    __slots__ = ("moment",)
+    __slots__ = ("late", "moment")
 
     def __init__(self):
         self.moment = time.monotonic()
+        self.late = 0.0
+        """By how many seconds, as messages started late on the way to this moment."""
 
-    def reach(self, moment: float) -> None:
-        """Let what is queued from now on start no earlier."""
+    def reach(self, moment: float, late: float = 0.0) -> None:
+        """Let what is queued from now on start no earlier than a moment that is so late."""
+        in_time = max(self.moment - self.late, moment - late)
         self.moment = max(self.moment, moment)
+        self.late = self.moment - in_time
 
 
 class Mark(NamedTuple):
@@ -51,7 +56,7 @@ class Clock:
         self.busy_seconds = 0.0
         """That the device computed."""
         self.late_seconds = 0.0
-        """By which steps really ended after they should have."""
+        """By which steps ended after they should have."""
         self.measured_seconds = 0.0
         """Of all steps together."""
         self._num_marks = 0
@@ -109,12 +114,13 @@ class Clock:
     def stopwatch(self) -> Callable[[], float]:
         """Start to measure; return what tells the pretended seconds since, and notes how late the rank is."""
         start, self._is_running = self.moment, True
+        self.compute.late = 0.0
 
         def read() -> float:
             self.catch_up()
             self._is_running = False
             seconds = self.compute.moment - start
-            self.late_seconds += max(0.0, time.monotonic() - self.compute.moment - WAKE_SECONDS)
+            self.late_seconds += max(0.0, time.monotonic() - self.compute.moment - WAKE_SECONDS) + self.compute.late
             self.measured_seconds += seconds
             return seconds
 
@@ -150,6 +156,7 @@ class Paced:
         clock = pace.clock
         self.begun = self.ended = clock.moment
         """When the group could begin, and when it had done it."""
+        self._late = clock.compute.late
         self.asked_at = clock.mark()
         self.met_at: Mark | None = None
         self._pending: Pending | None = None
@@ -163,7 +170,7 @@ class Paced:
 
     def _paced(self, steps: Steps) -> Steps:
         clock, stream = self.pace.clock, self.pace.stream
-        stream.reach(self.begun)
+        stream.reach(self.begun, self._late)
         self.begun = stream.moment
         if time.monotonic() < stream.moment:
             yield Pending(lambda: time.monotonic() >= stream.moment, "the pretended device", lambda: stream.moment)
@@ -180,7 +187,7 @@ class Paced:
         finally:
             clock.is_communicating = False
             clock.under_way.discard(self)
-            self.ended = stream.moment
+            self.ended, self._late = stream.moment, stream.late
 
     @property
     def is_moving(self) -> bool:
@@ -192,6 +199,6 @@ class Paced:
         """Let the device wait for what the group has done: called by who has waited for it."""
         clock = self.pace.clock
         self.met_at = clock.mark()
-        clock.compute.reach(self.ended)
+        clock.compute.reach(self.ended, self._late)
         if clock.log is not None:
             clock.log.append(self)

@@ -85,17 +85,21 @@ class Fluid:
         left = self._left[slot]
         return left if left < math.inf else max(self._earliest[slot], self.next_end)
 
-    def start(self, slot: int, path: int, num_bytes: float, now: float, behind: int | None = None) -> None:
-        """Start a flow in a free slot. One `behind` another starts when that has left; one at most may be behind it."""
+    def start(self, slot: int, path: int, num_bytes: float, now: float, behind: int | None = None) -> bool:
+        """Start a flow in a free slot: now, or at the time of the last start or end, if that is later.
+
+        One `behind` another starts when that has left; one at most may be behind it. Return whether it has started.
+        """
         self.advance(now)
         self._path[slot], self._remaining[slot] = path, num_bytes
         self._follower[slot], self._earliest[slot], self._left[slot] = NOBODY, 0.0, math.inf
         if behind is not None and self._left[behind] == math.inf:
             self._follower[behind] = slot
-            return
+            return False
         flows = self._flows()
         self._drain(flows, max(now, self.clock))  # another process may have seen a later time
         self._share([*flows, slot], [slot])
+        return True
 
     def advance(self, now: float) -> None:
         """Let everything happen that does until `now`."""

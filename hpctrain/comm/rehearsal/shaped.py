@@ -81,10 +81,11 @@ class ShapedNetwork:
         num_slots = slots_per_rank * comm.size
         doubles = Fluid.num_doubles(num_slots)
         self._lock = HostLock(comm)
-        num_bytes = 8 * (doubles + 2 * num_slots + 1) if comm.rank == 0 else 0
+        num_bytes = 8 * (doubles + 3 * num_slots + 1) if comm.rank == 0 else 0
         self._window = SharedWindow(mpi, comm.Dup(), num_bytes)
         memory = memoryview(self._window.bytes[0].numpy())
-        integers = memory[8 * doubles :].cast("q")
+        integers = memory[8 * (doubles + num_slots) :].cast("q")
+        self._late = memory[8 * doubles : 8 * (doubles + num_slots)].cast("d")
         self._tags, self._taken = integers[:num_slots], integers[num_slots : 2 * num_slots]
         self._num_groups = integers[2 * num_slots :]
         self._fluid = Fluid(network.bandwidths, [path.ports for path in network.paths], memory[: 8 * doubles].cast("d"))
@@ -110,13 +111,24 @@ class ShapedNetwork:
     def tag(self, group: int, receiver: int, sequence: int) -> int:
         return ((group << RECEIVER_BITS | receiver) << SEQUENCE_BITS) | sequence
 
-    def start(self, target: int, num_bytes: int, tag: int, behind: int | None, now: float) -> None:
-        """Start a flow from this rank. `behind` is the tag of the message before it, if any."""
+    def start(self, target: int, num_bytes: int, tag: int, behind: int | None, now: float, late: float = 0.0) -> None:
+        """Start a flow from this rank at a moment that is so late, and later still where others have seen a later one.
+
+        `behind` is the tag of the message before it, if any.
+        """
         with self._lock:
             slot = self._free_slot()
             earlier = None if behind is None else self.find(self.rank, behind)
             self._taken[slot], self._tags[slot] = 0, tag
-            self._fluid.start(slot, self.rank * self.size + target, num_bytes, now, earlier)
+            if not self._fluid.start(slot, self.rank * self.size + target, num_bytes, now, earlier):
+                late = self._late[earlier]
+            else:
+                late += self._fluid.clock - now
+            self._late[slot] = late
+
+    def late(self, slot: int) -> float:
+        """Return by how many seconds a message is late."""
+        return self._late[slot]
 
     def _free_slot(self) -> int:
         if not self._free:
@@ -169,7 +181,7 @@ class ShapedNetwork:
         """Free it. All ranks must call, after their transports are closed; a second call does nothing."""
         if self._open:
             self._open = False
-            del self._fluid, self._tags, self._taken, self._num_groups
+            del self._fluid, self._tags, self._taken, self._late, self._num_groups
             self._window.close()
             self._lock.close()
             self._comm.Free()
@@ -178,7 +190,7 @@ class ShapedNetwork:
 class Passage:
     """A message under way; called as a `Ready`, by its sender or its receiver."""
 
-    __slots__ = ("_asked", "_inner", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
+    __slots__ = ("_asked", "_inner", "_late", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
 
     def __init__(
         self, network: ShapedNetwork, inner: Ready, source: int, tag: int, latency: float, stream: Stream | None
@@ -188,7 +200,7 @@ class Passage:
         self._inner: Ready | None = inner
         self._source, self._tag = source, tag
         self._slot: int | None = None
-        self._asked = math.inf
+        self._asked, self._late = math.inf, 0.0
         self.due = math.inf
         """When the described network has it there, of `time.monotonic`; known once the last byte has left."""
 
@@ -204,14 +216,14 @@ class Passage:
             left = self._network.left(self._slot)
             if left == math.inf:
                 return False
-            self.due = left + self._latency
+            self.due, self._late = left + self._latency, self._network.late(self._slot)
             self._network.forget(self._slot)
         now = time.monotonic()
         if now < self.due:
             return False
         self._network.late_seconds += now - max(self.due, self._asked)
         if self._stream is not None:
-            self._stream.reach(self.due)
+            self._stream.reach(self.due, self._late)
         return True
 
     def not_before(self) -> float:
@@ -251,8 +263,8 @@ class ShapedTransport:
     def send(self, peer: int, tensor: torch.Tensor) -> Ready:
         network, target, count = self._network, self._ranks[peer], self._sent[peer]
         tag = network.tag(self._group, target, count)
-        now = time.monotonic() if self._stream is None else self._stream.moment
-        network.start(target, as_bytes(tensor).numel(), tag, tag - 1 if count else None, now)
+        now, late = (time.monotonic(), 0.0) if self._stream is None else (self._stream.moment, self._stream.late)
+        network.start(target, as_bytes(tensor).numel(), tag, tag - 1 if count else None, now, late)
         self._sent[peer] += 1
         return Passage(network, self._inner.send(peer, tensor), network.rank, tag, 0.0, self._stream)
 
