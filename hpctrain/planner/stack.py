@@ -76,7 +76,7 @@ class Stack:
     splits_backward: bool = False
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     copies_shards: bool = False
-    """Whether `Passes.weight` leaves out what a rank copies of its z-shard of weights, and adds to that of gradients."""
+    """Whether `Passes.weight` leaves out that a rank copies its z-shard of weights, and adds to that of gradients."""
     gathers_pieces: bool = False
     """Whether what comes from another host comes in pieces, see `hpctrain.transfers.gathers`."""
     expected_messages: int = 0
