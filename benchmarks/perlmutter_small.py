@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--count", type=int, default=2, help="layouts of each kind")
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--scale", type=float, default=48.0, help="real seconds for one of the cluster")
+    parser.add_argument("--scale", type=float, default=64.0, help="real seconds for one of the cluster")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -29,7 +29,8 @@ class Memory:
     activations: int
     """Kept between forward and backward passes, of all microbatches under way, weight passes included."""
     gathered: int
-    """Whole weights and gradients of the items in the making, where they are stored in shards."""
+    """Whole weights and gradients of the items in the making, where they are stored in shards, and what comes in of
+    gradients that are on their way there."""
     buffers: int
     """What an item computes with and does not keep, what waits to be sent, where the next messages go, what libraries
     have taken, and what an allocator cannot use."""
@@ -68,15 +69,20 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
 
 def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
     """Return the room for whole weights and gradients of two items: those in the making and their largest neighbour's,
-    which are gathered ahead and scattered behind."""
+    which are gathered ahead and scattered behind; and for the shard of what is scattered, which is of both where a
+    weight pass has gone before."""
     zero = max((holding.zero for holding in held.holdings), default=0)
     if tile.is_idle or (tile.tensor.z == 1 and zero < 2):
         return 0
     items = [item for chunk in plan.chunks(tile) for item in range(*chunk.items)]
     sizes = [unit_elements(setup.model, tile.tensor, item) for item in items]
     largest = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
-    weights = setup.gathered_bytes if tile.tensor.z > 1 or zero == 3 else 0
-    return largest * (weights + setup.stack.gradient_bytes)
+    z, of_gradient = tile.tensor.z, setup.stack.gradient_bytes
+    weights = setup.gathered_bytes if z > 1 or zero == 3 else 0
+    holders = max((len(holding.ranks) for holding in held.holdings if holding.zero >= 2), default=0)
+    shares = (1 / z if z > 1 else 0) + (1 / (z * holders) if holders else 0)
+    coming = largest if _splits(setup, plan, tile) else max(sizes)
+    return largest * (weights + of_gradient) + int(coming * shares * of_gradient)
 
 
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
@@ -85,8 +91,12 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
         return 0, 0
     chunks = plan.chunks(tile)
     if len(chunks) > 1:
-        return _kept_of_chunks(setup, plan, chunks), max(_activations_of_one(setup, plan, each)[1] for each in chunks)
+        return _kept_of_chunks(setup, plan, chunks), max(_computing(setup, plan, each, False) for each in chunks)
     return _activations_of_one(setup, plan, tile)
+
+
+def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
+    return setup.stack.splits_backward and weight_delay(plan, tile) is not None
 
 
 def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
@@ -96,9 +106,8 @@ def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
     for tile in chunks:
         kept_rows = rows if plan.downstream(tile) else -(-rows // tile.substeps)
         each.append(kept_rows * sum(item_kept(setup, tile, item, tile.recompute) for item in range(*tile.items)))
-        is_split = setup.stack.splits_backward and weight_delay(plan, tile) is not None
         deferred = sum(item_deferred(setup, tile, item) for item in range(*tile.items)) * kept_rows
-        split.append(max(0.0, deferred - each[-1]) if is_split else 0.0)
+        split.append(max(0.0, deferred - each[-1]) if _splits(setup, plan, tile) else 0.0)
     alive = most = 0.0
     for op, chunk, _ in passes(plan, chunks[0]):
         alive += each[chunk] if op is Op.FORWARD else -each[chunk]
@@ -110,27 +119,36 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     sizes = [-(-size // tile.tensor.z) for size in tile.rows.sizes]
     rows = max(sizes)
     at_once = -(-rows // tile.substeps)
-    items = range(*tile.items)
     at_loss = not plan.downstream(tile)
     microbatches = under_way(plan, tile)
+    one = sum(item_kept(setup, tile, item, tile.recompute) for item in range(*tile.items))
+    is_split = _splits(setup, plan, tile)
+    buffers = _computing(setup, plan, tile, is_split)
     kept_rows = at_once if at_loss else most_of(sizes, microbatches)
-    inputs = sum(item_kept(setup, tile, item, "full") for item in items)
-    kept = sum(item_kept(setup, tile, item, tile.recompute) for item in items)
-    # While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
-    buffers = at_once * max(
-        item_kept(setup, tile, item, "none") * (1.5 if _is_recomputed(setup, tile, item) else 0.5) for item in items
-    )
-    one = kept if tile.recompute != "full" else inputs
-    if not setup.stack.splits_backward or (delay := weight_delay(plan, tile)) is None:
-        return int(kept_rows * one), int(buffers)
-    # Most is there before or after the input pass of the microbatch in hand.
-    deferred = sum(item_deferred(setup, tile, item) for item in items)
-    waiting = rows * min(delay, plan.microbatches - microbatches) * deferred
+    if not is_split:
+        return int(kept_rows * one), buffers
+    deferred = sum(item_deferred(setup, tile, item) for item in range(*tile.items))
+    waiting = rows * min(weight_delay(plan, tile), plan.microbatches - microbatches) * deferred
     others = (rows - at_once) * deferred if at_loss else (kept_rows - rows) * one
-    # While the last item is run again, which is in the buffers, its own operands are not kept yet.
-    last = item_deferred(setup, tile, tile.items.start) if tile.recompute == "full" else 0
-    in_hand = (at_once if at_loss else rows) * max(one, deferred - last)
-    return int(waiting + others + in_hand), int(buffers)
+    return int(waiting + others + (at_once if at_loss else rows) * one), buffers
+
+
+def _computing(setup: Setup, plan: Plan, tile: Tile, is_split: bool) -> int:
+    """Return the bytes that a backward pass takes beside what was kept, when it takes the most.
+
+    While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
+    What the items after it have kept is gone by then, or has become what weight passes need.
+    """
+    rows = max(-(-size // tile.tensor.z) for size in tile.rows.sizes)
+    at_once = -(-rows // tile.substeps)
+    most = more = 0.0
+    for item in reversed(range(*tile.items)):
+        share = 1.5 if _is_recomputed(setup, tile, item) else 0.5
+        most = max(most, at_once * share * item_kept(setup, tile, item, "none") + more)
+        gone = item_kept(setup, tile, item, tile.recompute)
+        left = item_deferred(setup, tile, item) if is_split else 0.0
+        more += (rows if is_split and plan.downstream(tile) else at_once) * (left - gone)
+    return int(most)
 
 
 def _is_recomputed(setup: Setup, tile: Tile, item: int) -> bool:

@@ -174,8 +174,11 @@ class StageCosts:
         stored = self.elements(grid, *ends)
         items = [1, *([0] if ends[0] else []), *([self.last] if ends[1] else [])]
         activations = [self._kept(grid, item, recompute) * rows for item in items]
-        whole = max(self._kept(grid, item, "none") for item in items)
-        buffers = rows * whole * (0.5 if recompute == "none" else 1.5)
+        share = 0.5 if recompute == "none" else 1.5
+        buffers = rows * share * self._kept(grid, 1, "none")
+        if ends[1]:  # what the head has kept is gone when a block goes back
+            head = rows * share * self._kept(grid, self.last, "none")
+            buffers = max(head, buffers - rows * self._kept(grid, self.last, recompute))
         messages = 1 if all(ends) or least_blocks < 2 else 1 + setup.stack.expected_messages
         buffers += messages * message_bytes(setup, grid, rows)
         gathered = 0.0
@@ -183,6 +186,8 @@ class StageCosts:
             sizes = [self._unit(grid, item) for item in items]
             largest = sizes[0] + max(sizes if least_blocks > 1 else sizes[1:], default=0)
             gathered = largest * (GRADIENT_BYTES + (b if grid.z > 1 or zero == 3 else 0))
+            shares = (1 / grid.z if grid.z > 1 else 0) + (1 / (grid.z * holders) if zero >= 2 else 0)
+            gathered += max(sizes) * shares * GRADIENT_BYTES
         return Needs(
             Line(stored.base * state + buffers + gathered, stored.each * state),
             Line(sum(activations[1:]), activations[0]),

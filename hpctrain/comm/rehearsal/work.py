@@ -12,14 +12,17 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 1, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2, 5),
 }
+# What touches rows of a table and not the whole: by the place of the rows, how often these are passed over.
+_ROWS = {aten.embedding: (None, 2), aten.index_add_: (3, 3)}
+_FILLS = (aten.zero_, aten.fill_)
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDevice) -> float:
     """Return the seconds of one operation, given what it was called with and what it returned.
 
-    Products by shape, attention by its products, everything else by the bytes that it reads and writes; what makes a
-    view of memory that was there costs nothing.
+    Products by shape, attention by its products, everything else by the bytes that it reads and writes, of a table by
+    those of its rows; what makes a view of memory that was there costs nothing.
     """
     packet = func.overloadpacket
     if (places := _PRODUCTS.get(packet)) is not None:
@@ -33,11 +36,20 @@ def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDe
         share = 0.5 if causal else 1.0
         once = device.product_seconds(_name(query), query.shape[2], query.shape[3], key.shape[2], rows)
         return max(device.launch_seconds, once * products * share)
+    if (rows := _ROWS.get(packet)) is not None:
+        place, times = rows
+        return device.pass_seconds(times * _num_bytes(outputs[0] if place is None else args[place]))
+    if packet in _FILLS:
+        return device.pass_seconds(_num_bytes(outputs[0]))
     inputs = [value for value in args if isinstance(value, torch.Tensor)]
     own = {tensor.untyped_storage()._cdata for tensor in inputs}
     if func._schema.is_mutable or any(tensor.untyped_storage()._cdata not in own for tensor in outputs):
-        return device.pass_seconds(sum(t.numel() * t.element_size() for t in (*inputs, *outputs)))
+        return device.pass_seconds(sum(map(_num_bytes, (*inputs, *outputs))))
     return 0.0
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _name(tensor: torch.Tensor) -> str:
