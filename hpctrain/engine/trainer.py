@@ -141,7 +141,7 @@ class Trainer:
         return metrics, totals.stop
 
     def overrun(self) -> float | None:
-        """Return the largest share of time by which a rank's pretended device was too slow; None without a rehearsal.
+        """Return the largest share of time by which a rank was behind its pretended device; None without a rehearsal.
 
         All ranks must call.
         """

@@ -78,7 +78,7 @@ class Traffic:
 
     def _next(self, count: int) -> Iterator[int]:
         """Return the items that come next, each of them once."""
-        return islice(dict.fromkeys(islice(self._coming, 2 * count)), count)  # none comes three times running
+        return islice(dict.fromkeys(islice(self._coming, 2 * count)), count)  # most come twice running at the most
 
     def release(self, item: int) -> None:
         """Let go of the weights of an item, but for those that are kept or needed again: at once, or, where there is

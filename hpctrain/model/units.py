@@ -203,11 +203,11 @@ class UnitStore:
 
         All ranks of z, and holders of shards, must call.
         """
-        at = 0  # what nobody has written: padding, and weights that are other items' alone
-        for made in sorted(interval for weight, interval, _ in self._views if not weight.is_fresh):
-            self._whole_grad[at : made.start].zero_()
+        at, end = 0, Interval(self.layout.size, self.layout.size)
+        for made in (*sorted(interval for weight, interval, _ in self._views if not weight.is_fresh), end):
+            if at < made.start:  # nobody has written it: padding, and weights that are other items' alone
+                self._whole_grad[at : made.start].zero_()
             at = max(at, made.stop)
-        self._whole_grad[at:].zero_()
         scattering = UnderWay(self._scatter(self._whole_grad), self.scatters_beside)
         scattering.bring(1)
         return scattering

@@ -201,7 +201,8 @@ def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: It
         before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
         after.append(Exchange("z", "reduce_scatter", elements * setup.stack.gradient_bytes))
         if setup.stack.copies_shards:
-            placed, added = 2 * setup.item_bytes * elements / grid.z, 3 * setup.stack.gradient_bytes * elements / grid.z
+            placed = 2 * setup.item_bytes * elements / grid.z
+            added = 3 * setup.stack.gradient_bytes * elements / grid.z if zero < 2 else 0.0
     if zero >= 2:
         after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.stack.gradient_bytes))
     gather, scatter = Work(passed_bytes=placed, exchanges=before), Work(passed_bytes=added, exchanges=after)

@@ -32,8 +32,8 @@ class Memory:
     """Whole weights and gradients of the items in the making, where they are stored in shards, and what comes in of
     gradients that are on their way there."""
     buffers: int
-    """What an item computes with and does not keep, what waits to be sent, where the next messages go, what libraries
-    have taken, and what an allocator cannot use."""
+    """What an item computes with and does not keep, beyond what those after it have kept and let go; what waits to be
+    sent, where the next messages go, what libraries have taken, and what an allocator cannot use."""
 
     @property
     def total(self) -> int:
@@ -79,9 +79,9 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
     largest = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     z, of_gradient = tile.tensor.z, setup.stack.gradient_bytes
     weights = setup.gathered_bytes if z > 1 or zero == 3 else 0
-    holders = max((len(holding.ranks) for holding in held.holdings if holding.zero >= 2), default=0)
+    holders = min((len(held_by.ranks) for held_by in held.holdings if held_by.zero >= 2), default=0)
     shares = (1 / z if z > 1 else 0) + (1 / (z * holders) if holders else 0)
-    coming = largest if _splits(setup, plan, tile) else max(sizes)
+    coming = largest if any(_splits(setup, plan, chunk) for chunk in plan.chunks(tile)) else max(sizes)
     return largest * (weights + of_gradient) + int(coming * shares * of_gradient)
 
 
@@ -91,7 +91,7 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
         return 0, 0
     chunks = plan.chunks(tile)
     if len(chunks) > 1:
-        return _kept_of_chunks(setup, plan, chunks), max(_computing(setup, plan, each, False) for each in chunks)
+        return _kept_of_chunks(setup, plan, chunks), max(_computing(setup, plan, each) for each in chunks)
     return _activations_of_one(setup, plan, tile)
 
 
@@ -102,17 +102,15 @@ def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
 def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
     """Return the bytes kept of tiles that the same ranks work on by turns."""
     rows = -(-chunks[0].rows.most() // chunks[0].tensor.z)
-    each, split = [], []
+    each = []
     for tile in chunks:
         kept_rows = rows if plan.downstream(tile) else -(-rows // tile.substeps)
         each.append(kept_rows * sum(item_kept(setup, tile, item, tile.recompute) for item in range(*tile.items)))
-        deferred = sum(item_deferred(setup, tile, item) for item in range(*tile.items)) * kept_rows
-        split.append(max(0.0, deferred - each[-1]) if _splits(setup, plan, tile) else 0.0)
     alive = most = 0.0
     for op, chunk, _ in passes(plan, chunks[0]):
         alive += each[chunk] if op is Op.FORWARD else -each[chunk]
         most = max(most, alive)
-    return int(most + max(split))
+    return int(most)
 
 
 def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
@@ -122,10 +120,9 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     at_loss = not plan.downstream(tile)
     microbatches = under_way(plan, tile)
     one = sum(item_kept(setup, tile, item, tile.recompute) for item in range(*tile.items))
-    is_split = _splits(setup, plan, tile)
-    buffers = _computing(setup, plan, tile, is_split)
+    buffers = _computing(setup, plan, tile)
     kept_rows = at_once if at_loss else most_of(sizes, microbatches)
-    if not is_split:
+    if not _splits(setup, plan, tile):
         return int(kept_rows * one), buffers
     deferred = sum(item_deferred(setup, tile, item) for item in range(*tile.items))
     waiting = rows * min(weight_delay(plan, tile), plan.microbatches - microbatches) * deferred
@@ -133,7 +130,7 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     return int(waiting + others + (at_once if at_loss else rows) * one), buffers
 
 
-def _computing(setup: Setup, plan: Plan, tile: Tile, is_split: bool) -> int:
+def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     """Return the bytes that a backward pass takes beside what was kept, when it takes the most.
 
     While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
@@ -141,13 +138,14 @@ def _computing(setup: Setup, plan: Plan, tile: Tile, is_split: bool) -> int:
     """
     rows = max(-(-size // tile.tensor.z) for size in tile.rows.sizes)
     at_once = -(-rows // tile.substeps)
+    is_split = _splits(setup, plan, tile)
     most = more = 0.0
     for item in reversed(range(*tile.items)):
         share = 1.5 if _is_recomputed(setup, tile, item) else 0.5
         most = max(most, at_once * share * item_kept(setup, tile, item, "none") + more)
         gone = item_kept(setup, tile, item, tile.recompute)
-        left = item_deferred(setup, tile, item) if is_split else 0.0
-        more += (rows if is_split and plan.downstream(tile) else at_once) * (left - gone)
+        change = (item_deferred(setup, tile, item) if is_split else 0.0) - gone
+        more += (rows if change > 0 and plan.downstream(tile) else at_once) * change
     return int(most)
 
 

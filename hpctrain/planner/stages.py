@@ -16,7 +16,14 @@ from hpctrain.intervals import Interval
 from hpctrain.parameters import check_grid
 from hpctrain.plan import TensorGrid, Tile
 from hpctrain.planner.cost import Setup, Work, item_cost, unit_elements
-from hpctrain.planner.memory import GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, item_kept, message_bytes
+from hpctrain.planner.memory import (
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    MOMENT_BYTES,
+    item_deferred,
+    item_kept,
+    message_bytes,
+)
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predict import pass_cost
@@ -174,11 +181,17 @@ class StageCosts:
         stored = self.elements(grid, *ends)
         items = [1, *([0] if ends[0] else []), *([self.last] if ends[1] else [])]
         activations = [self._kept(grid, item, recompute) * rows for item in items]
+        splits = not ends[0] and self.splits(grid, recompute, zero)
         share = 0.5 if recompute == "none" else 1.5
         buffers = rows * share * self._kept(grid, 1, "none")
         if ends[1]:  # what the head has kept is gone when a block goes back
             head = rows * share * self._kept(grid, self.last, "none")
-            buffers = max(head, buffers - rows * self._kept(grid, self.last, recompute))
+            left = (
+                rows * item_deferred(setup, Tile(Interval(0, 1), Interval(0, 1), (), grid), self.last)
+                if splits
+                else 0.0
+            )
+            buffers = max(head, buffers - rows * self._kept(grid, self.last, recompute) + left)
         messages = 1 if all(ends) or least_blocks < 2 else 1 + setup.stack.expected_messages
         buffers += messages * message_bytes(setup, grid, rows)
         gathered = 0.0
@@ -187,7 +200,7 @@ class StageCosts:
             largest = sizes[0] + max(sizes if least_blocks > 1 else sizes[1:], default=0)
             gathered = largest * (GRADIENT_BYTES + (b if grid.z > 1 or zero == 3 else 0))
             shares = (1 / grid.z if grid.z > 1 else 0) + (1 / (grid.z * holders) if zero >= 2 else 0)
-            gathered += max(sizes) * shares * GRADIENT_BYTES
+            gathered += (largest if splits else max(sizes)) * shares * GRADIENT_BYTES
         return Needs(
             Line(stored.base * state + buffers + gathered, stored.each * state),
             Line(sum(activations[1:]), activations[0]),

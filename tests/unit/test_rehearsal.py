@@ -76,12 +76,15 @@ def test_causal_attention_is_half_of_its_products_and_backward_five_of_them():
     assert seconds_for(made, lambda: attend(True).backward(gradient)) == pytest.approx(3.5 * once, rel=1e-2)
 
 
-def test_of_a_table_only_the_rows_cost_and_a_fill_only_writes():
+def test_of_a_table_only_the_rows_cost_of_a_fill_what_is_written_and_of_empty_memory_nothing():
     made = device(memory_bytes_per_second=1e8)
     table, rows, ids = torch.zeros(1000, 100), torch.ones(10, 100), torch.arange(10)
     assert seconds_for(made, lambda: torch.nn.functional.embedding(ids, table)) == pytest.approx(8e-5, rel=1e-3)
     assert seconds_for(made, lambda: table.index_add_(0, ids, rows)) == pytest.approx(1.2e-4, rel=1e-3)
     assert seconds_for(made, table.zero_) == pytest.approx(4e-3, rel=1e-3)
+    assert seconds_for(made, lambda: torch.zeros_like(table)) == pytest.approx(4e-3, rel=1e-3)
+    assert seconds_for(made, lambda: table.copy_(table.half())) == pytest.approx(6e-3 + 6e-3, rel=1e-3)
+    assert seconds_for(made, lambda: table.new_empty(10**5)) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_views_cost_nothing_and_passes_their_bytes():

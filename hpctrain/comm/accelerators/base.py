@@ -105,7 +105,7 @@ class Accelerator(ABC):
 
     @property
     def overrun(self) -> float | None:
-        """The share of time by which a pretended device was too slow, see `docs/rehearsal.md`; None for real ones."""
+        """The share of time by which a rank is behind its pretended device (docs/rehearsal.md); None for real ones."""
         return None
 
     @abstractmethod

@@ -120,14 +120,16 @@ class ShapedNetwork:
             slot = self._free_slot()
             earlier = None if behind is None else self.find(self.rank, behind)
             self._taken[slot], self._tags[slot] = 0, tag
-            if not self._fluid.start(slot, self.rank * self.size + target, num_bytes, now, earlier):
-                late = self._late[earlier]
+            if self._fluid.start(slot, self.rank * self.size + target, num_bytes, now, earlier):
+                in_time = now - late
+                if earlier is not None:
+                    in_time = max(in_time, self._fluid.left(earlier) - self._late[earlier])
+                self._late[slot] = self._fluid.clock - in_time
             else:
-                late += self._fluid.clock - now
-            self._late[slot] = late
+                self._late[slot] = self._late[earlier]
 
     def late(self, slot: int) -> float:
-        """Return by how many seconds a message is late."""
+        """Return by how many seconds a message is late; one that had to wait for another is thought to be as late."""
         return self._late[slot]
 
     def _free_slot(self) -> int:

@@ -14,7 +14,8 @@ _ATTENTION = {
 }
 # What touches rows of a table and not the whole: by the place of the rows, how often these are passed over.
 _ROWS = {aten.embedding: (None, 2), aten.index_add_: (3, 3)}
-_FILLS = (aten.zero_, aten.fill_)
+_FREE = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
+_FILLS = (aten.zero_, aten.fill_, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones)
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -22,7 +23,7 @@ def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDe
     """Return the seconds of one operation, given what it was called with and what it returned.
 
     Products by shape, attention by its products, everything else by the bytes that it reads and writes, of a table by
-    those of its rows; what makes a view of memory that was there costs nothing.
+    those of its rows; what makes a view of memory that was there costs nothing, nor does memory that nobody fills.
     """
     packet = func.overloadpacket
     if (places := _PRODUCTS.get(packet)) is not None:
@@ -39,8 +40,12 @@ def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDe
     if (rows := _ROWS.get(packet)) is not None:
         place, times = rows
         return device.pass_seconds(times * _num_bytes(outputs[0] if place is None else args[place]))
+    if packet in _FREE:
+        return 0.0
     if packet in _FILLS:
         return device.pass_seconds(_num_bytes(outputs[0]))
+    if packet is aten.copy_:
+        return device.pass_seconds(_num_bytes(args[0]) + _num_bytes(args[1]))
     inputs = [value for value in args if isinstance(value, torch.Tensor)]
     own = {tensor.untyped_storage()._cdata for tensor in inputs}
     if func._schema.is_mutable or any(tensor.untyped_storage()._cdata not in own for tensor in outputs):
