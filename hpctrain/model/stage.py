@@ -104,7 +104,10 @@ class Stage:
                 saved.outputs.append(value if keep else None)
             traffic.release(number)
             self._tracer.computed(f"item {number} forward", since)
-        return value.detach(), saved
+        result = value.detach()
+        if keep:  # the end of the graph is needed, not the numbers there, which go out and may be gone before it is
+            value.data = value.new_empty(()).expand(value.shape)
+        return result, saved
 
     def backward(
         self, saved: Saved, gradient: torch.Tensor, passed: Callable[[int], None] | None = None

@@ -133,8 +133,9 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
 def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     """Return the bytes that a backward pass takes beside what was kept, when it takes the most.
 
-    While an item goes backward, gradients of about half of what it keeps are there too; what was recomputed is whole.
-    What the items after it have kept is gone by then, or has become what weight passes need.
+    While an item goes backward, gradients of about half of what it keeps are there too, and where weight passes come
+    later what else would be gone by then; what was recomputed is whole. What the items after it have kept is gone, or
+    has become what weight passes need.
     """
     rows = max(-(-size // tile.tensor.z) for size in tile.rows.sizes)
     at_once = -(-rows // tile.substeps)
@@ -142,7 +143,10 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     most = more = 0.0
     for item in reversed(range(*tile.items)):
         share = 1.5 if _is_recomputed(setup, tile, item) else 0.5
-        most = max(most, at_once * share * item_kept(setup, tile, item, "none") + more)
+        taken = share * item_kept(setup, tile, item, "none")
+        if is_split and 0 < item <= setup.model.num_layers:
+            taken += inner_bytes(setup, tile.tensor)
+        most = max(most, at_once * taken + more)
         gone = item_kept(setup, tile, item, tile.recompute)
         change = (item_deferred(setup, tile, item) if is_split else 0.0) - gone
         more += (rows if change > 0 and plan.downstream(tile) else at_once) * change
@@ -152,6 +156,11 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
 def _is_recomputed(setup: Setup, tile: Tile, item: int) -> bool:
     is_end = item in (0, setup.model.num_items - 1)
     return tile.recompute != "none" and not (is_end and tile.recompute == "full" and not setup.stack.recomputes_ends)
+
+
+def inner_bytes(setup: Setup, grid: TensorGrid) -> float:
+    """Return the bytes of the inner features of a block, for one row of a rank."""
+    return setup.positions * setup.model.ffn / grid.y * setup.item_bytes
 
 
 def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
@@ -206,7 +215,7 @@ def item_kept(setup: Setup, tile: Tile, item: int, recompute: str) -> float:
     cut = grid.y if stack.sequence_parallel else 1
     hidden = setup.positions * model.hidden_size / grid.x
     if item == 0:
-        return setup.positions * 8 + (hidden * b if recompute == "none" else 0)
+        return setup.positions * 8  # what it makes is the first block's input
     if recompute == "full":
         return hidden * b * stack.kept_inputs
     if item > model.num_layers:

@@ -20,6 +20,7 @@ from hpctrain.planner.memory import (
     GRADIENT_BYTES,
     MASTER_BYTES,
     MOMENT_BYTES,
+    inner_bytes,
     item_deferred,
     item_kept,
     message_bytes,
@@ -184,6 +185,7 @@ class StageCosts:
         splits = not ends[0] and self.splits(grid, recompute, zero)
         share = 0.5 if recompute == "none" else 1.5
         buffers = rows * share * self._kept(grid, 1, "none")
+        buffers += rows * inner_bytes(setup, grid) if splits else 0.0
         if ends[1]:  # what the head has kept is gone when a block goes back
             head = rows * share * self._kept(grid, self.last, "none")
             left = (

@@ -35,6 +35,7 @@ origin = "datasheet"
 latency_seconds = 50e-6
 """
 TEXT = NODE.format(name="fast", speed="4e9") + NODE.format(name="slow", speed="2e9") + FABRIC
+FOUR_STAGES, ZB_H1, AGAIN = ("plan.pipeline=4", "plan.microbatch=4"), "plan.schedule=zb-h1", "plan.recompute=full"
 TRUE = Efficiency(product_share=1.0, memory_share=1.0, launch_seconds=20e-6, processors=1)
 
 
@@ -64,15 +65,15 @@ def test_predictions_are_near_what_was_rehearsed(layout, rehearsed_seconds):
 @pytest.mark.parametrize(
     ("layout", "counted_bytes", "tolerance"),
     [
-        (["plan.pipeline=2", "plan.data=2"], (28_789_796, 23_855_008), 0.04),
-        (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], (17_758_276, 17_165_872), 0.04),
-        (["plan.pipeline=2", "plan.data=2", "plan.chunks=2"], (33_459_780, 27_402_144), 0.05),
-        (["plan.pipeline=4", "plan.schedule=zb-h1"], (24_845_380, 21_741_056, 21_275_648, 28_754_512), 0.07),
-        (
-            ["plan.pipeline=4", "plan.schedule=zb-h1", "plan.recompute=full"],
-            (15_374_404, 15_629_824, 18_318_336, 28_754_512),
-            0.07,
-        ),
+        (["plan.pipeline=2", "plan.data=2"], (28_986_420, 24_248_232), 0.03),
+        (["plan.tensor.y=2", "plan.data=2"], (89_032_492, 89_032_492), 0.03),
+        (["plan.tensor.z=2", "plan.pipeline=2"], (29_774_388, 26_216_232), 0.03),
+        (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], (16_578_636, 15_986_232), 0.08),
+        (["plan.pipeline=2", "plan.data=2", "plan.chunks=2"], (33_066_592, 27_795_376), 0.03),
+        ([*FOUR_STAGES], (39_837_852, 31_397_908, 25_090_064, 24_033_080), 0.04),
+        ([*FOUR_STAGES, ZB_H1], (39_837_852, 37_166_612, 36_627_472, 48_824_984), 0.03),
+        ([*FOUR_STAGES, AGAIN], (22_075_532, 18_913_288, 18_126_856, 20_493_368), 0.05),
+        ([*FOUR_STAGES, ZB_H1, AGAIN], (22_075_532, 25_337_352, 31_106_056, 48_824_984), 0.04),
     ],
 )
 def test_memory_is_near_what_pretended_devices_counted(layout, counted_bytes, tolerance):
