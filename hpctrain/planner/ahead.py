@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hpctrain.plan import Plan, Tile
-from hpctrain.planner.simulate import Costs, TileCost
+from hpctrain.planner.simulate import Costs
 
 MOST_AHEAD = 2
 """Of the next tile, beyond 1F1B's."""
@@ -72,7 +72,7 @@ def further_ahead(plan: Plan, costs: Costs, room: Mapping[Tile, float] | None = 
     if plan.schedule != "1f1b" or plan.microbatches == 1 or any(len(plan.chunks(tile)) > 1 for tile in plan.tiles):
         return None
     number = {tile: i for i, tile in enumerate(plan.tiles)}
-    seconds = {tile: max(map(_seconds, by_turns)) for tile, by_turns in costs.tiles.items()}
+    seconds = {tile: max(cost.seconds for cost in by_turns) for tile, by_turns in costs.tiles.items()}
 
     def round_trip(tile: Tile, other: Tile) -> float:
         messages = (max(costs.messages.get(pair, (0.0,))) for pair in ((tile, other), (other, tile)))
@@ -101,8 +101,3 @@ def _before(plan: Plan) -> dict[Tile, set[Tile]]:
         every = set(tiles).union(direct, *(found[other] for other in direct))
         found |= dict.fromkeys(tiles, every)
     return found
-
-
-def _seconds(cost: TileCost) -> float:
-    """Return what a microbatch takes a tile, there and back."""
-    return sum(each.seconds for each in (*cost.forward, *cost.backward))

@@ -79,6 +79,11 @@ class TileCost:
     overlap_times: float = 1.0
     """How many times as long its ranks compute while they communicate."""
 
+    @property
+    def seconds(self) -> float:
+        """Of a microbatch, there and back."""
+        return sum(each.seconds for each in (*self.forward, *self.backward))
+
 
 @dataclass(frozen=True)
 class Costs:

@@ -13,7 +13,7 @@ A *shape* says everything but the cuts:
 
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
-are recomputed in the stages where they would not fit otherwise.
+are recomputed in the stages where they would not fit otherwise. What is found in the end may have rows by turns.
 """
 
 import itertools
@@ -49,6 +49,8 @@ class Space:
     """The most ranks of a tensor grid."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "full")
+    turns: bool = True
+    """Whether the plans that are found may have rows by turns, in some microbatches one more than in the others."""
 
     def microbatch_counts(self, global_batch: int) -> list[int]:
         found = divisors(global_batch)

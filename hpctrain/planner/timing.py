@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.cluster import Cluster
 from hpctrain.plan import Plan
 from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.turns import by_turns
 from hpctrain.planner.weigh import Layout, Weigher
 
 FEW = 5
@@ -64,6 +65,14 @@ class Timer:
             return timed
         prediction = Predictor(self._setup, plan, self._cluster).predict()
         other = Timed(timed.layout, plan, prediction, timed.seconds)
+        return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
+
+    def by_turns(self, timed: Timed) -> Timed:
+        """Return a plan with its rows by turns in place of the same one, if it fits and is faster."""
+        plan = by_turns(timed.plan, lambda: Predictor(self._setup, timed.plan, self._cluster).costs)
+        if plan is None:
+            return timed
+        other = replace(timed, plan=plan, prediction=Predictor(self._setup, plan, self._cluster).predict())
         return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 
     def time(self, layouts: Sequence[Layout], known: Timed | None = None) -> tuple[list[Timed], bool]:

@@ -1,9 +1,16 @@
 """Rows by turns: what whole rows of one microbatch cannot give to replicas, those of a whole step can. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from hpctrain.intervals import Interval
+from hpctrain.intervals import Interval, tiles_exactly
+from hpctrain.plan import Plan, Tile
+from hpctrain.planner.allocate import share_rows
+from hpctrain.planner.simulate import Costs
 from hpctrain.rows import Rows
+
+LEAST_WORTH = 5e-4
+"""Of the longest replica's time: what rows by turns must promise to save."""
 
 
 def spread(totals: Sequence[int], microbatches: int) -> list[Rows]:
@@ -29,3 +36,29 @@ def spread(totals: Sequence[int], microbatches: int) -> list[Rows]:
             rows.append(Interval(at, at + size))
             at += size
     return [Rows(tuple(each)) for each in phases]
+
+
+def by_turns(plan: Plan, costs: Callable[[], Costs]) -> Plan | None:
+    """Return a plan whose replicas have rows of a whole step by what one takes them; None where that promises nothing.
+
+    For replicas that do not meet before the end of a step, and have whole rows of their own in all stages. `costs` are
+    asked for where replicas differ.
+    """
+    replicas: dict[Rows, list[Tile]] = {}
+    for tile in sorted(plan.tiles, key=lambda tile: tile.rows.phases):
+        replicas.setdefault(tile.rows, []).append(tile)
+    whole = [rows.phases[0] for rows in replicas]
+    has_own = plan.period == 1 and tiles_exactly(whole, Interval(0, plan.rows))
+    unlike = {(rows.sizes, tuple((t.items, t.family, t.tensor) for t in tiles)) for rows, tiles in replicas.items()}
+    if plan.microbatches == 1 or len(unlike) == 1 or not has_own or any(tile.zero >= 2 for tile in plan.tiles):
+        return None
+    seconds = {tile: max(cost.seconds for cost in of_tile) for tile, of_tile in costs().tiles.items()}
+    longest = [max(seconds[tile] for tile in tiles) for tiles in replicas.values()]
+    each = [seconds / rows.size for seconds, rows in zip(longest, whole, strict=True)]
+    shares = [lambda rows, of_row=of_row: rows * of_row for of_row in each]
+    totals = share_rows(plan.rows * plan.microbatches, shares, least=plan.microbatches)
+    mean = max(share(total) for share, total in zip(shares, totals, strict=True)) / plan.microbatches
+    if mean > max(longest) * (1 - LEAST_WORTH):
+        return None
+    dealt = dict(zip(replicas, spread(totals, plan.microbatches), strict=True))
+    return replace(plan, tiles=tuple(replace(tile, rows=dealt[tile.rows]) for tile in plan.tiles))

@@ -223,7 +223,7 @@ def cases(draw, networks=NETWORKS):
     setup = setup_of(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 12])), vocabulary=draw(st.sampled_from([8, 512])))
     if draw(st.booleans()):
         setup = replace(setup, overlaps=frozenset(("tensor", "z")), bucket_bytes=1)
-    space = Space((microbatches,), largest, zero, ("none",))
+    space = Space((microbatches,), largest, zero, ("none",), turns=False)
     slowed = draw(st.sampled_from([1.0, 1.5]))
     return setup, batch, cluster_of(tables, speeds=speeds, slowed=slowed, **network), space
 

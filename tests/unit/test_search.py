@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -16,16 +17,18 @@ from hpctrain.intervals import Interval
 from hpctrain.job import load_job
 from hpctrain.jobs.common import check_runs
 from hpctrain.jobs.plan import command
+from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import load_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.pools import pools_of
-from hpctrain.planner.predict import predict
+from hpctrain.planner.predict import Predictor, predict
 from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
 from hpctrain.planner.search import Limits, Search, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.turns import by_turns
 from tests.unit.small_searches import (
     EVERYTHING,
     FAST_NETWORK,
@@ -188,6 +191,28 @@ def test_what_is_found_for_a_ready_cluster_can_run_and_beats_the_plan_by_speed(n
     work = Work(job.model, job.data.sequence_length, job.train.global_batch)
     by_speed = proportional_candidates(work, parties_of(cluster, "fp32"), cluster.num_devices)[0]
     assert found.best.seconds <= predict(setup, by_speed.plan, cluster).step_seconds * 1.001
+
+
+def test_replicas_of_unlike_speed_get_rows_by_turns_and_equal_ones_stay_as_they_are():
+    setup = setup_of(4)
+    tiles = tuple(
+        Tile(Interval(0, 6), Interval(2 * rank, 2 * rank + 2), (rank,), TensorGrid(), family)
+        for rank, family in enumerate("ab")
+    )
+    whole = Plan(tiles, microbatches=5, rows=4)
+
+    def predictor(plan: Plan, faster: float) -> Predictor:
+        cluster = cluster_of([("a", 1, 1), ("b", 1, 1)], speeds={"a": 2e9 * faster, "b": 2e9})
+        return Predictor(setup, plan, cluster)
+
+    assert by_turns(whole, lambda: predictor(whole, 1.0).costs) is None
+    found = by_turns(whole, lambda: predictor(whole, 1.5).costs)
+    check_tiling(found, setup.model.num_items)
+    assert [tile.rows.mean for tile in found.tiles] == pytest.approx([2.4, 1.6])
+    seconds = [predictor(plan, 1.5).predict().step_seconds for plan in (found, whole)]
+    assert seconds[0] / seconds[1] == pytest.approx(0.8, rel=0.05)
+    together = replace(whole, tiles=tuple(replace(tile, zero=2) for tile in tiles))
+    assert by_turns(together, lambda: predictor(together, 1.5).costs) is None
 
 
 def test_a_limit_in_seconds_still_finds_a_plan():
