@@ -43,12 +43,13 @@ class Memory:
 def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, waiting: int, available: int) -> Memory:
     """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent.
 
+    `held` is what `rank` holds, which is of this tile or of one with like items, grid and state.
     Its device has so many bytes `available`, of which software may lose a share.
     """
     weights = gradients = moments = 0
     mixed = setup.item_bytes < MASTER_BYTES
     of_gradient = setup.stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
-    z = tile.coordinate(rank)[2]
+    z = plan.tile_of(rank).coordinate(rank)[2]
     for holding in held.holdings:
         stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in holding.layouts)
         stored += sum(slab.size for slab in holding.slabs)

@@ -308,11 +308,6 @@ class Predictor:
             self._holdings[key] = held, tile.ranks[0]
         return self._holdings[key]
 
-    def _held_by(self, tile: Tile, rank: int) -> Holdings:
-        """Return what one rank of a tile holds."""
-        held, first = self._first_held(tile)
-        return held if rank == first else holdings_of(self.setup.model, self.plan, rank, self._bucket_bytes)
-
     @cached_property
     def _holdings(self) -> dict[tuple, tuple[Holdings, int]]:
         return {}
@@ -451,8 +446,7 @@ class Predictor:
             waiting = self._waiting(tile)
             key = (unlike, tile.rows.sizes, tile.tensor, how, waiting)
             if key not in known:
-                held = self._held_by(tile, tile.ranks[0])
-                memory = memory_of(self.setup, self.plan, tile, held, tile.ranks[0], waiting, available)
+                memory = memory_of(self.setup, self.plan, tile, *self._first_held(tile), waiting, available)
                 known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
             found[tile] = known[key]
         return found

@@ -11,6 +11,8 @@ from hpctrain.rows import Rows
 
 LEAST_WORTH = 5e-4
 """Of the longest replica's time: what rows by turns must promise to save."""
+MOST_REPLICAS = 32
+"""Of more, each of which has turns of its own, a simulation takes longer than rows by turns are worth."""
 
 
 def spread(totals: Sequence[int], microbatches: int) -> list[Rows]:
@@ -50,7 +52,9 @@ def by_turns(plan: Plan, costs: Callable[[], Costs]) -> Plan | None:
     whole = [rows.phases[0] for rows in replicas]
     has_own = plan.period == 1 and tiles_exactly(whole, Interval(0, plan.rows))
     unlike = {(rows.sizes, tuple((t.items, t.family, t.tensor) for t in tiles)) for rows, tiles in replicas.items()}
-    if plan.microbatches == 1 or len(unlike) == 1 or not has_own or any(tile.zero >= 2 for tile in plan.tiles):
+    if plan.microbatches == 1 or not 1 < len(replicas) <= MOST_REPLICAS or len(unlike) == 1 or not has_own:
+        return None
+    if any(tile.zero >= 2 for tile in plan.tiles):
         return None
     seconds = {tile: max(cost.seconds for cost in of_tile) for tile, of_tile in costs().tiles.items()}
     longest = [max(seconds[tile] for tile in tiles) for tiles in replicas.values()]
