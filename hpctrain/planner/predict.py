@@ -133,12 +133,14 @@ class Predictor:
         plan: Plan,
         cluster: Cluster,
         efficiencies: Mapping[str, Efficiency] | None = None,
+        network: ClusterNetwork | None = None,
     ):
-        """`efficiencies` are by family, in place of the catalogue's."""
+        """`efficiencies` are by family, in place of the catalogue's. `network` is the cluster's, of others who know its
+        times already."""
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._beside = setup.bucket_bytes is not None
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
-        self.network = ClusterNetwork(cluster, setup.stack.link_share)
+        self.network = network or ClusterNetwork(cluster, setup.stack.link_share)
         self.network.check_ranks(len(plan.ranks))
         fitted = efficiencies or {}
         self._devices = {n: DeviceModel(n, family, fitted.get(n)) for n, family in cluster.families.items()}

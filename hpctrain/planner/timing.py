@@ -45,10 +45,13 @@ class Timer:
         self.shortage = ""
         """What the first plan lacked that did not fit after all."""
 
+    def _predictor(self, plan: Plan) -> Predictor:
+        return Predictor(self._setup, plan, self._cluster, network=self._weigher.costs.network)
+
     def one(self, layout: Layout) -> Timed | None:
         """Return a layout with its time, or None where it does not fit."""
         plan = self._weigher.plan(layout)
-        predictor = Predictor(self._setup, plan, self._cluster)
+        predictor = self._predictor(plan)
         prediction = predictor.predict()
         if prediction.fits:
             return self._further_ahead(Timed(layout, plan, prediction), predictor)
@@ -63,16 +66,16 @@ class Timer:
         plan = further_ahead(timed.plan, predictor.costs, predictor.room)
         if plan is None:
             return timed
-        prediction = Predictor(self._setup, plan, self._cluster).predict()
+        prediction = self._predictor(plan).predict()
         other = Timed(timed.layout, plan, prediction, timed.seconds)
         return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 
     def by_turns(self, timed: Timed) -> Timed:
         """Return a plan with its rows by turns in place of the same one, if it fits and is faster."""
-        plan = by_turns(timed.plan, lambda: Predictor(self._setup, timed.plan, self._cluster).costs)
+        plan = by_turns(timed.plan, lambda: self._predictor(timed.plan).costs)
         if plan is None:
             return timed
-        other = replace(timed, plan=plan, prediction=Predictor(self._setup, plan, self._cluster).predict())
+        other = replace(timed, plan=plan, prediction=self._predictor(plan).predict())
         return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 
     def time(self, layouts: Sequence[Layout], known: Timed | None = None) -> tuple[list[Timed], bool]:
