@@ -72,7 +72,7 @@ def further_ahead(plan: Plan, costs: Costs, room: Mapping[Tile, float] | None = 
     if plan.schedule != "1f1b" or plan.microbatches == 1 or any(len(plan.chunks(tile)) > 1 for tile in plan.tiles):
         return None
     number = {tile: i for i, tile in enumerate(plan.tiles)}
-    seconds = {tile: max(cost.seconds for cost in by_turns) for tile, by_turns in costs.tiles.items()}
+    seconds = costs.longest_seconds
 
     def round_trip(tile: Tile, other: Tile) -> float:
         messages = (max(costs.messages.get(pair, (0.0,))) for pair in ((tile, other), (other, tile)))

@@ -106,7 +106,7 @@ def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
     each = []
     for tile in chunks:
         kept_rows = rows if plan.downstream(tile) else -(-rows // tile.substeps)
-        each.append(kept_rows * sum(item_kept(setup, tile, item, tile.recompute) for item in range(*tile.items)))
+        each.append(kept_rows * sum(item_kept(setup, tile.tensor, item, tile.recompute) for item in range(*tile.items)))
     alive = most = 0.0
     for op, chunk, _ in passes(plan, chunks[0]):
         alive += each[chunk] if op is Op.FORWARD else -each[chunk]
@@ -120,12 +120,12 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     at_once = -(-rows // tile.substeps)
     at_loss = not plan.downstream(tile)
     microbatches = under_way(plan, tile)
-    one = sum(item_kept(setup, tile, item, tile.recompute) for item in range(*tile.items))
+    one = sum(item_kept(setup, tile.tensor, item, tile.recompute) for item in range(*tile.items))
     buffers = _computing(setup, plan, tile)
     kept_rows = at_once if at_loss else most_of(sizes, microbatches)
     if not _splits(setup, plan, tile):
         return int(kept_rows * one), buffers
-    deferred = sum(item_deferred(setup, tile, item) for item in range(*tile.items))
+    deferred = sum(item_deferred(setup, tile.tensor, item) for item in range(*tile.items))
     waiting = rows * min(weight_delay(plan, tile), plan.microbatches - microbatches) * deferred
     others = (rows - at_once) * deferred if at_loss else (kept_rows - rows) * one
     return int(waiting + others + (at_once if at_loss else rows) * one), buffers
@@ -144,12 +144,12 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     most = more = 0.0
     for item in reversed(range(*tile.items)):
         share = 1.5 if _is_recomputed(setup, tile, item) else 0.5
-        taken = share * item_kept(setup, tile, item, "none")
+        taken = share * item_kept(setup, tile.tensor, item, "none")
         if is_split and 0 < item <= setup.model.num_layers:
             taken += inner_bytes(setup, tile.tensor)
         most = max(most, at_once * taken + more)
-        gone = item_kept(setup, tile, item, tile.recompute)
-        change = (item_deferred(setup, tile, item) if is_split else 0.0) - gone
+        gone = item_kept(setup, tile.tensor, item, tile.recompute)
+        change = (item_deferred(setup, tile.tensor, item) if is_split else 0.0) - gone
         more += (rows if change > 0 and plan.downstream(tile) else at_once) * change
     return int(most)
 
@@ -190,10 +190,10 @@ def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:
     return min(setup.stack.expected_messages, kinds * plan.microbatches)
 
 
-def item_deferred(setup: Setup, tile: Tile, item: int) -> float:
+def item_deferred(setup: Setup, grid: TensorGrid, item: int) -> float:
     """Return the bytes that an item keeps between its input and its weight pass, for one row of a rank: both operands
     of each product that is a weight's gradient."""
-    model, grid = setup.model, tile.tensor
+    model = setup.model
     hidden = model.hidden_size / grid.x
     if item == 0:
         numbers = hidden
@@ -207,12 +207,12 @@ def item_deferred(setup: Setup, tile: Tile, item: int) -> float:
     return setup.positions * numbers * setup.item_bytes
 
 
-def item_kept(setup: Setup, tile: Tile, item: int, recompute: str) -> float:
+def item_kept(setup: Setup, grid: TensorGrid, item: int, recompute: str) -> float:
     """Return the bytes that an item keeps for its backward pass, for one row of a rank.
 
     For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
     """
-    model, grid, stack, b = setup.model, tile.tensor, setup.stack, setup.item_bytes
+    model, stack, b = setup.model, setup.stack, setup.item_bytes
     cut = grid.y if stack.sequence_parallel else 1
     hidden = setup.positions * model.hidden_size / grid.x
     if item == 0:

@@ -100,6 +100,11 @@ class Costs:
     blocking_sends: bool = False
     """Whether a tile computes nothing while it sends."""
 
+    @property
+    def longest_seconds(self) -> dict[Tile, float]:
+        """Of a microbatch of each tile, there and back, in the turn that takes the longest."""
+        return {tile: max(cost.seconds for cost in by_turns) for tile, by_turns in self.tiles.items()}
+
     def of_tile(self, tile: Tile, microbatch: int) -> TileCost:
         by_turns = self.tiles[tile]
         return by_turns[microbatch % len(by_turns)]

@@ -155,7 +155,7 @@ class StageCosts:
 
     def _kept_by(self, grid: TensorGrid, item: int, recompute: str) -> float:
         """Return the bytes of one row that an item keeps on a rank."""
-        return item_kept(self.setup, Tile(Interval(0, 1), Interval(0, 1), (), grid), item, recompute)
+        return item_kept(self.setup, grid, item, recompute)
 
     def _needs(
         self,
@@ -188,11 +188,7 @@ class StageCosts:
         buffers += rows * inner_bytes(setup, grid) if splits else 0.0
         if ends[1]:  # what the head has kept is gone when a block goes back
             head = rows * share * self._kept(grid, self.last, "none")
-            left = (
-                rows * item_deferred(setup, Tile(Interval(0, 1), Interval(0, 1), (), grid), self.last)
-                if splits
-                else 0.0
-            )
+            left = rows * item_deferred(setup, grid, self.last) if splits else 0.0
             buffers = max(head, buffers - rows * self._kept(grid, self.last, recompute) + left)
         messages = 1 if all(ends) or least_blocks < 2 else 1 + setup.stack.expected_messages
         buffers += messages * message_bytes(setup, grid, rows)

@@ -56,9 +56,9 @@ def by_turns(plan: Plan, costs: Callable[[], Costs]) -> Plan | None:
         return None
     if any(tile.zero >= 2 for tile in plan.tiles):
         return None
-    seconds = {tile: max(cost.seconds for cost in of_tile) for tile, of_tile in costs().tiles.items()}
+    seconds = costs().longest_seconds
     longest = [max(seconds[tile] for tile in tiles) for tiles in replicas.values()]
-    each = [seconds / rows.size for seconds, rows in zip(longest, whole, strict=True)]
+    each = [of_all / rows.size for of_all, rows in zip(longest, whole, strict=True)]
     shares = [lambda rows, of_row=of_row: rows * of_row for of_row in each]
     totals = share_rows(plan.rows * plan.microbatches, shares, least=plan.microbatches)
     mean = max(share(total) for share, total in zip(shares, totals, strict=True)) / plan.microbatches
