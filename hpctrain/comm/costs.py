@@ -6,6 +6,9 @@ sends and receives one at a time. Each further message under way at the same tim
 
 from hpctrain.job import Link
 
+MOST_DOUBLED_BYTES = 1 << 20
+"""Of a tensor: doubling has two more copies of it, others need room for a part; beyond, rounds are cheap."""
+
 
 def flat_seconds(operation: str, algorithm: str, num_bytes: int, num_ranks: int, link: Link, overhead: float):
     """Return what a flat collective of `num_bytes` (the whole tensor's) over `num_ranks` takes, in seconds."""
@@ -23,6 +26,7 @@ def flat_seconds(operation: str, algorithm: str, num_bytes: int, num_ranks: int,
 
 
 def cheapest_flat(operation: str, num_bytes: int, num_ranks: int, link: Link, overhead: float) -> str:
-    """Return the algorithm that takes the least time: exchange, ring, or for all-reduces doubling."""
-    candidates = ["exchange", "ring"] + (["doubling"] if operation == "all_reduce" else [])
+    """Return the algorithm that takes the least time: exchange, ring, or for small all-reduces doubling."""
+    may_double = operation == "all_reduce" and num_bytes <= MOST_DOUBLED_BYTES
+    candidates = ["exchange", "ring"] + (["doubling"] if may_double else [])
     return min(candidates, key=lambda a: flat_seconds(operation, a, num_bytes, num_ranks, link, overhead))

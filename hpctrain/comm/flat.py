@@ -93,12 +93,12 @@ class FlatCollectives:
             yield from self._ring_reduce_scatter(flat, cuts, out, op)
             return
         step = max(1, SEGMENT_BYTES // flat.element_size())
-        parts = flat.new_empty(self.size, min(step, max(1, cuts[self.rank].size)))
+        parts = flat.new_empty(self.size - 1, min(step, max(1, cuts[self.rank].size)))
         for start in range(0, max(cut.size for cut in cuts), step):
             pieces = [window_of(cut, start, step) for cut in cuts]
             own = pieces[self.rank]
             seen = [part[: own.size] for part in parts]
-            seen[self.rank] = flat[slice(*own)]
+            seen.insert(self.rank, flat[slice(*own)])
             ready = [self._transport.receive(i, seen[i]) for i in self._others() if own.size]
             ready += [self._transport.send(i, flat[slice(*pieces[i])]) for i in self._others() if pieces[i].size]
             yield from self._messages(ready)

@@ -78,6 +78,11 @@ class HierarchicalCollectives:
         cuts = dict(zip((m for domain in self._domains for m in domain), cut_evenly(size, self.size), strict=True))
         return [cuts[i] for i in range(self.size)]
 
+    def _others(self) -> list[int]:
+        """The other domains, each starting after itself, so that not all send to the same one first."""
+        count = len(self._domains)
+        return [(self._mine + i) % count for i in range(1, count)]
+
     def _meetings(self, region: Interval, theirs: Sequence[Interval], own: Interval) -> Iterator[tuple[int, Interval]]:
         """Yield the places in another domain, and the elements, where their intervals meet `own`."""
         for place, interval in enumerate(theirs):
@@ -114,11 +119,10 @@ class HierarchicalCollectives:
                     piece = parts[d][slice(*met.shift(-own.start))]
                     arriving.append(self._transport.receive(domain[place], piece))
         leaving: list[Ready] = []
-        for d, domain in enumerate(self._domains):
-            if d != self._mine:  # the others' first: theirs is on its way while ours is summed
-                share, held = yield from self._reduce_inside(flat, regions[d], None, partial, op)
-                for place, met in self._meetings(Interval(0, 0), owned[d], share):
-                    leaving.append(self._transport.send(domain[place], held[slice(*met.shift(-share.start))]))
+        for d in self._others():  # theirs is on its way while ours is summed
+            share, held = yield from self._reduce_inside(flat, regions[d], None, partial, op)
+            for place, met in self._meetings(Interval(0, 0), owned[d], share):
+                leaving.append(self._transport.send(self._domains[d][place], held[slice(*met.shift(-share.start))]))
         _, parts[self._mine] = yield from self._reduce_inside(flat, region, owned[self._mine], partial, op)
         yield from until_all(arriving, f"the shards of the other {len(self._domains) - 1} domains")
         if own.size:
@@ -158,9 +162,8 @@ class HierarchicalCollectives:
         num_ranks = len(self._domains[self._mine])
         shares = [cut_evenly(r.size, num_ranks) for r in regions]
         arriving, leaving = [], []
-        for d, domain in enumerate(self._domains):
-            if d == self._mine:
-                continue
+        for d in self._others():
+            domain = self._domains[d]
             share = shares[d][self._place].shift(regions[d].start)
             for place, met in self._meetings(Interval(0, 0), owned[d], share):
                 arriving.append(self._transport.receive(domain[place], flat[slice(*met)]))
@@ -168,9 +171,8 @@ class HierarchicalCollectives:
                 leaving.append(self._transport.send(domain[place], flat[slice(*met)]))
         yield from self._gather_inside(flat, region, [i.shift(-region.start) for i in owned[self._mine]])
         yield from until_all(arriving, f"the shards of the other {len(self._domains) - 1} domains")
-        for d in range(len(self._domains)):
-            if d != self._mine:
-                yield from self._gather_inside(flat, regions[d], shares[d])
+        for d in self._others():
+            yield from self._gather_inside(flat, regions[d], shares[d])
         yield from until_all(leaving, f"the other {len(self._domains) - 1} domains to take their shards")
 
     def _gather_inside(self, flat: torch.Tensor, region: Interval, cuts: Sequence[Interval]) -> Steps:

@@ -131,12 +131,26 @@ class ClusterNetwork:
             return 0.0
         if not form.domains:
             return self._flat(operation, num_bytes, form, flows)
-        parts = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
-        inside = max(sum(self._seconds_of(part, num_bytes, d, flows) for part in parts) for d in form.domains)
-        # One exchange of shards: each rank sends, of what its domain summed, what others own.
-        leaving = num_bytes * (form.num_domains - 1) / form.num_domains
-        across = max(self._message_seconds(link, leaving / size, flows * own) for size, link, own in form.across)
-        return inside + across * (2 if operation == "all_reduce" else 1)
+        if operation == "all_reduce":
+            return sum(self._seconds_of(part, num_bytes, form, flows) for part in ("reduce_scatter", "all_gather"))
+        # Inside part by part, one for each domain; across one exchange of shards: each rank sends, of what its domain
+        # summed, what others own.
+        count = form.num_domains
+        part = num_bytes // count + 1
+        inside = max(self._seconds_of(operation, part, d, flows) for d in form.domains)
+        one, every = (
+            max(self._message_seconds(link, times * part / size, flows * own) for size, link, own in form.across)
+            for times in (1, count - 1)
+        )
+        if any(map(self._uses_network, form.domains)):  # for which both wait
+            return count * inside + every
+        if operation == "reduce_scatter":  # each part leaves when it is summed, while the next one is; its own last
+            return max(count * inside, inside + every, (count - 1) * inside + one)
+        return max(inside, every) + (count - 1) * inside  # its own part meanwhile, the others when all are there
+
+    def _uses_network(self, form: Form) -> bool:
+        """Say whether ranks of a group reach each other through NICs."""
+        return bool(form.domains) or any(self._numbered[link].fabric is not None for link in form.links)
 
     def _flat(self, operation: str, num_bytes: int, form: Form, flows: int) -> float:
         link = self._slowest(form.links, num_bytes // form.size + 1, flows)
