@@ -150,7 +150,7 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
         raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
     model, stack = setup.model, setup.stack
     is_block = 0 < item <= model.num_layers
-    if is_block and rows > 1 and "forward" in setup.overlaps and grid.cuts_weights:
+    if is_block and rows > 1 and goes_in_halves(setup, grid):
         cost, core = _in_halves(setup, grid, rows)
     elif is_block:
         cost, core, _ = _block(setup, grid, rows)
@@ -164,6 +164,11 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
     return _with_weights(
         setup, grid, item, zero, replace(cost, backward_input=Work.joined((again, cost.backward_input)))
     )
+
+
+def goes_in_halves(setup: Setup, grid: TensorGrid) -> bool:
+    """Say whether blocks compute one half of their rows while sums of the other half are under way."""
+    return "forward" in setup.overlaps and grid.cuts_weights
 
 
 def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Work]:

@@ -11,7 +11,7 @@ from hpctrain.holders import Holdings
 from hpctrain.intervals import cut_evenly
 from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.planner.cost import Setup, unit_elements
+from hpctrain.planner.cost import Setup, goes_in_halves, unit_elements
 from hpctrain.rows import most_of
 from hpctrain.schedule import Op, passes, under_way, weight_delay
 
@@ -51,12 +51,13 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
     of_gradient = setup.stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
     z = plan.tile_of(rank).coordinate(rank)[2]
     for holding in held.holdings:
-        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in holding.layouts)
-        stored += sum(slab.size for slab in holding.slabs)
+        packed = sum(slab.size for slab in holding.slabs)
+        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in holding.layouts) + packed
         place = holding.ranks.index(rank)
         updated = holding.cuts(stored)[place].size if holding.zero else stored
         if setup.stack.stores_halves or not mixed:
             weights += (updated if holding.zero == 3 else stored) * setup.item_bytes
+        weights += (packed if holding.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
         gradients += (updated if holding.zero >= 2 else stored) * of_gradient
         if holding.zero == 1 and len(holding.ranks) > 1:
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
@@ -134,17 +135,15 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
 def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     """Return the bytes that a backward pass takes beside what was kept, when it takes the most.
 
-    While an item goes backward, gradients of about half of what it keeps are there too, and where weight passes come
-    later what else would be gone by then; what was recomputed is whole. What the items after it have kept is gone, or
-    has become what weight passes need.
+    Where weight passes come later, there is also what else would be gone by then. What the items after it have kept is
+    gone, or has become what weight passes need.
     """
     rows = max(-(-size // tile.tensor.z) for size in tile.rows.sizes)
     at_once = -(-rows // tile.substeps)
     is_split = _splits(setup, plan, tile)
     most = more = 0.0
     for item in reversed(range(*tile.items)):
-        share = 1.5 if _is_recomputed(setup, tile, item) else 0.5
-        taken = share * item_kept(setup, tile.tensor, item, "none")
+        taken = item_computing(setup, tile.tensor, item, _is_recomputed(setup, tile, item), at_once > 1)
         if is_split and 0 < item <= setup.model.num_layers:
             taken += inner_bytes(setup, tile.tensor)
         most = max(most, at_once * taken + more)
@@ -152,6 +151,21 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
         change = (item_deferred(setup, tile.tensor, item) if is_split else 0.0) - gone
         more += (rows if change > 0 and plan.downstream(tile) else at_once) * change
     return int(most)
+
+
+def item_computing(setup: Setup, grid: TensorGrid, item: int, again: bool, in_halves: bool = True) -> float:
+    """Return the bytes that an item computes with and does not keep, for one row of a rank.
+
+    While it goes backward, gradients of about half of what it keeps are there too, of half the rows where these go
+    `in_halves`; what was computed `again` is whole. While the loss is computed, logits are there more than once.
+    """
+    kept = item_kept(setup, grid, item, "none")
+    if item > setup.model.num_layers:
+        logits = setup.positions * padded_vocabulary(setup.model, grid) / grid.y
+        beside = max(kept / 2, logits * setup.stack.loss_bytes.get(setup.item_bytes, 0))
+    else:
+        beside = kept / (4 if in_halves and goes_in_halves(setup, grid) and item else 2)
+    return again * kept + beside
 
 
 def _is_recomputed(setup: Setup, tile: Tile, item: int) -> bool:

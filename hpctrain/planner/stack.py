@@ -64,6 +64,8 @@ class Stack:
     kept_inner: float = 2.0
     """Of the inner features of a block without a gate, how many copies are kept: what the activation function and what
     the product after it need. ReLU's own result is both."""
+    loss_bytes: Mapping[int, int] = field(default_factory=dict)
+    """For each logit, beside what is kept, while the loss is computed; by bytes of a number."""
     dropped_scores: bool = True
     """Whether attention drops scores, and so keeps them twice, and a mask."""
     stores_halves: bool = True
@@ -109,6 +111,7 @@ HPCTRAIN = Stack(
     block_operations=(28, 60),
     flash=FLASH_2,
     recomputes_ends=True,
+    loss_bytes={4: 4, 2: 6},  # logits in fp32, and in half precision, while their exponentials are made
     splits_backward=True,
     copies_shards=True,
     gathers_pieces=True,
