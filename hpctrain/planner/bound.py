@@ -6,14 +6,14 @@ neither starts before the first one has passed the stages before it, nor ends be
 
     (M - late) T + sum over the stages before of (1 - late) T  <=  E
 
-where `late` is the share of a stage's time after it has sent the gradient. These are the constraints of a linear
-program for the most blocks that stages can do; any prices of them give an upper bound (duality), and those of stages
-that are all full are found backwards, from the loss to the first stage, pool by pool. Beside that a stage does whole
-blocks, no more than it has memory for with the activations that its depth makes it keep, without recomputing or with;
-replicas exchange what they share. Messages are not counted. Of pipelines side by side each is given as many rows as it
-can do in the time; a time is refuted if these are too few. Ways of the last stages that leave more than the pools
-before them can do at their fastest are dropped. Of many pools on many devices ways are told apart roughly, to the
-better side.
+where `late` is the share of a stage's time after it has sent the gradient, 0 of the first one. These are the
+constraints of a linear program for the most blocks that stages can do; any prices of them give an upper bound
+(duality), and those of stages that are all full are found backwards, from the loss to the first stage, pool by pool.
+Beside that a stage does whole blocks, no more than it has memory for with the activations that its depth makes it keep,
+without recomputing or with, the last one also a row at a time; replicas exchange what they share. Messages are not
+counted. Of pipelines side by side each is given as many rows as it can do in the time; a time is refuted if these are
+too few. Ways of the last stages that leave more than the pools before them can do at their fastest are dropped. Of many
+pools on many devices ways are told apart roughly, to the better side.
 """
 
 import math
@@ -25,7 +25,7 @@ import numpy as np
 from hpctrain.parameters import count_parameters
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.cost import update_seconds
-from hpctrain.planner.options import Group, Options, Rate, options_of, rates_of
+from hpctrain.planner.options import FEW_DEVICES, Group, Options, Rate, options_of, rates_of
 from hpctrain.planner.space import Pipelines, Space, arrangements
 from hpctrain.planner.stages import StageCosts
 
@@ -36,7 +36,7 @@ STEPS, HALVINGS = 4, 4
 ROW_PARTS = 64
 """How finely the rows that a pipeline can do are searched for: to one of so many parts of all."""
 ROUNDING = 1e-9
-ROUGHLY, ROUGHLY_OF_MANY, FEW_POOLS, FEW_DEVICES = 5e-4, 4e-3, 2, 64
+ROUGHLY, ROUGHLY_OF_MANY, FEW_POOLS = 5e-4, 4e-3, 2
 """States are told apart by so much of all; more coarsely where there are more pools, each of which multiplies them."""
 FEWEST_BESIDE = 2
 """Pipelines side by side, of which more exchange more."""
@@ -117,7 +117,7 @@ class _Bound:
         self._beside = [pipelines for pipelines in every if len(pipelines) > 1]
         self._options: dict[tuple, Options] = {}
         self._found_rates: dict[tuple[int, int], dict[TensorGrid, Rate]] = {}
-        self._is_rough = len(costs.pools) > FEW_POOLS and costs.cluster.num_devices > FEW_DEVICES
+        self._is_large = costs.cluster.num_devices > FEW_DEVICES
         self._longest = math.inf
         self._work = 0
 
@@ -164,7 +164,7 @@ class _Bound:
         return max(rate.block * grid.z * len(pool.slots(grid.size)) for grid, rate in rates)
 
     def _rates(self, number: int, rows: int) -> dict[TensorGrid, Rate]:
-        key = number, rows.bit_length()
+        key = number, (rows - 1).bit_length()
         if key not in self._found_rates:
             self._found_rates[key] = rates_of(self._costs, self._space, number, rows)
         return self._found_rates[key]
@@ -204,7 +204,7 @@ class _Bound:
 
         def does(row: tuple[int, ...], rows: int) -> bool:
             group = Group(microbatches, rows, all_rows, len(pipelines))
-            if self._is_rough:  # so that what was found for others is of use
+            if self._is_large:  # so that what was found for others is of use
                 group = group._replace(rows=max(1, rows - rows % step), num_pipelines=FEWEST_BESIDE)
             return self._does_all(row, group, left, known)
 
@@ -247,9 +247,34 @@ class _Bound:
             found = _before(behind, options, group.microbatches, self._num_blocks, left, ends)
             # Without those that leave more than the pools before them can do; before the first one comes nothing more.
             found = found.doing(self._num_blocks - self._most_blocks(set(whole_row) - set(row), group, left), left)
-            roughly = ROUGHLY_OF_MANY if self._is_rough else ROUGHLY
+            is_rough = self._is_large and len(self._costs.pools) > FEW_POOLS
+            roughly = ROUGHLY_OF_MANY if is_rough else ROUGHLY
             known[key] = found if row == whole_row else found.undominated(self._num_blocks, roughly)
         return known[key]
+
+
+def _at_the_loss(
+    options: Options, fit: np.ndarray, microbatches: int, limit: np.ndarray, left: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return [4, n] of the last stage, which may also go through its rows in pieces: the most blocks, each one's
+    seconds."""
+    seconds = options.piece_seconds
+    alone = (left - microbatches * options.head) / (microbatches * seconds + options.exchanged)
+    in_pieces = np.floor(np.maximum(np.minimum(limit / seconds, alone), 0.0) * (1 + ROUNDING))
+    in_pieces = np.minimum(in_pieces, options.piece_blocks)
+    return np.concatenate([fit, in_pieces]), np.concatenate([options.seconds, seconds])
+
+
+def _with_stages(
+    per_second: np.ndarray, price: np.ndarray, through: np.ndarray, times: np.ndarray | int, count: np.ndarray | int
+) -> np.ndarray:
+    """Return the blocks for each second with `count` more stages before those that have `per_second`.
+
+    One stage more, by its constraint: ((price of a block) - through * per_second) / times more, where that is more than
+    nothing; `times` is how many microbatches long it computes in the time, less what is late.
+    """
+    full = price / np.maximum(through, 1e-12)
+    return np.where(per_second < full, full + (per_second - full) * (1 - through / times) ** count, per_second)
 
 
 def _before(
@@ -282,27 +307,37 @@ def _before(
     fit = np.floor(np.maximum(limit, 0.0) / seconds[:, :, None] * (1 + ROUNDING))
     fit = np.minimum(np.minimum(fit, most), alone[:, :, np.minimum(np.arange(deepest), 1)])
     # Prices: that of a block whose activations are kept, where there is memory for all that time allows; else of one
-    # that is computed again.
-    is_short = most[0] < np.floor(limit / seconds[0][:, None])
-    at = np.minimum(stages, deepest) - 1
-    price = 1 / np.where(is_short[np.arange(len(options)), at], seconds[1], seconds[0])
-    more = np.maximum((fit * (1 - price[:, None] * seconds[:, :, None])).max(axis=0), 0.0)
+    # that is computed again; of the last stage that of the way by which it does the most.
+    is_short = most[0] < np.floor(limit / seconds[0][:, None])  # from some depth on
+    price = 1 / np.where(is_short, seconds[1][:, None], seconds[0][:, None])
+    more = np.maximum((fit * (1 - price * seconds[:, :, None])).max(axis=0), 0.0)
+    whole = fit.max(axis=0)
     if is_last:
-        more[:, 0] -= price * options.head
-    more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in (more, fit.max(axis=0)))
-    first = options.embedding if is_first else np.zeros(len(options))
+        last, times = _at_the_loss(options, fit[:, :, 0], microbatches, limit[:, 0], left)
+        price[:, 0] = 1 / times[last.argmax(axis=0), np.arange(len(options))]
+        more[:, 0] = np.maximum((last * (1 - price[:, 0] * times)).max(axis=0), 0.0) - price[:, 0] * options.head
+        whole[:, 0] = last.max(axis=0)
+    more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in (more, whole))
     depth = behind.depth[:, None] + stages
     states, numbers = np.nonzero(depth <= deepest)
     before, after = behind.depth[states], depth[states, numbers]
-    own_price, through = price[numbers], options.through[numbers]
-    # A price of a stage's time is never below what it takes from those behind.
-    full = own_price / np.maximum(through, 1e-12)
-    had = behind.per_second[states]
-    passed = (1 - through / (microbatches - options.late[numbers])) ** stages[numbers]
-    per_second = np.where(had < full, full + (had - full) * passed, had)
+    through, late = options.through[numbers], options.late[numbers]
+    per_second, at = behind.per_second[states], before
+    # Of stages that have the same price, up to some depth: the last one, those with memory enough, the others; and the
+    # first one, before which nobody waits for a gradient.
+    enough, inner = (~is_short).sum(axis=1)[numbers], after - is_first
+    for stop in (*([1] if is_last else []), enough, inner):
+        stop = np.clip(stop, at, inner)
+        own_price = price[numbers, np.minimum(at, deepest - 1)]
+        per_second, at = _with_stages(per_second, own_price, through, microbatches - late, stop - at), stop
+    first = 0.0
+    if is_first:
+        own_price = price[numbers, inner]
+        per_second = _with_stages(per_second, own_price, through / (1 - late), microbatches, 1)
+        first = own_price * options.embedding[numbers]
     return _States(
         after,
         per_second,
-        behind.more[states] + more[numbers, after] - more[numbers, before] - (price * first)[numbers],
+        behind.more[states] + more[numbers, after] - more[numbers, before] - first,
         behind.whole[states] + whole[numbers, after] - whole[numbers, before],
     )

@@ -6,19 +6,29 @@ Equal stages get equal parts.
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.planner.stages import Line
 
+MANY_ROWS = 64
+"""More are not all given one by one."""
+ROUNDS = 12
+"""Of halving the time by which rows are given at once."""
+
 
 class Way(NamedTuple):
     """One way to compute a stage."""
 
     recompute: str
+    pieces: int
+    """In which it goes through its rows of a microbatch."""
     forward: Line
     backward: Line
+    beyond: int
+    """Blocks, for which fewer pieces suffice."""
     most: int
     """Blocks, as far as memory goes."""
     needed_bytes: Line
@@ -27,22 +37,25 @@ class Way(NamedTuple):
     split: tuple[Line, Line] | None = None
     """The parts of `backward`, one by one, where the gradient is sent between them."""
 
+    def seconds(self, blocks: int) -> float:
+        """Return the time of one microbatch, forward and backward."""
+        return self.forward.at(blocks) + self.backward.at(blocks)
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """What a stage would take with so many blocks."""
 
     ways: tuple[Way, ...]
-    """The fastest first."""
 
     def way(self, blocks: int) -> Way | None:
-        """Return the fastest way that has memory for so many blocks."""
-        return next((way for way in self.ways if blocks <= way.most), None)
+        """Return the fastest way that has memory for so many blocks, and no more pieces than that takes."""
+        fitting = [way for way in self.ways if way.beyond < blocks <= way.most]
+        return min(fitting, key=lambda way: way.seconds(blocks)) if fitting else None
 
     def seconds(self, blocks: int) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""
-        way = self.way(blocks)
-        return way.forward.at(blocks) + way.backward.at(blocks) if way else math.inf
+        return min((way.seconds(blocks) for way in self.ways if way.beyond < blocks <= way.most), default=math.inf)
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[Stage]) -> list[int] | None:
@@ -76,10 +89,34 @@ def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[in
         return None
     if len(rows) == 1:
         return [num_rows]
+    if left > MANY_ROWS:
+        rows = _most_at_once(rows, left, seconds)
+        left = num_rows - sum(rows)
     waiting = [(of(n + 1), i) for i, (of, n) in enumerate(zip(seconds, rows, strict=True))]
     heapq.heapify(waiting)
     for _ in range(left):
         _, i = waiting[0]
         rows[i] += 1
         heapq.heapreplace(waiting, (seconds[i](rows[i] + 1), i))
+    return rows
+
+
+def _most_at_once(least: Sequence[int], left: int, seconds: Sequence[Callable[[int], float]]) -> list[int]:
+    """Return rows of which each pipeline would be given as many, or more, one by one: all that it does before some
+    time, by which no more than all are done."""
+
+    def done_before(limit: float) -> list[int]:
+        return [
+            bisect_left(range(n + left + 1), limit, lo=n + 1, key=of) - 1 for of, n in zip(seconds, least, strict=True)
+        ]
+
+    low, high = 0.0, max(of(n + left) for of, n in zip(seconds, least, strict=True))
+    rows = list(least)
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        some = done_before(middle)
+        if sum(some) - sum(least) <= left:
+            low, rows = middle, some
+        else:
+            high = middle
     return rows

@@ -95,6 +95,10 @@ def _memory(best: Timed) -> list[str]:
     if again:
         which = f"{counted(len(again), 'stage')} of {len(stages)}, stage {again[0]} the first,"
         told.append(f"{which} would not fit with all activations kept, and computes them again")
+    if pieces := {tile.substeps for tile in best.plan.tiles if tile.substeps > 1}:
+        told.append(
+            f"at the loss rows go in {' or '.join(map(str, sorted(pieces)))} pieces, one of which is kept at a time"
+        )
     fullest = max(best.prediction.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     used, available = fullest.memory.total, fullest.available_bytes
     told.append(

@@ -5,7 +5,7 @@ they depend on what other pools do.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.space import Choice, Space, choices_of
-from hpctrain.planner.stages import StageCosts
+from hpctrain.planner.stages import Line, Needs, StageCosts
 from hpctrain.planner.weigh import rank_rows
 
 CERTAIN_SHARE = 0.9
@@ -26,19 +26,23 @@ NEGLIGIBLE_SHARE = 0.002
 
 ROW_SPEED = 1.02
 """How much faster other numbers of rows than powers of two may be."""
-FEW_ROWS = 64
-"""Up to so many, a rank's seconds are looked up; those of more follow from its rate."""
+FEW_DEVICES, FEW_ROWS, FEWER_ROWS = 64, 64, 16
+"""Up to so many rows, fewer on more devices, a rank's seconds are looked up; those of more follow from its rate."""
 
 
 ROUNDING = 1e-9
-ROOMY, BASE_BYTES = (0.0, 0.0), 4
-"""What stands for the bytes of a stage whose memory is never short, and their place in `_figures`."""
+ROOMY = 1.0
+"""What stands for the bytes of a block where memory is never short."""
+BY_WAY = "seconds", "base_bytes", "kept_bytes", "piece_seconds", "piece_blocks"
+"""Arrays of two rows."""
 
 
 class Rate(NamedTuple):
-    """What a rank does at the most: rows in a second of a block, the head, the embedding; and see `Options.late`."""
+    """What a rank does at the most: rows in a second of a block, of one that is computed again, of the head, of the
+    embedding; and see `Options.late`."""
 
     block: float
+    again: float
     head: float
     embedding: float
     late: float
@@ -77,6 +81,10 @@ class Options:
     head: np.ndarray
     embedding: np.ndarray
     """Seconds of a microbatch."""
+    piece_seconds: np.ndarray
+    """[2, n] of a microbatch for a block, at the least, at the loss in pieces of its rows."""
+    piece_blocks: np.ndarray
+    """[2, n]: how many a stage has memory for then; 0 where it has enough for whole rows."""
     memory_bytes: int
 
     def __len__(self) -> int:
@@ -89,8 +97,10 @@ class Options:
         return np.maximum(np.floor((self.memory_bytes - self.base_bytes)[:, :, None] / each), 0.0)
 
     def only(self, which: np.ndarray) -> "Options":
-        arrays = {f.name: getattr(self, f.name)[..., which] for f in fields(self) if f.name != "memory_bytes"}
-        return replace(self, **arrays)
+        return replace(self, **{name: getattr(self, name)[..., which] for name in ARRAYS})
+
+
+ARRAYS = tuple(f.name for f in fields(Options) if f.name != "memory_bytes")
 
 
 def options_of(
@@ -106,117 +116,190 @@ def options_of(
 
     `rates` are by grid; left out is what cannot do the blocks that are wanted of the pool.
     """
-    pool, rows = costs.pools[number], group.rows
+    pool = costs.pools[number]
     slots = {g: len(pool.slots(g.size)) for g in rates}
-    counts: dict[tuple[TensorGrid, int], list[int]] = {}  # of stages, all of which have the same figures
+    counts: dict[TensorGrid, dict[int, list[int]]] = {}  # of stages, all of which have the same figures
     # Rounded up, fewer rows are never harder: who asks for fewer than there are gets no less than the truth.
-    for grid, stages, replicas in choices_of(slots, costs.setup.model.num_layers, rows, rounded_up=True):
-        counts.setdefault((grid, replicas), []).append(stages)
-    found, stages_of = [], []
-    for (grid, replicas), stages in counts.items():
-        choice, rate = Choice(grid, 1, replicas), rates[grid]
-        blocks = math.floor(seconds * rate.block / (group.microbatches * rank_rows(choice, rows)) * (1 + ROUNDING))
-        enough = [count for count in stages if count * blocks >= wanted]
-        if blocks < 1 or not enough:
-            continue
-        for zero in _zeros(space, choice, group.num_pipelines):
-            if figures := _figures(costs, space, number, choice, zero, group, seconds, rate):
-                found.append(figures)
-                stages_of.append(enough)
-                if figures[BASE_BYTES] == ROOMY:
-                    break  # to keep less of the state, and exchange more, gains nothing
-    names = [f.name for f in fields(Options) if f.name not in ("stages", "memory_bytes")]
-    columns = zip(*found, strict=True) if found else [()] * len(names)
-    times = [len(enough) for enough in stages_of]
-    arrays = {
-        name: np.repeat(np.array(column, dtype=float), times, axis=0)
-        for name, column in zip(names, columns, strict=True)
-    }
-    arrays |= {name: arrays[name].reshape(-1, 2).T for name in ("seconds", "base_bytes", "kept_bytes")}
-    stages = np.array([count for enough in stages_of for count in enough], dtype=float)
-    every = Options(stages, **arrays, memory_bytes=pool.memory_bytes)
+    for grid, stages, replicas in choices_of(slots, costs.setup.model.num_layers, group.rows, rounded_up=True):
+        counts.setdefault(grid, {}).setdefault(replicas, []).append(stages)
+    found = []
+    for grid, by_replicas in counts.items():
+        figures = _Figures(costs, space, group, number, grid, rates[grid], seconds)
+        found += figures.options(by_replicas, wanted)
+    arrays = {name: np.zeros((2, 0) if name in BY_WAY else 0) for name in ARRAYS}
+    if found:
+        arrays = {name: np.concatenate([each[name] for each in found], axis=-1) for name in ARRAYS}
+    every = Options(**arrays, memory_bytes=pool.memory_bytes)
     return every.only(_undominated(every))
 
 
-def _zeros(space: Space, choice: Choice, num_pipelines: int) -> Iterator[int]:
-    """Yield ZeRO stages, of 0 and 1 that which needs less."""
-    if num_pipelines > 1 or choice.replicas == 1:
-        yield 1
-        return
-    yield from (zero for zero in space.zero if zero or 1 not in space.zero)
+class _Figures:
+    """Figures of one tensor grid of a pool, of all numbers of replicas at once."""
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        space: Space,
+        group: Group,
+        number: int,
+        grid: TensorGrid,
+        rate: Rate,
+        seconds: float,
+    ):
+        self._costs, self._space, self._group, self._number, self._grid = costs, space, group, number, grid
+        self._rate, self._seconds = rate, seconds
+        self._first, self._last = space.recompute[0], space.recompute[-1]
+        self._memory = costs.pools[number].memory_bytes
+        self._few = FEW_ROWS if costs.cluster.num_devices <= FEW_DEVICES else FEWER_ROWS
+
+    def options(self, stages: Mapping[int, Sequence[int]], wanted: float) -> list[dict[str, np.ndarray]]:
+        """Return them by name, for each ZeRO stage; `stages` are the numbers of stages by replicas."""
+        most, enough = self._seconds * self._rate.block / self._group.microbatches * (1 + ROUNDING), {}
+        for replicas, counts in stages.items():
+            blocks = math.floor(most / rank_rows(Choice(self._grid, 1, replicas), self._group.rows))
+            if blocks and (found := [count for count in counts if count * blocks >= wanted]):
+                enough[replicas] = found
+        left, told = np.array(list(enough), dtype=int), []
+        for zero in sorted({1, *self._space.zero}):
+            which = left[self._may_have(zero, left)]
+            figures, is_roomy = self._of(which, zero) if len(which) else ({}, which)
+            if not figures:
+                continue
+            times = [len(enough[replicas]) for replicas in figures["replicas"].tolist()]
+            repeated = {name: np.repeat(each, times, axis=-1) for name, each in figures.items() if name != "replicas"}
+            counts = [count for replicas in figures["replicas"].tolist() for count in enough[replicas]]
+            told.append(repeated | {"stages": np.array(counts, dtype=float)})
+            # Where memory is never short, to keep less of the state, and exchange more, gains nothing.
+            left = left[~np.isin(left, figures["replicas"][is_roomy])]
+        return told
+
+    def _may_have(self, zero: int, replicas: np.ndarray) -> np.ndarray:
+        """Return which replicas may have a ZeRO stage: of 0 and 1 that which needs less, 1 where it makes no
+        difference."""
+        is_shared = (replicas > 1) & (self._group.num_pipelines == 1)
+        is_wanted = zero in self._space.zero and not (zero == 0 and 1 in self._space.zero)
+        return (is_shared & is_wanted) | (~is_shared & (zero == 1))
+
+    def _of(self, replicas: np.ndarray, zero: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return figures of stages with these replicas, those that can do a block, and which of them are never short
+        of memory."""
+        costs, group, m = self._costs, self._group, self._group.microbatches
+        most, least = (-(-tile // self._grid.z) for tile in (-(-group.rows // replicas), group.rows // replicas))
+        extra = self._each(lambda n: costs.exchange(self._number, self._grid, n, 1, zero).both, replicas, zero >= 2)
+        extra = extra * self._certain_share(replicas)
+        once = self._block(self._first, most) + extra
+        can = np.floor(self._seconds / (m * once)) >= 1
+        replicas, most, least, extra, once = (each[can] for each in (replicas, most, least, extra, once))
+        if not len(replicas):
+            return {}, np.zeros(0, dtype=bool)
+        blocks = np.floor(self._seconds / (m * once))
+        late = self._rate.late if costs.splits(self._grid, self._first, zero) else 0.0
+        holders = replicas if group.num_pipelines == 1 else replicas + group.all_rows - group.rows
+        both = [self._needs(how, most, zero, holders) for how in (self._first, self._last)]
+        depth = min(m, costs.setup.model.num_layers)
+        is_roomy = both[0].keeping(depth).at(blocks) <= self._memory
+        base, kept = (
+            np.array([np.broadcast_to(line, most.shape) for line in lines])
+            for lines in zip(*((n.state.base, n.activations.each) for n in both), strict=True)
+        )
+        state = np.broadcast_to(np.minimum(*(needs.state.each for needs in both)), most.shape)
+        whole = [_most(needs.keeping(1), self._memory) for needs in both]
+        is_short = ~is_roomy & (whole[0] < blocks)
+        piece_blocks, piece_seconds = self._in_pieces(most, zero, holders, is_short)
+        fastest = np.where(least == most, once, least / self._rate.block + extra)
+        step = m * once * NEGLIGIBLE_SHARE
+        figures = {
+            "replicas": replicas,
+            "seconds": np.stack([once, np.where(is_roomy, once, self._block(self._last, most) + extra)]),
+            "late": np.full(len(most), late),
+            "through": (1 - late) * fastest / once,
+            "exchanged": step * np.floor(self._exchanged(replicas, zero) / step),
+            "base_bytes": np.where(is_roomy, 0.0, base),
+            "state_bytes": np.where(is_roomy, ROOMY, state),
+            "kept_bytes": np.where(is_roomy, 0.0, kept),
+            "head": most / self._rate.head,
+            "embedding": most / self._rate.embedding,
+            "piece_seconds": np.where(piece_blocks > 0, piece_seconds + extra, once),
+            "piece_blocks": piece_blocks,
+        }
+        fits = is_roomy | (np.maximum(*whole) >= 1) | (piece_blocks.max(axis=0) >= 1)
+        return {name: each[..., fits] for name, each in figures.items()}, is_roomy[fits]
+
+    @staticmethod
+    def _each(of: Callable[[int], float], numbers: np.ndarray, is_wanted: bool) -> np.ndarray:
+        return np.array([of(n) for n in numbers.tolist()]) if is_wanted else np.zeros(len(numbers))
+
+    def _row(self, how: str) -> float:
+        """Return what a row takes at the least."""
+        return 1 / (self._rate.block if how == self._first else self._rate.again)
+
+    def _block(self, how: str, rows: np.ndarray) -> np.ndarray:
+        """Return what a block takes; what rows beyond a few take is not looked up for each number of them."""
+        known, row = self._costs.seconds, self._row(how)
+        each = (known(self._number, self._grid, 1, n, how).both if n <= self._few else n * row for n in rows.tolist())
+        return np.fromiter(each, float, len(rows))
+
+    def _needs(self, how: str, rows: np.ndarray, zero: int, holders: np.ndarray, at_once: int | None = None) -> Needs:
+        return self._costs.needs_of(self._grid, rows, how, zero, holders, (False, False), 1, at_once)
+
+    def _exchanged(self, replicas: np.ndarray, zero: int) -> np.ndarray:
+        """Return what exchanges at the end of a step take of a block; beside computation no less than they slow it,
+        were they all hidden."""
+        costs, num_pipelines = self._costs, self._group.num_pipelines
+        overlap_times = costs.pools[self._number].device.overlap_times
+        share = 1.0 if costs.setup.bucket_bytes is None else 1 - 1 / overlap_times
+        each = self._each(lambda n: costs.ending(self._number, self._grid, n, num_pipelines), replicas, zero < 2)
+        return each * share * CERTAIN_SHARE
+
+    def _certain_share(self, replicas: np.ndarray) -> np.ndarray:
+        """Return the share of what an exchange takes the first stage's replicas, that those of others take too."""
+        slots = {len(ranks) // self._grid.size for ranks in self._costs.pools[self._number].nodes}
+        of_node = max(slots)
+        is_alike = (len(slots) == 1) & ((replicas % of_node == 0) | (of_node % replicas == 0))
+        return np.where(is_alike, 1.0, CERTAIN_SHARE)
+
+    def _in_pieces(
+        self, rows: np.ndarray, zero: int, holders: np.ndarray, is_short: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return [2, n] of stages that are short of memory at the loss: how many blocks they have memory for if they
+        keep a row at a time, and what one takes in the largest pieces that fit."""
+        blocks, seconds = np.zeros((2, len(rows))), np.zeros((2, len(rows)))
+        which = np.flatnonzero(is_short & (rows > 1))
+        for i, how in enumerate((self._first, self._last) if len(which) else ()):
+            few = rows[which]
+            of_row = self._needs(how, few, zero, holders[which], 1).keeping(1)
+            room = np.maximum(self._memory - of_row.at(1), 0) // self._costs.row_bytes(self._grid, how)
+            at_once = np.minimum(1 + room, -(-few // 2)).astype(int)
+            blocks[i, which] = _most(of_row, self._memory)
+            seconds[i, which] = few * self._row(how)
+            for place in np.flatnonzero((blocks[i, which] > 0) & (at_once <= self._few)).tolist():
+                known = self._number, self._grid, int(few[place]), how, int(at_once[place])
+                seconds[i, which[place]] = self._costs.in_pieces(*known)
+        return blocks, seconds
 
 
-def _figures(
-    costs: StageCosts, space: Space, number: int, choice: Choice, zero: int, group: Group, seconds: float, rate: Rate
-) -> tuple | None:
-    """Return all figures but the number of stages, None where a stage cannot do a block."""
-    grid, _, replicas = choice
-    most, least = rank_rows(choice, group.rows), rank_rows(choice, group.rows, fewest=True)
-    first, last, m = space.recompute[0], space.recompute[-1], group.microbatches
-    extra = costs.exchange(number, grid, replicas, 1, zero).both * CERTAIN_SHARE
-
-    def block(how: str) -> float:
-        """What rows beyond a few take is not looked up for each number of them."""
-        if most <= FEW_ROWS:
-            return costs.seconds(number, grid, 1, most, how).both + extra
-        if how == first:
-            return most / rate.block + extra
-        few = costs.seconds(number, grid, 1, FEW_ROWS, how).both
-        return few * most / FEW_ROWS / ROW_SPEED + extra
-
-    once = block(first)
-    blocks = math.floor(seconds / (m * once))
-    if blocks < 1:
-        return None
-    late = rate.late if costs.splits(grid, first, zero) else 0.0
-    holders = replicas if group.num_pipelines == 1 else replicas + group.all_rows - group.rows
-    memory, depth = costs.pools[number].memory_bytes, min(m, costs.setup.model.num_layers)
-    ends, least_blocks = (False, False), 1
-    needs = costs.needs(grid, most, first, zero, holders, ends, least_blocks)
-    if needs.keeping(depth).at(blocks) <= memory:
-        again, base, state, kept = once, ROOMY, 1.0, (0.0, 0.0)  # memory is never short
-    else:
-        both = needs, costs.needs(grid, most, last, zero, holders, ends, least_blocks)
-        again = block(last)
-        base = [each.state.base for each in both]
-        state = min(each.state.each for each in both)
-        kept = [each.activations.each for each in both]
-        if max(each.keeping(1).most(memory) for each in both) < 1:
-            return None
-    fastest = once if least == most else least / rate.block + extra
-    # What goes on beside takes no less than it slows what is computed, were it all hidden.
-    share = 1.0 if costs.setup.bucket_bytes is None else 1 - 1 / costs.pools[number].device.overlap_times
-    exchanged = 0.0
-    if zero < 2 and share:
-        exchanged = costs.ending(number, grid, replicas, group.num_pipelines) * share * CERTAIN_SHARE
-    step = m * once * NEGLIGIBLE_SHARE
-    return (
-        (once, again),
-        late,
-        (1 - late) * fastest / once,
-        step * math.floor(exchanged / step),
-        base,
-        state,
-        kept,
-        most / rate.head,
-        most / rate.embedding,
-    )
+def _most(bytes_of: Line, memory_bytes: int) -> np.ndarray:
+    """Return for how many blocks memory suffices."""
+    return np.maximum(np.floor((memory_bytes - bytes_of.base) / bytes_of.each), 0.0)
 
 
 def rates_of(costs: StageCosts, space: Space, number: int, rows: int) -> dict[TensorGrid, Rate]:
-    """Return by grid what a rank of a pool does at the most, if it has up to `rows` rows."""
-    largest, counts = space.largest_grid or math.inf, [1 << n for n in range(rows.bit_length())]
+    """Return by grid what a rank of a pool does at the most, if it has up to `rows` rows, rounded up to a power of
+    two."""
+    largest, counts = space.largest_grid or math.inf, [1 << n for n in range((rows - 1).bit_length() + 1)]
     grids = (grid for grid in costs.grids[number] if grid.size <= largest)
-    return {grid: _rate(costs, number, grid, space.recompute[0], counts) for grid in grids}
+    return {grid: _rate(costs, number, grid, space.recompute, counts) for grid in grids}
 
 
-def _rate(costs: StageCosts, number: int, grid: TensorGrid, how: str, counts: Sequence[int]) -> Rate:
-    def speed(item: int) -> float:
+def _rate(costs: StageCosts, number: int, grid: TensorGrid, hows: Sequence[str], counts: Sequence[int]) -> Rate:
+    how, again = hows[0], hows[-1]
+
+    def speed(item: int, how: str = how) -> float:
         return max(n / costs.seconds(number, grid, item, n, how).both for n in counts) * ROW_SPEED
 
     passes = [(number, grid, item, n, how) for item in (1, costs.last) for n in counts]
     late = max(costs.parts(*each)[1] / costs.seconds(*each).both for each in passes) * ROW_SPEED
-    return Rate(speed(1), speed(costs.last), speed(0), late)
+    return Rate(speed(1), speed(1, again), speed(costs.last), speed(0), late)
 
 
 def _undominated(options: Options) -> np.ndarray:
@@ -232,6 +315,8 @@ def _undominated(options: Options) -> np.ndarray:
             options.kept_bytes,
             options.head,
             options.embedding,
+            options.piece_seconds,
+            np.where(options.state_bytes == ROOMY, -np.inf, -options.piece_blocks),
         ]
     )
     kept = np.ones(len(options), dtype=bool)

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -152,6 +153,17 @@ class Predictor:
         self._on_node: dict[int, list[int]] = {}
         for rank in plan.ranks:
             self._on_node.setdefault(cluster.devices[rank].node, []).append(rank)
+
+    def with_ahead(self, plan: Plan) -> "Predictor":
+        """Return what is known of a plan that has more microbatches under way, and is else the same."""
+        other = copy(self)
+        other.plan = plan
+        tiles = dict(zip(self.plan.tiles, plan.tiles, strict=True))
+        other._families = {tiles[tile]: families for tile, families in self._families.items()}
+        other.costs = self.costs.of(tiles)
+        other._places, other._until = {}, {}
+        vars(other).pop("_memory", None)
+        return other
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         found = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))

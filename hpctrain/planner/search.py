@@ -26,7 +26,7 @@ from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.timing import Timed, Timer, tell_shortage
 from hpctrain.planner.weigh import Layout, Weigher
 
-WEIGHED, TIMED = 2000, 12
+WEIGHED, TIMED = 2000, 10
 """How many plans are weighed, and timed, unless it is said."""
 PER_GROUP = 100
 """About how many plans of a group are weighed; see `MOST_CHOICES`."""

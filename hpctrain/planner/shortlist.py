@@ -78,13 +78,21 @@ class Shortlists:
             if len(scored) >= width and (False, seconds) > scored[width - 1][0]:
                 break
             rate, choice = considered[i]
-            insort(scored, (self._score(pool, choice, rate, others, rows, microbatches), i))
+            insort(scored, (self._score(pool, choice, rate, others, rows, microbatches, len(row) == 1), i))
         return [considered[i][1] for _, i in scored[:width]]
 
     def _score(
-        self, pool: int, choice: Choice, rate: float, others: float, rows: int, microbatches: int
+        self,
+        pool: int,
+        choice: Choice,
+        rate: float,
+        others: float,
+        rows: int,
+        microbatches: int,
+        is_alone: bool,
     ) -> tuple[bool, float]:
-        """Return about what a step takes with this choice, after whether it is short of memory at any rate."""
+        """Return about what a step takes with this choice, after whether it is short of memory at any rate; `is_alone`:
+        in its pipeline."""
         costs, (grid, stages, replicas) = self._costs, choice
         num_blocks = costs.setup.model.num_layers
         blocks = num_blocks * rate / (rate + others)
@@ -94,7 +102,9 @@ class Shortlists:
         memory = costs.pools[pool].memory_bytes
 
         def most(recompute: str, zero: int) -> int:
-            return costs.needs(grid, each, recompute, zero, replicas, (False, False)).keeping(kept).most(memory)
+            at_once = 1 if is_alone and stages == 1 and each > 1 else None  # with the loss, rows may go in pieces
+            needs = costs.needs(grid, each, recompute, zero, replicas, (False, False), at_once=at_once)
+            return needs.keeping(kept).most(memory)
 
         first, last = space.recompute[0], space.recompute[-1]
         if most(first, min(space.zero, key=lambda zero: abs(zero - 1))) < of_stage:

@@ -10,7 +10,7 @@ part, so that the parts add up.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpctrain.errors import PlanError
 from hpctrain.plan import Plan, Tile, joined
@@ -104,6 +104,27 @@ class Costs:
     def longest_seconds(self) -> dict[Tile, float]:
         """Of a microbatch of each tile, there and back, in the turn that takes the longest."""
         return {tile: max(cost.seconds for cost in by_turns) for tile, by_turns in self.tiles.items()}
+
+    def of(self, tiles: Mapping[Tile, Tile]) -> "Costs":
+        """Return the same for other tiles in the place of these."""
+
+        def placed(seconds: Mapping[Tile, float] | None) -> dict[Tile, float] | None:
+            return None if seconds is None else {tiles[tile]: each for tile, each in seconds.items()}
+
+        return replace(
+            self,
+            tiles={tiles[tile]: cost for tile, cost in self.tiles.items()},
+            messages={(tiles[a], tiles[b]): seconds for (a, b), seconds in self.messages.items()},
+            sharings=tuple(
+                replace(
+                    each,
+                    tiles=tuple(tiles[tile] for tile in each.tiles),
+                    ready_seconds=placed(each.ready_seconds),
+                    needed_seconds=placed(each.needed_seconds),
+                )
+                for each in self.sharings
+            ),
+        )
 
     def of_tile(self, tile: Tile, microbatch: int) -> TileCost:
         by_turns = self.tiles[tile]
@@ -237,17 +258,20 @@ class _Simulation:
     def _advance(self, first: Tile) -> set[Tile]:
         """Execute what the ranks of a tile can; return the tiles whose ranks may go on because of it."""
         woken: set[Tile] = set()
-        schedule, clock = self._schedules[first], self._clocks[first]
-        while self._at[first] < len(schedule):
-            step = schedule[self._at[first]]
-            tile = self._own[first][step.chunk]
+        schedule, clock, chunks = self._schedules[first], self._clocks[first], self._own[first]
+        for place in range(self._at[first], len(schedule)):
+            self._at[first] = place
+            step = schedule[place]
+            tile = chunks[step.chunk]
             match step.op:
-                case op if op in PASSES:
-                    cost = self._costs.of_tile(tile, step.microbatch)
-                    one = getattr(cost, PASSES[op])[step.substep]
-                    self._await_weights(tile, clock)
-                    for part, seconds in (("compute", one.compute), ("tensor", one.tensor), ("data", one.data)):
-                        clock.spend(part, seconds)
+                case op if name := PASSES.get(op):
+                    one = getattr(self._costs.of_tile(tile, step.microbatch), name)[step.substep]
+                    if tile in self._gathers:
+                        self._await_weights(clock, self._costs.of_tile(tile, 0).overlap_times, self._gathers.pop(tile))
+                    clock.spend("compute", one.compute)
+                    if one.tensor or one.data:
+                        clock.spend("tensor", one.tensor)
+                        clock.spend("data", one.data)
                 case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
                     wires = self._wires_of(tile, step)
                     if not self._send(clock, step.microbatch, wires):
@@ -260,8 +284,8 @@ class _Simulation:
                     woken.update(wire.source for wire in wires)
                 case _:
                     return woken
-            self._at[first] += 1
             self._done[tile] = clock.now
+        self._at[first] = len(schedule)
         return woken - {first}
 
     def _wires_of(self, tile: Tile, step: Instruction) -> tuple[_Wire, ...]:
@@ -342,12 +366,8 @@ class _Simulation:
                 found.setdefault(tile, []).append((sharing.gather_seconds, end, sharing.needed_seconds[tile]))
         return found
 
-    def _await_weights(self, tile: Tile, clock: _Clock) -> None:
-        """Wait in the first forward pass, which computes what it can before, and more slowly while weights come."""
-        gathers = self._gathers.pop(tile, None)
-        if not gathers:
-            return
-        times = self._costs.of_tile(tile, 0).overlap_times
+    def _await_weights(self, clock: _Clock, times: float, gathers: Sequence[tuple[float, float, float]]) -> None:
+        """Wait in the first forward pass, which computes what it can before, and `times` as long while weights come."""
         taken, all_there = sum(seconds for seconds, _, _ in gathers), max(end for _, end, _ in gathers)
         moment, computed, waited, slowed = clock.now, 0.0, 0.0, 0.0
         for _, end, needed in sorted(gathers, key=lambda gather: gather[2]):

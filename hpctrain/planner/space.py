@@ -13,7 +13,8 @@ A *shape* says everything but the cuts:
 
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
-are recomputed in the stages where they would not fit otherwise. What is found in the end may have rows by turns.
+are recomputed in the stages where they would not fit otherwise; at the loss rows may go in pieces instead, of which
+one is kept at a time. What is found in the end may have rows by turns.
 """
 
 import itertools

@@ -2,13 +2,15 @@
 
 Blocks are alike, so a stage of k blocks takes a base (of the embedding or the head) and k times the same, in seconds
 and in bytes. Seconds are those of `planner/predict.py`, bytes those of `planner/memory.py` for our engine, but for
-rounding.
+rounding, and for who meets unlike grids.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
+
+import numpy as np
 
 from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
@@ -21,6 +23,7 @@ from hpctrain.planner.memory import (
     MASTER_BYTES,
     MOMENT_BYTES,
     inner_bytes,
+    item_computing,
     item_deferred,
     item_kept,
     message_bytes,
@@ -30,6 +33,7 @@ from hpctrain.planner.pools import Pool
 from hpctrain.planner.predict import pass_cost
 from hpctrain.schedule import splits_freely
 
+Numbers = int | np.ndarray
 AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
 
 
@@ -71,6 +75,14 @@ class Needs(NamedTuple):
         return Line(state.base + kept.base * microbatches, state.each + kept.each * microbatches)
 
 
+def piece_counts(most: int, fewest: int) -> list[int]:
+    """Return in how many pieces ranks may go through so many rows: few, by twos and threes, and a row each."""
+    wanted = {n << power for n in (2, 3) for power in range(fewest.bit_length())}
+    found = [1, *sorted(count for count in wanted if count < fewest), *([fewest] if fewest > 1 else [])]
+    at_once = {-(-most // count): count for count in reversed(found)}  # the fewest pieces of those with as many rows
+    return sorted(at_once.values())
+
+
 class StageCosts:
     """Prices of stages on one cluster."""
 
@@ -79,15 +91,16 @@ class StageCosts:
         self.network = ClusterNetwork(cluster, setup.stack.link_share)
         self.last = setup.model.num_items - 1
         self.seconds = lru_cache(None)(self._seconds)
+        self.in_pieces = lru_cache(None)(self._in_pieces)
         self.parts = lru_cache(None)(self._parts)
         self._cost = lru_cache(None)(partial(item_cost, setup))
         self._tile = lru_cache(None)(self._first_tile)
         self.exchange = lru_cache(None)(self._exchange)
-        self.needs = lru_cache(None)(self._needs)
+        self.needs = lru_cache(None)(self.needs_of)  # of numbers, not arrays
         self.elements = lru_cache(None)(self._elements)
         self.splits = lru_cache(None)(self._splits)
         self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
-        self._kept = lru_cache(None)(self._kept_by)
+        self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self.ending = lru_cache(None)(self._ending)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices), ())
@@ -104,10 +117,30 @@ class StageCosts:
             found.append(grid)
         return found
 
+    def items(self, ends: tuple[bool, bool]) -> list[int]:
+        """Return the items that a stage's figures are made of: a block, which stands for all, and those at its ends."""
+        return [1, *([0] if ends[0] else []), *([self.last] if ends[1] else [])]
+
     def _seconds(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> Seconds:
         """Return what an item takes on a grid of a pool, each of whose ranks has `rows`; without ZeRO's exchange."""
         cost = self._cost(grid, item, rows, recompute)
         return Seconds(*self._passes(number, grid, (cost.forward, cost.backward)))
+
+    def piecewise(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str, pieces: int) -> Seconds:
+        """Return what an item takes that goes through the rows of a rank in pieces."""
+        if pieces == 1:
+            return self.seconds(number, grid, item, rows, recompute)
+        least, more = divmod(rows, pieces)
+        some = self.seconds(number, grid, item, least, recompute)
+        if not more:
+            return Seconds(pieces * some.forward, pieces * some.backward)
+        others = self.seconds(number, grid, item, least + 1, recompute)
+        return Seconds(*((pieces - more) * few + more * many for few, many in zip(some, others, strict=True)))
+
+    def _in_pieces(self, number: int, grid: TensorGrid, rows: int, recompute: str, at_once: int) -> float:
+        """Return what a block takes at the least in pieces of up to `at_once` rows."""
+        counts = (count for count in piece_counts(rows, rows) if -(-rows // count) <= at_once)
+        return min(self.piecewise(number, grid, 1, rows, recompute, count).both for count in counts)
 
     def _parts(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> list[float]:
         """Return the seconds of the parts of a backward pass: until the gradient is sent, and after that."""
@@ -153,56 +186,71 @@ class StageCosts:
             base += self._unit(grid, 0)
         return Line(base / grid.z, self._unit(grid, 1) / grid.z)
 
-    def _kept_by(self, grid: TensorGrid, item: int, recompute: str) -> float:
-        """Return the bytes of one row that an item keeps on a rank."""
-        return item_kept(self.setup, grid, item, recompute)
-
-    def _needs(
+    def needs_of(
         self,
         grid: TensorGrid,
-        rows: int,
+        rows: Numbers,
         recompute: str,
         zero: int,
-        holders: int,
+        holders: Numbers,
         ends: tuple[bool, bool],
         least_blocks: int = 2,
+        at_once: Numbers | None = None,
+        meets_unlike: bool = False,
     ) -> Needs:
-        """Return what a rank of a stage needs; see `memory_of`.
+        """Return what a rank of a stage needs; see `memory_of`. Rows and holders may be arrays, the latter of 1 where
+        `zero` is 1 at the most.
 
         There are whole weights of two items at once, if it has two: `least_blocks` of 1 is for who may have one, and
-        be alone.
+        be alone. At the loss it may go through its rows in pieces, and keep so many `at_once`. Who `meets_unlike` grids
+        has weights packed for these, too.
         """
         setup, b = self.setup, self.setup.item_bytes
-        zero = min(zero, 1) if holders == 1 else zero
+        zero = min(zero, 1) if zero > 1 and np.max(holders) == 1 else zero
         share = 1 / holders if zero else 1.0
         state = b * (share if zero == 3 else 1) + GRADIENT_BYTES * (share if zero >= 2 else 1)
         state += (MOMENT_BYTES + (MASTER_BYTES if b < MASTER_BYTES else 0)) * share
-        if zero == 1 and holders > 1:
-            state += GRADIENT_BYTES * share
+        if meets_unlike and zero < 3:
+            state = state + b
+        if zero == 1:
+            state = state + GRADIENT_BYTES * share * (holders > 1)
         stored = self.elements(grid, *ends)
-        items = [1, *([0] if ends[0] else []), *([self.last] if ends[1] else [])]
-        activations = [self._kept(grid, item, recompute) * rows for item in items]
-        splits = not ends[0] and self.splits(grid, recompute, zero)
-        share = 0.5 if recompute == "none" else 1.5
-        buffers = rows * share * self._kept(grid, 1, "none")
-        buffers += rows * inner_bytes(setup, grid) if splits else 0.0
-        if ends[1]:  # what the head has kept is gone when a block goes back
-            head = rows * share * self._kept(grid, self.last, "none")
-            left = rows * item_deferred(setup, grid, self.last) if splits else 0.0
-            buffers = max(head, buffers - rows * self._kept(grid, self.last, recompute) + left)
         messages = 1 if all(ends) or least_blocks < 2 else 1 + setup.stack.expected_messages
-        buffers += messages * message_bytes(setup, grid, rows)
+        buffers = messages * message_bytes(setup, grid, rows)
+        splits = not ends[0] and at_once is None and self.splits(grid, recompute, zero)
+        rows = rows if at_once is None else at_once
+        kept, computing = self._row(grid, recompute, ends, splits, bool(np.max(rows) > 1))
+        buffers = buffers + rows * computing
         gathered = 0.0
         if grid.z > 1 or zero >= 2:
-            sizes = [self._unit(grid, item) for item in items]
+            sizes = [self._unit(grid, item) for item in self.items(ends)]
             largest = sizes[0] + max(sizes if least_blocks > 1 else sizes[1:], default=0)
             gathered = largest * (GRADIENT_BYTES + (b if grid.z > 1 or zero == 3 else 0))
             shares = (1 / grid.z if grid.z > 1 else 0) + (1 / (grid.z * holders) if zero >= 2 else 0)
             gathered += (largest if splits else max(sizes)) * shares * GRADIENT_BYTES
         return Needs(
             Line(stored.base * state + buffers + gathered, stored.each * state),
-            Line(sum(activations[1:]), activations[0]),
+            Line(rows * kept.base, rows * kept.each),
         )
+
+    def _row_bytes(
+        self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, in_halves: bool
+    ) -> tuple[Line, float]:
+        """Return the bytes of a row that a rank of a stage keeps, and those that it computes with; see
+        `item_computing`."""
+        block, *others = (item_kept(self.setup, grid, item, recompute) for item in self.items(ends))
+        computing = item_computing(self.setup, grid, 1, recompute != "none", in_halves)
+        computing += inner_bytes(self.setup, grid) if splits else 0.0
+        if ends[1]:  # what the head has kept is gone when a block goes back
+            head = item_computing(self.setup, grid, self.last, recompute != "none")
+            left = item_deferred(self.setup, grid, self.last) if splits else 0.0
+            computing = max(head, computing - others[-1] + left)
+        return Line(sum(others), block), computing
+
+    def row_bytes(self, grid: TensorGrid, recompute: str) -> float:
+        """Return the bytes of one more row of a block, where rows go in pieces."""
+        kept, computing = self._row(grid, recompute, (False, False), False, True)
+        return kept.each + computing
 
     def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.

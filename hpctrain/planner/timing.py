@@ -14,7 +14,7 @@ from hpctrain.planner.weigh import Layout, Weigher
 
 FEW = 5
 """So many are timed at least."""
-CLOSED_FORM_ERROR = 0.05
+CLOSED_FORM_ERROR = 0.03
 """By more than this the closed form is rarely wrong: plans that are worse by it are not timed."""
 MIB = 2**20
 
@@ -66,7 +66,7 @@ class Timer:
         plan = further_ahead(timed.plan, predictor.costs, predictor.room)
         if plan is None:
             return timed
-        prediction = self._predictor(plan).predict()
+        prediction = predictor.with_ahead(plan).predict()
         other = Timed(timed.layout, plan, prediction, timed.seconds)
         return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 

@@ -65,4 +65,11 @@ def by_turns(plan: Plan, costs: Callable[[], Costs]) -> Plan | None:
     if mean > max(longest) * (1 - LEAST_WORTH):
         return None
     dealt = dict(zip(replicas, spread(totals, plan.microbatches), strict=True))
-    return replace(plan, tiles=tuple(replace(tile, rows=dealt[tile.rows]) for tile in plan.tiles))
+    if any(min(dealt[tile.rows].sizes) < tile.tensor.z for tile in plan.tiles):
+        return None
+    return replace(plan, tiles=tuple(_with_rows(tile, dealt[tile.rows]) for tile in plan.tiles))
+
+
+def _with_rows(tile: Tile, rows: Rows) -> Tile:
+    """Return a tile with other rows, in as many pieces as before if there are enough."""
+    return replace(tile, rows=rows, substeps=min(tile.substeps, min(rows.sizes) // tile.tensor.z))

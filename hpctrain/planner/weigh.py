@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.plan import Plan, Tile, counted
+from hpctrain.plan import Plan, TensorGrid, Tile, counted
 from hpctrain.planner.closed_form import Passes, done_after, done_at_the_least
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
@@ -19,7 +19,7 @@ from hpctrain.planner.even import families_of
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.predict import MOST_BUCKETS
 from hpctrain.planner.space import Choice, Shape, Space
-from hpctrain.planner.stages import Line, StageCosts
+from hpctrain.planner.stages import Line, Seconds, StageCosts, piece_counts
 
 
 class Placed(NamedTuple):
@@ -76,7 +76,10 @@ class Layout:
     @property
     def is_short_of_memory(self) -> bool:
         """Whether some stage could do better with more memory."""
-        return any(placed.way.recompute != "none" or placed.way.most < placed.blocks + 1 for placed in self.all_stages)
+        return any(
+            placed.way.recompute != "none" or placed.way.pieces > 1 or placed.way.most < placed.blocks + 1
+            for placed in self.all_stages
+        )
 
     def describe(self, names: Sequence[str]) -> str:
         """Say what each pool does, such as `fast: 2 x 4 of 1x2x1, then slow: 1 x 8 of 1x1x1`: stages x replicas."""
@@ -131,6 +134,7 @@ class Weigher:
                     ends,
                     of_row,
                     self.holders(shape, choice),
+                    self.meets_unlike(shape, number, choice),
                     shape.zero,
                 )
                 for pool, choice, depth, ends in roles
@@ -188,30 +192,69 @@ class Weigher:
         own = next(min(c.replicas for c in row) for row in shape.choices if choice in row)
         return choice.replicas + sum(least) - own
 
+    @staticmethod
+    def meets_unlike(shape: Shape, number: int, choice: Choice) -> bool:
+        """Say whether other pipelines have tensor grids with which a stage's ranks share no more than slabs: roughly,
+        for it may be with stages of other items."""
+        others = (row for i, row in enumerate(shape.choices) if i != number)
+        return any(other.grid != choice.grid for row in others for other in row)
+
     def _make_ways(
-        self, pool: int, choice: Choice, kept: int, ends: tuple[bool, bool], rows: int, holders: int, zero: int
+        self,
+        pool: int,
+        choice: Choice,
+        kept: int,
+        ends: tuple[bool, bool],
+        rows: int,
+        holders: int,
+        meets_unlike: bool,
+        zero: int,
     ) -> Stage:
         """Return how a stage can be computed that keeps the activations of `kept` microbatches."""
         costs, grid = self.costs, choice.grid
         each = rank_rows(choice, rows)
-        items = [1, *([0] if ends[0] else []), *([costs.last] if ends[1] else [])]
+        items = costs.items(ends)
         extra = [costs.exchange(pool, grid, choice.replicas, item, zero) for item in items]
-        ways = []
+        counts = piece_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
+        ways: list[Way] = []
         for recompute in self.space.recompute:
-            seconds = [costs.seconds(pool, grid, item, each, recompute) for item in items]
-            forward, backward = (
-                Line(sum(s[i] + e[i] for s, e in zip(seconds[1:], extra[1:], strict=True)), seconds[0][i] + extra[0][i])
-                for i in (0, 1)
-            )
-            needs = costs.needs(grid, each, recompute, zero, holders, ends)
-            needed = needs.keeping(kept)
-            most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
-            split = None
-            if not ends[0] and costs.splits(grid, recompute, zero):
-                parts = [costs.parts(pool, grid, item, each, recompute) for item in items]
-                split = tuple(Line(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
-            ways.append(Way(recompute, forward, backward, most, needed, needs.activations, split))
+            fitting = 0
+            for pieces in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
+                at_once = -(-each // pieces) if pieces > 1 else None
+                needs = costs.needs(
+                    grid, each, recompute, zero, holders, ends, at_once=at_once, meets_unlike=meets_unlike
+                )
+                needed = needs.keeping(kept)
+                most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
+                if most > fitting:
+                    seconds = self._stage_seconds(pool, grid, items, each, recompute, pieces, extra)
+                    split = None
+                    if not ends[0] and pieces == 1 and costs.splits(grid, recompute, zero):
+                        parts = [costs.parts(pool, grid, item, each, recompute) for item in items]
+                        split = tuple(Line(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
+                    ways.append(Way(recompute, pieces, *seconds, fitting, most, needed, needs.activations, split))
+                    fitting = most
+                if most >= self._model.num_layers:
+                    break  # nothing is gained by more pieces
+            if ways and ways[0].pieces == 1 and ways[0].most >= self._model.num_layers:
+                break
         return Stage(tuple(ways))
+
+    def _stage_seconds(
+        self,
+        pool: int,
+        grid: TensorGrid,
+        items: Sequence[int],
+        rows: int,
+        recompute: str,
+        pieces: int,
+        extra: Sequence[Seconds],
+    ) -> list[Line]:
+        """Return what a stage takes forward and backward; `items` are a block and those at its ends, each of which
+        takes so much `extra` for a piece."""
+        seconds = [self.costs.piecewise(pool, grid, item, rows, recompute, pieces) for item in items]
+        each = [tuple(own[i] + pieces * more[i] for i in (0, 1)) for own, more in zip(seconds, extra, strict=True)]
+        return [Line(sum(at_end[i] for at_end in each[1:]), each[0][i]) for i in (0, 1)]
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
@@ -301,9 +344,11 @@ class Weigher:
             for each, whole in zip(placed, piece.elements, strict=True)
         )
         blocks = piece.blocks - 1 + piece.is_last
-        reduce = max(reduce * share, reduce - min(each.way.backward.each * blocks for each in placed))
+        reduce = max(reduce * share, reduce - min(each.way.backward.each / each.way.pieces * blocks for each in placed))
         if len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1:
-            gather = max(gather * share, gather - min(each.way.forward.each * blocks for each in placed))
+            gather = max(
+                gather * share, gather - min(each.way.forward.each / each.way.pieces * blocks for each in placed)
+            )
         return reduce, gather
 
     def _message(self, source: Placed, target: Placed, rows: int) -> float:
@@ -364,7 +409,7 @@ class Weigher:
         forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
         for item, times in [(1, placed.blocks), *((end, 1) for end in ends)]:
             what = placed.pool, placed.choice.grid, item, rows, placed.way.recompute
-            seconds = self.costs.seconds(*what)
+            seconds = self.costs.piecewise(*what, placed.way.pieces)
             forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
             if placed.way.split is not None:
                 parts = [have + times * more for have, more in zip(parts, self.costs.parts(*what), strict=True)]
@@ -383,7 +428,7 @@ class Weigher:
                 stop = item + placed.blocks + (i == 0) + (i == len(stages) - 1)
                 for rows in cut_evenly(of_row, placed.choice.replicas):
                     ranks = next(slots[placed.pool])
-                    how = {"recompute": placed.way.recompute, "zero": layout.shape.zero}
+                    how = {"recompute": placed.way.recompute, "zero": layout.shape.zero, "substeps": placed.way.pieces}
                     tiles.append(Tile(Interval(item, stop), rows.shift(at), ranks, placed.choice.grid, **how))
                 item = stop
             at += of_row

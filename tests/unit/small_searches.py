@@ -206,7 +206,7 @@ SLOW = {"nic": 1e6}
 
 
 @st.composite
-def cases(draw, networks=NETWORKS):
+def cases(draw, networks=NETWORKS, batches=(2, 4, 6)):
     sizes = draw(
         st.sampled_from(
             [[(1, 1)], [(1, 2)], [(2, 1)], [(1, 4)], [(3, 1)], [(2, 2)], [(1, 6)], [(7, 1)], [(8, 1)]]
@@ -216,7 +216,7 @@ def cases(draw, networks=NETWORKS):
     tables = [(family, *size) for family, size in zip("abc", sizes, strict=False)]
     network = draw(st.sampled_from(networks))
     speeds = {family: draw(st.sampled_from(SPEEDS)) * (1 + 0.01 * i) for i, family in enumerate("abc")}
-    batch = draw(st.sampled_from([2, 4, 6]))
+    batch = draw(st.sampled_from(batches))
     microbatches = draw(st.sampled_from([m for m in (1, 2, 3, 4, 6) if batch % m == 0]))
     largest = draw(st.sampled_from([1, 1, 2]))
     zero = draw(st.sampled_from([(1,), (0, 1), (1, 2, 3)])) if largest == 1 and len(sizes) == 1 else (1,)

@@ -1,14 +1,20 @@
 """What ranks plans before they are simulated: near what decides, never below a bound, cut as no other cut is better."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hpctrain.planner.bound as bound
-from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
-from hpctrain.planner.search import Search
+import hpctrain.planner.cut as cut
+import hpctrain.planner.options as options
+from hpctrain.errors import PlanError
+from hpctrain.plan_checks import check_tiling
+from hpctrain.planner.cut import MANY_ROWS, Stage, Way, cut_blocks, cut_rows
+from hpctrain.planner.predict import Predictor
+from hpctrain.planner.search import Search, search
 from hpctrain.planner.shortlist import SLOWEST_SHARE, Shortlists
 from hpctrain.planner.space import arrangements
 from hpctrain.planner.stages import Line
@@ -28,6 +34,8 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case, is_rough):
         if is_rough:
             patch.setattr(bound, "FEW_POOLS", 0)
             patch.setattr(bound, "FEW_DEVICES", 0)
+            patch.setattr(options, "FEW_DEVICES", 0)
+            patch.setattr(options, "FEWER_ROWS", 1)
             patch.setattr(bound, "ROW_PARTS", 2)
         least = bound.least_seconds(*known)
     for layout in searching.layouts[:20]:
@@ -37,6 +45,35 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case, is_rough):
         # Unlike pipelines side by side may share a NIC in their exchanges in ways that the estimate does not see.
         error = 0.35 if len(layout.shape.pipelines) == 1 else 0.45
         assert layout.seconds == pytest.approx(seconds, rel=error), "what ranks plans is near what decides"
+
+
+@pytest.mark.parametrize("is_rough", [False, True])
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(batches=(4, 6, 16)), share=st.sampled_from([0.2, 0.35, 0.5, 0.7, 0.9]))
+def test_no_plan_is_below_the_bound_where_memory_is_short(case, share, is_rough):
+    """Then stages recompute, have more or fewer blocks, or go through their rows in pieces."""
+    setup, batch, cluster, space = case
+    space = replace(space, recompute=("none", "full"))
+    most = max(stage.memory.total for stage in search(setup, batch, cluster, None, space).best.prediction.memory)
+    tight = {name: f.model_copy(update={"memory_bytes": int(most * share)}) for name, f in cluster.families.items()}
+    cluster = cluster.model_copy(update={"families": tight})
+    searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
+    try:
+        best = searching.run().best
+    except PlanError as error:
+        assert "MiB too few" in str(error)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        if is_rough:
+            patch.setattr(options, "FEW_DEVICES", 0)
+            patch.setattr(options, "FEWER_ROWS", 1)
+        least = bound.least_seconds(searching.costs, batch, space, 1.5 * best.seconds)
+    for layout in searching.layouts[:20]:
+        plan = searching.weigher.plan(layout)
+        check_tiling(plan, setup.model.num_items)
+        assert least <= step_seconds(setup, plan, cluster) * (1 + 1e-9)
+        for stage in Predictor(setup, plan, cluster).memory:
+            assert stage.memory.total <= 1.02 * stage.available_bytes, "what is weighed has about the memory it needs"
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -52,7 +89,9 @@ def test_choices_that_are_not_scored_are_none_of_the_best(case, per_group):
         every, best = lists._rates(pool, rows)
         others = sum(lists._rates(other, rows)[1] for other in row if other != pool)
         considered = [(rate, choice) for rate, choice in every if rate >= best * SLOWEST_SHARE]
-        scores = [lists._score(pool, choice, rate, others, rows, microbatches) for rate, choice in considered]
+        scores = [
+            lists._score(pool, choice, rate, others, rows, microbatches, len(row) == 1) for rate, choice in considered
+        ]
         order = sorted(range(len(scores)), key=lambda i: (scores[i], i))
         assert found == [considered[i][1] for i in order[: len(found)]]
         assert len(found) >= min(2, len(considered))
@@ -66,16 +105,18 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
     stages = []
     for seconds in each:
         base, kept, again = data.draw(st.tuples(st.sampled_from([0.0, 0.4]), st.integers(0, 5), st.integers(0, 9)))
-        ways = [(1.0, kept), (1.3, max(kept, again))]
+        pieces = data.draw(st.tuples(st.sampled_from([1.1, 1.6]), st.sampled_from([1, 4]), st.integers(0, 9)))
+        ways = [(1.0, 1, kept), (1.3, 1, max(kept, again)), pieces]
         stages.append(
             Stage(
                 tuple(
-                    Way("", Line(base, seconds * more), Line(0, 0), most, Line(0, 1), Line(0, 1)) for more, most in ways
+                    Way("", 1, Line(base * head, seconds * more), Line(0, 0), 0, most, Line(0, 1), Line(0, 1))
+                    for more, head, most in ways
                 )
             )
         )
-    every = [cut for cut in itertools.product(range(1, 10), repeat=len(each)) if sum(cut) == num_blocks]
-    times = [max(stage.seconds(k) for stage, k in zip(stages, cut, strict=True)) for cut in every]
+    every = [blocks for blocks in itertools.product(range(1, 10), repeat=len(each)) if sum(blocks) == num_blocks]
+    times = [max(stage.seconds(k) for stage, k in zip(stages, each, strict=True)) for each in every]
     found = cut_blocks(num_blocks, stages)
     if not times or min(times) == float("inf"):
         assert found is None
@@ -84,21 +125,37 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
         assert sum(found) == num_blocks
 
 
+@pytest.mark.parametrize("many_rows", [MANY_ROWS, 0])
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 1.7, 3.0])), min_size=1, max_size=3), st.integers(1, 12)
+    pipelines=st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 1.7, 3.0])), min_size=1, max_size=3),
+    num_rows=st.integers(1, 12),
 )
-def test_rows_are_cut_as_no_other_cut_is_better(pipelines, num_rows):
+def test_rows_are_cut_as_no_other_cut_is_better(many_rows, pipelines, num_rows):
     least = [first for first, _ in pipelines]
     times = [lambda n, least=least, speed=speed: -(-n // least) / speed for least, speed in pipelines]
     every = itertools.product(*(range(first, num_rows + 1) for first in least))
-    every = [max(of(n) for of, n in zip(times, cut, strict=True)) for cut in every if sum(cut) == num_rows]
-    found = cut_rows(num_rows, least, times)
+    every = [max(of(n) for of, n in zip(times, rows, strict=True)) for rows in every if sum(rows) == num_rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "MANY_ROWS", many_rows)
+        found = cut_rows(num_rows, least, times)
     if not every:
         assert found is None
     else:
         assert sum(found) == num_rows and all(n >= first for n, first in zip(found, least, strict=True))
         assert max(of(n) for of, n in zip(times, found, strict=True)) == min(every)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.5, 40.0)), min_size=2, max_size=5), st.integers(100, 3000))
+def test_many_rows_are_cut_as_if_they_were_given_one_by_one(pipelines, num_rows):
+    least = [first for first, _ in pipelines]
+    times = [lambda n, least=least, speed=speed: (3 + -(-n // least)) / speed for least, speed in pipelines]
+    found = cut_rows(num_rows, least, times)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "MANY_ROWS", num_rows)
+        assert found == cut_rows(num_rows, least, times)
+    assert sum(found) == num_rows
 
 
 @pytest.mark.parametrize(("num_pools", "ways"), [(1, 1), (2, 2 + 3), (3, 3 + 3 * 3 + 13), (4, 4 + 6 * 3 + 4 * 13 + 73)])
