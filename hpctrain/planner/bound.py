@@ -19,6 +19,7 @@ pools on many devices ways are told apart roughly, to the better side.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -253,16 +254,50 @@ class _Bound:
         return known[key]
 
 
-def _at_the_loss(
-    options: Options, fit: np.ndarray, microbatches: int, limit: np.ndarray, left: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return [4, n] of the last stage, which may also go through its rows in pieces: the most blocks, each one's
-    seconds."""
-    seconds = options.piece_seconds
-    alone = (left - microbatches * options.head) / (microbatches * seconds + options.exchanged)
-    in_pieces = np.floor(np.maximum(np.minimum(limit / seconds, alone), 0.0) * (1 + ROUNDING))
-    in_pieces = np.minimum(in_pieces, options.piece_blocks)
-    return np.concatenate([fit, in_pieces]), np.concatenate([options.seconds, seconds])
+class _Worth(NamedTuple):
+    """What stages of options are worth, [n, depth]: by how many stages are behind them."""
+
+    price: np.ndarray
+    """Of a second of a microbatch, in blocks."""
+    more: np.ndarray
+    """Blocks beside, which cost less."""
+    whole: np.ndarray
+    """The most blocks."""
+    enough: np.ndarray
+    """[n]: up to which depth they have memory for all that time allows, without recomputing."""
+
+
+def _worth(options: Options, microbatches: int, deepest: int, left: float, is_last: bool) -> _Worth:
+    """Return what stages are worth that have so many seconds `left`, and the head if the last one of them `is_last`.
+
+    The price is that of a block whose activations are kept, where there is memory for all that time allows; else of one
+    that is computed again; of the last stage that of the way by which it does the most.
+    """
+    most = options.most_blocks(deepest, microbatches)
+    # What a stage may take of one microbatch: it computes all of them, and then exchanges.
+    seconds, late = options.seconds, options.late[:, None]
+    limit = np.full((len(options), deepest), left) / (microbatches - late)
+    if is_last:
+        limit[:, 0] -= options.head
+    own = microbatches * seconds + options.exchanged
+    alone = np.floor(np.maximum(left - microbatches * (options.head if is_last else 0.0), 0.0) / own * (1 + ROUNDING))
+    alone = np.stack([alone, np.floor(left / own * (1 + ROUNDING))], axis=-1)  # [2, n, (last stage, others)]
+    fit = np.floor(np.maximum(limit, 0.0) / seconds[:, :, None] * (1 + ROUNDING))
+    fit = np.minimum(np.minimum(fit, most), alone[:, :, np.minimum(np.arange(deepest), 1)])
+    is_short = most[0] < np.floor(limit / seconds[0][:, None])  # from some depth on
+    price = 1 / np.where(is_short, seconds[1][:, None], seconds[0][:, None])
+    more = np.maximum((fit * (1 - price * seconds[:, :, None])).max(axis=0), 0.0)
+    whole = fit.max(axis=0)
+    if is_last:  # which may also go through its rows in pieces
+        times = options.piece_seconds
+        alone = (left - microbatches * options.head) / (microbatches * times + options.exchanged)
+        in_pieces = np.floor(np.maximum(np.minimum(limit[:, 0] / times, alone), 0.0) * (1 + ROUNDING))
+        last = np.concatenate([fit[:, :, 0], np.minimum(in_pieces, options.piece_blocks)])
+        times = np.concatenate([seconds, times])
+        price[:, 0] = 1 / times[last.argmax(axis=0), np.arange(len(options))]
+        more[:, 0] = np.maximum((last * (1 - price[:, 0] * times)).max(axis=0), 0.0) - price[:, 0] * options.head
+        whole[:, 0] = last.max(axis=0)
+    return _Worth(price, more, whole, (~is_short).sum(axis=1))
 
 
 def _with_stages(
@@ -294,29 +329,7 @@ def _before(
         return behind.only(np.zeros(0, dtype=int))
     stages = options.stages.astype(int)
     deepest = min(num_blocks, int(behind.depth.max() + stages.max()))
-    most = options.most_blocks(deepest, microbatches)
-    # What a stage may take of one microbatch: it computes all of them, and then exchanges.
-    seconds, late = options.seconds, options.late[:, None]
-    limit = np.full((len(options), deepest), left)
-    limit = limit / (microbatches - late)
-    if is_last:
-        limit[:, 0] -= options.head
-    own = microbatches * seconds + options.exchanged
-    alone = np.floor(np.maximum(left - microbatches * (options.head if is_last else 0.0), 0.0) / own * (1 + ROUNDING))
-    alone = np.stack([alone, np.floor(left / own * (1 + ROUNDING))], axis=-1)  # [2, n, (last stage, others)]
-    fit = np.floor(np.maximum(limit, 0.0) / seconds[:, :, None] * (1 + ROUNDING))
-    fit = np.minimum(np.minimum(fit, most), alone[:, :, np.minimum(np.arange(deepest), 1)])
-    # Prices: that of a block whose activations are kept, where there is memory for all that time allows; else of one
-    # that is computed again; of the last stage that of the way by which it does the most.
-    is_short = most[0] < np.floor(limit / seconds[0][:, None])  # from some depth on
-    price = 1 / np.where(is_short, seconds[1][:, None], seconds[0][:, None])
-    more = np.maximum((fit * (1 - price * seconds[:, :, None])).max(axis=0), 0.0)
-    whole = fit.max(axis=0)
-    if is_last:
-        last, times = _at_the_loss(options, fit[:, :, 0], microbatches, limit[:, 0], left)
-        price[:, 0] = 1 / times[last.argmax(axis=0), np.arange(len(options))]
-        more[:, 0] = np.maximum((last * (1 - price[:, 0] * times)).max(axis=0), 0.0) - price[:, 0] * options.head
-        whole[:, 0] = last.max(axis=0)
+    price, more, whole, enough = _worth(options, microbatches, deepest, left, is_last)
     more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in (more, whole))
     depth = behind.depth[:, None] + stages
     states, numbers = np.nonzero(depth <= deepest)
@@ -325,8 +338,8 @@ def _before(
     per_second, at = behind.per_second[states], before
     # Of stages that have the same price, up to some depth: the last one, those with memory enough, the others; and the
     # first one, before which nobody waits for a gradient.
-    enough, inner = (~is_short).sum(axis=1)[numbers], after - is_first
-    for stop in (*([1] if is_last else []), enough, inner):
+    inner = after - is_first
+    for stop in (*([1] if is_last else []), enough[numbers], inner):
         stop = np.clip(stop, at, inner)
         own_price = price[numbers, np.minimum(at, deepest - 1)]
         per_second, at = _with_stages(per_second, own_price, through, microbatches - late, stop - at), stop

@@ -249,7 +249,7 @@ class _Figures:
         overlap_times = costs.pools[self._number].device.overlap_times
         share = 1.0 if costs.setup.bucket_bytes is None else 1 - 1 / overlap_times
         each = self._each(lambda n: costs.ending(self._number, self._grid, n, num_pipelines), replicas, zero < 2)
-        return each * share * CERTAIN_SHARE
+        return each * share * (self._certain_share(replicas) if num_pipelines == 1 else CERTAIN_SHARE)
 
     def _certain_share(self, replicas: np.ndarray) -> np.ndarray:
         """Return the share of what an exchange takes the first stage's replicas, that those of others take too."""
