@@ -3,7 +3,8 @@
     python benchmarks/make_clusters.py hpctrain/jobs/clusters
 
 writes one file for each mix of `MIXES`. Their figures are those of data sheets, of dense products in half precision,
-and the stated shares of them that devices reach; one set of scales makes a rehearsal of all of it (`Scale`).
+and the stated shares of them that devices reach, as a probe would find; one set of scales makes a rehearsal of all of
+it (`Scale`).
 """
 
 import sys
@@ -169,9 +170,9 @@ def family(name: str, chip: Chip, memory_scale: float) -> str:
 kind = "{chip.kind}"
 model = "{chip.model}"
 origin = "datasheet"
-origins = {{sustained_flops_per_second = "measured", overlap_times = "measured"}}
+origins = {{sustained_flops_per_second = "measured", memory_bytes_per_second = "measured", overlap_times = "measured"}}
 memory_bytes = {whole(chip.memory_bytes * memory_scale)}
-memory_bytes_per_second = {number(chip.memory_bytes_per_second * Scale.num_bytes)}
+memory_bytes_per_second = {number(chip.memory_bytes_per_second * MEMORY_SHARE * Scale.num_bytes)}
 peak_flops_per_second = {{fp32 = {number(peak)}}}
 sustained_flops_per_second = {{fp32 = {number(probed)}}}
 overlap_times = {chip.overlap_times:g}

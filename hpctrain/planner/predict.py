@@ -95,9 +95,10 @@ def pass_cost(
     beside the other half of the rows what is longer than that takes, of z what is longer than all else, as the next
     item's weights come while this one computes; and by how much computing is slower meanwhile.
     """
+    over_z = {"all_gather": 0.0, "reduce_scatter": 0.0}
     times, slowed = max(device.overlap_times for device in devices), 0.0
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
-    tensor = over_z = data = 0.0
+    tensor = data = 0.0
     axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
     for exchange in work.exchanges:
         what = exchange.operation, exchange.num_bytes
@@ -106,15 +107,16 @@ def pass_cost(
             continue
         seconds = network.group_seconds(*what, axes[exchange.axis], tile.ranks)
         if exchange.axis == "z" and "z" in setup.overlaps:
-            over_z += seconds
+            over_z[exchange.operation] += seconds
             continue
         if (meanwhile := _beside(exchange, work, setup)) is not None:
             beside = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
             longer = slowed_by(beside, seconds, times)
             slowed, seconds = slowed + longer, max(0.0, seconds - beside - longer)
         tensor += seconds
-    slowed = min(slowed + slowed_by(min(over_z, compute), over_z, times), compute * (times - 1))
-    return PassCost(compute + slowed, tensor + max(0.0, over_z - compute - slowed - tensor), data)
+    of_z = sum(over_z.values())
+    slowed = min(slowed + slowed_by(min(of_z, compute), of_z, times), compute * (times - 1))
+    return PassCost(compute + slowed, tensor + max(0.0, of_z - compute - slowed - tensor), data, *over_z.values())
 
 
 def _beside(exchange: Exchange, work: Work, setup: Setup) -> Work | None:
@@ -289,8 +291,22 @@ class Predictor:
             for name, made in passes.items():
                 made.append(sum((of_item[name] for of_item in each), PassCost(0.0)))
         times = max(self._devices[family].overlap_times for family in self._families[tile])
-        update = self._update_seconds(tile)
-        return TileCost(update_seconds=update, overlap_times=times, **{n: tuple(made) for n, made in passes.items()})
+        before, after = self._alone_over_z(tile, pieces[0])
+        return TileCost(
+            update_seconds=self._update_seconds(tile),
+            overlap_times=times,
+            before_seconds=before,
+            after_seconds=after,
+            **{name: tuple(made) for name, made in passes.items()},
+        )
+
+    def _alone_over_z(self, tile: Tile, rows: int) -> tuple[float, float]:
+        """Return what comes over z before the first block can compute, and goes after the last has; what an embedding
+        computes meanwhile hides its own."""
+        if tile.tensor.z == 1 or not tile.items.intersect(Interval(1, self.setup.model.num_items - 1)).size:
+            return 0.0, 0.0
+        passes = self.item_passes(tile, max(1, tile.items.start), rows)
+        return passes["forward"].gathered, passes["backward"].scattered
 
     def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
         """Return by name (`PASSES`) what each pass over an item takes a rank of a tile, for so many rows of its own."""

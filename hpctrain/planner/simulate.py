@@ -34,8 +34,19 @@ class PassCost:
     data: float = 0.0
     """Collectives over the holders of its weights, in ZeRO 2 and 3."""
 
+    gathered: float = 0.0
+    """Of the weights that come over z beside computation, all of it."""
+    scattered: float = 0.0
+    """Of their gradients."""
+
     def __add__(self, other: "PassCost") -> "PassCost":
-        return PassCost(self.compute + other.compute, self.tensor + other.tensor, self.data + other.data)
+        return PassCost(
+            self.compute + other.compute,
+            self.tensor + other.tensor,
+            self.data + other.data,
+            self.gathered + other.gathered,
+            self.scattered + other.scattered,
+        )
 
     @property
     def seconds(self) -> float:
@@ -78,6 +89,10 @@ class TileCost:
     backward_weight: tuple[PassCost, ...] = ()
     overlap_times: float = 1.0
     """How many times as long its ranks compute while they communicate."""
+    before_seconds: float = 0.0
+    """Before a step's first forward pass, of what comes over z, while nothing computes beside."""
+    after_seconds: float = 0.0
+    """After its last backward pass."""
 
     @property
     def seconds(self) -> float:
@@ -217,6 +232,7 @@ class _Simulation:
         """When each tile did something for the last time."""
         self._at = dict.fromkeys(schedules, 0)
         self._wires: dict[tuple[Tile, Tile, Op], _Wire] = {}
+        self._ends: dict[int, tuple[int, int]] = {}
         self._found_wires: dict[tuple[Tile, Op, int], tuple[_Wire, ...]] = {}
         self._gathers = self._start_gathers()
 
@@ -259,19 +275,25 @@ class _Simulation:
         """Execute what the ranks of a tile can; return the tiles whose ranks may go on because of it."""
         woken: set[Tile] = set()
         schedule, clock, chunks = self._schedules[first], self._clocks[first], self._own[first]
+        opening, closing = self._passes_of(schedule)
         for place in range(self._at[first], len(schedule)):
             self._at[first] = place
             step = schedule[place]
             tile = chunks[step.chunk]
             match step.op:
                 case op if name := PASSES.get(op):
-                    one = getattr(self._costs.of_tile(tile, step.microbatch), name)[step.substep]
+                    cost = self._costs.of_tile(tile, step.microbatch)
+                    one = getattr(cost, name)[step.substep]
+                    if place == opening:
+                        clock.spend("tensor", max(0.0, cost.before_seconds - clock.now))
                     if tile in self._gathers:
                         self._await_weights(clock, self._costs.of_tile(tile, 0).overlap_times, self._gathers.pop(tile))
                     clock.spend("compute", one.compute)
                     if one.tensor or one.data:
                         clock.spend("tensor", one.tensor)
                         clock.spend("data", one.data)
+                    if place == closing:
+                        clock.spend("tensor", cost.after_seconds)
                 case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
                     wires = self._wires_of(tile, step)
                     if not self._send(clock, step.microbatch, wires):
@@ -287,6 +309,13 @@ class _Simulation:
             self._done[tile] = clock.now
         self._at[first] = len(schedule)
         return woken - {first}
+
+    def _passes_of(self, schedule: tuple[Instruction, ...]) -> tuple[int, int]:
+        """Return the places of the first and the last pass of a schedule, found once for tiles that have the same."""
+        if id(schedule) not in self._ends:
+            places = [place for place, step in enumerate(schedule) if step.op in PASSES]
+            self._ends[id(schedule)] = (places[0], places[-1]) if places else (-1, -1)
+        return self._ends[id(schedule)]
 
     def _wires_of(self, tile: Tile, step: Instruction) -> tuple[_Wire, ...]:
         """Return the wires by which a tile sends or receives in an instruction."""
