@@ -267,8 +267,10 @@ class _Worth(NamedTuple):
     """[n]: up to which depth they have memory for all that time allows, without recomputing."""
 
 
-def _worth(options: Options, microbatches: int, deepest: int, left: float, is_last: bool) -> _Worth:
-    """Return what stages are worth that have so many seconds `left`, and the head if the last one of them `is_last`.
+def _worth(options: Options, microbatches: int, deepest: int, left: float, is_first: bool, is_last: bool) -> _Worth:
+    """Return what stages are worth that have so many seconds `left`.
+
+    `is_first` says that they have the embedding, `is_last` that the last one of them has the head.
 
     The price is that of a block whose activations are kept, where there is memory for all that time allows; else of one
     that is computed again; of the last stage that of the way by which it does the most.
@@ -277,11 +279,11 @@ def _worth(options: Options, microbatches: int, deepest: int, left: float, is_la
     # What a stage may take of one microbatch: it computes all of them, and then exchanges.
     seconds, late = options.seconds, options.late[:, None]
     limit = np.full((len(options), deepest), left) / (microbatches - late)
-    if is_last:
-        limit[:, 0] -= options.head
-    own = microbatches * seconds + options.exchanged
-    alone = np.floor(np.maximum(left - microbatches * (options.head if is_last else 0.0), 0.0) / own * (1 + ROUNDING))
-    alone = np.stack([alone, np.floor(left / own * (1 + ROUNDING))], axis=-1)  # [2, n, (last stage, others)]
+    ends = np.outer([is_last, 0], options.head) + is_first * options.embedding  # [(last stage, others), n]
+    limit[:, 0] -= is_last * options.head
+    # And there is nothing beside what is exchanged of the first item.
+    own = left - microbatches * ends - options.uncovered - is_first * options.uncovered_embedding
+    alone = np.floor(np.maximum(own, 0.0).T / options.step_seconds[:, :, None] * (1 + ROUNDING))  # [2, n, 2]
     fit = np.floor(np.maximum(limit, 0.0) / seconds[:, :, None] * (1 + ROUNDING))
     fit = np.minimum(np.minimum(fit, most), alone[:, :, np.minimum(np.arange(deepest), 1)])
     is_short = most[0] < np.floor(limit / seconds[0][:, None])  # from some depth on
@@ -290,7 +292,8 @@ def _worth(options: Options, microbatches: int, deepest: int, left: float, is_la
     whole = fit.max(axis=0)
     if is_last:  # which may also go through its rows in pieces
         times = options.piece_seconds
-        alone = (left - microbatches * options.head) / (microbatches * times + options.exchanged)
+        exchanged = options.step_seconds - microbatches * seconds
+        alone = own[0] / (microbatches * times + exchanged)
         in_pieces = np.floor(np.maximum(np.minimum(limit[:, 0] / times, alone), 0.0) * (1 + ROUNDING))
         last = np.concatenate([fit[:, :, 0], np.minimum(in_pieces, options.piece_blocks)])
         times = np.concatenate([seconds, times])
@@ -329,8 +332,8 @@ def _before(
         return behind.only(np.zeros(0, dtype=int))
     stages = options.stages.astype(int)
     deepest = min(num_blocks, int(behind.depth.max() + stages.max()))
-    price, more, whole, enough = _worth(options, microbatches, deepest, left, is_last)
-    more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in (more, whole))
+    price, each_more, each_whole, enough = _worth(options, microbatches, deepest, left, False, is_last)
+    more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in (each_more, each_whole))
     depth = behind.depth[:, None] + stages
     states, numbers = np.nonzero(depth <= deepest)
     before, after = behind.depth[states], depth[states, numbers]
@@ -343,14 +346,12 @@ def _before(
         stop = np.clip(stop, at, inner)
         own_price = price[numbers, np.minimum(at, deepest - 1)]
         per_second, at = _with_stages(per_second, own_price, through, microbatches - late, stop - at), stop
-    first = 0.0
+    more = behind.more[states] + more[numbers, inner] - more[numbers, before]
+    whole = behind.whole[states] + whole[numbers, inner] - whole[numbers, before]
     if is_first:
-        own_price = price[numbers, inner]
+        first = _worth(options, microbatches, deepest, left, True, is_last)
+        own_price = first.price[numbers, inner]
         per_second = _with_stages(per_second, own_price, through / (1 - late), microbatches, 1)
-        first = own_price * options.embedding[numbers]
-    return _States(
-        after,
-        per_second,
-        behind.more[states] + more[numbers, after] - more[numbers, before] - first,
-        behind.whole[states] + whole[numbers, after] - whole[numbers, before],
-    )
+        more += first.more[numbers, inner] - own_price * options.embedding[numbers]
+        whole += first.whole[numbers, inner]
+    return _States(after, per_second, more, whole)

@@ -35,6 +35,15 @@ class Form(NamedTuple):
     """Exchanges between domains: the size of the sending one, the link, and how many of its ranks share a NIC."""
 
 
+class Beside(NamedTuple):
+    """How many groups like a group, itself one of them, go at the same time through the NICs of its first rank."""
+
+    inside: int
+    """Where its domain, or it as a whole, leaves the node."""
+    across: int
+    """To other domains."""
+
+
 class ClusterNetwork:
     """The links of a cluster, and what collectives take on them. `link_share` is of a link's bandwidth."""
 
@@ -46,7 +55,7 @@ class ClusterNetwork:
         self._numbered: list[PairLink] = []
         self._number = lru_cache(KEPT)(self._number_of_link)
         self._form = lru_cache(KEPT)(self._form_of)
-        self._flows_beside = lru_cache(KEPT)(self._count_flows)
+        self._beside = lru_cache(KEPT)(self._count_groups)
         self._seconds_of = lru_cache(KEPT)(self._collective_seconds)
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -101,16 +110,25 @@ class ClusterNetwork:
         if len(ranks) < 2:
             return 0.0
         ranks = tuple(ranks)
-        flows = self._flows_beside(ranks, tuple(beside))
-        return self._seconds_of(operation, int(num_bytes), self._form(ranks), flows)
+        return self._seconds_of(operation, int(num_bytes), self._form(ranks), self._beside(ranks, tuple(beside)))
 
-    def _count_flows(self, ranks: tuple[int, ...], beside: tuple[int, ...]) -> int:
-        """Return how many groups like this one go through the NIC of its first rank at the same time."""
-        node = self.cluster.devices[ranks[0]].node
-        own = {rank for rank in ranks if self.cluster.devices[rank].node == node}
-        others = [rank for rank in beside if rank not in own]
-        elsewhere = next((rank for rank in ranks if rank not in own), ranks[0])
-        return self.flows(ranks[0], [ranks[0], *others], elsewhere)
+    def _count_groups(self, ranks: tuple[int, ...], beside: tuple[int, ...]) -> Beside:
+        """Return how many groups there are, if all ranks `beside` on the first one's node are in groups like this."""
+        first, *others = ranks
+        node = self.cluster.devices[first].node
+        own = [rank for rank in ranks if self.cluster.devices[rank].node == node]
+        every = {*own, *(rank for rank in beside if self.cluster.devices[rank].node == node)}
+        domains = self._topology.route(ranks).domains
+        near = {ranks[position] for domain in domains if 0 in domain for position in domain} or set(ranks)
+
+        def groups(targets: Iterable[int]) -> int:
+            target = next(iter(targets), None)
+            if target is None:
+                return 1
+            return -(-self.flows(first, every, target) // self.flows(first, own, target))
+
+        inside = groups(rank for rank in others if rank in near and rank not in own)
+        return Beside(inside, groups(rank for rank in others if rank not in near))
 
     def _form_of(self, ranks: tuple[int, ...]) -> Form:
         route = self._topology.route(ranks)
@@ -125,32 +143,38 @@ class ClusterNetwork:
         alike = tuple(dict.fromkeys(map(self._form, domains)))
         return Form(len(ranks), (), alike, len(domains), tuple(dict.fromkeys(across)))
 
-    def _collective_seconds(self, operation: str, num_bytes: int, form: Form, flows: int) -> float:
-        """Return what a collective of `num_bytes` takes; `flows`: see `_count_flows`."""
+    def _collective_seconds(self, operation: str, num_bytes: int, form: Form, beside: Beside) -> float:
+        """Return what a collective of `num_bytes` takes."""
         if form.size == 1 or not num_bytes:
             return 0.0
         if not form.domains:
-            return self._flat(operation, num_bytes, form, flows)
+            return self._flat(operation, num_bytes, form, beside.inside)
         if operation == "all_reduce":
-            return sum(self._seconds_of(part, num_bytes, form, flows) for part in ("reduce_scatter", "all_gather"))
+            return sum(self._seconds_of(part, num_bytes, form, beside) for part in ("reduce_scatter", "all_gather"))
         # Inside part by part, one for each domain; across one exchange of shards: each rank sends, of what its domain
         # summed, what others own.
         count = form.num_domains
         part = num_bytes // count + 1
-        inside = max(self._seconds_of(operation, part, d, flows) for d in form.domains)
+        within = Beside(beside.inside, beside.inside)
+        inside = max(self._seconds_of(operation, part, d, within) for d in form.domains)
         one, every = (
-            max(self._message_seconds(link, times * part / size, flows * own) for size, link, own in form.across)
+            max(
+                self._message_seconds(link, times * part / size, beside.across * own) for size, link, own in form.across
+            )
             for times in (1, count - 1)
         )
-        if any(map(self._uses_network, form.domains)):  # for which both wait
+        across = {self._numbered[link].fabric for _, link, _ in form.across}
+        if any(across & self._fabrics(domain) for domain in form.domains):  # whose NICs have to do both
             return count * inside + every
         if operation == "reduce_scatter":  # each part leaves when it is summed, while the next one is; its own last
             return max(count * inside, inside + every, (count - 1) * inside + one)
         return max(inside, every) + (count - 1) * inside  # its own part meanwhile, the others when all are there
 
-    def _uses_network(self, form: Form) -> bool:
-        """Say whether ranks of a group reach each other through NICs."""
-        return bool(form.domains) or any(self._numbered[link].fabric is not None for link in form.links)
+    def _fabrics(self, form: Form) -> set[str | None]:
+        """Return the fabrics by which ranks of a group reach each other."""
+        links = {*form.links, *(link for _, link, _ in form.across)}
+        found = {self._numbered[link].fabric for link in links} - {None}
+        return found.union(*map(self._fabrics, form.domains))
 
     def _flat(self, operation: str, num_bytes: int, form: Form, flows: int) -> float:
         link = self._slowest(form.links, num_bytes // form.size + 1, flows)

@@ -33,7 +33,7 @@ FEW_DEVICES, FEW_ROWS, FEWER_ROWS = 64, 64, 16
 ROUNDING = 1e-9
 ROOMY = 1.0
 """What stands for the bytes of a block where memory is never short."""
-BY_WAY = "seconds", "base_bytes", "kept_bytes", "piece_seconds", "piece_blocks"
+BY_WAY = "seconds", "step_seconds", "base_bytes", "kept_bytes", "piece_seconds", "piece_blocks"
 """Arrays of two rows."""
 
 
@@ -70,8 +70,11 @@ class Options:
     """The largest share of a stage's time that comes after it has sent the gradient."""
     through: np.ndarray
     """The least share of a stage's time in which a microbatch passes it, there and back."""
-    exchanged: np.ndarray
-    """Seconds a block at the end of a step for gradients and weights, or by which these slow what is computed."""
+    step_seconds: np.ndarray
+    """[2, n] of all microbatches for a block, with what is exchanged at the end of a step for gradients and weights."""
+    uncovered: np.ndarray
+    """Seconds of a step in which there is nothing beside what is exchanged: the first block's."""
+    uncovered_embedding: np.ndarray
     base_bytes: np.ndarray
     """[2, n] of a stage."""
     state_bytes: np.ndarray
@@ -208,12 +211,17 @@ class _Figures:
         piece_blocks, piece_seconds = self._in_pieces(most, zero, holders, is_short)
         fastest = np.where(least == most, once, least / self._rate.block + extra)
         step = m * once * NEGLIGIBLE_SHARE
+        seconds = np.stack([once, np.where(is_roomy, once, self._block(self._last, most) + extra)])
+        is_known = (most <= self._few) & ~piece_blocks.any(axis=0)
+        exchanged, beside_none = self._exchanged(replicas, zero, most, seconds, is_known)
         figures = {
             "replicas": replicas,
-            "seconds": np.stack([once, np.where(is_roomy, once, self._block(self._last, most) + extra)]),
+            "seconds": seconds,
             "late": np.full(len(most), late),
             "through": (1 - late) * fastest / once,
-            "exchanged": step * np.floor(self._exchanged(replicas, zero) / step),
+            "step_seconds": m * seconds + step * np.floor(exchanged / step),
+            "uncovered": step * np.floor(beside_none[0] / step),
+            "uncovered_embedding": step * np.floor(beside_none[1] / step),
             "base_bytes": np.where(is_roomy, 0.0, base),
             "state_bytes": np.where(is_roomy, ROOMY, state),
             "kept_bytes": np.where(is_roomy, 0.0, kept),
@@ -242,20 +250,33 @@ class _Figures:
     def _needs(self, how: str, rows: np.ndarray, zero: int, holders: np.ndarray, at_once: int | None = None) -> Needs:
         return self._costs.needs_of(self._grid, rows, how, zero, holders, (False, False), 1, at_once)
 
-    def _exchanged(self, replicas: np.ndarray, zero: int) -> np.ndarray:
-        """Return what exchanges at the end of a step take of a block; beside computation no less than they slow it,
-        were they all hidden."""
+    def _exchanged(
+        self, replicas: np.ndarray, zero: int, rows: np.ndarray, seconds: np.ndarray, is_known: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what exchanges at the end of a step add to what is computed: [2, n] of each block, and [2, n] of the
+        first one and of the embedding.
+
+        Weights are hidden by the first forward pass, and gradients by the last backward one, which they slow; but not
+        the first item's. Of passes whose length is not known it is taken that they hide all.
+        """
+        if zero >= 2:
+            return np.zeros_like(seconds), np.zeros_like(seconds)
         costs, num_pipelines = self._costs, self._group.num_pipelines
+        taken = np.array([costs.ending(self._number, self._grid, n, num_pipelines) for n in replicas.tolist()]).T
+        taken = taken * (self._certain_share(replicas) if num_pipelines == 1 else CERTAIN_SHARE)
+        if costs.setup.bucket_bytes is None:
+            return np.broadcast_to(taken.sum(axis=0), seconds.shape), np.zeros_like(seconds)
+        known = np.minimum(rows, self._few).tolist()
+        forward = np.array([costs.seconds(self._number, self._grid, 1, n, self._first).forward for n in known])
+        passes = np.where(is_known, [np.stack([forward, forward]), seconds - forward], np.inf)
         overlap_times = costs.pools[self._number].device.overlap_times
-        share = 1.0 if costs.setup.bucket_bytes is None else 1 - 1 / overlap_times
-        each = self._each(lambda n: costs.ending(self._number, self._grid, n, num_pipelines), replicas, zero < 2)
-        return each * share * (self._certain_share(replicas) if num_pipelines == 1 else CERTAIN_SHARE)
+        hidden = np.minimum(taken[:, None] / overlap_times, passes)  # [forward and backward, 2, n]
+        embedding = taken.sum(axis=0) * costs.elements_of(self._grid, 0) / costs.elements_of(self._grid, 1)
+        return (taken[:, None] - hidden).sum(axis=0), np.stack([hidden.min(axis=1).sum(axis=0), embedding])
 
     def _certain_share(self, replicas: np.ndarray) -> np.ndarray:
         """Return the share of what an exchange takes the first stage's replicas, that those of others take too."""
-        slots = {len(ranks) // self._grid.size for ranks in self._costs.pools[self._number].nodes}
-        of_node = max(slots)
-        is_alike = (len(slots) == 1) & ((replicas % of_node == 0) | (of_node % replicas == 0))
+        is_alike = [self._costs.lies_alike(self._number, self._grid.size, n) for n in replicas.tolist()]
         return np.where(is_alike, 1.0, CERTAIN_SHARE)
 
     def _in_pieces(
@@ -309,7 +330,9 @@ def _undominated(options: Options) -> np.ndarray:
             options.seconds,
             -options.late,
             options.through,
-            options.exchanged,
+            options.step_seconds,
+            options.uncovered,
+            options.uncovered_embedding,
             options.base_bytes,
             options.state_bytes,
             options.kept_bytes,

@@ -103,6 +103,7 @@ class StageCosts:
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self.ending = lru_cache(None)(self._ending)
+        self._of_node = lru_cache(None)(self._places_of_node)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices), ())
         self.grids = [self._grids(pool) for pool in pools]
 
@@ -268,33 +269,53 @@ class StageCosts:
         ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
         return self.network.group_seconds(operation, num_bytes, ranks, self.pools[groups[0][0]].nodes[0])
 
-    def _ending(self, number: int, grid: TensorGrid, replicas: int, num_pipelines: int) -> float:
-        """Return about what replicas exchange of a block at the end of a step, for gradients and weights.
+    def _ending(self, number: int, grid: TensorGrid, replicas: int, num_pipelines: int) -> Seconds:
+        """Return about what replicas exchange of a block: weights before the first forward pass, gradients after the
+        last backward one.
 
         By bandwidth, for a stage's blocks go in one message.
         """
         num_blocks, setup = self.setup.model.num_layers, self.setup
-        weights = self.elements_of(grid, 1) / grid.z
-        groups, found = ((number, grid.size, replicas),), 0.0
-        across = self._across_seconds(number, num_pipelines) / replicas if num_pipelines > 1 else 0.0
-        for each, operation in ((setup.stack.gradient_bytes, "reduce_scatter"), (setup.item_bytes, "all_gather")):
-            whole = int(weights * each * num_blocks)
+        weights, groups, across = self.elements_of(grid, 1) / grid.z, ((number, grid.size, replicas),), 0.0
+        if num_pipelines > 1:
+            across = self._across_seconds(number, grid.size, replicas, num_pipelines) / replicas
+
+        def of_block(operation: str, element_bytes: int) -> float:
+            whole, inside = int(weights * element_bytes * num_blocks), 0.0
             if replicas > 1:
                 one, two = (self.sharing_seconds(groups, n * whole, operation) for n in (1, 2))
-                found += two - one
-            found += whole * across
-        return found / num_blocks
+                inside = two - one
+            # What each of the pipelines owns goes across while what the next one owns goes on inside.
+            return max(inside, inside / num_pipelines + whole * across) / num_blocks
 
-    def _across_seconds(self, number: int, num_pipelines: int) -> float:
-        """Return what it takes at the least, for each byte, that one rank of a pool exchanges with other pipelines.
+        return Seconds(of_block("all_gather", setup.item_bytes), of_block("reduce_scatter", setup.stack.gradient_bytes))
+
+    def _across_seconds(self, number: int, size: int, replicas: int, num_pipelines: int) -> float:
+        """Return what it takes at the least, for each byte, that each rank of a stage exchanges with other pipelines.
 
         By bandwidth, by the fastest way; 0 where pools have families in common, which exchange as one.
         """
         families = [family for pool in self.pools for family in pool.families]
         if len(set(families)) < len(families):
             return 0.0
-        source, sizes = self.pools[number].nodes[0][0], (1 << 26, 1 << 27)
-        others = (pool.nodes[0][0] for other, pool in enumerate(self.pools) if other != number)
-        some, twice = zip(*([self.network.seconds(source, to, size) for size in sizes] for to in others), strict=True)
-        each = min(two - one for one, two in zip(some, twice, strict=True))
-        return each / sizes[0] * (num_pipelines - 1) / num_pipelines
+        nodes, sizes = self.pools[number].nodes, (1 << 26, 1 << 27)
+        # Who shares a NIC; where not all tiles lie alike on their nodes, a rank may have one for itself.
+        beside = nodes[0][: size * replicas] if self.lies_alike(number, size, replicas) else nodes[0][:1]
+        source, each = nodes[0][0], math.inf
+        for other, pool in enumerate(self.pools):
+            if other != number:
+                target = pool.nodes[0][0]
+                flows = self.network.flows(source, beside, target)
+                one, two = (self.network.seconds(source, target, num_bytes, flows) for num_bytes in sizes)
+                each = min(each, (two - one) / sizes[0])
+        return each * (num_pipelines - 1) / num_pipelines
+
+    def lies_alike(self, number: int, size: int, replicas: int) -> bool:
+        """Say whether all stages of so many replicas, of `size` ranks each, lie alike on the nodes of a pool."""
+        of_node = self._of_node(number, size)
+        return of_node > 0 and (replicas % of_node == 0 or of_node % replicas == 0)
+
+    def _places_of_node(self, number: int, size: int) -> int:
+        """Return how many tensor grids have room on each node of a pool; 0 where nodes are unlike in that."""
+        counts = {len(ranks) // size for ranks in self.pools[number].nodes}
+        return counts.pop() if len(counts) == 1 else 0

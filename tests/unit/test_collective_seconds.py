@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.comm.costs import MOST_DOUBLED_BYTES, cheapest_flat
 from hpctrain.comm.flat import FlatCollectives
 from hpctrain.comm.hierarchy import HierarchicalCollectives
@@ -17,23 +18,34 @@ NUM_ELEMENTS = 240_000
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
 
 
-def taken(cluster, domains, operation: str) -> float:
-    """Return the seconds of a collective over all devices, by the steps of its ranks."""
-    virtual, ranks = VirtualRanks(network_of(cluster)), range(cluster.num_devices)
-    groups = [VirtualTransports(virtual, domain) for domain in domains]
-    inside = {rank: g[place] for g, domain in zip(groups, domains, strict=True) for place, rank in enumerate(domain)}
-    everyone, steps, cuts = VirtualTransports(virtual, ranks), [], cut_evenly(NUM_ELEMENTS, len(ranks))
-    for rank in ranks:
-        flat = [FlatCollectives(transport, lambda *_: "exchange") for transport in (inside[rank], everyone[rank])]
-        collectives, tensor = HierarchicalCollectives(*flat, everyone[rank], domains), torch.ones(NUM_ELEMENTS)
-        match operation:
-            case "reduce_scatter":
-                steps.append(collectives.reduce_scatter(tensor, cuts, torch.empty(cuts[rank].size), "sum"))
-            case "all_gather":
-                steps.append(collectives.all_gather(tensor, cuts))
-            case _:
-                steps.append(collectives.all_reduce(tensor, "sum"))
+def taken(cluster, groups, operation: str) -> float:
+    """Return the seconds of a collective of some groups at once, which are of domains, by the steps of their ranks."""
+    virtual, steps = VirtualRanks(network_of(cluster)), []
+    for domains in groups:
+        ranks = [rank for domain in domains for rank in domain]
+        everyone, cuts = VirtualTransports(virtual, ranks), cut_evenly(NUM_ELEMENTS, len(ranks))
+        places = [tuple(map(ranks.index, domain)) for domain in domains]
+        for domain in domains:
+            inside = VirtualTransports(virtual, domain)
+            for place, rank in enumerate(domain):
+                at = ranks.index(rank)
+                flat = [
+                    FlatCollectives(transport, lambda *_: "exchange") for transport in (inside[place], everyone[at])
+                ]
+                collectives = HierarchicalCollectives(*flat, everyone[at], places)
+                steps.append(steps_of(collectives, operation, cuts, at))
     return virtual.run(steps)
+
+
+def steps_of(collectives, operation: str, cuts, at: int):
+    tensor = torch.ones(NUM_ELEMENTS)
+    match operation:
+        case "reduce_scatter":
+            return collectives.reduce_scatter(tensor, cuts, torch.empty(cuts[at].size), "sum")
+        case "all_gather":
+            return collectives.all_gather(tensor, cuts)
+        case _:
+            return collectives.all_reduce(tensor, "sum")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -44,8 +56,27 @@ def test_domains_reduce_inside_while_they_send_across(num_nodes, link, operation
     cluster = cluster_of(families, speeds=dict.fromkeys("abcd", 1e9), link=link, nic=2e7)
     domains = [(2 * node, 2 * node + 1) for node in range(num_nodes)]
     predicted = ClusterNetwork(cluster).group_seconds(operation, 4 * NUM_ELEMENTS, range(cluster.num_devices))
-    found = taken(cluster, domains, operation)
+    found = taken(cluster, [domains], operation)
     assert predicted == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
+    """On nodes that have a NIC for each device inside a family, and one for all of them between families."""
+    cluster = load_cluster(find_cluster("ib-roce"))
+    groups = [[(place, 2 + place), (4 + place, 6 + place)] for place in (0, 1)]
+    network, ranks = ClusterNetwork(cluster), [rank for domain in groups[0] for rank in domain]
+    beside, alone = (network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, others) for others in ((0, 1), ()))
+    assert alone == pytest.approx(taken(cluster, groups[:1], operation), rel=1e-3)
+    assert beside == pytest.approx(taken(cluster, groups, operation), rel=1e-3) and beside > 1.7 * alone
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+def test_groups_of_several_ranks_of_a_node_share_its_nic(operation):
+    cluster = cluster_of([("a", 1, 4), ("b", 1, 4)], link=1e9, nic=2e7)
+    groups = [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
+    predicted = ClusterNetwork(cluster).group_seconds(operation, 4 * NUM_ELEMENTS, (0, 1, 4, 5), range(4))
+    assert predicted == pytest.approx(taken(cluster, groups, operation), rel=1e-3)
 
 
 def test_small_all_reduces_double_and_large_ones_need_no_room_for_it():
