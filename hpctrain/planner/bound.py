@@ -279,11 +279,12 @@ def _worth(options: Options, microbatches: int, deepest: int, left: float, is_fi
     # What a stage may take of one microbatch: it computes all of them, and then exchanges.
     seconds, late = options.seconds, options.late[:, None]
     limit = np.full((len(options), deepest), left) / (microbatches - late)
-    ends = np.outer([is_last, 0], options.head) + is_first * options.embedding  # [(last stage, others), n]
     limit[:, 0] -= is_last * options.head
-    # And there is nothing beside what is exchanged of the first item.
-    own = left - microbatches * ends - options.uncovered - is_first * options.uncovered_embedding
-    alone = np.floor(np.maximum(own, 0.0).T / options.step_seconds[:, :, None] * (1 + ROUNDING))  # [2, n, 2]
+    # Nothing hides what is exchanged of its first item; the first stage's first block has the embedding beside it.
+    ends = options.first_exchanged + is_first * (options.embedding_exchanged + (microbatches - 1) * options.embedding)
+    for_blocks = left - ends - np.outer([microbatches * is_last, 0], options.head)  # [(last stage, others), n]
+    each = microbatches * seconds + options.exchanged
+    alone = np.floor(np.maximum(for_blocks, 0.0).T / each[:, :, None] * (1 + ROUNDING))  # [2, n, (last stage, others)]
     fit = np.floor(np.maximum(limit, 0.0) / seconds[:, :, None] * (1 + ROUNDING))
     fit = np.minimum(np.minimum(fit, most), alone[:, :, np.minimum(np.arange(deepest), 1)])
     is_short = most[0] < np.floor(limit / seconds[0][:, None])  # from some depth on
@@ -292,8 +293,7 @@ def _worth(options: Options, microbatches: int, deepest: int, left: float, is_fi
     whole = fit.max(axis=0)
     if is_last:  # which may also go through its rows in pieces
         times = options.piece_seconds
-        exchanged = options.step_seconds - microbatches * seconds
-        alone = own[0] / (microbatches * times + exchanged)
+        alone = for_blocks[0] / (microbatches * times + options.exchanged)
         in_pieces = np.floor(np.maximum(np.minimum(limit[:, 0] / times, alone), 0.0) * (1 + ROUNDING))
         last = np.concatenate([fit[:, :, 0], np.minimum(in_pieces, options.piece_blocks)])
         times = np.concatenate([seconds, times])
@@ -332,8 +332,8 @@ def _before(
         return behind.only(np.zeros(0, dtype=int))
     stages = options.stages.astype(int)
     deepest = min(num_blocks, int(behind.depth.max() + stages.max()))
-    price, each_more, each_whole, enough = _worth(options, microbatches, deepest, left, False, is_last)
-    more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in (each_more, each_whole))
+    price, *sums, enough = _worth(options, microbatches, deepest, left, False, is_last)
+    more, whole = (np.pad(each.cumsum(axis=1), ((0, 0), (1, 0))) for each in sums)
     depth = behind.depth[:, None] + stages
     states, numbers = np.nonzero(depth <= deepest)
     before, after = behind.depth[states], depth[states, numbers]
@@ -346,12 +346,12 @@ def _before(
         stop = np.clip(stop, at, inner)
         own_price = price[numbers, np.minimum(at, deepest - 1)]
         per_second, at = _with_stages(per_second, own_price, through, microbatches - late, stop - at), stop
-    more = behind.more[states] + more[numbers, inner] - more[numbers, before]
-    whole = behind.whole[states] + whole[numbers, inner] - whole[numbers, before]
+    found_more = behind.more[states] + more[numbers, inner] - more[numbers, before]
+    found_whole = behind.whole[states] + whole[numbers, inner] - whole[numbers, before]
     if is_first:
         first = _worth(options, microbatches, deepest, left, True, is_last)
         own_price = first.price[numbers, inner]
         per_second = _with_stages(per_second, own_price, through / (1 - late), microbatches, 1)
-        more += first.more[numbers, inner] - own_price * options.embedding[numbers]
-        whole += first.whole[numbers, inner]
-    return _States(after, per_second, more, whole)
+        found_more += first.more[numbers, inner] - own_price * options.embedding[numbers]
+        found_whole += first.whole[numbers, inner]
+    return _States(after, per_second, found_more, found_whole)

@@ -6,7 +6,7 @@ Ranks of a node that go through the same NIC at the same time share it. A group 
 alike in it counts once, and groups that are alike have their times in common.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,25 +23,18 @@ KEPT = 1 << 16
 
 
 class Form(NamedTuple):
-    """Of a group: all that its collectives' times depend on. Links are by number."""
+    """Of a group, and of those beside it: all that its collectives' times depend on. Links are by number."""
 
     size: int
     links: tuple[int, ...]
     """Between neighbours, for who communicates flat; those that are alike once."""
+    flows: int = 1
+    """How many ranks then share a NIC, those of groups beside included."""
     domains: tuple["Form", ...] = ()
     """For who does it by domains; those that are alike once."""
     num_domains: int = 0
     across: tuple[tuple[int, int, int], ...] = ()
-    """Exchanges between domains: the size of the sending one, the link, and how many of its ranks share a NIC."""
-
-
-class Beside(NamedTuple):
-    """How many groups like a group, itself one of them, go at the same time through the NICs of its first rank."""
-
-    inside: int
-    """Where its domain, or it as a whole, leaves the node."""
-    across: int
-    """To other domains."""
+    """Exchanges between domains: the size of the sending one, the link, and how many ranks share a NIC."""
 
 
 class ClusterNetwork:
@@ -55,7 +48,6 @@ class ClusterNetwork:
         self._numbered: list[PairLink] = []
         self._number = lru_cache(KEPT)(self._number_of_link)
         self._form = lru_cache(KEPT)(self._form_of)
-        self._beside = lru_cache(KEPT)(self._count_groups)
         self._seconds_of = lru_cache(KEPT)(self._collective_seconds)
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -105,79 +97,89 @@ class ClusterNetwork:
     def group_seconds(
         self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int] = ()
     ) -> float:
-        """Return what a collective of `num_bytes` (the whole tensor's) takes while the other ranks `beside` do the same
-        in groups of their own."""
+        """Return what a collective of `num_bytes` (the whole tensor's) takes while other ranks on nodes of this
+        group, `beside`, do the same in groups of their own."""
         if len(ranks) < 2:
             return 0.0
-        ranks = tuple(ranks)
-        return self._seconds_of(operation, int(num_bytes), self._form(ranks), self._beside(ranks, tuple(beside)))
+        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), tuple(beside)))
 
-    def _count_groups(self, ranks: tuple[int, ...], beside: tuple[int, ...]) -> Beside:
-        """Return how many groups there are, if all ranks `beside` on the first one's node are in groups like this."""
-        first, *others = ranks
-        node = self.cluster.devices[first].node
-        own = [rank for rank in ranks if self.cluster.devices[rank].node == node]
-        every = {*own, *(rank for rank in beside if self.cluster.devices[rank].node == node)}
-        domains = self._topology.route(ranks).domains
-        near = {ranks[position] for domain in domains if 0 in domain for position in domain} or set(ranks)
+    def _form_of(self, ranks: tuple[int, ...], beside: tuple[int, ...]) -> Form:
+        """Return the form of a group.
 
-        def groups(targets: Iterable[int]) -> int:
-            target = next(iter(targets), None)
-            if target is None:
-                return 1
-            return -(-self.flows(first, every, target) // self.flows(first, own, target))
+        Groups beside are like it, and have ranks on all of its nodes: there are no more of them than on any node.
+        """
+        own, every = self._by_node(ranks), self._by_node(dict.fromkeys((*ranks, *beside)))
+        num_groups = min(-(-len(every[node]) // len(of_node)) for node, of_node in own.items())
+        known: dict[tuple, int] = {}
 
-        inside = groups(rank for rank in others if rank in near and rank not in own)
-        return Beside(inside, groups(rank for rank in others if rank not in near))
+        def flows(rank: int, target: int) -> int:
+            device = self.cluster.devices[rank]
+            mine, all_of_node = own[device.node], every[device.node]
+            like = device.table, self._number(rank, target), len(mine), len(all_of_node)
+            if like not in known:
+                most = num_groups * self.flows(rank, mine, target)
+                known[like] = min(self.flows(rank, all_of_node, target), most)
+            return known[like]
 
-    def _form_of(self, ranks: tuple[int, ...]) -> Form:
+        return self._with_flows(ranks, flows)
+
+    def _by_node(self, ranks: Iterable[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.cluster.devices[rank].node, []).append(rank)
+        return found
+
+    def _with_flows(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> Form:
+        """Return the form of a group, or of a domain in one, whose ranks send so many flows to a target."""
         route = self._topology.route(ranks)
         if route.kind != "hierarchical":
-            neighbours = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-            return Form(len(ranks), tuple(dict.fromkeys(self._number(a, b) for a, b in neighbours)))
+            neighbours = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+            links = tuple(dict.fromkeys(self._number(*pair) for pair in neighbours))
+            return Form(len(ranks), links, max(flows(*pair) for pair in neighbours))
         domains = [tuple(ranks[position] for position in domain) for domain in route.domains]
         across = (
-            (len(domain), self._number(domain[0], other[0]), self.flows(domain[0], domain, other[0]))
+            (len(domain), self._number(domain[0], other[0]), flows(domain[0], other[0]))
             for domain, other in zip(domains, (*domains[1:], domains[0]), strict=True)
         )
-        alike = tuple(dict.fromkeys(map(self._form, domains)))
-        return Form(len(ranks), (), alike, len(domains), tuple(dict.fromkeys(across)))
+        alike = tuple(dict.fromkeys(self._of_domain(domain, flows) for domain in domains))
+        return Form(len(ranks), (), 1, alike, len(domains), tuple(dict.fromkeys(across)))
 
-    def _collective_seconds(self, operation: str, num_bytes: int, form: Form, beside: Beside) -> float:
-        """Return what a collective of `num_bytes` takes."""
+    def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> Form:
+        """Return the form of a domain; of one that needs no NIC it is the same for whatever group."""
+        is_on_node = len({self.cluster.devices[rank].node for rank in ranks}) == 1
+        return self._form(ranks, ()) if is_on_node else self._with_flows(ranks, flows)
+
+    def _collective_seconds(self, operation: str, num_bytes: int, form: Form) -> float:
         if form.size == 1 or not num_bytes:
             return 0.0
         if not form.domains:
-            return self._flat(operation, num_bytes, form, beside.inside)
+            return self._flat(operation, num_bytes, form)
         if operation == "all_reduce":
-            return sum(self._seconds_of(part, num_bytes, form, beside) for part in ("reduce_scatter", "all_gather"))
+            return sum(self._seconds_of(part, num_bytes, form) for part in ("reduce_scatter", "all_gather"))
         # Inside part by part, one for each domain; across one exchange of shards: each rank sends, of what its domain
         # summed, what others own.
         count = form.num_domains
         part = num_bytes // count + 1
-        within = Beside(beside.inside, beside.inside)
-        inside = max(self._seconds_of(operation, part, d, within) for d in form.domains)
+        inside = max(self._seconds_of(operation, part, domain) for domain in form.domains)
         one, every = (
-            max(
-                self._message_seconds(link, times * part / size, beside.across * own) for size, link, own in form.across
-            )
+            max(self._message_seconds(link, times * part / size, flows) for size, link, flows in form.across)
             for times in (1, count - 1)
         )
-        across = {self._numbered[link].fabric for _, link, _ in form.across}
+        across = self._fabrics(form._replace(domains=()))
         if any(across & self._fabrics(domain) for domain in form.domains):  # whose NICs have to do both
             return count * inside + every
         if operation == "reduce_scatter":  # each part leaves when it is summed, while the next one is; its own last
             return max(count * inside, inside + every, (count - 1) * inside + one)
         return max(inside, every) + (count - 1) * inside  # its own part meanwhile, the others when all are there
 
-    def _fabrics(self, form: Form) -> set[str | None]:
+    def _fabrics(self, form: Form) -> set[str]:
         """Return the fabrics by which ranks of a group reach each other."""
         links = {*form.links, *(link for _, link, _ in form.across)}
-        found = {self._numbered[link].fabric for link in links} - {None}
+        found = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
         return found.union(*map(self._fabrics, form.domains))
 
-    def _flat(self, operation: str, num_bytes: int, form: Form, flows: int) -> float:
-        link = self._slowest(form.links, num_bytes // form.size + 1, flows)
+    def _flat(self, operation: str, num_bytes: int, form: Form) -> float:
+        link = self._slowest(form.links, num_bytes // form.size + 1, form.flows)
         algorithm = cheapest_flat(operation, num_bytes, form.size, link, MESSAGE_OVERHEAD_SECONDS)
         return flat_seconds(operation, algorithm, num_bytes, form.size, link, MESSAGE_OVERHEAD_SECONDS)
 

@@ -16,10 +16,6 @@ from hpctrain.planner.space import Choice, Space, choices_of
 from hpctrain.planner.stages import Line, Needs, StageCosts
 from hpctrain.planner.weigh import rank_rows
 
-CERTAIN_SHARE = 0.9
-"""Of exchanges: replicas may lie on nodes in other ways than the first ones do."""
-
-
 NEGLIGIBLE_SHARE = 0.002
 """Of what a block computes: exchanges are rounded down to so much, or options would all be unlike."""
 
@@ -33,7 +29,7 @@ FEW_DEVICES, FEW_ROWS, FEWER_ROWS = 64, 64, 16
 ROUNDING = 1e-9
 ROOMY = 1.0
 """What stands for the bytes of a block where memory is never short."""
-BY_WAY = "seconds", "step_seconds", "base_bytes", "kept_bytes", "piece_seconds", "piece_blocks"
+BY_WAY = "seconds", "exchanged", "base_bytes", "kept_bytes", "piece_seconds", "piece_blocks"
 """Arrays of two rows."""
 
 
@@ -70,11 +66,12 @@ class Options:
     """The largest share of a stage's time that comes after it has sent the gradient."""
     through: np.ndarray
     """The least share of a stage's time in which a microbatch passes it, there and back."""
-    step_seconds: np.ndarray
-    """[2, n] of all microbatches for a block, with what is exchanged at the end of a step for gradients and weights."""
-    uncovered: np.ndarray
-    """Seconds of a step in which there is nothing beside what is exchanged: the first block's."""
-    uncovered_embedding: np.ndarray
+    exchanged: np.ndarray
+    """[2, n] seconds a step that exchanges of gradients and weights at its end add to what is computed of a block."""
+    first_exchanged: np.ndarray
+    """Those more of the first block, of which nothing is hidden."""
+    embedding_exchanged: np.ndarray
+    """Seconds a step of an embedding's gradients and weights, of which nothing is hidden."""
     base_bytes: np.ndarray
     """[2, n] of a stage."""
     state_bytes: np.ndarray
@@ -189,7 +186,8 @@ class _Figures:
         costs, group, m = self._costs, self._group, self._group.microbatches
         most, least = (-(-tile // self._grid.z) for tile in (-(-group.rows // replicas), group.rows // replicas))
         extra = self._each(lambda n: costs.exchange(self._number, self._grid, n, 1, zero).both, replicas, zero >= 2)
-        extra = extra * self._certain_share(replicas)
+        # Not certain where the stages of a pool may lie unlike each other.
+        extra = extra * [costs.lies_alike(self._number, self._grid.size, n) for n in replicas.tolist()]
         once = self._block(self._first, most) + extra
         can = np.floor(self._seconds / (m * once)) >= 1
         replicas, most, least, extra, once = (each[can] for each in (replicas, most, least, extra, once))
@@ -213,15 +211,15 @@ class _Figures:
         step = m * once * NEGLIGIBLE_SHARE
         seconds = np.stack([once, np.where(is_roomy, once, self._block(self._last, most) + extra)])
         is_known = (most <= self._few) & ~piece_blocks.any(axis=0)
-        exchanged, beside_none = self._exchanged(replicas, zero, most, seconds, is_known)
+        exchanged, first, of_embedding = self._exchanged(replicas, zero, seconds, is_known)
         figures = {
             "replicas": replicas,
             "seconds": seconds,
             "late": np.full(len(most), late),
             "through": (1 - late) * fastest / once,
-            "step_seconds": m * seconds + step * np.floor(exchanged / step),
-            "uncovered": step * np.floor(beside_none[0] / step),
-            "uncovered_embedding": step * np.floor(beside_none[1] / step),
+            "exchanged": step * np.floor(exchanged / step),
+            "first_exchanged": step * np.floor(first / step),
+            "embedding_exchanged": step * np.floor(of_embedding / step),
             "base_bytes": np.where(is_roomy, 0.0, base),
             "state_bytes": np.where(is_roomy, ROOMY, state),
             "kept_bytes": np.where(is_roomy, 0.0, kept),
@@ -251,33 +249,26 @@ class _Figures:
         return self._costs.needs_of(self._grid, rows, how, zero, holders, (False, False), 1, at_once)
 
     def _exchanged(
-        self, replicas: np.ndarray, zero: int, rows: np.ndarray, seconds: np.ndarray, is_known: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what exchanges at the end of a step add to what is computed: [2, n] of each block, and [2, n] of the
-        first one and of the embedding.
+        self, replicas: np.ndarray, zero: int, seconds: np.ndarray, is_known: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what exchanges at the end of a step add to what is computed: [2, n] of each block, [n] of the first
+        one more, and [n] of the embedding.
 
-        Weights are hidden by the first forward pass, and gradients by the last backward one, which they slow; but not
-        the first item's. Of passes whose length is not known it is taken that they hide all.
+        The last backward pass and the next first forward one hide some of it, of which a block takes `seconds`; if that
+        is not known it is taken that they hide all.
         """
+        costs, num_pipelines, none = self._costs, self._group.num_pipelines, np.zeros(len(replicas))
         if zero >= 2:
-            return np.zeros_like(seconds), np.zeros_like(seconds)
-        costs, num_pipelines = self._costs, self._group.num_pipelines
-        taken = np.array([costs.ending(self._number, self._grid, n, num_pipelines) for n in replicas.tolist()]).T
-        taken = taken * (self._certain_share(replicas) if num_pipelines == 1 else CERTAIN_SHARE)
+            return np.zeros_like(seconds), none, none
+        taken = np.array([costs.ending(self._number, self._grid, n, num_pipelines) for n in replicas.tolist()])
+        embedding = taken * costs.elements_of(self._grid, 0) / costs.elements_of(self._grid, 1)
         if costs.setup.bucket_bytes is None:
-            return np.broadcast_to(taken.sum(axis=0), seconds.shape), np.zeros_like(seconds)
-        known = np.minimum(rows, self._few).tolist()
-        forward = np.array([costs.seconds(self._number, self._grid, 1, n, self._first).forward for n in known])
-        passes = np.where(is_known, [np.stack([forward, forward]), seconds - forward], np.inf)
+            return np.broadcast_to(taken, seconds.shape), none, embedding
+        # Beside it a device computes at 1 / t of its speed: it is done with taken / t, and no more than there is. Both
+        # passes together, for ZeRO 0, which has no options of its own, exchanges all beside the backward one.
         overlap_times = costs.pools[self._number].device.overlap_times
-        hidden = np.minimum(taken[:, None] / overlap_times, passes)  # [forward and backward, 2, n]
-        embedding = taken.sum(axis=0) * costs.elements_of(self._grid, 0) / costs.elements_of(self._grid, 1)
-        return (taken[:, None] - hidden).sum(axis=0), np.stack([hidden.min(axis=1).sum(axis=0), embedding])
-
-    def _certain_share(self, replicas: np.ndarray) -> np.ndarray:
-        """Return the share of what an exchange takes the first stage's replicas, that those of others take too."""
-        is_alike = [self._costs.lies_alike(self._number, self._grid.size, n) for n in replicas.tolist()]
-        return np.where(is_alike, 1.0, CERTAIN_SHARE)
+        hidden = np.minimum(taken / overlap_times, np.where(is_known, seconds, np.inf))
+        return taken - hidden, hidden.min(axis=0), embedding
 
     def _in_pieces(
         self, rows: np.ndarray, zero: int, holders: np.ndarray, is_short: np.ndarray
@@ -330,9 +321,9 @@ def _undominated(options: Options) -> np.ndarray:
             options.seconds,
             -options.late,
             options.through,
-            options.step_seconds,
-            options.uncovered,
-            options.uncovered_embedding,
+            options.exchanged,
+            options.first_exchanged,
+            options.embedding_exchanged,
             options.base_bytes,
             options.state_bytes,
             options.kept_bytes,

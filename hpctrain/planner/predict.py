@@ -86,14 +86,14 @@ def pass_cost(
     work: Work,
     tile: Tile,
     data_ranks: Sequence[int],
-    on_node: Sequence[int],
+    beside: Sequence[int],
 ) -> PassCost:
     """Return what a pass over one item takes on a tile whose ranks have such `devices`, the slowest of which counts.
 
-    `data_ranks` hold the same weights as the tile's first rank, on whose node are `on_node`. Of what goes on beside
-    (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer than it, of those
-    beside the other half of the rows what is longer than that takes, of z what is longer than all else, as the next
-    item's weights come while this one computes; and by how much computing is slower meanwhile.
+    `data_ranks` hold the same weights as the tile's first rank; `beside` are all ranks on their nodes. Of what goes on
+    while it computes (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer
+    than it, of those beside the other half of the rows what is longer than that takes, of z what is longer than all
+    else, as the next item's weights come while this one computes; and by how much computing is slower meanwhile.
     """
     over_z = {"all_gather": 0.0, "reduce_scatter": 0.0}
     times, slowed = max(device.overlap_times for device in devices), 0.0
@@ -103,16 +103,16 @@ def pass_cost(
     for exchange in work.exchanges:
         what = exchange.operation, exchange.num_bytes
         if exchange.axis == "data":
-            data += network.group_seconds(*what, data_ranks, on_node)
+            data += network.group_seconds(*what, data_ranks, beside)
             continue
         seconds = network.group_seconds(*what, axes[exchange.axis], tile.ranks)
         if exchange.axis == "z" and "z" in setup.overlaps:
             over_z[exchange.operation] += seconds
             continue
         if (meanwhile := _beside(exchange, work, setup)) is not None:
-            beside = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
-            longer = slowed_by(beside, seconds, times)
-            slowed, seconds = slowed + longer, max(0.0, seconds - beside - longer)
+            hidden = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
+            longer = slowed_by(hidden, seconds, times)
+            slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
         tensor += seconds
     of_z = sum(over_z.values())
     slowed = min(slowed + slowed_by(min(of_z, compute), of_z, times), compute * (times - 1))
@@ -153,6 +153,7 @@ class Predictor:
         self._sums: dict[tuple, list[float]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
         self._on_node: dict[int, list[int]] = {}
+        self._on_nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
         for rank in plan.ranks:
             self._on_node.setdefault(cluster.devices[rank].node, []).append(rank)
 
@@ -320,11 +321,15 @@ class Predictor:
 
     def _pass(self, tile: Tile, work: Work) -> PassCost:
         devices = [self._devices[family] for family in self._families[tile]]
-        groups = self._zero_groups(tile), self._on_same_node(tile.ranks[0])
-        return pass_cost(self.setup, self.network, devices, work, tile, *groups)
+        holders = self._zero_groups(tile)
+        return pass_cost(self.setup, self.network, devices, work, tile, holders, self._on_nodes_of(holders))
 
-    def _on_same_node(self, rank: int) -> list[int]:
-        return self._on_node[self.cluster.devices[rank].node]
+    def _on_nodes_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return all ranks on the nodes of some: their groups exchange at the same time."""
+        if ranks not in self._on_nodes:
+            nodes = dict.fromkeys(self.cluster.devices[rank].node for rank in ranks)
+            self._on_nodes[ranks] = tuple(rank for node in nodes for rank in self._on_node[node])
+        return self._on_nodes[ranks]
 
     def _held(self, tile: Tile) -> Holdings:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
@@ -370,16 +375,16 @@ class Predictor:
                 key = *what, known[what]
                 if len(holding.ranks) == 1 or key in found:
                     continue
-                tile, on_node = self.plan.tile_of(rank), self._on_same_node(holding.ranks[0])
+                tile, beside = self.plan.tile_of(rank), self._on_nodes_of(holding.ranks)
                 stored = self._stored(holding, tile.tensor.z)
                 reduced = stored * self.setup.stack.gradient_bytes
                 reduce = gather = 0.0
                 if holding.zero < 2:
                     operation = "reduce_scatter" if holding.zero else "all_reduce"
-                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, on_node)
+                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, beside)
                 if holding.zero in (1, 2):
                     gather = self.network.group_seconds(
-                        "all_gather", stored * self.setup.item_bytes, holding.ranks, on_node
+                        "all_gather", stored * self.setup.item_bytes, holding.ranks, beside
                     )
                 tiles = tuple(dict.fromkeys(self._tile_with(rank, holding.items) for rank in holding.ranks))
                 found[key] = self._placed(Sharing(tiles, reduce, gather), holding)

@@ -5,8 +5,9 @@ and in bytes. Seconds are those of `planner/predict.py`, bytes those of `planner
 rounding, and for who meets unlike grids.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval
-from hpctrain.parameters import check_grid
+from hpctrain.parameters import check_grid, item_units
 from hpctrain.plan import TensorGrid, Tile
 from hpctrain.planner.cost import Setup, Work, item_cost, unit_elements
 from hpctrain.planner.memory import (
@@ -35,6 +36,8 @@ from hpctrain.schedule import splits_freely
 
 Numbers = int | np.ndarray
 AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
+MESSAGES = [1 << power for power in (15, 18, 21, 24, 27)]
+"""Bytes, at which it is looked up how fast links are."""
 
 
 class Seconds(NamedTuple):
@@ -103,6 +106,8 @@ class StageCosts:
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self.ending = lru_cache(None)(self._ending)
+        self._own = lru_cache(None)(self._own_elements)
+        self._byte_seconds = lru_cache(None)(self._exchanged_byte)
         self._of_node = lru_cache(None)(self._places_of_node)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices), ())
         self.grids = [self._grids(pool) for pool in pools]
@@ -168,10 +173,11 @@ class StageCosts:
             return Seconds(0.0, 0.0)
         pool = self.pools[number]
         cost = item_cost(self.setup, grid, item, 1, "none", zero)
-        ranks, tile = tuple(slot[0] for slot in pool.slots(grid.size)[:replicas]), self._tile(number, grid)
+        ranks, beside = tuple(slot[0] for slot in pool.slots(grid.size)[:replicas]), pool.beside(grid.size, replicas)
+        tile = self._tile(number, grid)
         return Seconds(
             *(
-                pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, pool.nodes[0]).data
+                pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, beside).data
                 for work in (cost.forward, cost.backward)
             )
         )
@@ -267,47 +273,55 @@ class StageCosts:
 
     def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
-        return self.network.group_seconds(operation, num_bytes, ranks, self.pools[groups[0][0]].nodes[0])
+        beside = [rank for number, *places in groups for rank in self.pools[number].beside(*places)]
+        return self.network.group_seconds(operation, num_bytes, ranks, beside)
 
-    def _ending(self, number: int, grid: TensorGrid, replicas: int, num_pipelines: int) -> Seconds:
-        """Return about what replicas exchange of a block: weights before the first forward pass, gradients after the
-        last backward one.
+    def _ending(self, number: int, grid: TensorGrid, replicas: int, num_pipelines: int) -> float:
+        """Return what replicas exchange of a block at the end of a step, for gradients and weights, at the least.
 
-        By bandwidth, for a stage's blocks go in one message.
+        Nothing where stages of a pool may lie unlike each other. By bandwidth, for a stage's blocks go in one message,
+        and without weights that ranks of y have in common, who then exchange them together.
         """
-        num_blocks, setup = self.setup.model.num_layers, self.setup
-        weights, groups, across = self.elements_of(grid, 1) / grid.z, ((number, grid.size, replicas),), 0.0
-        if num_pipelines > 1:
-            across = self._across_seconds(number, grid.size, replicas, num_pipelines) / replicas
+        if not self.lies_alike(number, grid.size, replicas):
+            return 0.0
+        gradients, weights = self._byte_seconds(number, grid.size, replicas, num_pipelines)
+        each = gradients * self.setup.stack.gradient_bytes + weights * self.setup.item_bytes
+        return each * self._own(grid) / grid.z
 
-        def of_block(operation: str, element_bytes: int) -> float:
-            whole, inside = int(weights * element_bytes * num_blocks), 0.0
-            if replicas > 1:
-                one, two = (self.sharing_seconds(groups, n * whole, operation) for n in (1, 2))
-                inside = two - one
+    def _own_elements(self, grid: TensorGrid) -> int:
+        """Return how many weights of a block ranks at one (x, y) have to themselves."""
+        units = item_units(self.setup.model, grid, 1)
+        return sum(unit.layout(grid, 0, 0).size for unit in units if not unit.shared_over_y)
+
+    def _exchanged_byte(self, number: int, size: int, replicas: int, num_pipelines: int) -> tuple[float, float]:
+        """Return what it takes at the least, for each byte of theirs, to sum what replicas have, and to gather it."""
+        ranks = [slot[0] for slot in self.pools[number].slots(size)[:replicas]]
+        # Beside other pipelines, whose grids may be unlike, it is not certain who else shares a NIC.
+        beside = self.pools[number].beside(size, replicas) if num_pipelines == 1 else ()
+        across = self._across_seconds(number, size, replicas, num_pipelines) / replicas
+        found = []
+        for operation in ("reduce_scatter", "all_gather"):
+            inside = _least_slope(lambda n, how=operation: self.network.group_seconds(how, n, ranks, beside))
             # What each of the pipelines owns goes across while what the next one owns goes on inside.
-            return max(inside, inside / num_pipelines + whole * across) / num_blocks
-
-        return Seconds(of_block("all_gather", setup.item_bytes), of_block("reduce_scatter", setup.stack.gradient_bytes))
+            found.append(max(inside, inside / num_pipelines + across))
+        return found[0], found[1]
 
     def _across_seconds(self, number: int, size: int, replicas: int, num_pipelines: int) -> float:
         """Return what it takes at the least, for each byte, that each rank of a stage exchanges with other pipelines.
 
-        By bandwidth, by the fastest way; 0 where pools have families in common, which exchange as one.
+        By the fastest way; 0 where pools have families or nodes in common.
         """
         families = [family for pool in self.pools for family in pool.families]
-        if len(set(families)) < len(families):
+        nodes = [self.cluster.devices[ranks[0]].node for pool in self.pools for ranks in pool.nodes]
+        if num_pipelines == 1 or len(set(families)) < len(families) or len(set(nodes)) < len(nodes):
             return 0.0
-        nodes, sizes = self.pools[number].nodes, (1 << 26, 1 << 27)
-        # Who shares a NIC; where not all tiles lie alike on their nodes, a rank may have one for itself.
-        beside = nodes[0][: size * replicas] if self.lies_alike(number, size, replicas) else nodes[0][:1]
-        source, each = nodes[0][0], math.inf
-        for other, pool in enumerate(self.pools):
-            if other != number:
-                target = pool.nodes[0][0]
-                flows = self.network.flows(source, beside, target)
-                one, two = (self.network.seconds(source, target, num_bytes, flows) for num_bytes in sizes)
-                each = min(each, (two - one) / sizes[0])
+        own = self.pools[number]
+        senders = [slot[0] for slot in own.slots(size)[:replicas] if slot[0] in own.nodes[0]]
+        each = math.inf
+        for target in (pool.nodes[0][0] for pool in self.pools if pool is not own):
+            way = senders[0], target
+            flows = self.network.flows(senders[0], senders, target)
+            each = min(each, _least_slope(lambda n, way=way, flows=flows: self.network.seconds(*way, n, flows)))
         return each * (num_pipelines - 1) / num_pipelines
 
     def lies_alike(self, number: int, size: int, replicas: int) -> bool:
@@ -316,6 +330,12 @@ class StageCosts:
         return of_node > 0 and (replicas % of_node == 0 or of_node % replicas == 0)
 
     def _places_of_node(self, number: int, size: int) -> int:
-        """Return how many tensor grids have room on each node of a pool; 0 where nodes are unlike in that."""
+        """Return how many tensor grids have room on each node of a pool; 0 where nodes, or devices, are not alike."""
         counts = {len(ranks) // size for ranks in self.pools[number].nodes}
-        return counts.pop() if len(counts) == 1 else 0
+        return counts.pop() if len(counts) == 1 and len(self.pools[number].families) == 1 else 0
+
+
+def _least_slope(seconds: Callable[[int], float]) -> float:
+    """Return what one more byte takes at the least, of whatever size a message is."""
+    times = [(num_bytes, seconds(num_bytes)) for num_bytes in MESSAGES]
+    return min((after - before) / (more - less) for (less, before), (more, after) in itertools.pairwise(times))

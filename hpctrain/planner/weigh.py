@@ -331,18 +331,21 @@ class Weigher:
             reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.stack.gradient_bytes)
         if zero in (1, 2):
             gather = exchange("all_gather", setup.item_bytes)
-        return self._waited_for(reduce, gather, placed, piece) if setup.bucket_bytes else (reduce, gather)
+        return self._waited_for(reduce, gather, buckets, placed, piece) if setup.bucket_bytes else (reduce, gather)
 
-    def _waited_for(self, reduce: float, gather: float, placed: Sequence[Placed], piece: Piece) -> tuple[float, float]:
+    def _waited_for(
+        self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], piece: Piece
+    ) -> tuple[float, float]:
         """Return what is left of both beside the last backward pass, and the next step's first forward one.
 
-        At least the first item's, whose gradients are made last and whose weights are needed first; while the last
-        item computes, nothing is there to be summed, and nothing is left to be gathered.
+        At least the first bucket's, with the first item, whose gradients are made last and whose weights are needed
+        first; while the last item computes, nothing is there to be summed, and nothing is left to be gathered.
         """
-        share = max(
+        of_first = (
             self.costs.elements_of(each.choice.grid, 1 - piece.is_first) / each.choice.grid.z / whole
             for each, whole in zip(placed, piece.elements, strict=True)
         )
+        share = max(1 / buckets, *of_first)
         blocks = piece.blocks - 1 + piece.is_last
         reduce = max(reduce * share, reduce - min(each.way.backward.each / each.way.pieces * blocks for each in placed))
         if len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1:

@@ -19,6 +19,8 @@ from hpctrain.schedule import check_schedules
 from hpctrain.truth import PretendDevice, Truth
 from tests.ranks.small_runs import curve_and_weights, make_job, rehearsed_world
 
+MOST_STEPS, LATEST = 3, 0.02
+"""Steps are taken until one is punctual; an overrun beyond which they tell nothing of 5 %."""
 FLOPS, MEMORY, MEMORY_SPEED = 5e8, 200_000_000, 2e9
 DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
 APART = parse_cluster(
@@ -80,8 +82,12 @@ def test_messages_hold_up_nobody_where_more_are_under_way(world, tokens):
     def measured(world, plan: Plan) -> tuple[float, float]:
         trainer = Trainer(world, world.accelerator, job, plan)
         trainer.initialise()
-        _, seconds = (trainer.step(training)[0]["step_seconds"] for _ in range(2))
-        return seconds, trainer.overrun()
+        for _ in range(MOST_STEPS):
+            world.accelerator.start_anew()
+            seconds = trainer.step(training)[0]["step_seconds"]
+            if (overrun := trainer.overrun()) <= LATEST:
+                break
+        return seconds, overrun
 
     with rehearsed_world(world, APART, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
         (held_up, late), (through, later) = measured(own, plan), measured(own, further)
@@ -92,7 +98,7 @@ def test_messages_hold_up_nobody_where_more_are_under_way(world, tokens):
         print(
             f"1f1b {told[0]}, {[tile.ahead for tile in further.tiles]} ahead {told[1]}; overrun {max(late, later):.2%}"
         )
-    if max(late, later) > 0.02:
+    if max(late, later) > LATEST:
         pytest.skip(f"the machine was late by {max(late, later):.1%}: no times to be compared with predictions")
     assert through < 0.9 * held_up
     for seconds, prediction in zip((held_up, through), predicted, strict=True):

@@ -159,7 +159,6 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float], float]:
     with world.freeing():
         trainer = make_trainer(world, job, plan, accelerator=device)
         trainer.initialise()
-        trainer.step(training)
 
         def noting(name: str, run):
             def noted_run(*args):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -53,9 +54,10 @@ def cluster_of(
     latency: float = 1e-5,
     times: float = 1.0,
     slowed: float = 1.0,
+    nics: Sequence[int] = (),
 ) -> Cluster:
     """Return a cluster of (family, nodes, devices of a node), `times` as slow in everything, and while devices
-    communicate `slowed`."""
+    communicate `slowed`; the nodes of each table have so many `nics`, or one."""
     speeds = speeds or dict(zip("abc", SPEEDS, strict=True))
     text = f'[fabrics.ib]\norigin = "datasheet"\nlatency_seconds = {latency * times!r}\n'
     for family in dict.fromkeys(family for family, _, _ in tables):
@@ -69,7 +71,7 @@ def cluster_of(
             sustained_flops_per_second = {{fp32 = {speed!r}}}
             overlap_times = {slowed}
         """
-    for family, count, devices in tables:
+    for place, (family, count, devices) in enumerate(tables):
         text += f"""
             [[nodes]]
             count = {count}
@@ -78,7 +80,7 @@ def cluster_of(
             link_latency_seconds = {latency * times / 10!r}
             link_bytes_per_second = {link / times!r}
             nics = [{{fabric = "ib", send_bytes_per_second = {nic / times!r}, origin = "datasheet",
-                     receive_bytes_per_second = {nic / times!r}}}]
+                     count = {nics[place] if nics else 1}, receive_bytes_per_second = {nic / times!r}}}]
         """
     return parse_cluster(text.replace("\n                     ", " "), "a test")
 
@@ -211,6 +213,7 @@ def cases(draw, networks=NETWORKS, batches=(2, 4, 6)):
         st.sampled_from(
             [[(1, 1)], [(1, 2)], [(2, 1)], [(1, 4)], [(3, 1)], [(2, 2)], [(1, 6)], [(7, 1)], [(8, 1)]]
             + [[(1, 1), (1, 1)], [(1, 2), (1, 1)], [(1, 1), (2, 1)], [(1, 3), (1, 1)], [(1, 1), (1, 1), (1, 1)]]
+            + [[(2, 3)], [(1, 2), (1, 2)], [(1, 2), (2, 2)], [(2, 2), (2, 1)]]
         )
     )
     tables = [(family, *size) for family, size in zip("abc", sizes, strict=False)]
@@ -222,10 +225,12 @@ def cases(draw, networks=NETWORKS, batches=(2, 4, 6)):
     zero = draw(st.sampled_from([(1,), (0, 1), (1, 2, 3)])) if largest == 1 and len(sizes) == 1 else (1,)
     setup = setup_of(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 12])), vocabulary=draw(st.sampled_from([8, 512])))
     if draw(st.booleans()):
-        setup = replace(setup, overlaps=frozenset(("tensor", "z")), bucket_bytes=1)
+        bucket_bytes = draw(st.sampled_from([1, 20_000, 1 << 30]))  # an item in each, some, all in one
+        setup = replace(setup, overlaps=frozenset(("tensor", "z")), bucket_bytes=bucket_bytes)
     space = Space((microbatches,), largest, zero, ("none",), turns=False)
     slowed = draw(st.sampled_from([1.0, 1.5]))
-    return setup, batch, cluster_of(tables, speeds=speeds, slowed=slowed, **network), space
+    nics = [draw(st.sampled_from([1, 2])) if devices > 1 else 1 for _, _, devices in tables]
+    return setup, batch, cluster_of(tables, speeds=speeds, slowed=slowed, nics=nics, **network), space
 
 
 def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:

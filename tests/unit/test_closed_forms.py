@@ -42,9 +42,9 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case, is_rough):
         seconds = step_seconds(setup, searching.weigher.plan(layout), cluster)
         assert searching.weigher.bound(layout) <= seconds * (1 + 1e-9)
         assert least <= seconds * (1 + 1e-9)
-        # Unlike pipelines side by side may share a NIC in their exchanges in ways that the estimate does not see.
-        error = 0.35 if len(layout.shape.pipelines) == 1 else 0.45
-        assert layout.seconds == pytest.approx(seconds, rel=error), "what ranks plans is near what decides"
+        # As if each stage began at its pool's first node; those that lie across nodes exchange through NICs, and unlike
+        # pipelines side by side may share one.
+        assert layout.seconds == pytest.approx(seconds, rel=0.45), "what ranks plans is near what decides"
 
 
 @pytest.mark.parametrize("is_rough", [False, True])

@@ -24,7 +24,7 @@ from tests.pretended import CLUSTER
 from tests.ranks.small_runs import make_job
 
 DEVICE = PretendDevice(
-    memory_bytes=600_000, memory_bytes_per_second=2e10, flops_per_second={"fp32": 1e11}, launch_seconds=1e-7
+    memory_bytes=530_000, memory_bytes_per_second=2e10, flops_per_second={"fp32": 1e11}, launch_seconds=1e-7
 )
 
 
