@@ -281,7 +281,7 @@ def _worth(options: Options, microbatches: int, deepest: int, left: float, is_fi
     limit = np.full((len(options), deepest), left) / (microbatches - late)
     limit[:, 0] -= is_last * options.head
     # Nothing hides what is exchanged of its first item; the first stage's first block has the embedding beside it.
-    ends = options.first_exchanged + is_first * (options.embedding_exchanged + (microbatches - 1) * options.embedding)
+    ends = options.first_more + is_first * (options.embedding_exchanged + (microbatches - 1) * options.embedding)
     for_blocks = left - ends - np.outer([microbatches * is_last, 0], options.head)  # [(last stage, others), n]
     each = microbatches * seconds + options.exchanged
     alone = np.floor(np.maximum(for_blocks, 0.0).T / each[:, :, None] * (1 + ROUNDING))  # [2, n, (last stage, others)]

@@ -103,6 +103,7 @@ class _Messages:
         if gathers(self._plan, tile, *how):
             _, _, z = tile.coordinate(rank)
             num_bytes = tile.rows_at(z, microbatch).size * self._setup.model.hidden_size // tile.tensor.x * element
-            gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), tile.ranks)
+            beside = self._network.crowd(tile.ranks)
+            gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), beside)
             arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later
         return arriving

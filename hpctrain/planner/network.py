@@ -6,7 +6,9 @@ Ranks of a node that go through the same NIC at the same time share it. A group 
 alike in it counts once, and groups that are alike have their times in common.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,6 +39,21 @@ class Form(NamedTuple):
     """Exchanges between domains: the size of the sending one, the link, and how many ranks share a NIC."""
 
 
+class OnNode(NamedTuple):
+    ranks: list[int]
+    indices: tuple[int, ...]
+    """Of their devices on it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Crowd:
+    """Ranks that communicate at the same time. Its identity is its key: there may be thousands."""
+
+    of_node: dict[int, OnNode]
+    of_family: dict[str, int]
+    """How many they are."""
+
+
 class ClusterNetwork:
     """The links of a cluster, and what collectives take on them. `link_share` is of a link's bandwidth."""
 
@@ -47,7 +64,9 @@ class ClusterNetwork:
         self._numbers: dict[PairLink, int] = {}
         self._numbered: list[PairLink] = []
         self._number = lru_cache(KEPT)(self._number_of_link)
+        self._nic = lru_cache(KEPT)(lambda rank, fabric: nic_of(cluster, rank, fabric)[0])
         self._form = lru_cache(KEPT)(self._form_of)
+        self.crowd = lru_cache(KEPT)(self._crowd_of)
         self._seconds_of = lru_cache(KEPT)(self._collective_seconds)
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -88,46 +107,59 @@ class ClusterNetwork:
         device, fabric = self.cluster.devices[rank], self._numbered[self._number(rank, target)].fabric
         if fabric is None:
             return 1
-        own = nic_of(self.cluster, rank, fabric)[0]
+        own = self._nic(rank, fabric)
         others = (r for r in ranks if self.cluster.devices[r].node == device.node)
-        return max(1, sum(nic_of(self.cluster, r, fabric)[0] == own for r in others))
+        return max(1, sum(self._nic(r, fabric) == own for r in others))
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def group_seconds(
-        self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int] = ()
+        self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Crowd | None = None
     ) -> float:
-        """Return what a collective of `num_bytes` (the whole tensor's) takes while other ranks on nodes of this
-        group, `beside`, do the same in groups of their own."""
+        """Return what a collective of `num_bytes` (the whole tensor's) takes, while all ranks `beside` do the same in
+        groups like this one, which is one of them."""
         if len(ranks) < 2:
             return 0.0
-        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), tuple(beside)))
+        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), beside))
 
-    def _form_of(self, ranks: tuple[int, ...], beside: tuple[int, ...]) -> Form:
+    def least_byte_seconds(
+        self, operation: str, sizes: Sequence[int], ranks: Sequence[int], beside: Crowd | None = None
+    ) -> float:
+        """Return what one more byte takes at the least, of tensors of some sizes, ascending; see `group_seconds`."""
+        form = self._form(tuple(ranks), beside)
+        return least_slope(sizes, [self._collective_seconds(operation, num_bytes, form) for num_bytes in sizes])
+
+    def _form_of(self, ranks: tuple[int, ...], beside: Crowd | None) -> Form:
         """Return the form of a group.
 
-        Groups beside are like it, and have ranks on all of its nodes: there are no more of them than on any node.
+        There are as many groups at once as its families have ranks for beside it: those that have none take turns.
         """
-        own, every = self._by_node(ranks), self._by_node(dict.fromkeys((*ranks, *beside)))
-        num_groups = min(-(-len(every[node]) // len(of_node)) for node, of_node in own.items())
+        own = self._crowd_of(ranks)
+        every = beside or own
+        num_groups = min(-(-every.of_family.get(f, n) // n) for f, n in own.of_family.items())
         known: dict[tuple, int] = {}
 
         def flows(rank: int, target: int) -> int:
             device = self.cluster.devices[rank]
-            mine, all_of_node = own[device.node], every[device.node]
-            like = device.table, self._number(rank, target), len(mine), len(all_of_node)
+            mine = own.of_node[device.node]
+            all_of_node = every.of_node.get(device.node, mine)
+            like = device.table, device.index, self._number(rank, target), mine.indices, all_of_node.indices
             if like not in known:
-                most = num_groups * self.flows(rank, mine, target)
-                known[like] = min(self.flows(rank, all_of_node, target), most)
+                most = num_groups * self.flows(rank, mine.ranks, target)
+                known[like] = min(self.flows(rank, all_of_node.ranks, target), most)
             return known[like]
 
         return self._with_flows(ranks, flows)
 
-    def _by_node(self, ranks: Iterable[int]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+    def _crowd_of(self, ranks: tuple[int, ...]) -> Crowd:
+        of_node: dict[int, list[int]] = {}
+        of_family: dict[str, int] = {}
         for rank in ranks:
-            found.setdefault(self.cluster.devices[rank].node, []).append(rank)
-        return found
+            device = self.cluster.devices[rank]
+            of_node.setdefault(device.node, []).append(rank)
+            of_family[device.family] = of_family.get(device.family, 0) + 1
+        devices = self.cluster.devices
+        return Crowd({n: OnNode(r, tuple(devices[rank].index for rank in r)) for n, r in of_node.items()}, of_family)
 
     def _with_flows(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> Form:
         """Return the form of a group, or of a domain in one, whose ranks send so many flows to a target."""
@@ -138,7 +170,7 @@ class ClusterNetwork:
             return Form(len(ranks), links, max(flows(*pair) for pair in neighbours))
         domains = [tuple(ranks[position] for position in domain) for domain in route.domains]
         across = (
-            (len(domain), self._number(domain[0], other[0]), flows(domain[0], other[0]))
+            (len(domain), self._number(domain[0], other[0]), max(flows(rank, other[0]) for rank in domain))
             for domain, other in zip(domains, (*domains[1:], domains[0]), strict=True)
         )
         alike = tuple(dict.fromkeys(self._of_domain(domain, flows) for domain in domains))
@@ -147,7 +179,7 @@ class ClusterNetwork:
     def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> Form:
         """Return the form of a domain; of one that needs no NIC it is the same for whatever group."""
         is_on_node = len({self.cluster.devices[rank].node for rank in ranks}) == 1
-        return self._form(ranks, ()) if is_on_node else self._with_flows(ranks, flows)
+        return self._form(ranks, None) if is_on_node else self._with_flows(ranks, flows)
 
     def _collective_seconds(self, operation: str, num_bytes: int, form: Form) -> float:
         if form.size == 1 or not num_bytes:
@@ -189,3 +221,9 @@ class ClusterNetwork:
         slowest = max(seconds)
         latency = max(self._numbered[links[seconds.index(slowest)]].latency_seconds, 1e-12)
         return Link(latency_seconds=latency, bandwidth_bytes_per_second=num_bytes / max(slowest - latency, 1e-15))
+
+
+def least_slope(places: Sequence[float], values: Sequence[float]) -> float:
+    """Return the least slope between neighbours of ascending places."""
+    ends = itertools.pairwise(zip(places, values, strict=True))
+    return min((after - before) / (right - left) for (left, before), (right, after) in ends)

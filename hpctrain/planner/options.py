@@ -68,8 +68,8 @@ class Options:
     """The least share of a stage's time in which a microbatch passes it, there and back."""
     exchanged: np.ndarray
     """[2, n] seconds a step that exchanges of gradients and weights at its end add to what is computed of a block."""
-    first_exchanged: np.ndarray
-    """Those more of the first block, of which nothing is hidden."""
+    first_more: np.ndarray
+    """Beside that, of the first block, of which nothing is hidden: what is of the others."""
     embedding_exchanged: np.ndarray
     """Seconds a step of an embedding's gradients and weights, of which nothing is hidden."""
     base_bytes: np.ndarray
@@ -218,7 +218,7 @@ class _Figures:
             "late": np.full(len(most), late),
             "through": (1 - late) * fastest / once,
             "exchanged": step * np.floor(exchanged / step),
-            "first_exchanged": step * np.floor(first / step),
+            "first_more": step * np.floor(first / step),
             "embedding_exchanged": step * np.floor(of_embedding / step),
             "base_bytes": np.where(is_roomy, 0.0, base),
             "state_bytes": np.where(is_roomy, ROOMY, state),
@@ -260,8 +260,10 @@ class _Figures:
         costs, num_pipelines, none = self._costs, self._group.num_pipelines, np.zeros(len(replicas))
         if zero >= 2:
             return np.zeros_like(seconds), none, none
-        taken = np.array([costs.ending(self._number, self._grid, n, num_pipelines) for n in replicas.tolist()])
-        embedding = taken * costs.elements_of(self._grid, 0) / costs.elements_of(self._grid, 1)
+        taken, embedding = (
+            np.array([costs.ending(self._number, self._grid, n, num_pipelines, item) for n in replicas.tolist()])
+            for item in (1, 0)
+        )
         if costs.setup.bucket_bytes is None:
             return np.broadcast_to(taken, seconds.shape), none, embedding
         # Beside it a device computes at 1 / t of its speed: it is done with taken / t, and no more than there is. Both
@@ -322,7 +324,7 @@ def _undominated(options: Options) -> np.ndarray:
             -options.late,
             options.through,
             options.exchanged,
-            options.first_exchanged,
+            options.first_more,
             options.embedding_exchanged,
             options.base_bytes,
             options.state_bytes,

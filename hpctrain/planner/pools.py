@@ -48,17 +48,6 @@ class Pool:
             self._slots[size] = tuple(ranks[start : start + size] for ranks, start in starts)
         return self._slots[size]
 
-    def beside(self, size: int, count: int) -> list[int]:
-        """Return the ranks of all places for grids of `size` ranks on the nodes of the first `count` of them."""
-        found: list[int] = []
-        for ranks in self.nodes:
-            if count <= 0:
-                break
-            places = len(ranks) // size
-            found += ranks[: places * size]
-            count -= places
-        return found
-
     def grids(self) -> list[TensorGrid]:
         """Return all tensor grids that have room on a node, small ones first."""
         most = self.largest_grid

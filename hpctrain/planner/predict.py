@@ -19,7 +19,7 @@ from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops,
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import Memory, largest_message_bytes, memory_of, waiting_share
 from hpctrain.planner.messages import arrivals
-from hpctrain.planner.network import ClusterNetwork
+from hpctrain.planner.network import ClusterNetwork, Crowd
 from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate, slowed_by
 from hpctrain.schedule import Instruction, one_f_one_b, under_way, weight_delay
 
@@ -86,11 +86,11 @@ def pass_cost(
     work: Work,
     tile: Tile,
     data_ranks: Sequence[int],
-    beside: Sequence[int],
+    sharers: Crowd | None = None,
 ) -> PassCost:
     """Return what a pass over one item takes on a tile whose ranks have such `devices`, the slowest of which counts.
 
-    `data_ranks` hold the same weights as the tile's first rank; `beside` are all ranks on their nodes. Of what goes on
+    `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that. Of what goes on
     while it computes (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer
     than it, of those beside the other half of the rows what is longer than that takes, of z what is longer than all
     else, as the next item's weights come while this one computes; and by how much computing is slower meanwhile.
@@ -103,9 +103,9 @@ def pass_cost(
     for exchange in work.exchanges:
         what = exchange.operation, exchange.num_bytes
         if exchange.axis == "data":
-            data += network.group_seconds(*what, data_ranks, beside)
+            data += network.group_seconds(*what, data_ranks, sharers)
             continue
-        seconds = network.group_seconds(*what, axes[exchange.axis], tile.ranks)
+        seconds = network.group_seconds(*what, axes[exchange.axis], network.crowd(tile.ranks))
         if exchange.axis == "z" and "z" in setup.overlaps:
             over_z[exchange.operation] += seconds
             continue
@@ -152,10 +152,6 @@ class Predictor:
         self._places: dict[Tile, tuple] = {}
         self._sums: dict[tuple, list[float]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
-        self._on_node: dict[int, list[int]] = {}
-        self._on_nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for rank in plan.ranks:
-            self._on_node.setdefault(cluster.devices[rank].node, []).append(rank)
 
     def with_ahead(self, plan: Plan) -> "Predictor":
         """Return what is known of a plan that has more microbatches under way, and is else the same."""
@@ -321,15 +317,17 @@ class Predictor:
 
     def _pass(self, tile: Tile, work: Work) -> PassCost:
         devices = [self._devices[family] for family in self._families[tile]]
-        holders = self._zero_groups(tile)
-        return pass_cost(self.setup, self.network, devices, work, tile, holders, self._on_nodes_of(holders))
+        return pass_cost(self.setup, self.network, devices, work, tile, self._zero_groups(tile), self._sharers)
 
-    def _on_nodes_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return all ranks on the nodes of some: their groups exchange at the same time."""
-        if ranks not in self._on_nodes:
-            nodes = dict.fromkeys(self.cluster.devices[rank].node for rank in ranks)
-            self._on_nodes[ranks] = tuple(rank for node in nodes for rank in self._on_node[node])
-        return self._on_nodes[ranks]
+    @cached_property
+    def _sharers(self) -> Crowd:
+        """All ranks that exchange with other nodes what they hold: those of items that are on several nodes."""
+        nodes: dict[int, set[int]] = {}
+        for tile in self.plan.tiles:
+            for item in range(*tile.items):
+                nodes.setdefault(item, set()).update(self.cluster.devices[rank].node for rank in tile.ranks)
+        tiles = (tile for tile in self.plan.tiles if any(len(nodes[item]) > 1 for item in range(*tile.items)))
+        return self.network.crowd(tuple(dict.fromkeys(rank for tile in tiles for rank in tile.ranks)))
 
     def _held(self, tile: Tile) -> Holdings:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
@@ -375,16 +373,16 @@ class Predictor:
                 key = *what, known[what]
                 if len(holding.ranks) == 1 or key in found:
                     continue
-                tile, beside = self.plan.tile_of(rank), self._on_nodes_of(holding.ranks)
+                tile = self.plan.tile_of(rank)
                 stored = self._stored(holding, tile.tensor.z)
                 reduced = stored * self.setup.stack.gradient_bytes
                 reduce = gather = 0.0
                 if holding.zero < 2:
                     operation = "reduce_scatter" if holding.zero else "all_reduce"
-                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, beside)
+                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, self._sharers)
                 if holding.zero in (1, 2):
                     gather = self.network.group_seconds(
-                        "all_gather", stored * self.setup.item_bytes, holding.ranks, beside
+                        "all_gather", stored * self.setup.item_bytes, holding.ranks, self._sharers
                     )
                 tiles = tuple(dict.fromkeys(self._tile_with(rank, holding.items) for rank in holding.ranks))
                 found[key] = self._placed(Sharing(tiles, reduce, gather), holding)
@@ -431,7 +429,7 @@ class Predictor:
         return whole // max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
 
     def _agree_seconds(self) -> float:
-        return self.network.group_seconds("all_reduce", 24, self.plan.ranks, ())
+        return self.network.group_seconds("all_reduce", 24, self.plan.ranks)
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:

@@ -7,7 +7,7 @@ rounding, and for who meets unlike grids.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval
-from hpctrain.parameters import check_grid, item_units
+from hpctrain.parameters import box_size, check_grid, item_units
 from hpctrain.plan import TensorGrid, Tile
 from hpctrain.planner.cost import Setup, Work, item_cost, unit_elements
 from hpctrain.planner.memory import (
@@ -29,15 +29,13 @@ from hpctrain.planner.memory import (
     item_kept,
     message_bytes,
 )
-from hpctrain.planner.network import ClusterNetwork
+from hpctrain.planner.network import ClusterNetwork, Crowd, least_slope
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predict import pass_cost
 from hpctrain.schedule import splits_freely
 
 Numbers = int | np.ndarray
 AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
-MESSAGES = [1 << power for power in (15, 18, 21, 24, 27)]
-"""Bytes, at which it is looked up how fast links are."""
 
 
 class Seconds(NamedTuple):
@@ -106,10 +104,11 @@ class StageCosts:
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self.ending = lru_cache(None)(self._ending)
+        self._crowd = lru_cache(None)(self._all_ranks)
         self._own = lru_cache(None)(self._own_elements)
         self._byte_seconds = lru_cache(None)(self._exchanged_byte)
         self._of_node = lru_cache(None)(self._places_of_node)
-        self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices), ())
+        self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
         self.grids = [self._grids(pool) for pool in pools]
 
     def _grids(self, pool: Pool) -> list[TensorGrid]:
@@ -155,7 +154,7 @@ class StageCosts:
 
     def _passes(self, number: int, grid: TensorGrid, works: Iterable[Work]) -> list[float]:
         pool, tile = self.pools[number], self._tile(number, grid)
-        passes = (pass_cost(self.setup, self.network, [pool.device], work, tile, (), ()) for work in works)
+        passes = (pass_cost(self.setup, self.network, [pool.device], work, tile, ()) for work in works)
         return [each.compute + each.tensor for each in passes]
 
     def _first_tile(self, number: int, grid: TensorGrid) -> Tile:
@@ -173,11 +172,12 @@ class StageCosts:
             return Seconds(0.0, 0.0)
         pool = self.pools[number]
         cost = item_cost(self.setup, grid, item, 1, "none", zero)
-        ranks, beside = tuple(slot[0] for slot in pool.slots(grid.size)[:replicas]), pool.beside(grid.size, replicas)
-        tile = self._tile(number, grid)
+        ranks, tile = tuple(slot[0] for slot in pool.slots(grid.size)[:replicas]), self._tile(number, grid)
         return Seconds(
             *(
-                pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, beside).data
+                pass_cost(
+                    self.setup, self.network, [pool.device], work, tile, ranks, self._crowd(((number, grid.size),))
+                ).data
                 for work in (cost.forward, cost.backward)
             )
         )
@@ -273,35 +273,49 @@ class StageCosts:
 
     def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
-        beside = [rank for number, *places in groups for rank in self.pools[number].beside(*places)]
+        beside = self._crowd(tuple((number, size) for number, size, _ in groups))
         return self.network.group_seconds(operation, num_bytes, ranks, beside)
 
-    def _ending(self, number: int, grid: TensorGrid, replicas: int, num_pipelines: int) -> float:
-        """Return what replicas exchange of a block at the end of a step, for gradients and weights, at the least.
+    def _all_ranks(self, grids: tuple[tuple[int, int], ...]) -> Crowd:
+        """Return the ranks of all places for tensor grids; these are (pool, ranks of one)."""
+        places = (slot for number, size in grids for slot in self.pools[number].slots(size))
+        return self.network.crowd(tuple(itertools.chain(*places)))
 
-        Nothing where stages of a pool may lie unlike each other. By bandwidth, for a stage's blocks go in one message,
-        and without weights that ranks of y have in common, who then exchange them together.
+    def _ending(self, number: int, grid: TensorGrid, replicas: int, num_pipelines: int, item: int) -> float:
+        """Return what replicas exchange of an item at the end of a step, for gradients and weights, at the least.
+
+        Nothing where stages of a pool may lie unlike each other. By bandwidth, for a stage's items go in one message,
+        and without weights that ranks of a grid have in common, where these may exchange them together.
         """
         if not self.lies_alike(number, grid.size, replicas):
             return 0.0
         gradients, weights = self._byte_seconds(number, grid.size, replicas, num_pipelines)
         each = gradients * self.setup.stack.gradient_bytes + weights * self.setup.item_bytes
-        return each * self._own(grid) / grid.z
+        return each * self._own(grid, item, num_pipelines == 1) / grid.z
 
-    def _own_elements(self, grid: TensorGrid) -> int:
-        """Return how many weights of a block ranks at one (x, y) have to themselves."""
-        units = item_units(self.setup.model, grid, 1)
-        return sum(unit.layout(grid, 0, 0).size for unit in units if not unit.shared_over_y)
+    def _own_elements(self, grid: TensorGrid, item: int, is_alone: bool) -> int:
+        """Return how many weights of an item ranks at one (x, y) have to themselves; of a pipeline that `is_alone`, or
+        that meets other grids."""
+        cut = set() if is_alone else {axis for axis, size in (("x", grid.x), ("y", grid.y)) if size > 1}
+        parameters = (p for unit in item_units(self.setup.model, grid, item) for p in unit.parameters)
+        own = (p for p in parameters if not p.is_shared_over_y(grid) and cut <= set(p.split))
+        return sum(box_size(p.box(grid, 0, 0)) for p in own)
+
+    def _sizes(self, size: int) -> list[int]:
+        """Return, by twos, what a rank of a grid may exchange at once, in bytes: from its part of a block to all."""
+        block = self._unit(TensorGrid(), 1)
+        least, most = block * self.setup.item_bytes // size + 1, block * GRADIENT_BYTES * self.setup.model.num_layers
+        return [least << n for n in range((most // least).bit_length() + 2)]
 
     def _exchanged_byte(self, number: int, size: int, replicas: int, num_pipelines: int) -> tuple[float, float]:
         """Return what it takes at the least, for each byte of theirs, to sum what replicas have, and to gather it."""
         ranks = [slot[0] for slot in self.pools[number].slots(size)[:replicas]]
         # Beside other pipelines, whose grids may be unlike, it is not certain who else shares a NIC.
-        beside = self.pools[number].beside(size, replicas) if num_pipelines == 1 else ()
+        beside = self._crowd(((number, size),)) if num_pipelines == 1 else None
         across = self._across_seconds(number, size, replicas, num_pipelines) / replicas
-        found = []
+        sizes, found = self._sizes(size), []
         for operation in ("reduce_scatter", "all_gather"):
-            inside = _least_slope(lambda n, how=operation: self.network.group_seconds(how, n, ranks, beside))
+            inside = self.network.least_byte_seconds(operation, sizes, ranks, beside) if replicas > 1 else 0.0
             # What each of the pipelines owns goes across while what the next one owns goes on inside.
             found.append(max(inside, inside / num_pipelines + across))
         return found[0], found[1]
@@ -315,13 +329,12 @@ class StageCosts:
         nodes = [self.cluster.devices[ranks[0]].node for pool in self.pools for ranks in pool.nodes]
         if num_pipelines == 1 or len(set(families)) < len(families) or len(set(nodes)) < len(nodes):
             return 0.0
-        own = self.pools[number]
+        own, sizes, each = self.pools[number], self._sizes(size), math.inf
         senders = [slot[0] for slot in own.slots(size)[:replicas] if slot[0] in own.nodes[0]]
-        each = math.inf
         for target in (pool.nodes[0][0] for pool in self.pools if pool is not own):
             way = senders[0], target
             flows = self.network.flows(senders[0], senders, target)
-            each = min(each, _least_slope(lambda n, way=way, flows=flows: self.network.seconds(*way, n, flows)))
+            each = min(each, least_slope(sizes, [self.network.seconds(*way, n, flows) for n in sizes]))
         return each * (num_pipelines - 1) / num_pipelines
 
     def lies_alike(self, number: int, size: int, replicas: int) -> bool:
@@ -333,9 +346,3 @@ class StageCosts:
         """Return how many tensor grids have room on each node of a pool; 0 where nodes, or devices, are not alike."""
         counts = {len(ranks) // size for ranks in self.pools[number].nodes}
         return counts.pop() if len(counts) == 1 and len(self.pools[number].families) == 1 else 0
-
-
-def _least_slope(seconds: Callable[[int], float]) -> float:
-    """Return what one more byte takes at the least, of whatever size a message is."""
-    times = [(num_bytes, seconds(num_bytes)) for num_bytes in MESSAGES]
-    return min((after - before) / (more - less) for (less, before), (more, after) in itertools.pairwise(times))

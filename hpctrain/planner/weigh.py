@@ -338,7 +338,7 @@ class Weigher:
     ) -> tuple[float, float]:
         """Return what is left of both beside the last backward pass, and the next step's first forward one.
 
-        At least the first bucket's, with the first item, whose gradients are made last and whose weights are needed
+        At least about a bucket's, with the first item, whose gradients are made last and whose weights are needed
         first; while the last item computes, nothing is there to be summed, and nothing is left to be gathered.
         """
         of_first = (
@@ -374,7 +374,7 @@ class Weigher:
         ranks, into = sending[0], receiving[choice.replicas] if source == target else receiving[0]
         gather, y = 0.0, other.grid.y
         if has_pieces and not network.is_near(ranks[0], into[0]):
-            gather = network.group_seconds("all_gather", num_bytes, into[:y], into)
+            gather = network.group_seconds("all_gather", num_bytes, into[:y], network.crowd(into))
             num_bytes /= y
         # All replicas send at once; as if their ranks were the first of their pools.
         senders = itertools.chain(*sending[: choice.replicas])

@@ -18,12 +18,12 @@ from hpctrain.planner.search import Search, search
 from hpctrain.planner.shortlist import SLOWEST_SHARE, Shortlists
 from hpctrain.planner.space import arrangements
 from hpctrain.planner.stages import Line
-from tests.unit.small_searches import EVERYTHING, cases, every_arrangement, step_seconds
+from tests.unit.small_searches import ALL_IN_ONE, BUCKETS, EVERYTHING, cases, every_arrangement, step_seconds
 
 
 @pytest.mark.parametrize("is_rough", [False, True])
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases())
+@given(case=cases(buckets=(*BUCKETS, ALL_IN_ONE)))
 def test_no_plan_is_below_its_bound_nor_below_that_of_all(case, is_rough):
     """Nor below the rougher bound of many pools."""
     setup, batch, cluster, space = case
@@ -49,7 +49,9 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case, is_rough):
 
 @pytest.mark.parametrize("is_rough", [False, True])
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases(batches=(4, 6, 16)), share=st.sampled_from([0.2, 0.35, 0.5, 0.7, 0.9]))
+@given(
+    case=cases(batches=(4, 6, 16), buckets=(*BUCKETS, ALL_IN_ONE)), share=st.sampled_from([0.2, 0.35, 0.5, 0.7, 0.9])
+)
 def test_no_plan_is_below_the_bound_where_memory_is_short(case, share, is_rough):
     """Then stages recompute, have more or fewer blocks, or go through their rows in pieces."""
     setup, batch, cluster, space = case

@@ -66,16 +66,30 @@ def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
     cluster = load_cluster(find_cluster("ib-roce"))
     groups = [[(place, 2 + place), (4 + place, 6 + place)] for place in (0, 1)]
     network, ranks = ClusterNetwork(cluster), [rank for domain in groups[0] for rank in domain]
-    beside, alone = (network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, others) for others in (range(8), ()))
+    beside, alone = (
+        network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, others)
+        for others in (network.crowd(tuple(range(8))), None)
+    )
     assert alone == pytest.approx(taken(cluster, groups[:1], operation), rel=1e-3)
     assert beside == pytest.approx(taken(cluster, groups, operation), rel=1e-3) and beside > 1.7 * alone
 
 
+LAID_OUT = {
+    "alike": ([("a", 1, 4), ("b", 1, 4)], [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]),
+    "on more nodes": ([("a", 1, 4), ("b", 2, 2)], [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]),
+    "on a node each": ([("a", 1, 3), ("b", 3, 1)], [[(0,), (3,)], [(1,), (4,)], [(2,), (5,)]]),
+    "more than in groups": ([("a", 1, 4), ("b", 1, 2)], [[(0, 1), (4, 5)]]),
+}
+
+
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
-def test_groups_of_several_ranks_of_a_node_share_its_nic(operation):
-    cluster = cluster_of([("a", 1, 4), ("b", 1, 4)], link=1e9, nic=2e7)
-    groups = [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
-    predicted = ClusterNetwork(cluster).group_seconds(operation, 4 * NUM_ELEMENTS, (0, 1, 4, 5), range(8))
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_ranks_of_all_groups_share_their_nodes_nics(name, operation):
+    tables, groups = LAID_OUT[name]
+    cluster = cluster_of(tables, link=1e9, nic=2e7)
+    ranks, beside = ([r for domains in some for domain in domains for r in domain] for some in (groups[:1], groups))
+    network = ClusterNetwork(cluster)
+    predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, network.crowd(tuple(beside)))
     assert predicted == pytest.approx(taken(cluster, groups, operation), rel=1e-3)
 
 

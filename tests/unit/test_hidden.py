@@ -141,7 +141,7 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
     tile = plan_of((1, 2, 1), pipeline=2, data=1).tiles[0]
     device = [DeviceModel("fast", CLUSTER.families["fast"])]
     for seconds_of_one in (1e-6, 1e3):  # shorter than any product, and longer than all of them
-        network = SimpleNamespace(group_seconds=lambda *_, one=seconds_of_one: one)
+        network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds_of_one: one)
         cost = item_cost(SETUP, TensorGrid(y=2), 1, 4)
         exposed, hidden = (pass_cost(s, network, device, cost.backward, tile, (), ()) for s in (SETUP, HIDING))
         behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]
@@ -192,7 +192,7 @@ def test_outputs_are_summed_beside_the_other_half_of_the_rows(grid, rows):
     copied = compute - sum(s.seconds(device, "fp32", HPCTRAIN) for segments in halves for s in segments)
     again = item_cost(IN_HALVES, grid, 1, rows, "full").backward_input
     for seconds in (1e-6, compute / 20, compute / 5, 1e3):
-        network = SimpleNamespace(group_seconds=lambda *_, one=seconds: one)
+        network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds: one)
         found, all_of_it, rest = (
             pass_cost(IN_HALVES, network, [device], work, tile, (), ())
             for work in (cost.forward, again, cost.backward_input)
