@@ -5,7 +5,7 @@ they depend on what other pools do.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -185,9 +185,7 @@ class _Figures:
         of memory."""
         costs, group, m = self._costs, self._group, self._group.microbatches
         most, least = (-(-tile // self._grid.z) for tile in (-(-group.rows // replicas), group.rows // replicas))
-        extra = self._each(lambda n: costs.exchange(self._number, self._grid, n, 1, zero).both, replicas, zero >= 2)
-        # Not certain where the stages of a pool may lie unlike each other.
-        extra = extra * [costs.lies_alike(self._number, self._grid.size, n) for n in replicas.tolist()]
+        extra = self._exchanged_inside(replicas, zero)
         once = self._block(self._first, most) + extra
         can = np.floor(self._seconds / (m * once)) >= 1
         replicas, most, least, extra, once = (each[can] for each in (replicas, most, least, extra, once))
@@ -231,9 +229,13 @@ class _Figures:
         fits = is_roomy | (np.maximum(*whole) >= 1) | (piece_blocks.max(axis=0) >= 1)
         return {name: each[..., fits] for name, each in figures.items()}, is_roomy[fits]
 
-    @staticmethod
-    def _each(of: Callable[[int], float], numbers: np.ndarray, is_wanted: bool) -> np.ndarray:
-        return np.array([of(n) for n in numbers.tolist()]) if is_wanted else np.zeros(len(numbers))
+    def _exchanged_inside(self, replicas: np.ndarray, zero: int) -> np.ndarray:
+        """Return what ZeRO 2 and 3 add to the passes over a block; nothing where stages may lie unlike each other."""
+        if zero < 2:
+            return np.zeros(len(replicas))
+        costs, number, grid = self._costs, self._number, self._grid
+        counts = (n if costs.lies_alike(number, grid.size, n) else 1 for n in replicas.tolist())
+        return np.array([costs.exchange(number, grid, n, 1, zero).both for n in counts])
 
     def _row(self, how: str) -> float:
         """Return what a row takes at the least."""
@@ -260,10 +262,8 @@ class _Figures:
         costs, num_pipelines, none = self._costs, self._group.num_pipelines, np.zeros(len(replicas))
         if zero >= 2:
             return np.zeros_like(seconds), none, none
-        taken, embedding = (
-            np.array([costs.ending(self._number, self._grid, n, num_pipelines, item) for n in replicas.tolist()])
-            for item in (1, 0)
-        )
+        each = [costs.ending(self._number, self._grid.size, n, num_pipelines) for n in replicas.tolist()]
+        taken, embedding = (np.array(each) * costs.own_elements(self._grid, i, num_pipelines == 1) for i in (1, 0))
         if costs.setup.bucket_bytes is None:
             return np.broadcast_to(taken, seconds.shape), none, embedding
         # Beside it a device computes at 1 / t of its speed: it is done with taken / t, and no more than there is. Both

@@ -152,6 +152,7 @@ class Predictor:
         self._places: dict[Tile, tuple] = {}
         self._sums: dict[tuple, list[float]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
+        self._shares: dict[Tile, float] = {}
 
     def with_ahead(self, plan: Plan) -> "Predictor":
         """Return what is known of a plan that has more microbatches under way, and is else the same."""
@@ -161,6 +162,7 @@ class Predictor:
         other._families = {tiles[tile]: families for tile, families in self._families.items()}
         other.costs = self.costs.of(tiles)
         other._places, other._until = {}, {}
+        other._shares = {tiles[tile]: share for tile, share in self._shares.items()}
         vars(other).pop("_memory", None)
         return other
 
@@ -489,6 +491,11 @@ class Predictor:
         return 1 + math.ceil(self._waiting_share(tile) * (under_way(self.plan, tile) - 1))
 
     def _waiting_share(self, tile: Tile) -> float:
+        if tile not in self._shares:
+            self._shares[tile] = self._share_that_waits(tile)
+        return self._shares[tile]
+
+    def _share_that_waits(self, tile: Tile) -> float:
         if self.setup.stack.blocking_sends or len(self.plan.chunks(tile)) > 1:
             return 0.0
         made = min(sum(each.seconds for each in cost.forward) for cost in self.costs.tiles[tile])

@@ -105,8 +105,8 @@ class StageCosts:
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self.ending = lru_cache(None)(self._ending)
         self._crowd = lru_cache(None)(self._all_ranks)
-        self._own = lru_cache(None)(self._own_elements)
-        self._byte_seconds = lru_cache(None)(self._exchanged_byte)
+        self.own_elements = lru_cache(None)(self._own_elements)
+        self._sizes = lru_cache(None)(self._exchanged_sizes)
         self._of_node = lru_cache(None)(self._places_of_node)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
         self.grids = [self._grids(pool) for pool in pools]
@@ -281,44 +281,43 @@ class StageCosts:
         places = (slot for number, size in grids for slot in self.pools[number].slots(size))
         return self.network.crowd(tuple(itertools.chain(*places)))
 
-    def _ending(self, number: int, grid: TensorGrid, replicas: int, num_pipelines: int, item: int) -> float:
-        """Return what replicas exchange of an item at the end of a step, for gradients and weights, at the least.
-
-        Nothing where stages of a pool may lie unlike each other. By bandwidth, for a stage's items go in one message,
-        and without weights that ranks of a grid have in common, where these may exchange them together.
-        """
-        if not self.lies_alike(number, grid.size, replicas):
-            return 0.0
-        gradients, weights = self._byte_seconds(number, grid.size, replicas, num_pipelines)
-        each = gradients * self.setup.stack.gradient_bytes + weights * self.setup.item_bytes
-        return each * self._own(grid, item, num_pipelines == 1) / grid.z
-
-    def _own_elements(self, grid: TensorGrid, item: int, is_alone: bool) -> int:
-        """Return how many weights of an item ranks at one (x, y) have to themselves; of a pipeline that `is_alone`, or
-        that meets other grids."""
+    def _own_elements(self, grid: TensorGrid, item: int, is_alone: bool) -> float:
+        """Return how many weights of an item a rank exchanges by itself: without those that ranks of its grid have in
+        common, where these may exchange them together. Its pipeline `is_alone`, or meets other grids."""
         cut = set() if is_alone else {axis for axis, size in (("x", grid.x), ("y", grid.y)) if size > 1}
         parameters = (p for unit in item_units(self.setup.model, grid, item) for p in unit.parameters)
         own = (p for p in parameters if not p.is_shared_over_y(grid) and cut <= set(p.split))
-        return sum(box_size(p.box(grid, 0, 0)) for p in own)
+        return sum(box_size(p.box(grid, 0, 0)) for p in own) / grid.z
 
-    def _sizes(self, size: int) -> list[int]:
-        """Return, by twos, what a rank of a grid may exchange at once, in bytes: from its part of a block to all."""
+    def _exchanged_sizes(self, size: int) -> list[int]:
+        """Return sizes of what ranks of a grid exchange at once, in bytes: from their part of a block to all blocks.
+
+        By twos where it was measured how fast links are at what size; else times bend at the ends, if at all.
+        """
         block = self._unit(TensorGrid(), 1)
         least, most = block * self.setup.item_bytes // size + 1, block * GRADIENT_BYTES * self.setup.model.num_layers
-        return [least << n for n in range((most // least).bit_length() + 2)]
+        count = (most // least).bit_length() + 2
+        powers = range(count) if any(link.times for link in self.cluster.links) else (0, 1, count, count + 1)
+        return [least << power for power in powers]
 
-    def _exchanged_byte(self, number: int, size: int, replicas: int, num_pipelines: int) -> tuple[float, float]:
-        """Return what it takes at the least, for each byte of theirs, to sum what replicas have, and to gather it."""
+    def _ending(self, number: int, size: int, replicas: int, num_pipelines: int) -> float:
+        """Return what replicas exchange at the end of a step for each weight, of gradients and weights, at the least.
+
+        Nothing where stages of a pool may lie unlike each other. By bandwidth, for a stage's items go in one message.
+        """
+        if not self.lies_alike(number, size, replicas):
+            return 0.0
         ranks = [slot[0] for slot in self.pools[number].slots(size)[:replicas]]
         # Beside other pipelines, whose grids may be unlike, it is not certain who else shares a NIC.
         beside = self._crowd(((number, size),)) if num_pipelines == 1 else None
         across = self._across_seconds(number, size, replicas, num_pipelines) / replicas
-        sizes, found = self._sizes(size), []
-        for operation in ("reduce_scatter", "all_gather"):
+        sizes, found = self._sizes(size), 0.0
+        operations = ("reduce_scatter", self.setup.stack.gradient_bytes), ("all_gather", self.setup.item_bytes)
+        for operation, element_bytes in operations:
             inside = self.network.least_byte_seconds(operation, sizes, ranks, beside) if replicas > 1 else 0.0
             # What each of the pipelines owns goes across while what the next one owns goes on inside.
-            found.append(max(inside, inside / num_pipelines + across))
-        return found[0], found[1]
+            found += max(inside, inside / num_pipelines + across) * element_bytes
+        return found
 
     def _across_seconds(self, number: int, size: int, replicas: int, num_pipelines: int) -> float:
         """Return what it takes at the least, for each byte, that each rank of a stage exchanges with other pipelines.
