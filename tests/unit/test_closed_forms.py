@@ -42,8 +42,8 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case, is_rough):
         seconds = step_seconds(setup, searching.weigher.plan(layout), cluster)
         assert searching.weigher.bound(layout) <= seconds * (1 + 1e-9)
         assert least <= seconds * (1 + 1e-9)
-        # As if each stage began at its pool's first node, and all ranks of its nodes exchanged: it knows nothing of those
-        # that lie across nodes in other ways, nor that unused ones go through no NIC.
+        # As if each stage began at its pool's first node, and all ranks of its nodes exchanged: it knows nothing of
+        # those that lie across nodes in other ways, nor that unused ones go through no NIC.
         shape = layout.shape
         chosen = zip(itertools.chain(*shape.pipelines), itertools.chain(*shape.choices), strict=True)
         if all(searching.costs.lies_alike(pool, choice.grid.size, choice.replicas) for pool, choice in chosen):
