@@ -35,8 +35,15 @@ class Form(NamedTuple):
     domains: tuple["Form", ...] = ()
     """For who does it by domains; those that are alike once."""
     num_domains: int = 0
-    across: tuple[tuple[int, int, int], ...] = ()
-    """Exchanges between domains: the size of the sending one, the link, and how many ranks share a NIC."""
+    across: tuple["Across", ...] = ()
+    """How domains exchange with all others; those that are alike once."""
+
+
+class Across(NamedTuple):
+    size: int
+    """Of the domain that sends."""
+    links: tuple[tuple[int, int, int], ...]
+    """By which it sends: to how many domains, and how many ranks share a NIC."""
 
 
 class OnNode(NamedTuple):
@@ -169,12 +176,23 @@ class ClusterNetwork:
             links = tuple(dict.fromkeys(self._number(*pair) for pair in neighbours))
             return Form(len(ranks), links, max(flows(*pair) for pair in neighbours))
         domains = [tuple(ranks[position] for position in domain) for domain in route.domains]
-        across = (
-            (len(domain), self._number(domain[0], other[0]), max(flows(rank, other[0]) for rank in domain))
-            for domain, other in zip(domains, (*domains[1:], domains[0]), strict=True)
-        )
+        sources: dict[tuple, tuple[int, ...]] = {}
+        for domain, other in zip(domains, (*domains[1:], domains[0]), strict=True):
+            table = self.cluster.devices[domain[0]].table
+            sources.setdefault((table, len(domain), max(flows(rank, other[0]) for rank in domain)), domain)
+        across = (self._across(domain, domains, flows) for domain in sources.values())
         alike = tuple(dict.fromkeys(self._of_domain(domain, flows) for domain in domains))
         return Form(len(ranks), (), 1, alike, len(domains), tuple(dict.fromkeys(across)))
+
+    def _across(
+        self, domain: tuple[int, ...], domains: Sequence[tuple[int, ...]], flows: Callable[[int, int], int]
+    ) -> Across:
+        targets: dict[int, list[int]] = {}
+        for other in domains:
+            if other is not domain:
+                targets.setdefault(self._number(domain[0], other[0]), []).append(other[0])
+        shared = {link: max(flows(rank, to[0]) for rank in domain) for link, to in targets.items()}
+        return Across(len(domain), tuple((link, len(to), shared[link]) for link, to in targets.items()))
 
     def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> Form:
         """Return the form of a domain; of one that needs no NIC it is the same for whatever group."""
@@ -193,10 +211,15 @@ class ClusterNetwork:
         count = form.num_domains
         part = num_bytes // count + 1
         inside = max(self._seconds_of(operation, part, domain) for domain in form.domains)
-        one, every = (
-            max(self._message_seconds(link, times * part / size, flows) for size, link, flows in form.across)
-            for times in (1, count - 1)
-        )
+        one = every = 0.0
+        for size, links in form.across:
+            of_fabric: dict[str | None, float] = {}  # each by NICs of its own
+            for link, to, flows in links:
+                one = max(one, self._message_seconds(link, part / size, flows))
+                fabric = self._numbered[link].fabric
+                sent = self._message_seconds(link, to * part / size, flows)
+                of_fabric[fabric] = of_fabric.get(fabric, 0.0) + sent
+            every = max(every, *of_fabric.values())
         across = self._fabrics(form._replace(domains=()))
         if any(across & self._fabrics(domain) for domain in form.domains):  # whose NICs have to do both
             return count * inside + every
@@ -206,7 +229,7 @@ class ClusterNetwork:
 
     def _fabrics(self, form: Form) -> set[str]:
         """Return the fabrics by which ranks of a group reach each other."""
-        links = {*form.links, *(link for _, link, _ in form.across)}
+        links = {*form.links, *(link for across in form.across for link, _, _ in across.links)}
         found = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
         return found.union(*map(self._fabrics, form.domains))
 

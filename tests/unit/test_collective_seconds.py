@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpctrain.cluster_file import find_cluster, load_cluster
+from hpctrain.cluster_file import find_cluster, load_cluster, parse_cluster
 from hpctrain.comm.costs import MOST_DOUBLED_BYTES, cheapest_flat
 from hpctrain.comm.flat import FlatCollectives
 from hpctrain.comm.hierarchy import HierarchicalCollectives
@@ -72,6 +72,17 @@ def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
     )
     assert alone == pytest.approx(taken(cluster, groups[:1], operation), rel=1e-3)
     assert beside == pytest.approx(taken(cluster, groups, operation), rel=1e-3) and beside > 1.7 * alone
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+def test_hosts_of_two_fabrics_send_by_both_at_once(operation):
+    """To one host by their own, to two by that between."""
+    path = find_cluster("ib-roce")
+    cluster = parse_cluster(path.read_text().replace("a800-80 = 2", "a100-80 = 2"), "a test")
+    domains = [(2 * node, 2 * node + 1) for node in range(4)]
+    network = ClusterNetwork(cluster)
+    predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, range(8), network.crowd(tuple(range(8))))
+    assert predicted == pytest.approx(taken(cluster, [domains], operation), rel=0.02)
 
 
 LAID_OUT = {
