@@ -221,6 +221,8 @@ class Profile(Figures):
     """Among how many the state is cut where the stage cuts it."""
     largest_rows: Annotated[int, Field(ge=0, strict=True)]
     """The most of which the whole model can be trained at once; 0: not one."""
+    limited_by: Literal["job", "time", "memory"] | None = None
+    """Why no more rows were tried, or fit."""
     update_seconds: Positive | None = None
     """Of the replica's part of the optimizer's work; left out where the whole model does not fit."""
     times: Annotated[tuple[RowTimes, ...], Field(min_length=1)]

@@ -296,7 +296,8 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
                     work=work,
                     zero=zero,
                     replicas=world.size,
-                    largest_rows=min(limit.rows for limit in own_limits),
+                    largest_rows=min(own_limits).rows,
+                    limited_by=min(own_limits).because,
                     update_seconds=_median(updates) if len(updates) == len(ranks) else None,
                     times=_median_times([of_times[rank] for rank in ranks]),
                 )
@@ -327,7 +328,7 @@ def _median_times(of_ranks: Sequence[Sequence[RowTimes]]) -> tuple[RowTimes, ...
 
 
 def _comment(limits: Sequence[Limit]) -> str:
-    rows, because = min((limit.rows, limit.because) for limit in limits)
+    rows, because, _ = min(limits)
     why = {
         "job": "all that the job has for one replica",
         "time": "there was no time to try more",

@@ -7,11 +7,12 @@ from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import TopologyError
 from hpctrain.job import Job
-from hpctrain.jobs.predict import describe, dtype_of, text, with_overlap
+from hpctrain.jobs.predict import describe, dtype_of, profile_source, text, with_overlap
 from hpctrain.plan_file import dump_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.even import check_plan
 from hpctrain.planner.explain import reasons, runner_up
+from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Found, Limits, search
 
 
@@ -25,7 +26,8 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
     dtype, reason = dtype_of(job, cluster, sorted(cluster.families), reference)
     job, chosen = with_overlap(job, cluster, path, dtype)
     families = _computing_in(dtype, cluster, reference)
-    found = search(Setup.of_job(job, dtype), job.train.global_batch, cluster, families, limits=limits)
+    setup = Setup.of_job(job, dtype)
+    found = search(setup, job.train.global_batch, cluster, families, limits=limits)
     check_plan(job, found.best.plan, "the plan that was found")
     told = describe(found.best.prediction, dtype)
     if reason:
@@ -34,6 +36,7 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
     return {
         **told,
         "chosen": chosen,
+        "warnings": memory_warnings(setup, cluster),
         "layout": _layout(found, 0),
         "lower_bound_seconds": found.lower_bound_seconds,
         "gap": found.gap,
@@ -95,6 +98,8 @@ def tell(told: dict, top: int, out: Path | None, as_json: bool) -> str:
 def plan_file(told: dict, found: Found) -> str:
     """Return the plan as a file, with what is told of it as comments."""
     comments = [f"{told['layout']}: {told['step_seconds']:.4g} s a step", *_summary(told)]
+    comments += filter(None, [profile_source(told["profiled"])])
+    comments += [f"warning {warning}" for warning in told["warnings"]]
     comments += [f"chosen {key}: {reason}" for key, reason in told["chosen"].items()]
     return "".join(f"# {line.strip()}\n" for line in comments) + dump_plan(found.best.plan)
 

@@ -22,6 +22,7 @@ from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.layers import LayeredPredictor, load_layers
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.stack import HPCTRAIN, STACKS
 
 TRAINED_DTYPES = ("bf16", "fp32")
@@ -85,7 +86,10 @@ def command(
     setup = Setup.of_job(loaded, dtype, software)
     arguments = setup, plan, machine, efficiencies_of(machine, known)
     predictor = LayeredPredictor(load_layers(layers, layers_of), *arguments) if layers else Predictor(*arguments)
-    told = describe(predictor.predict(interleave), dtype) | {"chosen": chosen}
+    told = describe(predictor.predict(interleave), dtype) | {
+        "chosen": chosen,
+        "warnings": memory_warnings(setup, machine),
+    }
     if reason:
         told["guessed"].append(reason)
     print(json.dumps(told) if as_json else text(told, plan, machine))
@@ -152,7 +156,13 @@ def describe(prediction: Prediction, dtype: str) -> dict:
         "mfu": prediction.mfu,
         "dtype": dtype,
         "guessed": list(prediction.guessed),
+        "profiled": list(prediction.profiled),
     }
+
+
+def profile_source(families: Sequence[str]) -> str:
+    """Say what of a prediction is from a profile of the job; nothing where nothing is."""
+    return f"compute seconds of {', '.join(families)}: profile of this job" if families else ""
 
 
 def text(told: dict, plan: Plan, cluster: Cluster) -> str:
@@ -162,6 +172,7 @@ def text(told: dict, plan: Plan, cluster: Cluster) -> str:
         f"{plan.describe()}, on {cluster.describe()}, in {told['dtype']}",
         f"step      {told['step_seconds']:.4g} s, between {low:.4g} and {high:.4g}",
         f"speed     {told['tokens_per_second']:,.0f} tokens/s, {told['mfu']:.1%} of peak (MFU)",
+        *([f"source    {source}"] if (source := profile_source(told["profiled"])) else []),
         "where the time goes, on the mean over ranks",
     ]
     for part, seconds in told["breakdown_seconds"].items():
@@ -174,5 +185,6 @@ def text(told: dict, plan: Plan, cluster: Cluster) -> str:
         total, available = stage["total"] / 2**20, stage["available"] / 2**20
         lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({held})")
     lines += [f"chosen    {key}: {reason}" for key, reason in told["chosen"].items()]
+    lines += [f"warning   {warning}" for warning in told["warnings"]]
     lines += ["guessed", *(f"  {guess}" for guess in told["guessed"] or ["nothing"])]
     return "\n".join(lines)

@@ -50,6 +50,19 @@ class Exchange(NamedTuple):
     """What is computed meanwhile of the other half of the rows, where they are computed in halves."""
 
 
+class ItemPass(NamedTuple):
+    """A pass over an item, by which a profile of the job is looked up."""
+
+    item: str
+    """`embedding`, `block` or `head`."""
+    direction: int
+    """0: forward, 1: backward."""
+    rows: int
+    """Of the rank."""
+    work: "Work"
+    """What of the pass is done."""
+
+
 @dataclass
 class Work:
     """What a rank does in one pass over one item."""
@@ -58,6 +71,8 @@ class Work:
     passed_bytes: float = 0.0
     operations: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
+    passes: tuple[ItemPass, ...] = field(default=(), compare=False, repr=False)
+    """Which passes it is made of: one, or also what is computed again."""
 
     @classmethod
     def joined(cls, works: "Iterable[Work]") -> Self:
@@ -68,10 +83,21 @@ class Work:
             found.passed_bytes += work.passed_bytes
             found.operations += work.operations
             found.exchanges += work.exchanges
+            found.passes += work.passes
         return found
 
+    def as_pass(self, item: str, direction: int, rows: int) -> Self:
+        """Return it as a pass over an item, or as a part of one."""
+        return replace(self, passes=(ItemPass(item, direction, rows, self),))
+
     def seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
-        """Return what computing takes: the device's time, or the host's to start it all, whichever is longer."""
+        """Return what computing takes, by the device's best source: a profile of the job, else the formula."""
+        seconds = self.formula_seconds(device, dtype, stack)
+        return seconds * device.profiled.ratio(self.passes) if device.profiled and self.passes else seconds
+
+    def formula_seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
+        """Return what computing takes by products and bytes: the longer of the device's time and the host's, to start it
+        all."""
         computed = sum(device.product_seconds(dtype, p.m, p.k, p.n, p.batch, p.fused) * p.share for p in self.products)
         computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
         dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
@@ -294,8 +320,17 @@ def _block(setup: Setup, grid: TensorGrid, rows: int) -> _Block:
         segments[-1] = Work.joined((segments[-1], part))
         if any(exchange.is_output for exchange in part.exchanges):
             segments.append(Work())
-    cost = ItemCost(Work.joined(parts), backward, weight)
-    return _Block(cost, Work() if stack.flash else core, segments)
+    cost = _labelled("block", rows, ItemCost(Work.joined(parts), backward, weight))
+    segments = [segment.as_pass("block", 0, rows) for segment in segments]
+    return _Block(cost, Work() if stack.flash else core.as_pass("block", 0, rows), segments)
+
+
+def _labelled(item: str, rows: int, cost: ItemCost) -> ItemCost:
+    return ItemCost(
+        cost.forward.as_pass(item, 0, rows),
+        cost.backward_input.as_pass(item, 1, rows),
+        cost.backward_weight.as_pass(item, 1, rows),
+    )
 
 
 def _attention(setup: Setup, rows: int, heads: int) -> tuple[Work, Work]:
@@ -318,7 +353,7 @@ def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     forward, weight = Work(passed_bytes=3 * num_bytes, operations=3), Work(passed_bytes=5 * num_bytes, operations=3)
     if grid.y > 1:
         forward.exchanges.append(Exchange("y", "all_reduce", num_bytes))
-    return ItemCost(forward, Work(), weight)
+    return _labelled("embedding", rows, ItemCost(forward, Work(), weight))
 
 
 def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
@@ -334,11 +369,13 @@ def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
         work.operations += 12
     if grid.y > 1:
         forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    return ItemCost(forward, backward, linear.backward_weight)
+    return _labelled("head", rows, ItemCost(forward, backward, linear.backward_weight))
 
 
 def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:
-    """Return what a rank's part of the optimizer takes, for the elements that it updates."""
+    """Return what a rank's part of the optimizer takes, for the elements that it updates: as profiled, where it was."""
+    if device.profiled and device.profiled.element_seconds is not None:
+        return num_elements * device.profiled.element_seconds
     return device.pass_seconds(num_elements * setup.stack.update_bytes)
 
 

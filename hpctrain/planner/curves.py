@@ -6,7 +6,7 @@ import numpy as np
 
 from hpctrain.cluster import Cluster, Profile
 from hpctrain.intervals import Interval
-from hpctrain.job import Job
+from hpctrain.job import Job, Model
 
 PROFILED_ZEROS = (1, 2, 3)
 
@@ -89,11 +89,15 @@ class FamilyCurves:
 
 def describe_work(job: Job, dtype: str) -> str:
     """Return what a profile holds for, in words. The job's vocabulary size is a value."""
-    m = job.model
+    return describe_training(job.model, job.data.sequence_length, dtype)
+
+
+def describe_training(m: Model, positions: int, dtype: str) -> str:
+    """Return what `describe_work` does of a job with such a model and rows of so many positions."""
     head = "tied" if m.tie_head else "untied"
     return (
         f"{m.architecture}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads ({m.kv_heads} for"
-        f" keys), ffn {m.ffn}, vocabulary {m.vocab_size} {head}; {job.data.sequence_length} positions; {dtype}"
+        f" keys), ffn {m.ffn}, vocabulary {m.vocab_size} {head}; {positions} positions; {dtype}"
     )
 
 

@@ -16,7 +16,8 @@ from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS, Efficiency
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.layers import LayeredPredictor, LayerTimes
-from hpctrain.planner.predict import Prediction, Predictor, StageMemory
+from hpctrain.planner.memory import StageMemory
+from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import STACKS, Stack
 
 COLLECTIVE_LATENCY_SECONDS = 10e-6

@@ -8,10 +8,14 @@ operands are read. Where products were measured, the same formula is stretched t
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from hpctrain.cluster import ITEM_BYTES, Family
 from hpctrain.errors import PlanError, did_you_mean
 from hpctrain.planner.catalogue import Efficiency, efficiency_of
+
+if TYPE_CHECKING:
+    from hpctrain.planner.profiled import ProfiledPasses
 
 # Tiles of a result that libraries choose from, and the share of the largest one's speed that the others reach (cuBLAS
 # and CUTLASS; smaller ones read their operands more often).
@@ -34,6 +38,8 @@ class DeviceModel:
     family: Family
     fitted: Efficiency | None = None
     """In place of the catalogue's."""
+    profiled: "ProfiledPasses | None" = None
+    """What a profile of the job says of it, which goes before all that is modelled here."""
 
     @cached_property
     def efficiency(self) -> Efficiency:

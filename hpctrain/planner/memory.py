@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.holders import Holdings
-from hpctrain.intervals import cut_evenly
+from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.cost import Setup, goes_in_halves, unit_elements
@@ -38,6 +38,22 @@ class Memory:
     @property
     def total(self) -> int:
         return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a rank of a tile needs, and has."""
+
+    tile: Tile
+    """The first one of the rank."""
+    memory: Memory
+    available_bytes: int
+    items: tuple[Interval, ...]
+    """Of all tiles of the rank."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.available_bytes
 
 
 def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, waiting: int, available: int) -> Memory:

@@ -300,9 +300,20 @@ def _most(bytes_of: Line, memory_bytes: int) -> np.ndarray:
 def rates_of(costs: StageCosts, space: Space, number: int, rows: int) -> dict[TensorGrid, Rate]:
     """Return by grid what a rank of a pool does at the most, if it has up to `rows` rows, rounded up to a power of
     two."""
-    largest, counts = space.largest_grid or math.inf, [1 << n for n in range((rows - 1).bit_length() + 1)]
+    largest, highest = space.largest_grid or math.inf, (rows - 1).bit_length()
+    counts = [1 << n for n in range(highest + 1)]
+    if costs.pools[number].device.profiled:  # what was measured need not be smooth
+        counts = _every_count(1 << highest)
     grids = (grid for grid in costs.grids[number] if grid.size <= largest)
     return {grid: _rate(costs, number, grid, space.recompute, counts) for grid in grids}
+
+
+def _every_count(most: int) -> list[int]:
+    """Return numbers of rows up to the most so near each other that none between is faster by more than `ROW_SPEED`."""
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, max(found[-1] + 1, int(found[-1] * ROW_SPEED))))
+    return found
 
 
 def _rate(costs: StageCosts, number: int, grid: TensorGrid, hows: Sequence[str], counts: Sequence[int]) -> Rate:

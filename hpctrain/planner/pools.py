@@ -11,7 +11,9 @@ from functools import cached_property
 
 from hpctrain.cluster import Cluster, Nodes
 from hpctrain.plan import TensorGrid
+from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.profiled import device_models
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +62,18 @@ class Pool:
         return [TensorGrid(*size) for size in sorted(sizes, key=lambda s: (s[0] * s[1] * s[2], s[0], s[2]))]
 
 
-def pools_of(cluster: Cluster, families: Sequence[str]) -> tuple[Pool, ...]:
-    """Return the devices of some families, those that are alike together, in the order of their first ranks."""
+def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = None) -> tuple[Pool, ...]:
+    """Return the devices of some families, those that are alike together, in the order of their first ranks.
+
+    With a `setup` they have what its profiles say of them, by which they may be unlike.
+    """
+    models = device_models(cluster, setup)
     found: dict[tuple, dict[int, list[int]]] = {}
     named: dict[tuple, list[str]] = {}
     for device in cluster.devices:
         if device.family not in families:
             continue
-        key = _alike(cluster, device.family), _nics(cluster.nodes[device.table])
+        key = _alike(cluster, models[device.family]), _nics(cluster.nodes[device.table])
         found.setdefault(key, {}).setdefault(device.node, []).append(device.rank)
         if device.family not in named.setdefault(key, []):
             named[key].append(device.family)
@@ -76,19 +82,19 @@ def pools_of(cluster: Cluster, families: Sequence[str]) -> tuple[Pool, ...]:
         name = "+".join(named[key])
         if sum(named[key] == others for others in named.values()) > 1:
             name += f" on {'+'.join(sorted({nic[0] for nic in key[1][0]})) or 'no fabric'}"
-        device = DeviceModel(named[key][0], cluster.families[named[key][0]])
-        pools.append(Pool(name, tuple(named[key]), device, tuple(map(tuple, nodes.values()))))
+        pools.append(Pool(name, tuple(named[key]), models[named[key][0]], tuple(map(tuple, nodes.values()))))
     return tuple(pools)
 
 
-def _alike(cluster: Cluster, name: str) -> str:
-    """Return all that is said of a family but its name, also by the links that it has."""
-    links = []
+def _alike(cluster: Cluster, device: DeviceModel) -> str:
+    """Return all that is said of a family but its name, also by the links that it has, and by its profile."""
+    name, links = device.name, []
     for link in cluster.links:
         if name in link.families:
             others = sorted("" if family == name else family for family in link.families)
             links.append(f"{others} {link.model_dump(exclude={'families'})}")
-    return f"{cluster.families[name].model_dump()} {sorted(links)}"
+    profile = device.profiled.profile.model_dump(exclude={"family"}) if device.profiled else ""
+    return f"{device.family.model_dump()} {sorted(links)} {profile}"
 
 
 def _nics(nodes: Nodes) -> tuple:

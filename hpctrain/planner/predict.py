@@ -8,18 +8,20 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hpctrain.cluster import Cluster, guessed_figures
+from hpctrain.cluster import Cluster
 from hpctrain.errors import PlanError
 from hpctrain.holders import Holding, Holdings, holdings_of
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, Tile
+from hpctrain.planner.assumed import assumed_inputs
 from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.memory import Memory, largest_message_bytes, memory_of, waiting_share
+from hpctrain.planner.memory import StageMemory, largest_message_bytes, memory_of, waiting_share
 from hpctrain.planner.messages import arrivals
 from hpctrain.planner.network import ClusterNetwork, Crowd
+from hpctrain.planner.profiled import device_models
 from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate, slowed_by
 from hpctrain.schedule import Instruction, one_f_one_b, under_way, weight_delay
 
@@ -28,22 +30,6 @@ from hpctrain.schedule import Instruction, one_f_one_b, under_way, weight_delay
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
 MOST_BUCKETS = 32
 """Into about how many pieces a rank's gradients are cut at the most where they are summed beside."""
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """What a rank of a tile needs, and has."""
-
-    tile: Tile
-    """The first one of the rank."""
-    memory: Memory
-    available_bytes: int
-    items: tuple[Interval, ...]
-    """Of all tiles of the rank."""
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.total <= self.available_bytes
 
 
 @dataclass(frozen=True)
@@ -59,6 +45,8 @@ class Prediction:
     tokens_per_second: float
     mfu: float
     guessed: tuple[str, ...]
+    profiled: tuple[str, ...]
+    """The families whose seconds of computing are from a profile of the job."""
     exposed_seconds: dict[str, float]
     """The same as a clock beside a rank would find it: waits are part of what is waited for, and nothing is hidden."""
 
@@ -123,7 +111,7 @@ def _beside(exchange: Exchange, work: Work, setup: Setup) -> Work | None:
     """Return what of a pass is computed beside a sum over the tensor grid, None where it is waited for."""
     # `is`: a product that is computed again may have the shape of one of a weight.
     if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
-        return Work([exchange.behind])
+        return Work([exchange.behind], passes=work.passes)
     return exchange.beside if "tensor" in setup.overlaps else None
 
 
@@ -145,8 +133,7 @@ class Predictor:
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
         self.network = network or ClusterNetwork(cluster, setup.stack.link_share)
         self.network.check_ranks(len(plan.ranks))
-        fitted = efficiencies or {}
-        self._devices = {n: DeviceModel(n, family, fitted.get(n)) for n, family in cluster.families.items()}
+        self._devices = device_models(cluster, setup, efficiencies)
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._places: dict[Tile, tuple] = {}
@@ -200,6 +187,7 @@ class Predictor:
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
             self.guessed,
+            tuple(family for family in self._used_families if self._devices[family].profiled),
             exposed,
         )
 
@@ -233,19 +221,14 @@ class Predictor:
 
     @property
     def _is_measured(self) -> bool:
-        return all(self.cluster.families[family].products for family in self._used_families)
+        devices = [self._devices[family] for family in self._used_families]
+        return all(device.profiled or device.family.products for device in devices)
 
     @cached_property
     def guessed(self) -> tuple[str, ...]:
         """Return which inputs nobody measured or read in a data sheet."""
-        figures = guessed_figures(self.cluster)
-        for family in self._used_families:
-            figures += self._devices[family].guesses
-            if (self.setup.overlaps or self._beside) and self.cluster.families[family].overlap_times is None:
-                times = self._devices[family].overlap_times
-                slower = f"makes what is computed beside take {times} times as long" if times > 1 else "slows nothing"
-                figures.append(f"families.{family}.overlap_times: communication {slower}")
-        return tuple(figures)
+        tiles = {used: [t for t, own in self._families.items() if used in own] for used in self._used_families}
+        return tuple(assumed_inputs(self.cluster, self._devices, tiles, bool(self.setup.overlaps) or self._beside))
 
     def _device(self, rank: int) -> DeviceModel:
         return self._devices[self.cluster.devices[rank].family]

@@ -115,7 +115,7 @@ class Search:
     def __init__(self, setup, global_batch, cluster, families, space, limits, clock):
         self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
         self._started = clock()
-        self._pools = pools_of(cluster, families or list(cluster.families))
+        self._pools = pools_of(cluster, families or list(cluster.families), setup)
         # The first ones to be looked at give some rows to each node: they fit in memory, and are not far from the best.
         num_nodes = sum(len(pool.nodes) for pool in self._pools)
         counts = space.microbatch_counts(global_batch)
