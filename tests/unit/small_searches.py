@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hpctrain.cluster import Cluster
+from hpctrain.cluster import Cluster, Profile, RowTimes
 from hpctrain.cluster_file import parse_cluster
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
@@ -16,6 +16,7 @@ from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.curves import describe_training
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.search import Limits
 from hpctrain.planner.simulate import simulate
@@ -211,6 +212,36 @@ SLOW = {"nic": 1e6}
 
 
 @st.composite
+def profiles(draw, setup: Setup, cluster: Cluster) -> Cluster:
+    """Return the cluster with a profile of the setup's work of each family or of some, whose curves are not smooth."""
+    found = []
+    for family in draw(st.sets(st.sampled_from(sorted(cluster.families)), min_size=1)):
+        rows = draw(st.sampled_from([[1], [1, 2, 4], [1, 2, 3, 6]]))
+
+        def seconds(least: float, rows=rows) -> list[float]:
+            steps = [least * draw(st.sampled_from([0.1, 0.7, 1.0, 1.5])) for _ in rows]
+            return list(itertools.accumulate(steps))
+
+        passes = [list(zip(seconds(least), seconds(2 * least), strict=True)) for least in (1e-4, 1e-3, 3e-4)]
+        names = "embedding_seconds", "block_seconds", "head_seconds"
+        found.append(
+            Profile(
+                origin="measured",
+                family=family,
+                work=describe_training(setup.model, setup.positions, setup.dtype),
+                zero=1,
+                replicas=draw(st.sampled_from([cluster.num_devices, 99])),
+                largest_rows=rows[-1],
+                update_seconds=draw(st.sampled_from([None, 1e-4])),
+                times=tuple(
+                    RowTimes(rows=n, **dict(zip(names, at, strict=True))) for n, *at in zip(rows, *passes, strict=True)
+                ),
+            )
+        )
+    return cluster.model_copy(update={"profiles": tuple(found)})
+
+
+@st.composite
 def cases(draw, networks=NETWORKS, batches=(2, 4, 6), buckets=BUCKETS):
     sizes = draw(
         st.sampled_from(
@@ -232,7 +263,8 @@ def cases(draw, networks=NETWORKS, batches=(2, 4, 6), buckets=BUCKETS):
     space = Space((microbatches,), largest, zero, ("none",), turns=False)
     slowed = draw(st.sampled_from([1.0, 1.5]))
     nics = [draw(st.sampled_from([1, 2])) if devices > 1 else 1 for _, _, devices in tables]
-    return setup, batch, cluster_of(tables, speeds=speeds, slowed=slowed, nics=nics, **network), space
+    cluster = cluster_of(tables, speeds=speeds, slowed=slowed, nics=nics, **network)
+    return setup, batch, draw(profiles(setup, cluster)) if draw(st.booleans()) else cluster, space
 
 
 def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:

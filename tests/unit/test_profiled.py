@@ -1,0 +1,290 @@
+"""A profile of the job is the best source of compute seconds: exactly where it was measured, by its ratio elsewhere."""
+
+from dataclasses import replace
+from functools import cached_property
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cluster import Cluster, Profile, RowTimes
+from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
+from hpctrain.intervals import Interval
+from hpctrain.job import load_job
+from hpctrain.jobs.plan import command as plan_command
+from hpctrain.jobs.predict import command as predict_command
+from hpctrain.parameters import count_parameters
+from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.plan_file import dump_plan
+from hpctrain.planner import pools as pools_module
+from hpctrain.planner import predict as predict_module
+from hpctrain.planner.cost import Setup, item_cost, update_seconds
+from hpctrain.planner.curves import describe_work
+from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.predict import DATASHEET_ERROR, MEASURED_ERROR, predict
+from hpctrain.planner.profiled import device_models
+from hpctrain.planner.rows_fit import memory_warnings
+from hpctrain.planner.search import Limits, search
+from hpctrain.planner.stack import MEGATRON
+
+# 4 fast and 4 slow devices, which are what `truth` says; the sheet is right but for its scale.
+FILE = """
+[families.fast]
+kind = "cuda"
+origin = "datasheet"
+memory_bytes = 15_625_000
+memory_bytes_per_second = 3.735e+08
+sustained_flops_per_second = {{fp32 = {fast}}}
+overlap_times = 1.2
+
+[families.slow]
+kind = "cuda"
+origin = "datasheet"
+memory_bytes = 15_625_000
+memory_bytes_per_second = 1.328e+08
+sustained_flops_per_second = {{fp32 = 1.233e+08}}
+overlap_times = 1.25
+
+[fabrics.ib]
+origin = "guessed"
+latency_seconds = 5e-06
+
+[[nodes]]
+devices = {{fast = 4}}
+origin = "datasheet"
+link_latency_seconds = 3e-06
+link_bytes_per_second = 7.324e+07
+nics = [
+  {{origin = "datasheet", fabric = "ib", count = 2, send_bytes_per_second = 6.104e+06, receive_bytes_per_second = 6.104e+06}},
+]
+
+[[nodes]]
+devices = {{slow = 4}}
+origin = "datasheet"
+link_latency_seconds = 8e-06
+link_bytes_per_second = 5.859e+06
+nics = [
+  {{origin = "datasheet", fabric = "ib", count = 2, send_bytes_per_second = 6.104e+06, receive_bytes_per_second = 6.104e+06}},
+]
+
+[truth.devices.fast]
+memory_bytes = 15_625_000
+memory_bytes_per_second = 3.735e+08
+flops_per_second = {{fp32 = 3.815e+08}}
+launch_seconds = 5e-06
+tile = [2, 2]
+half_speed_rows = 3.0
+
+[truth.devices.slow]
+memory_bytes = 15_625_000
+memory_bytes_per_second = 1.328e+08
+flops_per_second = {{fp32 = 1.24e+08}}
+launch_seconds = 5e-06
+tile = [2, 2]
+half_speed_rows = 1.5
+"""  # noqa: E501
+RIGHT, WRONG = (FILE.format(fast=3.771e8 * times) for times in (1.0, 1.3))
+DEVICES = parse_truth(RIGHT, "a test").devices
+JOB = load_job("mixed")
+SETUP = Setup.of_job(JOB)
+LAST = JOB.model.num_items - 1
+LIMITS = Limits(weighed=300, timed=5)
+
+
+class TrueDevice(DeviceModel):
+    """A device that computes as the truth says."""
+
+    @cached_property
+    def efficiency(self):
+        return replace(super().efficiency, launch_seconds=DEVICES[self.name].launch_seconds)
+
+    def product_seconds(self, dtype, m, k, n, batch=1, fused=None):
+        return DEVICES[self.name].product_seconds(dtype, m, k, n, batch)
+
+    def pass_seconds(self, num_bytes):
+        return num_bytes / DEVICES[self.name].memory_bytes_per_second
+
+
+def true_models(cluster: Cluster, *_) -> dict[str, DeviceModel]:
+    return {name: TrueDevice(name, family) for name, family in cluster.families.items()}
+
+
+def true_profile(cluster: Cluster, family: str, **changed) -> Profile:
+    """What a profiler would find of the job on a true device."""
+    device = true_models(cluster)[family]
+
+    def passes(item: int, rows: int) -> tuple[float, float]:
+        cost = item_cost(SETUP, TensorGrid(), item, rows)
+        return tuple(work.seconds(device, "fp32", SETUP.stack) for work in (cost.forward, cost.backward))
+
+    figures = {
+        "origin": "measured",
+        "family": family,
+        "work": describe_work(JOB, "fp32"),
+        "zero": 1,
+        "replicas": 8,
+        "largest_rows": 45,
+        "update_seconds": update_seconds(SETUP, device, count_parameters(JOB.model)) / 8,
+        "times": tuple(
+            RowTimes(
+                rows=rows,
+                embedding_seconds=passes(0, rows),
+                block_seconds=passes(1, rows),
+                head_seconds=passes(LAST, rows),
+            )
+            for rows in (1, 2, 4, 8, 16, 32, 45)
+        ),
+    }
+    return Profile(**figures | changed)
+
+
+def profiled(text: str = WRONG, families=("fast", "slow"), **changed) -> Cluster:
+    cluster = parse_cluster(text, "a test")
+    profiles = tuple(true_profile(cluster, family, **changed) for family in families)
+    return cluster.model_copy(update={"profiles": profiles})
+
+
+def replicas_plan(rows=(30, 18), **how) -> Plan:
+    tiles, at = [], 0
+    for rank in range(8):
+        own = rows[rank // 4]
+        family = ("fast", "slow")[rank // 4]
+        tiles.append(Tile(Interval(0, LAST + 1), Interval(at, at + own), (rank,), family=family, **how))
+        at += own
+    return Plan(tuple(tiles), 1, at)
+
+
+# ---- prices ----------------------------------------------------------------------------------------------------------
+
+
+def passes_of(cluster: Cluster, grid: TensorGrid, item: int, rows: int, recompute: str = "none") -> list[float]:
+    device = device_models(cluster, SETUP)["fast"]
+    cost = item_cost(SETUP, grid, item, rows, recompute)
+    works = cost.forward, cost.backward, cost.backward_input, cost.backward_weight
+    return [work.seconds(device, SETUP.dtype, SETUP.stack) for work in works]
+
+
+@pytest.mark.parametrize("item", [0, 1, LAST])
+def test_what_was_measured_is_taken_as_it_is(item):
+    cluster = profiled()
+    name = {0: "embedding_seconds", 1: "block_seconds", LAST: "head_seconds"}[item]
+    for times in cluster.profiles[0].times:
+        forward, backward = getattr(times, name)
+        found = passes_of(cluster, TensorGrid(), item, times.rows)
+        assert found[:2] == pytest.approx([forward, backward])
+        assert found[2] + found[3] == pytest.approx(backward), "the formula says which part is which"
+        again = passes_of(cluster, TensorGrid(), item, times.rows, "full")
+        assert again[0] == pytest.approx(forward) and again[1] == pytest.approx(forward + backward)
+
+
+def test_beyond_the_last_point_rows_are_as_fast_as_there():
+    (at_last, _, *_), (beyond, _, *_) = (passes_of(profiled(), TensorGrid(), 1, rows) for rows in (45, 450))
+    assert beyond == pytest.approx(10 * at_last)
+
+
+@pytest.mark.parametrize("grid", [TensorGrid(2, 1, 1), TensorGrid(1, 2, 1), TensorGrid(1, 1, 2), TensorGrid(2, 2, 1)])
+def test_other_tensor_grids_are_corrected_by_as_many_rows_on_one_rank(grid):
+    cluster = profiled()
+    plain = cluster.model_copy(update={"profiles": ()})
+    for item, rows in ((0, 4), (1, 4), (1, 16), (LAST, 4)):
+        for i in (0, 1):
+            by_formula, alone = (passes_of(plain, each, item, rows)[i] for each in (grid, TensorGrid()))
+            expected = by_formula / alone * passes_of(cluster, TensorGrid(), item, rows)[i]
+            assert passes_of(cluster, grid, item, rows)[i] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("grid", [TensorGrid(2, 1, 1), TensorGrid(1, 2, 1), TensorGrid(1, 1, 2)])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_the_correction_comes_nearer_to_the_truth_on_other_tensor_grids(grid, rows):
+    cluster = profiled()
+    true = item_cost(SETUP, grid, 1, rows).forward.seconds(true_models(cluster)["fast"], "fp32", SETUP.stack)
+    plain = passes_of(cluster.model_copy(update={"profiles": ()}), grid, 1, rows)[0]
+    found = passes_of(cluster, grid, 1, rows)[0]
+    assert found == pytest.approx(true, rel=0.05) and abs(found - true) < 0.3 * abs(plain - true)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [replace(SETUP, dtype="bf16"), replace(SETUP, positions=16), replace(SETUP, stack=MEGATRON)],
+    ids=["dtype", "positions", "software"],
+)
+def test_a_profile_of_other_work_does_not_count(setup):
+    assert all(device.profiled is None for device in device_models(profiled(), setup).values())
+
+
+def test_times_hold_for_any_number_of_replicas_and_updates_do_not():
+    plan = replicas_plan()
+    eight, four = (predict(SETUP, plan, profiled(replicas=n)) for n in (8, 4))
+    assert four.breakdown_seconds["compute"] == pytest.approx(eight.breakdown_seconds["compute"])
+    assert any("families.fast: seconds of updates, by formula" in guess for guess in four.guessed)
+    slower = predict(SETUP, plan, profiled(update_seconds=1.0))
+    assert slower.breakdown_seconds["optimizer"] == pytest.approx(1.0, rel=0.3), "each updates an eighth"
+    assert predict(SETUP, plan, profiled(zero=2)) == predict(SETUP, plan, parse_cluster(WRONG, "a test"))
+
+
+def test_families_with_the_same_sheet_and_unlike_profiles_are_two_pools():
+    text = RIGHT.replace("1.328e+08", "3.735e+08").replace("1.233e+08", "377100000.0").replace("1.25", "1.2")
+    text = text.replace("8e-06", "3e-06").replace("5.859e+06", "7.324e+07")
+    same = parse_cluster(text, "a test")
+    assert len(pools_module.pools_of(same, ["fast", "slow"], SETUP)) == 1
+    assert len(pools_module.pools_of(profiled(text), ["fast", "slow"], SETUP)) == 2
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_says_what_is_measured_and_what_is_assumed():
+    found = predict(SETUP, replicas_plan(), profiled())
+    assert found.profiled == ("fast", "slow")
+    assert found.interval_seconds[0] == pytest.approx(found.step_seconds * (1 - MEASURED_ERROR))
+    assert not any(guess.startswith("families.") for guess in found.guessed), found.guessed
+    half = predict(SETUP, replicas_plan(), profiled(families=("fast",)))
+    assert half.profiled == ("fast",)
+    assert half.interval_seconds[0] == pytest.approx(half.step_seconds * (1 - DATASHEET_ERROR))
+    assert "families.slow: no profile of this job, which other families have" in half.guessed
+    many = predict(SETUP, replicas_plan((50, 46), zero=2), profiled())
+    assert "families.slow: 46 rows at once, at the speed of the 45 that were profiled" in many.guessed
+    assert "families.fast: passes in ZeRO 2 and 3, as profiled in 1" in many.guessed
+
+
+def test_the_commands_say_where_seconds_are_from(tmp_path):
+    (tmp_path / "c.toml").write_text(dump_cluster(profiled(largest_rows=20, limited_by="memory")))
+    (tmp_path / "p.toml").write_text(dump_plan(replicas_plan()))
+    cluster = ["--cluster", str(tmp_path / "c.toml")]
+    told = CliRunner().invoke(predict_command, ["mixed", *cluster, "--plan", str(tmp_path / "p.toml")]).stdout
+    assert "source    compute seconds of fast, slow: profile of this job" in told
+    assert "warning   families.fast: of the whole model 20 rows fit when it was profiled (ZeRO 1)" in told
+    planned = CliRunner().invoke(plan_command, ["mixed", *cluster, "--budget", "50"]).stdout
+    assert "# compute seconds of fast, slow: profile of this job" in planned
+    assert "# warning families.slow: of the whole model 20 rows fit" in planned
+
+
+def test_the_memory_model_is_contradicted_by_what_fit_and_by_what_did_not():
+    (fits,) = {warning.split(", ")[1].split()[0] for warning in memory_warnings(SETUP, profiled(largest_rows=1_000))}
+    modelled = int(fits)
+    near = {"largest_rows": modelled - 1, "limited_by": "memory"}
+    assert not memory_warnings(SETUP, profiled(**near))
+    fewer = near | {"largest_rows": modelled // 2}
+    assert len(memory_warnings(SETUP, profiled(**fewer))) == 2
+    assert not memory_warnings(SETUP, profiled(**fewer | {"limited_by": "job"})), "more may have fit"
+    assert not memory_warnings(SETUP, profiled(**fewer | {"replicas": 4})), "these share the state otherwise"
+    roomy = predict(SETUP, replicas_plan((modelled, modelled)), profiled())
+    assert roomy.fits and not predict(SETUP, replicas_plan((modelled + 1, modelled + 1)), profiled()).fits
+
+
+# ---- what it is for --------------------------------------------------------------------------------------------------
+
+
+def test_a_search_by_profile_is_as_good_as_one_that_knows_the_truth(monkeypatch):
+    """The sheet of one family is wrong by 30 %: its plan is slower than need be, on true devices."""
+    wrong, cluster = (
+        search(SETUP, JOB.train.global_batch, c, limits=LIMITS) for c in (parse_cluster(WRONG, "a test"), profiled())
+    )
+    for module in (pools_module, predict_module):
+        monkeypatch.setattr(module, "device_models", true_models)
+    right = parse_cluster(RIGHT, "a test")
+    truth = search(SETUP, JOB.train.global_batch, right, limits=LIMITS)
+    by_sheet, by_profile = (predict(SETUP, found.best.plan, right).step_seconds for found in (wrong, cluster))
+    assert by_profile <= 1.02 * truth.best.seconds
+    assert by_sheet > 1.02 * truth.best.seconds
+    assert cluster.best.seconds == pytest.approx(by_profile, rel=0.02)
+    assert wrong.best.seconds < 0.9 * by_sheet
