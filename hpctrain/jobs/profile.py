@@ -1,4 +1,4 @@
-"""`hpctrain profile`: measure what a job's rows take on each family, and how many fit, for the plan by speed."""
+"""`hpctrain profile`: measure what a job's rows take on each family, and how many fit, for predictions and plans."""
 
 import json
 from collections import Counter
@@ -42,7 +42,7 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
     \b
     mpirun -n 8 hpctrain profile my.toml --cluster cluster.toml
     mpirun -n 8 hpctrain profile mixed --rehearse v100-t4 --out profiled.toml
-    hpctrain plan my.toml --cluster cluster.toml --proportional
+    hpctrain plan my.toml --cluster cluster.toml
 
     For each family and ZeRO stage: seconds of the forward and backward passes of the embedding, a block and the head
     over rows at once, seconds of the update, and how many rows of the whole model fit. What else is in the file stays

@@ -96,8 +96,7 @@ class Work:
         return seconds * device.profiled.ratio(self.passes) if device.profiled and self.passes else seconds
 
     def formula_seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
-        """Return what computing takes by products and bytes: the longer of the device's time and the host's, to start it
-        all."""
+        """Return what computing takes by products and bytes: the longer of the device's time and its host's."""
         computed = sum(device.product_seconds(dtype, p.m, p.k, p.n, p.batch, p.fused) * p.share for p in self.products)
         computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
         dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds

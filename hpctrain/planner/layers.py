@@ -116,7 +116,7 @@ def _layer(points: Sequence[tuple[int, float, float, float]]) -> Layer:
 
 
 class LayeredPredictor(Predictor):
-    """A predictor whose devices compute as a table of layers says.
+    """A predictor whose devices compute as a table of layers says, which goes before profiles.
 
     A family is looked up by its `model`, or else by its own name. A backward pass is cut into its two parts as by the
     device's data sheet.
@@ -126,6 +126,7 @@ class LayeredPredictor(Predictor):
         """Raises PlanError for a plan with z, over which layers were not measured."""
         super().__init__(*arguments)
         self._layers = layers
+        self._devices = {name: replace(device, profiled=None) for name, device in self._devices.items()}
         if any(tile.tensor.z > 1 for tile in self.plan.tiles):
             raise PlanError("a table of layers tells nothing of weights that come over z: predict from data sheets")
 

@@ -87,7 +87,8 @@ def test_what_was_found_alone_holds_together(world, tokens):
         assert set(found) == {(family, zero) for family in ("fast", "slow") for zero in PROFILED_ZEROS}
         for zero in (1, 3):
             fast, slow = found["fast", zero], found["slow", zero]
-            assert 8 < slow.largest_rows < fast.largest_rows < 390, "by memory, not by the job or the time"
+            assert 8 < slow.largest_rows < fast.largest_rows < 390
+            assert slow.limited_by == fast.limited_by == "memory"
             assert fast.times[-1].block_seconds[0] / fast.largest_rows < 0.6 * (
                 slow.times[-1].block_seconds[0] / slow.largest_rows
             )
@@ -107,7 +108,7 @@ def test_ranks_on_cores_find_what_the_job_has(world, tokens):
     found = profiled(world, accelerator, job, seconds=60.0)
     assert set(found) == {("cpu", zero) for zero in PROFILED_ZEROS}
     for of in found.values():
-        assert of.largest_rows == 6 and of.replicas == world.size
+        assert of.largest_rows == 6 and of.limited_by == "job" and of.replicas == world.size
         assert of.work == describe_work(job, "fp32")
         assert of.times[0].rows == 1 and of.times[-1].rows == 6
     places = [place.family for place in world.topology.places]

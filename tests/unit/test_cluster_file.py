@@ -75,6 +75,7 @@ def profiles_of(draw, families) -> list[Profile]:
                 zero=zero,
                 replicas=draw(st.integers(1, 8)),
                 largest_rows=draw(st.integers(0, 99)),
+                limited_by=draw(st.sampled_from([None, "job", "time", "memory"])),
                 update_seconds=draw(st.none() | speeds),
                 times=times,
             )

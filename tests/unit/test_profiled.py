@@ -20,6 +20,7 @@ from hpctrain.planner import predict as predict_module
 from hpctrain.planner.cost import Setup, item_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.layers import LayeredPredictor, load_layers
 from hpctrain.planner.predict import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.rows_fit import memory_warnings
@@ -209,6 +210,20 @@ def test_the_correction_comes_nearer_to_the_truth_on_other_tensor_grids(grid, ro
 )
 def test_a_profile_of_other_work_does_not_count(setup):
     assert all(device.profiled is None for device in device_models(profiled(), setup).values())
+
+
+def test_a_table_of_measured_layers_goes_before_a_profile(tmp_path):
+    lines = ["device,microbatch,tensor,layer,forward_seconds,backward_seconds,update_seconds"]
+    lines += [
+        f"{name},{rows},1,{item},{rows},{rows},0.1" for name in DEVICES for rows in (1, 8) for item in (0, 1, LAST)
+    ]
+    (tmp_path / "layers.csv").write_text("\n".join(lines) + "\n")
+    layers, plan = load_layers(tmp_path / "layers.csv"), replicas_plan((8, 8))
+    found, plain = (
+        LayeredPredictor(layers, SETUP, plan, cluster).predict()
+        for cluster in (profiled(), parse_cluster(WRONG, "a test"))
+    )
+    assert found == plain and found.breakdown_seconds["compute"] == pytest.approx(2 * 8 * (LAST + 1))
 
 
 def test_times_hold_for_any_number_of_replicas_and_updates_do_not():
