@@ -1,5 +1,6 @@
 """A profile of the job is the best source of compute seconds: exactly where it was measured, by its ratio elsewhere."""
 
+import itertools
 from dataclasses import replace
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from hpctrain.planner.cost import Setup, item_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.layers import LayeredPredictor, load_layers
+from hpctrain.planner.options import ROW_SPEED, _every_count
 from hpctrain.planner.predict import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.rows_fit import memory_warnings
@@ -214,9 +216,8 @@ def test_a_profile_of_other_work_does_not_count(setup):
 
 def test_a_table_of_measured_layers_goes_before_a_profile(tmp_path):
     lines = ["device,microbatch,tensor,layer,forward_seconds,backward_seconds,update_seconds"]
-    lines += [
-        f"{name},{rows},1,{item},{rows},{rows},0.1" for name in DEVICES for rows in (1, 8) for item in (0, 1, LAST)
-    ]
+    points = itertools.product(DEVICES, (1, 8), (0, 1, LAST))
+    lines += [f"{name},{rows},1,{item},{rows},{rows},0.1" for name, rows, item in points]
     (tmp_path / "layers.csv").write_text("\n".join(lines) + "\n")
     layers, plan = load_layers(tmp_path / "layers.csv"), replicas_plan((8, 8))
     found, plain = (
@@ -242,6 +243,14 @@ def test_families_with_the_same_sheet_and_unlike_profiles_are_two_pools():
     same = parse_cluster(text, "a test")
     assert len(pools_module.pools_of(same, ["fast", "slow"], SETUP)) == 1
     assert len(pools_module.pools_of(profiled(text), ["fast", "slow"], SETUP)) == 2
+
+
+@pytest.mark.parametrize("most", [1, 2, 64, 4096])
+def test_the_bound_looks_at_rows_near_each_other(most):
+    """What was measured need not be smooth: powers of two do not stand for the rows between."""
+    counts = _every_count(most)
+    assert counts[0] == 1 and counts[-1] == most
+    assert all(after == before + 1 or after <= before * ROW_SPEED for before, after in itertools.pairwise(counts))
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
