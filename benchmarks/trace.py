@@ -10,7 +10,8 @@ import statistics
 
 import click
 
-from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
+from hpctrain.engine.prepare import prepare_run
+from hpctrain.jobs.common import load_job_on, override_option, started_world
 
 
 @click.command()

@@ -219,8 +219,8 @@ class Profile(Figures):
     """The ZeRO stage; 1 stands for 0 too."""
     replicas: Count
     """Among how many the state is cut where the stage cuts it."""
-    largest_rows: Annotated[int, Field(ge=0, strict=True)]
-    """The most of which the whole model can be trained at once; 0: not one."""
+    largest_rows: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """The most of which the whole model can be trained at once; 0: not one; left out: not measured."""
     limited_by: Literal["job", "time", "memory"] | None = None
     """Why no more rows were tried, or fit."""
     update_seconds: Positive | None = None

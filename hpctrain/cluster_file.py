@@ -1,6 +1,7 @@
 """The cluster file: TOML that a person can write, and that a probe writes with comments. See docs/cluster-file.md."""
 
 import json
+import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.cluster import Cluster, Profile
-from hpctrain.errors import TopologyError, did_you_mean
+from hpctrain.errors import JobError, TopologyError, describe_os_error, did_you_mean
 from hpctrain.tables import Table, explain, parse_toml, read_text
 from hpctrain.truth import Truth
 
@@ -95,6 +96,14 @@ def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, tr
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
+def merge_profiles(text: str, where: str, profiles: Sequence[Profile], comments: Sequence[str]) -> str:
+    """Return a cluster file's text with new profiles in place of those with their keys, and after the others."""
+    new = {profile.key for profile in profiles}
+    kept = [profile for profile in parse_cluster(text, where).profiles if profile.key not in new]
+    keys = {f"profiles.{number}": comment for number, comment in enumerate(comments, len(kept))}
+    return with_profiles(text, where, [*kept, *profiles], keys)
+
+
 def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: Mapping[str, str]) -> str:
     """Return the text of a cluster file with these profiles instead of its own; everything else stays as it is.
 
@@ -108,6 +117,20 @@ def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: 
         if _parse(made, where) == before.model_copy(update={"profiles": tuple(profiles)}):
             return made
     raise TopologyError(f"{where}: its profiles cannot be told from the rest; remove them, and profile again")
+
+
+def write_cluster_text(path: Path, text: str) -> None:
+    """Write a cluster file so that it is there whole or not at all. Raises JobError where the disk refuses."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
 
 
 def _without_profiles(lines: Sequence[str]) -> list[str]:

@@ -1,9 +1,9 @@
 """The job: what to train, on which data, how long. One TOML file, read into one frozen object.
 
-A job file has the sections `[model] [data] [train] [plan] [overlap] [products] [checkpoint] [comm] [observe]`; it may
-start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line has the
-last word (`--set train.steps=10`). Whatever is wrong with it is told as one `JobError` with the file, the key, the
-value and what to set.
+A job file has the sections `[model] [data] [train] [plan] [search] [overlap] [products] [checkpoint] [comm] [observe]`;
+it may start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line
+has the last word (`--set train.steps=10`). Whatever is wrong with it is told as one `JobError` with the file, the key,
+the value and what to set.
 """
 
 import tomllib
@@ -115,7 +115,7 @@ class Train(Table):
     """Largest global norm of the gradient; 0 turns clipping off."""
     seed: Annotated[int, Field(strict=True)] = 1
     dtype: Annotated[Literal["fp32", "bf16"] | None, AUTO] = None
-    """Of weights in use and activations; auto: what the devices compute best, by measurement.
+    """Of weights in use and activations; auto: bf16 where it is clearly faster on every family, else fp32.
 
     Master weights, moments and sums of gradients are always fp32.
     """
@@ -170,6 +170,17 @@ class PlanRequest(Table):
         return self
 
 
+class SearchBudget(Table):
+    """How far one rank searches for the plan where it is `auto`, while the others wait."""
+
+    seconds: Annotated[float, Field(gt=0)] = 10.0
+    """The most that the search takes. Where it ends the search, the plan depends on the speed of this machine."""
+    plans: Count = 2000
+    """How many plans are scored. The best of them are simulated."""
+    must_fit: Switch = True
+    """Whether a plan that is predicted not to fit into memory is refused."""
+
+
 class Overlap(Table):
     """What goes on between ranks while they compute. Results are the same bits, on or off, but for `forward`."""
 
@@ -199,7 +210,7 @@ class Overlap(Table):
 class Products(Table):
     """How the products of linear layers are computed: the same but for the last bit."""
 
-    tune: Annotated[Switch | None, AUTO] = None
+    tune: Annotated[Switch | None, AUTO] = False
     """Whether, at the start, it is measured for each product in which order of its operands it is fastest.
 
     What was measured can change a bit of the result, and is kept when a run is continued.
@@ -267,7 +278,8 @@ class Job(Table):
     data: Data
     train: Train = Train()
     plan: Annotated[PlanRequest | None, AUTO] = None
-    """auto: chosen for the ranks that there are, with its reason."""
+    """auto: searched for on the machine that there is; see `[search]`."""
+    search: SearchBudget = SearchBudget()
     overlap: Overlap = Overlap()
     products: Products = Products()
     checkpoint: Checkpoint = Checkpoint()

@@ -1,6 +1,5 @@
 """Which device each rank takes, and what all of them compute well in."""
 
-import math
 import os
 from collections.abc import Sequence
 
@@ -12,11 +11,10 @@ from hpctrain.comm.accelerators.find import DEVICE_VARIABLE, FAMILY_VARIABLE, fa
 from hpctrain.comm.device.learn import learn_devices
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
+from hpctrain.dtypes import choose_dtype
 from hpctrain.errors import TopologyError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# bf16 halves memory; it is taken where its products are at least this much faster than fp32's.
-WORTHWHILE_SPEEDUP = 1.2
 # Set to 1: several ranks may use one device, for tests and on laptops. NCCL refuses that; messages do not.
 SHARE_VARIABLE = "HPCTRAIN_SHARE_DEVICES"
 KINDS = ("cpu", "cuda", "rocm")
@@ -43,6 +41,9 @@ def bind_accelerator(world: World) -> Accelerator:
         if kind != "cpu":
             accelerator = _gpu(choose_device(world.topology, everywhere, world.rank, sharing), world.place.family)
         accelerator.bind()
+    threads_per_core = _threads_per_core(world)
+    if isinstance(accelerator, CpuAccelerator):
+        accelerator.threads_per_core = threads_per_core
     if world.topology.has_devices:
         world.devices = learn_devices(world, accelerator, sharing)
     world.accelerator = accelerator
@@ -104,12 +105,31 @@ def choose_device(topology: Topology, visible: Sequence[Sequence[str]], rank: in
 
 
 def agree_on_dtype(world: World, accelerator: Accelerator) -> tuple[str, str]:
-    """Measure which dtype computes best; return its name and the reason. All ranks must call, with devices bound.
+    """Measure which dtype computes best; return its name and the reason. All ranks must call, with devices bound."""
+    own = {name: accelerator.products_per_second(dtype) for name, dtype in DTYPES.items()}
+    speeds: dict[str, dict[str, float]] = {}
+    for place, measured in zip(world.topology.places, _of_all(world, own), strict=True):
+        of_family = speeds.setdefault(place.family, measured)
+        speeds[place.family] = {name: min(of_family[name], speed) for name, speed in measured.items()}
+    chosen = choose_dtype(speeds, {place.family: place.kind for place in world.topology.places})
+    if chosen is None:
+        raise TopologyError(
+            f"families {', '.join(speeds)} have no dtype in common to train in ({' or '.join(DTYPES)}); leave some out"
+        )
+    return chosen
 
-    bf16 only if it is worthwhile on every rank, since all must use the same.
-    """
-    fp32, bf16 = (accelerator.products_per_second(DTYPES[name]) for name in ("fp32", "bf16"))
-    speedup = world.smallest(bf16 / fp32 if fp32 else math.inf)
-    chosen = "bf16" if speedup > WORTHWHILE_SPEEDUP else "fp32"
-    measured = f"{fp32 / 1e9:.1f} GFLOP/s in fp32, {bf16 / 1e9:.1f} in bf16"
-    return chosen, f"{chosen}: products measured at {measured}; bf16 is {speedup:.2g}x as fast on the least suited rank"
+
+def _of_all(world: World, value) -> list:
+    return world.broadcast_object(world.gather_objects(value))
+
+
+def _threads_per_core(world: World) -> float:
+    """Return how many computing threads of this host's CPU ranks share a core. All ranks must call."""
+    own = world.place.kind == "cpu", torch.get_num_threads(), os.sched_getaffinity(0)
+    here = [
+        found
+        for place, found in zip(world.topology.places, _of_all(world, own), strict=True)
+        if place.host == world.place.host and found[0]
+    ]
+    cores = set().union(*(cores for _, _, cores in here))
+    return max(1.0, sum(threads for _, threads, _ in here) / max(1, len(cores)))

@@ -35,7 +35,7 @@ from hpctrain.plan import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, describe_work
 
 SEARCH_SHARE = 0.6  # of the time is for the search of how many rows fit, at most
-ROUNDS = 3  # the best counts, since what others do on the machine only adds
+ROUNDS, SHORT_ROUNDS = 3, 2  # the best counts, since what others do on the machine only adds
 LEAST_TOP_ROWS = 8  # that curves reach where the job has as many
 DIGITS = 4  # of what was measured; more would only be noise
 # What else than torch's own error says that memory did not suffice: a library's workspace, memory of the host.
@@ -83,12 +83,15 @@ def is_overflow(error: RuntimeError) -> bool:
 class Trials:
     """One rank's device, and what it does with the job when it is alone."""
 
-    def __init__(self, world: World, accelerator: Accelerator, job: Job, deadline: float):
-        """`job` is resolved. No more than a row is tried where that would end after `deadline` (of time.monotonic)."""
+    def __init__(self, world: World, accelerator: Accelerator, job: Job, deadline: float, rounds: int = ROUNDS):
+        """`job` is resolved. Of so many rounds the best counts.
+
+        No more than a row is tried where that would end after `deadline` (of time.monotonic)."""
         self._solo, self._rank = world.solo(), world.rank
         self._families = [place.family for place in world.topology.places]
         self._accelerator, self._job = accelerator, job
         self._deadline = deadline
+        self._rounds = rounds
         self._is_warm = False
         self._seconds_per_row = 0.0
         self._bound = math.inf
@@ -160,7 +163,7 @@ class Trials:
             optimizer.load_masters()
             pipeline = Pipeline(layout, optimizer, job.model.hidden_size, length, accelerator.device)
             pipeline.train(_Noise(job), 0, rows * length)
-            taken = accelerator.stopwatch()
+            taken = accelerator.compute_stopwatch()
             optimizer.squared_norm()
             optimizer.update(1, 0.0)
             return taken()
@@ -231,11 +234,11 @@ class Trials:
     def _pass_seconds(self, stage: Stage, value, targets, gradient) -> tuple[float, float]:
         """Return what a stage takes forward and backward."""
         found = []
-        for _ in range(ROUNDS):
-            taken = self._accelerator.stopwatch()
+        for _ in range(self._rounds):
+            taken = self._accelerator.compute_stopwatch()
             _, saved = stage.forward(value, targets, training=True)
             forward = taken()
-            taken = self._accelerator.stopwatch()
+            taken = self._accelerator.compute_stopwatch()
             stage.backward(saved, gradient)
             stage.store.traffic.collect()
             found.append((forward, taken()))
@@ -304,6 +307,35 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
             )
             comments.append(_comment(own_limits))
     return profiles, comments
+
+
+def short_profile(
+    world: World, accelerator: Accelerator, job: Job, seconds: float
+) -> tuple[list[Profile], list[str]] | None:
+    """Measure passes over the items alone, in ZeRO stage 1, for about so many seconds; else as `profile`.
+
+    Good for the predictor. How many rows fit, and what an update takes, is not measured.
+    """
+    end = time.monotonic() + seconds
+    trials = Trials(world, accelerator, job, end, rounds=SHORT_ROUNDS)
+    with world.all_or_none():
+        times = trials.times(1, job.train.global_batch, end)
+    measured = _of_all(world, times)
+    if world.rank:
+        return None
+    families = [place.family for place in world.topology.places]
+    profiles = [
+        Profile(
+            origin="measured",
+            family=family,
+            work=describe_work(job, job.train.dtype),
+            zero=1,
+            replicas=world.size,
+            times=_median_times([times for times, of in zip(measured, families, strict=True) if of == family]),
+        )
+        for family in dict.fromkeys(families)
+    ]
+    return profiles, [f"Times of items alone, the median of {families.count(of.family)} ranks'." for of in profiles]
 
 
 def _of_all(world: World, value) -> list:

@@ -5,11 +5,11 @@ import statistics
 
 import click
 
+from hpctrain.engine.prepare import prepare_run
 from hpctrain.jobs import bench_comm, bench_mixed, bench_overlap, bench_products
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
-    prepare_run,
     rehearse_option,
     start_rehearsal,
     started_world,
@@ -37,7 +37,7 @@ def train(job, overrides, steps, warmup, rehearse, as_json):
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
         described = rehearse and start_rehearsal(world, rehearse)
-        prepared = prepare_run(world, parsed, cluster=described and described.cluster)
+        prepared = prepare_run(world, parsed, described=described or None)
 
         from hpctrain.comm.accelerator import bind_accelerator
         from hpctrain.engine.phases import phases_of

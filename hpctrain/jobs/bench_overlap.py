@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from hpctrain.engine.overlap import hidden_groups, switched
+from hpctrain.engine.prepare import prepare_run
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
-    prepare_run,
     rehearse_option,
     start_rehearsal,
     started_world,
@@ -24,7 +24,7 @@ from hpctrain.jobs.pairs import Paired, Ratio, measure_pairs
 if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Paced
     from hpctrain.comm.world import World
-    from hpctrain.jobs.common import Prepared
+    from hpctrain.engine.prepare import Prepared
     from hpctrain.plan import Plan
 
 EXPOSED, NOTHING = "exposed", "nothing"
@@ -72,7 +72,7 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
         described = rehearse and start_rehearsal(world, rehearse)
-        prepared = prepare_run(world, parsed, cluster=described and described.cluster)
+        prepared = prepare_run(world, parsed, described=described or None)
         if pairs:
             told = compare_pairs(world, prepared, pairs)
             if world.rank == 0:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import click
 
-from hpctrain.jobs.common import load_job_on, override_option, prepare_run, started_world
+from hpctrain.engine.prepare import prepare_run
+from hpctrain.jobs.common import load_job_on, override_option, started_world
 from hpctrain.jobs.pairs import Ratio, measure_pairs
 
 

@@ -3,13 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import HpctrainError
-from hpctrain.job import Job
-from hpctrain.jobs.common import Described
 from hpctrain.observe import drift
 from hpctrain.plan import Plan
-from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import predict
+from hpctrain.planner.predict import Prediction
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -20,30 +16,33 @@ class Expectation:
     """What one rank knows of it. All ranks make one and call the same; rank 0 has the prediction."""
 
     def __init__(
-        self, world: "World", accelerator: "Accelerator", described: Described, job: Job, plan: Plan, folder: Path
+        self,
+        world: "World",
+        accelerator: "Accelerator",
+        prediction: Prediction | None,
+        plan: Plan,
+        where: str,
+        folder: Path,
     ):
-        """Groups of the world that are made from now on tell where time goes. The job is resolved."""
-        self._world, self._accelerator, self._described = world, accelerator, described
-        self._job, self._plan, self._folder = job, plan, folder
+        """Measure where time goes in groups of the world that are made from now on.
+
+        `prediction` is on rank 0, where there is one; `where` is what it is from.
+        """
+        self._world, self._accelerator, self._folder = world, accelerator, folder
+        on_host = accelerator.shares_memory or accelerator.overrun is not None
+        self._expected = prediction and drift.Expected(prediction, plan, where, on_host)
         self._meter = world.tracer = drift.PartMeter(accelerator.moment, world.tracer)
         self._seconds: list[float] = []
-        self._expected: drift.Expected | None = None
 
     def start(self) -> str | None:
-        """Predict a step; return what is to be said, on rank 0."""
-        if self._world.rank:
+        """Return what is to be said of the prediction, on rank 0."""
+        if not self._expected:
             return None
-        job, plan, where = self._job, self._plan, self._described.name
-        try:
-            prediction = predict(Setup.of_job(job), plan, self._described.cluster)
-        except HpctrainError as error:
-            return f"no prediction from {where}: {error}"
-        on_host = self._accelerator.shares_memory or self._accelerator.overrun is not None
-        self._expected = drift.Expected(prediction, plan, where, on_host)
+        prediction = self._expected.prediction
         low, high = prediction.interval_seconds
         verdict = "" if prediction.fits else "; it is predicted not to fit into memory"
         step = f"{prediction.step_seconds:.4g} s ({low:.4g} to {high:.4g})"
-        return f"predicted from {where}: a step takes {step}{verdict}"
+        return f"predicted: a step takes {step}{verdict}"
 
     def step_is_done(self, seconds: float) -> None:
         """Note what a step took, when all is done that goes with it."""

@@ -5,15 +5,14 @@ from pathlib import Path
 
 from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, load_cluster
-from hpctrain.errors import TopologyError
 from hpctrain.job import Job
-from hpctrain.jobs.predict import describe, dtype_of, profile_source, text, with_overlap
+from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
 from hpctrain.plan_file import dump_plan
+from hpctrain.planner.choose import dtype_on, families_in, find_best
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.even import check_plan
 from hpctrain.planner.explain import reasons, runner_up
 from hpctrain.planner.rows_fit import memory_warnings
-from hpctrain.planner.search import Found, Limits, search
+from hpctrain.planner.search import Found, Limits
 
 
 def find_plan(job: Job, reference: str, limits: Limits) -> dict:
@@ -23,20 +22,18 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
     """
     path = find_cluster(reference)
     cluster = load_cluster(path)
-    dtype, reason = dtype_of(job, cluster, sorted(cluster.families), reference)
+    dtype, reason = dtype_on(job, cluster, sorted(cluster.families), reference)
     job, chosen = with_overlap(job, cluster, path, dtype)
-    families = _computing_in(dtype, cluster, reference)
-    setup = Setup.of_job(job, dtype)
-    found = search(setup, job.train.global_batch, cluster, families, limits=limits)
-    check_plan(job, found.best.plan, "the plan that was found")
+    found = find_best(job, cluster, limits, reference)
     told = describe(found.best.prediction, dtype)
+    computing = families_in(dtype, cluster, reference)
     if reason:
         told["guessed"].append(reason)
-    left_out = [f"{name} is unused: it has no speed in {dtype}" for name in cluster.families if name not in families]
+    left_out = [f"{name} is unused: it has no speed in {dtype}" for name in cluster.families if name not in computing]
     return {
         **told,
         "chosen": chosen,
-        "warnings": memory_warnings(setup, cluster),
+        "warnings": memory_warnings(Setup.of_job(job), cluster),
         "layout": _layout(found, 0),
         "lower_bound_seconds": found.lower_bound_seconds,
         "gap": found.gap,
@@ -50,20 +47,6 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
         "found": found,
         "cluster": cluster,
     }
-
-
-def _computing_in(dtype: str, cluster: Cluster, where: str) -> list[str]:
-    having = [
-        name
-        for name, family in cluster.families.items()
-        if dtype in family.sustained_flops_per_second | family.peak_flops_per_second
-    ]
-    if not having:
-        raise TopologyError(
-            f"{where}: none of the families {', '.join(cluster.families)} has a speed in {dtype}; set train.dtype, or"
-            f" families.*.peak_flops_per_second = {{{dtype} = ...}}"
-        )
-    return having
 
 
 def _layout(found: Found, number: int) -> str:

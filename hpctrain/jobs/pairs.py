@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
+    from hpctrain.engine.prepare import Prepared
     from hpctrain.job import Job
-    from hpctrain.jobs.common import Prepared
 
 WARMUP = 2  # steps of each before those that count: the first allocates, the second finds it
 RESAMPLES, CONFIDENCE = 2000, 0.95

@@ -7,11 +7,13 @@ import click
 
 from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, load_cluster
+from hpctrain.engine.prepare import with_values
 from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
 from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import dump_plan, load_plan
+from hpctrain.planner.choose import dtype_on
 from hpctrain.planner.curves import FamilyCurves, curves_of
 from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.estimate import Work
@@ -98,7 +100,10 @@ def _write(out: Path, text: str) -> None:
 
 def _uniform(job: Job, cluster: Cluster | None, num_ranks: int | None) -> Resolved:
     """Return the even plan, with the families of a cluster's devices where there is one."""
-    return resolve_plan(job, num_ranks) if cluster is None else resolve_plan_on(job, cluster)
+    if cluster is None:
+        return resolve_plan(job, num_ranks)
+    dtype, _ = dtype_on(job, cluster, sorted(cluster.families), "the cluster")
+    return resolve_plan_on(with_values(job, "train", dtype=dtype), cluster)
 
 
 def _by_speed(job: Job, cluster: Cluster) -> Resolved:

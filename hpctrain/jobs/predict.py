@@ -1,7 +1,6 @@
 """`hpctrain predict`: how long a step of a plan would take on a cluster. Needs neither ranks nor torch."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,23 +8,22 @@ import click
 
 from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, is_pretended, load_cluster
+from hpctrain.dtypes import TRAINED_DTYPES
 from hpctrain.engine.overlap import resolve_on
-from hpctrain.errors import TopologyError
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
 from hpctrain.plan import Plan
 from hpctrain.plan_file import load_plan
 from hpctrain.planner.calibrate import SHIPPED, Parameters, load_parameters
 from hpctrain.planner.catalogue import Efficiency
+from hpctrain.planner.choose import dtype_on
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.layers import LayeredPredictor, load_layers
 from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.stack import HPCTRAIN, STACKS
 
-TRAINED_DTYPES = ("bf16", "fp32")
 PREDICTED_DTYPES = (*TRAINED_DTYPES, "fp16", "tf32")
 
 
@@ -75,7 +73,7 @@ def command(
     machine = load_cluster(path)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
-    dtype, reason = (dtype, "") if dtype else dtype_of(loaded, machine, used, cluster)
+    dtype, reason = (dtype, "") if dtype else dtype_on(loaded, machine, used, cluster)
     known, chosen = load_parameters(parameters) if parameters else SHIPPED, {}
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
     if stack == HPCTRAIN.name:  # `[overlap]` is of our engine
@@ -112,29 +110,6 @@ def efficiencies_of(cluster: Cluster, parameters: Parameters) -> dict[str, Effic
     found = {name: parameters.efficiency_of(family.model) for name, family in cluster.families.items()}
     shipped = {name: SHIPPED.efficiency_of(cluster.families[name].model) for name in found}
     return {name: each for name, each in found.items() if each != shipped[name]}
-
-
-def dtype_of(job: Job, cluster: Cluster, used: Sequence[str], where: str) -> tuple[str, str]:
-    """Return the dtype of a job, and the reason where it is `auto`: what the slowest device computes best.
-
-    `used` are the families that train; `where` is what errors call the cluster. Raises TopologyError if they have no
-    dtype in common.
-    """
-    if job.train.dtype is not None:
-        return job.train.dtype, ""
-    devices = [DeviceModel(name, cluster.families[name]) for name in used]
-    speeds = {}
-    for dtype in TRAINED_DTYPES:
-        having = [d for d in devices if dtype in d.family.sustained_flops_per_second | d.family.peak_flops_per_second]
-        if len(having) == len(devices):
-            speeds[dtype] = min(device.speed(dtype) for device in devices)
-    if not speeds:
-        raise TopologyError(
-            f"{where}: families {', '.join(used)} have no dtype in common to train in"
-            f" ({' or '.join(TRAINED_DTYPES)}); set their peak_flops_per_second or sustained_flops_per_second"
-        )
-    best = max(speeds, key=speeds.get)
-    return best, f"train.dtype: {best}, what all of {', '.join(used)} compute best"
 
 
 def describe(prediction: Prediction, dtype: str) -> dict:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cluster_file import dump_cluster, load_cluster
-from hpctrain.errors import JobError, describe_os_error
+from hpctrain.cluster_file import dump_cluster, load_cluster, write_cluster_text
+from hpctrain.errors import JobError
 from hpctrain.jobs.common import started_world
 from hpctrain.links import links_of
 
@@ -46,7 +46,7 @@ def command(out, seconds, force, as_json):
                     f" in {time.monotonic() - start:.0f} s, over {' '.join(world.library.split())}.\n"
                     "It may be edited, see docs/cluster-file.md; say so by `origin` or `origins`."
                 )
-                write(out, dump_cluster(cluster, {"": head} | comments))
+                write_cluster_text(out, dump_cluster(cluster, {"": head} | comments))
                 print(json.dumps(cluster.model_dump(mode="json", exclude_none=True)) if as_json else report(out))
 
 
@@ -59,20 +59,6 @@ def check_writable(path: Path, force: bool) -> None:
     if not os.access(path.parent, os.W_OK):
         reason = "may not be written" if path.parent.exists() else "is not there"
         raise JobError(f"{path}: its folder {reason}; choose another --out")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all. Raises JobError where the disk refuses."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
 
 
 def report(path: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cluster import Cluster, Profile
-from hpctrain.cluster_file import find_cluster, parse_cluster, ready_clusters, with_profiles
+from hpctrain.cluster_file import find_cluster, merge_profiles, parse_cluster, ready_clusters, write_cluster_text
 from hpctrain.engine.overlap import resolve_overlap
 from hpctrain.errors import JobError, TopologyError
 from hpctrain.job import Job
@@ -20,7 +20,7 @@ from hpctrain.jobs.common import (
     started_world,
     with_vocabulary,
 )
-from hpctrain.jobs.probe import check_writable, write
+from hpctrain.jobs.probe import check_writable
 from hpctrain.planner.curves import is_profiled, profiles_of
 from hpctrain.tables import read_text
 
@@ -78,9 +78,9 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
         with world.all_or_none():
             if world.rank == 0:
                 if found:
-                    text = merge(text, str(source), *found)
+                    text = merge_profiles(text, str(source), *found)
                 if found or target != source:
-                    write(target, text)
+                    write_cluster_text(target, text)
                 profiles = profiles_of(parse_cluster(text, str(target)), parsed, dtype)
                 listed = [of_stage for of_family in profiles.values() for of_stage in of_family.values()]
                 said = (
@@ -111,14 +111,6 @@ def check_devices(cluster: Cluster, families: Sequence[str], where: str) -> None
         )
 
 
-def merge(text: str, where: str, profiles: Sequence[Profile], comments: Sequence[str]) -> str:
-    """Return a cluster file's text with new profiles in place of those with their keys, and after the others."""
-    new = {profile.key for profile in profiles}
-    kept = [profile for profile in parse_cluster(text, where).profiles if profile.key not in new]
-    keys = {f"profiles.{number}": comment for number, comment in enumerate(comments, len(kept))}
-    return with_profiles(text, where, [*kept, *profiles], keys)
-
-
 def _resolved(world, job: Job, dtype: str) -> Job:
     overlap, _ = resolve_overlap(job.overlap, world.topology)
     train = job.train.model_copy(update={"dtype": dtype})
@@ -134,7 +126,7 @@ def report(profiles: Sequence[Profile], job: Job) -> str:
     items = Interval(0, job.model.num_items)
     for profile in profiles:
         curves, length = FamilyCurves(profile, job.model.num_items), job.data.sequence_length
-        speeds = [rows * length / curves.seconds(items, rows) for rows in (max(1, profile.largest_rows), 1)]
+        speeds = [rows * length / curves.seconds(items, rows) for rows in (max(1, curves.largest_rows), 1)]
         update = f"{profile.update_seconds * 1e3:,.1f} ms" if profile.update_seconds else "-"
         stage = "0, 1" if profile.zero == 1 else str(profile.zero)
         told = "".join(f" {speed:>10,.0f}" for speed in speeds)

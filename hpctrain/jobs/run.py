@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from hpctrain.engine.prepare import Described, prepare_run
 from hpctrain.job import Job
-from hpctrain.jobs.common import Described, prepare_run
 from hpctrain.jobs.yardstick import tell_yardstick, yardstick
 
 if TYPE_CHECKING:
@@ -37,12 +37,14 @@ class Run:
         path: Path | None = None,
         described: Described | None = None,
         *,
+        fresh_probe: bool = False,
         on_stderr: bool = False,
         bar: bool | None = None,
     ):
         """Open or make the folder `path`, make what is to be trained, and say what it is.
 
-        `described` is what the ranks run on, where that is known; a progress bar as in `Console`. Raises JobError,
+        `described` is what the ranks run on, where that is given; with `fresh_probe` what is known of this machine is
+        measured anew; a progress bar as in `Console`. Raises JobError,
         DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where there is no
         room for them.
         """
@@ -50,13 +52,13 @@ class Run:
         from hpctrain.comm.oversight.flight import FOLDER as FLIGHT
         from hpctrain.observe.run import RunFolder, default_run_folder
 
-        self._world, self._described = world, described
+        self._world = world
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
         with world.all_or_none():  # all go on from the same one, whatever their view of the file system
             found = latest_checkpoint(self.path) if world.rank == 0 else None
         self.checkpoint: Path | None = world.broadcast_object(found)
-        self._prepared = prepare_run(world, job, self.checkpoint, described and described.cluster)
-        self.job = self._prepared.job
+        self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe)
+        self.job, self._described = self._prepared.job, self._prepared.described
         with world.all_or_none():
             self._folder = RunFolder(self.path) if world.rank == 0 else None
         world.keep_records(self.path / FLIGHT)
@@ -83,7 +85,7 @@ class Run:
         if self.job.observe.trace:
             made.append(RunTrace(self._world, accelerator, self.path, self.job.observe.trace_steps))
         if self._described:
-            what = self._described, self.job, self._prepared.plan, self.path
+            what = self._prepared.prediction, self._prepared.plan, self._described.name, self.path
             made.append(Expectation(self._world, accelerator, *what))
         return made
 

@@ -1,7 +1,7 @@
 """What every run on a described mixed cluster tells of itself: its share of what the families would do alone."""
 
+from hpctrain.engine.prepare import Described
 from hpctrain.job import Job
-from hpctrain.jobs.common import Described
 from hpctrain.planner.alone import EVERY_PLAN, predicted_alone, predicted_even
 from hpctrain.planner.predict import DATASHEET_ERROR
 from hpctrain.planner.search import Limits

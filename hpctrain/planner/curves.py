@@ -65,7 +65,7 @@ class FamilyCurves:
     """A profile, made continuous: forward and backward passes of the items of a model on one device."""
 
     def __init__(self, profile: Profile, num_items: int):
-        self.largest_rows = profile.largest_rows
+        self.largest_rows = profile.largest_rows or 0
         """Of the whole model."""
         self.update_seconds = profile.update_seconds or 0.0
         """Of the whole model, by one of the replicas that the profile is for."""
@@ -113,7 +113,11 @@ def profiles_of(cluster: Cluster, job: Job, dtype: str) -> dict[str, dict[int, P
 def is_profiled(cluster: Cluster, job: Job, dtype: str) -> bool:
     """Say whether all families of the cluster's devices have profiles of the job, in all ZeRO stages."""
     found = profiles_of(cluster, job, dtype)
-    return all(set(found.get(device.family, ())) == set(PROFILED_ZEROS) for device in cluster.devices)
+    return all(
+        {zero for zero, of in found.get(device.family, {}).items() if of.largest_rows is not None}
+        == set(PROFILED_ZEROS)
+        for device in cluster.devices
+    )
 
 
 def curves_of(cluster: Cluster, job: Job, dtype: str, zero: int) -> Mapping[str, FamilyCurves] | None:
@@ -123,3 +127,10 @@ def curves_of(cluster: Cluster, job: Job, dtype: str, zero: int) -> Mapping[str,
     stage = max(1, zero)
     found = profiles_of(cluster, job, dtype)
     return {family: FamilyCurves(found[family][stage], job.model.num_items) for family in found}
+
+
+def has_times(cluster: Cluster, job: Job, dtype: str) -> bool:
+    """Say whether passes over the items of a job were measured on all families of the cluster's devices."""
+    work = describe_work(job, dtype)
+    known = {profile.family for profile in cluster.profiles if profile.work == work and profile.zero == 1}
+    return {device.family for device in cluster.devices} <= known

@@ -1,8 +1,9 @@
-"""From what a job asks for to a plan: the even plan it describes, or one chosen for the ranks that there are.
+"""From what a job asks for to a plan: the even plan that it describes, or the best even one of a cluster.
 
 Every choice comes back as a value and a reason.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,20 +11,17 @@ from hpctrain.cluster import Cluster
 from hpctrain.errors import LaunchError, PlanError
 from hpctrain.holders import check_zero
 from hpctrain.job import Job, PlanRequest, TensorSizes
-from hpctrain.parameters import check_grid, count_parameters
+from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.plan_checks import check_ranks, check_tiling
 from hpctrain.plan_file import load_plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predict import predict
 
-# Floating-point operations that a rank does in the time in which it sends one byte to a neighbour, on unknown
-# machines. 25 is a CPU rank on shared memory (50 GFLOP/s, 2 GB/s); a planner with a measured cluster replaces it.
-NOMINAL_FLOPS_PER_BYTE = 25.0
 # Work of a rank that adds this share of bubble is no worse than what more microbatches cost in small products.
 WANTED_MICROBATCHES_PER_STAGE = 4
 # One microbatch of one replica: enough for efficient products, small in memory.
 WANTED_TOKENS = 2048
-# Of one parameter in fp32: weight and gradient; both moments; the summed gradient of a shard.
-WEIGHT_BYTES, MOMENT_BYTES, GRADIENT_SHARD_BYTES = 8, 8, 4
 
 
 @dataclass(frozen=True)
@@ -35,30 +33,29 @@ class Resolved:
 
 
 def resolve_plan_on(job: Job, cluster: Cluster) -> Resolved:
-    """Return the plan that a job asks for on all devices of a cluster; see `resolve_plan`."""
+    """Return the even plan of a job on all devices of a cluster; where its plan is `auto`, the best even one.
+
+    Raises as `resolve_plan` and `best_even`.
+    """
     families = [device.family for device in cluster.devices]
-    memory_bytes = min(cluster.families[family].memory_bytes for family in families)
-    return resolve_plan(job, cluster.num_devices, memory_bytes, families)
+    return best_even(job, cluster) if job.plan is None else resolve_plan(job, cluster.num_devices, families)
 
 
-def resolve_plan(
-    job: Job, num_ranks: int, memory_bytes_per_rank: int | None = None, families: Sequence[str] | None = None
-) -> Resolved:
-    """Return the plan that a job asks for, checked against model, batch and ranks.
+def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None) -> Resolved:
+    """Return the plan that a job describes, checked against model, batch and ranks.
 
     `families` are those of the ranks that there are, in their order; without them a plan is believed what it says.
     Raises LaunchError if it is for another number of ranks, PlanError if it does not fit the model, the batch or the
-    families.
+    families, or is `auto`, which needs a machine.
     """
-    resolved = _resolve(job, num_ranks, memory_bytes_per_rank)
+    resolved = _resolve(job, num_ranks)
     if families is None:
         return resolved
-    plan = resolved.plan
-    found = families_of(plan, families)
     if job.plan is None or job.plan.file is None:
-        tiles = tuple(replace(tile, family=family) for tile, family in zip(plan.tiles, found, strict=True))
-        return replace(resolved, plan=replace(plan, tiles=tiles))
-    for number, (tile, family) in enumerate(zip(plan.tiles, found, strict=True)):
+        return replace(resolved, plan=_with_families(resolved.plan, families))
+    for number, (tile, family) in enumerate(
+        zip(resolved.plan.tiles, families_of(resolved.plan, families), strict=True)
+    ):
         if tile.family != family:
             raise PlanError(
                 f"{job.plan.file}: tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)} are"
@@ -67,14 +64,63 @@ def resolve_plan(
     return resolved
 
 
+def best_even(job: Job, cluster: Cluster) -> Resolved:
+    """Return the even plan with the least predicted step: tensor parallelism inside a node, pipeline, data, ZeRO 1.
+
+    `job` is resolved but for its plan. Where nothing fits with all activations kept, blocks are recomputed. Raises
+    PlanError where no even plan fits.
+    """
+    setup, families = Setup.of_job(job), [device.family for device in cluster.devices]
+    shortest: tuple[float, Resolved] | None = None
+    nearest: tuple[float, str] = (math.inf, "no even cut of this job into so many ranks")
+    for recompute in ("none", "full"):
+        for request in _even_requests(cluster, recompute):
+            try:
+                resolved = _even(job, request)
+                plan = _with_families(resolved.plan, families)
+                prediction = predict(setup, plan, cluster)
+            except PlanError as error:
+                nearest = min(nearest, (math.inf, str(error)))
+                continue
+            if not prediction.fits:
+                missing = max(stage.memory.total - stage.available_bytes for stage in prediction.memory)
+                nearest = min(nearest, (missing, f"{plan.describe()} lacks {missing / 2**20:,.1f} MiB on a rank"))
+            elif shortest is None or prediction.step_seconds < shortest[0]:
+                shortest = prediction.step_seconds, replace(resolved, plan=plan)
+        if shortest:
+            break
+    if shortest is None:
+        raise PlanError(f"no even plan of {cluster.describe()} fits; the nearest: {nearest[1]}")
+    seconds, resolved = shortest
+    reason = f"{resolved.plan.describe()}: {seconds:.4g} s a step, the least predicted of the even plans"
+    return Resolved(resolved.plan, {"plan": reason, **resolved.reasons})
+
+
+def _even_requests(cluster: Cluster, recompute: str) -> Iterator[PlanRequest]:
+    num_ranks = cluster.num_devices
+    smallest_node = min(nodes.num_devices for nodes in cluster.nodes)
+    for y in _divisors(math.gcd(num_ranks, smallest_node)):
+        for pipeline in _divisors(num_ranks // y):
+            data = num_ranks // y // pipeline
+            yield PlanRequest(data=data, pipeline=pipeline, tensor=TensorSizes(y=y), recompute=recompute)
+
+
+def _with_families(plan: Plan, families: Sequence[str]) -> Plan:
+    found = zip(plan.tiles, families_of(plan, families), strict=True)
+    return replace(plan, tiles=tuple(replace(tile, family=family) for tile, family in found))
+
+
 def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
     """Return the family of each tile, given those of the ranks; "a+b" where its ranks are of several."""
     return ["+".join(dict.fromkeys(families[rank] for rank in tile.ranks)) for tile in plan.tiles]
 
 
-def _resolve(job: Job, num_ranks: int, memory_bytes_per_rank: int | None) -> Resolved:
+def _resolve(job: Job, num_ranks: int) -> Resolved:
     if job.plan is None:
-        return _choose(job, num_ranks, memory_bytes_per_rank)
+        raise PlanError(
+            'plan = "auto" is searched for on a described machine: give --cluster CLUSTER, or set plan.tensor.y,'
+            f" plan.pipeline and plan.data, whose product is {num_ranks}"
+        )
     if job.plan.file is not None:
         plan = load_plan(job.plan.file)
         check_plan(job, plan, str(job.plan.file))
@@ -164,71 +210,3 @@ def _choose_microbatch(per_replica: int, z: int, pipeline: int, chunks: int, seq
     if pipeline > 1:
         reason += f"; {count} microbatches over {pipeline} stages leave a bubble of {bubble:.0%} at most"
     return chosen, reason
-
-
-def _choose(job: Job, num_ranks: int, memory_bytes_per_rank: int | None) -> Resolved:
-    """Take the even layout with the least estimated time per token, by operations, bubble and bytes sent."""
-    found = []
-    refusal: PlanError | None = None
-    for request in _factorisations(num_ranks):
-        try:
-            resolved = _even(job, request)
-        except PlanError as error:
-            refusal = error
-            continue
-        seconds, needed = _estimate(job, request, resolved.plan)
-        fits = memory_bytes_per_rank is None or needed <= memory_bytes_per_rank
-        found.append((not fits, seconds, needed, request, resolved))
-    if not found:
-        raise PlanError(f"no even layout of {num_ranks} ranks fits this job; the last one tried says: {refusal}")
-    overflows, _, needed, _, resolved = min(found, key=lambda f: f[:2])
-    if overflows:
-        raise PlanError(
-            f"no even layout of {num_ranks} ranks fits in memory: weights, gradients and moments need at least"
-            f" {min(f[2] for f in found) / 2**30:.1f} GiB a rank, and there are"
-            f" {memory_bytes_per_rank / 2**30:.1f} GiB; start more ranks"
-        )
-    reason = (
-        f"{resolved.plan.describe()}: least estimated work, bubble and bytes sent of {len(found)} even layouts;"
-        f" states need {needed / 2**20:.0f} MiB a rank"
-    )
-    return Resolved(resolved.plan, {"plan": reason, **resolved.reasons})
-
-
-def _factorisations(num_ranks: int) -> Iterator[PlanRequest]:
-    for data in _divisors(num_ranks):
-        for pipeline in _divisors(num_ranks // data):
-            rest = num_ranks // data // pipeline
-            for x in _divisors(rest):
-                for y in _divisors(rest // x):
-                    tensor = TensorSizes(x=x, y=y, z=rest // x // y)
-                    yield PlanRequest(data=data, pipeline=pipeline, tensor=tensor)
-
-
-def _estimate(job: Job, request: PlanRequest, plan: Plan) -> tuple[float, float]:
-    """Return the relative time of a step (in FLOP of one rank) and the bytes of state that a rank keeps.
-
-    Bytes sent by a rank: activations all-reduced over x and y (AxoNN's model), weights and gradients over z and data.
-    """
-    model, t = job.model, request.tensor
-    parameters = count_parameters(model)
-    tokens = job.train.global_batch * job.data.sequence_length
-    flops = 6 * parameters * tokens / request.num_ranks
-    bubble = (request.pipeline - 1) / plan.microbatches
-    local = parameters / (t.x * t.y * request.pipeline)
-    tokens_here = tokens / (request.data * t.z)
-    blocks = model.num_layers / request.pipeline
-
-    def ring(n: int) -> float:
-        return (n - 1) / n
-
-    over_x = (3 * model.hidden_size + 2 * model.ffn) / t.y  # outputs of qkv and up, gradients of out and down
-    over_y = 4 * model.hidden_size / t.x
-    activations = 2 * 4 * tokens_here * blocks * (ring(t.x) * over_x + ring(t.y) * over_y)
-    between = 2 * 4 * tokens_here * model.hidden_size / t.x * (request.pipeline > 1)
-    weights = 4 * local * (3 * ring(t.z) * plan.microbatches + 2 * ring(request.data) / t.z)
-    sent = activations + between + weights
-    share = request.data if request.zero and request.data > 1 else 1
-    gathered = GRADIENT_SHARD_BYTES if share > 1 else 0
-    state = local / t.z * (WEIGHT_BYTES + (MOMENT_BYTES + gathered) / share)
-    return flops * (1 + bubble) + NOMINAL_FLOPS_PER_BYTE * sent, state

@@ -25,11 +25,12 @@ from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.planner.allocate import share_rows
 from hpctrain.planner.curves import FamilyCurves
 from hpctrain.planner.estimate import Work, estimate
-from hpctrain.planner.even import GRADIENT_SHARD_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 from hpctrain.planner.replicas import replicas_plan
 from hpctrain.planner.turns import spread
 from hpctrain.rows import Rows
 
+# Of one parameter in fp32: weight and gradient; both moments; the summed gradient of a shard.
+WEIGHT_BYTES, MOMENT_BYTES, GRADIENT_SHARD_BYTES = 8, 8, 4
 # Rows by turns are not worth less than this share of a step.
 TURNS_WORTH = 0.005
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.

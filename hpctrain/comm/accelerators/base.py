@@ -103,6 +103,13 @@ class Accelerator(ABC):
 
         return read
 
+    def compute_stopwatch(self) -> Callable[[], float]:
+        """Start to measure; return what tells the seconds of computing since, free of other processes' noise.
+
+        Ranks that share processor cores are slower by as much as they share.
+        """
+        return self.stopwatch()
+
     @property
     def overrun(self) -> float | None:
         """The share of time by which a rank is behind its pretended device (docs/rehearsal.md); None for real ones."""

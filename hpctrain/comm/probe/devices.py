@@ -112,12 +112,12 @@ def measure_products(
             continue
         a, b = (torch.empty(size, dtype=dtype, device=accelerator.device).uniform_(-1, 1) for size in ((m, k), (k, n)))
         out = torch.empty(m, n, dtype=dtype, device=accelerator.device)
-        speed = flops / seconds_of(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), accelerator.synchronize, seconds)
+        speed = flops / seconds_of(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), accelerator, seconds)
         fastest = max(speed, fastest or 0.0)
         yield shape, speed
 
 
-def seconds_of(call: Callable[[], object], synchronize: Callable[[], None], seconds: float) -> float:
+def seconds_of(call: Callable[[], object], accelerator: Accelerator, seconds: float) -> float:
     """Return what a call takes in the best of some rounds, that together take about `seconds`.
 
     The best, since what others do on the machine only adds; rounds of many calls, since ranks that share cores take
@@ -125,11 +125,10 @@ def seconds_of(call: Callable[[], object], synchronize: Callable[[], None], seco
     """
 
     def mean_of(count: int) -> float:
-        start = time.perf_counter()
+        taken = accelerator.compute_stopwatch()
         for _ in range(count):
             call()
-        synchronize()
-        return (time.perf_counter() - start) / count
+        return taken() / count
 
     end = time.monotonic() + seconds
     mean_of(1)
@@ -143,7 +142,7 @@ def seconds_of(call: Callable[[], object], synchronize: Callable[[], None], seco
 
 def _copy_seconds(accelerator: Accelerator, num_bytes: int, seconds: float) -> float:
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=accelerator.device) for _ in range(2))
-    return seconds_of(lambda: target.copy_(source), accelerator.synchronize, seconds)
+    return seconds_of(lambda: target.copy_(source), accelerator, seconds)
 
 
 def host_copy_seconds(accelerator, num_bytes: int, seconds: float) -> float:
@@ -159,4 +158,4 @@ def host_copy_seconds(accelerator, num_bytes: int, seconds: float) -> float:
             os.sched_yield()
 
     ways = ((host, there), (there, host))
-    return max(seconds_of(lambda w=way: one_way(*w), accelerator.synchronize, seconds / 2) for way in ways)
+    return max(seconds_of(lambda w=way: one_way(*w), accelerator, seconds / 2) for way in ways)

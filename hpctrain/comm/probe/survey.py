@@ -21,11 +21,17 @@ SHARE_FOR_DEVICES, SHARE_FOR_OVERLAP = 0.55, 0.1
 
 
 def probe_cluster(
-    world: World, accelerator: Accelerator, seconds: float, environment: Mapping[str, str] = os.environ
+    world: World,
+    accelerator: Accelerator,
+    seconds: float,
+    environment: Mapping[str, str] = os.environ,
+    with_overlap: bool = True,
 ) -> tuple[Cluster, dict[str, str]] | None:
     """Measure for about so many seconds; return the cluster and comments on its keys on rank 0, None on others.
 
-    All ranks must call. Raises TopologyError on all of them where the ranks of a host say that it is on unlike fabrics.
+    `with_overlap` says whether to measure by how much communication slows down computing; that takes half a second at
+    the least. All ranks must call. Raises TopologyError on all of them where the ranks of a host say that it is on
+    unlike fabrics.
     """
     places = world.topology.places
     fabrics = world.broadcast_object(world.gather_objects(environment.get(FABRIC_VARIABLE, FABRIC)))
@@ -34,10 +40,13 @@ def probe_cluster(
     comm = world.group(range(world.size), "probe", overlapped=world.has_threads)
     classes = pair_classes(places, fabrics)
     for_devices, for_overlap = (SHARE_FOR_DEVICES, SHARE_FOR_OVERLAP) if classes else (1.0, 0.0)
+    if not with_overlap:
+        for_devices, for_overlap = for_devices + for_overlap, 0.0
     ranks_on_host = world.topology.ranks_on_host(world.rank)
     figures = measure_device(comm, accelerator, world.place.family, ranks_on_host, seconds * for_devices)
-    times = measure_overlap(comm, accelerator, figures.memory_bytes, seconds * for_overlap)
-    figures = figures._replace(overlap_times=times)
+    if with_overlap:
+        times = measure_overlap(comm, accelerator, figures.memory_bytes, seconds * for_overlap)
+        figures = figures._replace(overlap_times=times)
     measured = measure_messages(world, comm, accelerator, classes, seconds * (1 - for_devices - for_overlap))
     gathered = world.gather_objects(figures)
     return None if gathered is None else describe(places, fabrics, gathered, measured)

@@ -1,0 +1,127 @@
+"""The description of the very devices and hosts that were started: kept from an earlier probe, or measured now.
+
+A description is a cluster file in a folder of the user's, named after a fingerprint of what was measured. So a job that
+is started again on the same machine has the same figures, and gets the same plan.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.cluster import Cluster, Profile
+from hpctrain.cluster_file import dump_cluster, merge_profiles, parse_cluster, write_cluster_text
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.probe.survey import FABRIC, FABRIC_VARIABLE, probe_cluster
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError, JobError, TopologyError
+from hpctrain.tables import read_text
+
+CACHE_VARIABLE = "HPCTRAIN_CACHE"
+SHORT_PROBE_SECONDS = 0.5
+FORMAT = 1
+"""Of the descriptions; raised where they are measured in another way, so that old ones do not count."""
+
+
+class Machine(NamedTuple):
+    """What is known of the devices and hosts of all ranks."""
+
+    path: Path
+    """Of its cluster file, which may be missing where the folder cannot be written."""
+    text: str
+    cluster: Cluster
+    source: str
+    """Where the figures are from, in words."""
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of descriptions: HPCTRAIN_CACHE, else `hpctrain` in the user's cache folder."""
+    if given := environment.get(CACHE_VARIABLE):
+        return Path(given)
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpctrain"
+
+
+def fingerprint(world: World, accelerator: Accelerator) -> str:
+    """Return what tells these devices and hosts, in this order of ranks, from all others. All ranks must call."""
+    own = (
+        *world.place,
+        accelerator.model,
+        accelerator.memory().total,
+        torch.get_num_threads(),
+        len(os.sched_getaffinity(0)) if accelerator.kind == "cpu" else 0,
+        os.environ.get(FABRIC_VARIABLE, FABRIC),
+        platform.machine(),
+    )
+    ranks = world.broadcast_object(world.gather_objects(own))
+    known = json.dumps([FORMAT, world.library, torch.__version__, ranks])
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def describe_machine(
+    world: World, accelerator: Accelerator, may_probe: bool = True, fresh: bool = False
+) -> Machine | None:
+    """Return the description of these ranks' devices, the same on all ranks. All ranks must call.
+
+    It is read from the folder of descriptions; where there is none, or `fresh` is set, it is measured in about
+    `SHORT_PROBE_SECONDS` and kept there. None where there is none and it `may_probe` not. Raises TopologyError where
+    names of families or fabrics cannot be used.
+    """
+    path = cache_folder() / "machines" / f"{fingerprint(world, accelerator)}.toml"
+    found = None
+    if world.rank == 0 and not fresh:
+        found = _read(path)
+    found = world.broadcast_object(found)
+    if found or not (may_probe or fresh):
+        return found
+    start = time.monotonic()
+    topology = world.topology
+    can_overlap = topology.has_devices or len({place.host for place in topology.places}) > 1
+    measured = probe_cluster(world, accelerator, SHORT_PROBE_SECONDS, with_overlap=can_overlap)
+    if measured:
+        cluster, comments = measured
+        seconds = time.monotonic() - start
+        head = (
+            f"Measured on {time.strftime('%Y-%m-%d')} by {world.size} ranks in {seconds:.1f} s,"
+            " when a job was started here for the first time. `hpctrain probe` measures for longer."
+        )
+        text = dump_cluster(cluster, {"": head} | comments)
+        kept = keep(path, text)
+        found = Machine(path, text, cluster, f"a probe of {seconds:.1f} s now{kept}")
+    return world.broadcast_object(found)
+
+
+def _read(path: Path) -> Machine | None:
+    """Return a description that was kept; one that cannot be read is measured again."""
+    if not path.is_file():
+        return None
+    try:
+        text = read_text(path, TopologyError)
+        age = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
+        return Machine(path, text, parse_cluster(text, str(path)), f"{path}, measured on {age}")
+    except (HpctrainError, OSError):
+        return None
+
+
+def keep(path: Path, text: str) -> str:
+    """Write a description; return what is to be said of that. One rank calls."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_cluster_text(path, text)
+    except (JobError, OSError) as error:
+        return f", not kept ({error}; set {CACHE_VARIABLE} to a folder that can be written)"
+    return f", kept in {path}"
+
+
+def add_profiles(path: Path, cluster: Cluster, profiles: Sequence[Profile], comments: Sequence[str]) -> str:
+    """Add profiles of a job to a description and keep it; return its text. One rank calls."""
+    known = _read(path)
+    text = known.text if known and known.cluster == cluster else dump_cluster(cluster)
+    text = merge_profiles(text, str(path), profiles, comments)
+    keep(path, text)
+    return text

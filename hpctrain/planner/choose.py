@@ -1,0 +1,108 @@
+"""The plan that a job with `plan = "auto"` gets on a machine: what a search finds, and why. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.cluster import Cluster
+from hpctrain.dtypes import TRAINED_DTYPES, choose_dtype
+from hpctrain.errors import PlanError, TopologyError
+from hpctrain.job import Job
+from hpctrain.plan import Plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.even import check_plan
+from hpctrain.planner.explain import runner_up
+from hpctrain.planner.predict import Prediction
+from hpctrain.planner.search import Found, Limits, search
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and for each thing that was chosen rather than given its reason."""
+
+    plan: Plan
+    reasons: dict[str, str]
+
+
+def dtype_on(job: Job, cluster: Cluster, used: Sequence[str], where: str) -> tuple[str, str]:
+    """Return the dtype of a job, and the reason where it is `auto`.
+
+    `used` are the families that train; `where` is what errors call the cluster. Raises TopologyError if they have no
+    dtype in common.
+    """
+    if job.train.dtype is not None:
+        return job.train.dtype, ""
+    speeds = {name: _speeds(name, cluster) for name in used}
+    chosen = choose_dtype(speeds, {name: cluster.families[name].kind for name in used})
+    if chosen is None:
+        raise TopologyError(
+            f"{where}: families {', '.join(used)} have no dtype in common to train in"
+            f" ({' or '.join(TRAINED_DTYPES)}); set their peak_flops_per_second or sustained_flops_per_second"
+        )
+    return chosen
+
+
+def _speeds(name: str, cluster: Cluster) -> dict[str, float]:
+    family = cluster.families[name]
+    given = family.sustained_flops_per_second | family.peak_flops_per_second
+    return {dtype: DeviceModel(name, family).speed(dtype) for dtype in TRAINED_DTYPES if dtype in given}
+
+
+def families_in(dtype: str, cluster: Cluster, where: str) -> list[str]:
+    """Return the families that have a speed in a dtype. Raises TopologyError where there is none."""
+    having = [
+        name
+        for name, family in cluster.families.items()
+        if dtype in family.sustained_flops_per_second | family.peak_flops_per_second
+    ]
+    if not having:
+        raise TopologyError(
+            f"{where}: none of the families {', '.join(cluster.families)} has a speed in {dtype}; set train.dtype, or"
+            f" families.*.peak_flops_per_second = {{{dtype} = ...}}"
+        )
+    return having
+
+
+def find_best(job: Job, cluster: Cluster, limits: Limits, where: str) -> Found:
+    """Search for the plan of a job whose dtype and overlaps are values.
+
+    Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
+    """
+    families = families_in(job.train.dtype, cluster, where)
+    found = search(Setup.of_job(job), job.train.global_batch, cluster, families, limits=limits)
+    check_plan(job, found.best.plan, "the plan that was found")
+    return found
+
+
+def choose_plan(job: Job, cluster: Cluster, where: str) -> Choice:
+    """Return the best plan that a search finds within the job's budget (`[search]`), with the reason and the runner-up.
+
+    `job` is resolved but for its plan. `where` is what messages call the cluster. Raises as `find_best`.
+    """
+    budget = job.search
+    found = find_best(job, cluster, Limits(weighed=budget.plans, seconds=budget.seconds), where)
+    best = found.best
+    layout = best.layout.describe([pool.name for pool in found.pools])
+    reasons = {
+        "plan": (
+            f"{layout}: predicted {best.seconds:.4g} s a step, the least of {found.searched['weighed']:,} plans"
+            f" ({found.searched['timed']} simulated, {found.wall_seconds:.2g} s)"
+        ),
+        "runner-up": runner_up(found) or "none",
+    }
+    return Choice(best.plan, reasons)
+
+
+def check_fits(prediction: Prediction, plan: Plan, where: str) -> None:
+    """Refuse a plan that is predicted not to fit into memory. Raises PlanError with the numbers."""
+    if prediction.fits:
+        return
+    stage = max(prediction.memory, key=lambda each: each.memory.total - each.available_bytes)
+    needed, available = stage.memory.total / MIB, stage.available_bytes / MIB
+    raise PlanError(
+        f"{plan.describe()} is predicted not to fit: a rank with items {list(stage.tile.items)} on"
+        f" '{stage.tile.family}' needs {needed:,.1f} MiB and has {available:,.1f} MiB ({where}); set plan = \"auto\","
+        ' recompute = "full", or more ranks; or start it all the same with --set search.must_fit=false'
+    )
