@@ -58,13 +58,13 @@ class CpuAccelerator(Accelerator):
         pass
 
     def compute_stopwatch(self) -> Callable[[], float]:
-        """Measure processor time: what other processes take of the cores does not count.
+        """Measure this thread's processor time: what other processes take of the cores does not count.
 
         Ranks of this host that share cores do count, since they compute at the same time in training. The shortest of
         several wall times would not show them: a short measurement often has a core to itself.
         """
-        start, share = time.process_time(), self.threads_per_core / torch.get_num_threads()
-        return lambda: (time.process_time() - start) * share
+        start = time.thread_time()
+        return lambda: (time.thread_time() - start) * self.threads_per_core
 
     def new_stream(self) -> Stream:
         return DONE

@@ -37,6 +37,8 @@ CALLS = ROUNDS + 2
 """The least that are needed for one figure: one to warm up, one to learn how long it takes, one in each round."""
 COPIED_BYTES, COPIED_BYTES_ON_CPUS = 512 << 20, 64 << 20
 """More than caches hold: those of a GPU, and what a CPU rank has of its host's."""
+SHORT_SECONDS, SHORT_PART = 2.0, 4
+"""A probe shorter than this copies so many times less: memory that is touched for the first time takes a while."""
 SHARE_OF_MEMORY = 16
 """Nothing is measured with tensors of more than this part of the memory that a rank has."""
 
@@ -84,7 +86,8 @@ def measure_device(
         for name, dtype in DTYPES.items()
         for shape, speed in measure_products(comm, accelerator, dtype, memory // SHARE_OF_MEMORY, schedule)
     }
-    num_bytes = min(COPIED_BYTES_ON_CPUS if on_cpu else COPIED_BYTES, memory // SHARE_OF_MEMORY // 2)
+    most = (COPIED_BYTES_ON_CPUS if on_cpu else COPIED_BYTES) // (SHORT_PART if seconds < SHORT_SECONDS else 1)
+    num_bytes = min(most, memory // SHARE_OF_MEMORY // 2)
     comm.barrier()
     copied = 2 * num_bytes / _copy_seconds(accelerator, num_bytes, schedule.next_share())
     comm.barrier()
