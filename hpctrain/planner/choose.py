@@ -103,6 +103,6 @@ def check_fits(prediction: Prediction, plan: Plan, where: str) -> None:
     needed, available = stage.memory.total / MIB, stage.available_bytes / MIB
     raise PlanError(
         f"{plan.describe()} is predicted not to fit: a rank with items {list(stage.tile.items)} on"
-        f" '{stage.tile.family}' needs {needed:,.1f} MiB and has {available:,.1f} MiB ({where}); set plan = \"auto\","
-        ' recompute = "full", or more ranks; or start it all the same with --set search.must_fit=false'
+        f" '{stage.tile.family}' needs {needed:,.1f} MiB and has {available:,.1f} MiB ({where});"
+        ' set plan = "auto" or use more ranks, or start it all the same with --set search.must_fit=false'
     )

@@ -142,7 +142,9 @@ def test_what_does_not_fit_a_device_ends_the_run_with_one_message(hpctrain, clus
     )
     (clusters / "much.toml").write_text(dump_plan(Plan(tiles, 1, 8)))
     arguments = ["--set", "plan.file=much.toml", "--rehearse", "small.toml", "--run", "never"]
-    done = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=clusters)
+    refused = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=clusters)
+    assert refused.code == 15 and "is predicted not to fit: a rank with items [0, 4] on 'slow' needs" in refused.err
+    done = hpctrain("train", "job.toml", *arguments, "--set", "search.must_fit=false", ranks=2, cwd=clusters)
     assert done.code not in (0, 1), done.out + done.err
     said = "rank 1 (slow, items [0, 4], rows [5, 8]) is out of memory in step 0: "
     assert done.err.count(said) == 1 and "Traceback" not in done.err

@@ -85,8 +85,8 @@ def test_where_it_cannot_be_written_is_told_before_anything_is_measured(hpctrain
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    from hpctrain.cluster_file import write_cluster_text
     from hpctrain.errors import JobError
-    from hpctrain.jobs.probe import write
 
     path = tmp_path / "cluster.toml"
     path.write_text("old")
@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(
         JobError, match="cluster.toml: cannot be written: No space left on device; choose another --out"
     ):
-        write(path, "new")
+        write_cluster_text(path, "new")
     assert os.listdir(tmp_path) == ["cluster.toml"]
     assert path.read_text() == "old"
 

@@ -1,0 +1,93 @@
+"""`hpctrain train JOB` and nothing else: the machine is known, the plan is found, the steps are compared."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from hpctrain.cluster_file import load_cluster
+from tests.started import BIN
+
+ARGUMENTS = ("job.toml", "--sample", "0")
+
+
+def start(folder, *arguments, cache, families=(), variables=None, ranks=0):
+    """Run `hpctrain train` with a folder of descriptions of its own; `families` gives each rank its own name."""
+    environment = os.environ | {"HPCTRAIN_CACHE": str(cache)} | (variables or {})
+    program = [str(BIN / "hpctrain"), "train", *ARGUMENTS, *map(str, arguments)]
+    command = [str(BIN / "mpirun")]
+    if families:
+        for family in families:
+            command += [*(":" if len(command) > 1 else ""), "-n", "1", "-env", "HPCTRAIN_FAMILY", family, *program]
+    else:
+        command += ["-n", str(ranks), *program]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def losses(folder, run):
+    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.timeout(200)
+def test_a_job_finds_its_plan_on_this_machine_and_the_same_one_again(folder, tmp_path):
+    cache = tmp_path / "cache"
+    first = start(folder, "--run", "runs/road1", cache=cache, ranks=2)
+    assert first.returncode == 0, first.stderr
+    assert "chosen machine: 2 cpu on 1 node: a probe of" in first.stdout
+    assert "the least of" in first.stdout and "chosen runner-up:" in first.stdout
+    assert "predicted: a step takes" in first.stdout
+    compared = json.loads((folder / "runs/road1/drift.json").read_text())
+    assert compared["measured_seconds"] > 0 and compared["predicted_seconds"] > 0
+    (kept,) = (cache / "machines").iterdir()
+    described = load_cluster(kept)
+    assert described.num_devices == 2 and described.profiles, "the job's own passes were measured too"
+    text = kept.read_text()
+    second = start(folder, "--run", "runs/road2", cache=cache, ranks=2)
+    assert f"{kept}, measured on" in second.stdout
+    assert kept.read_text() == text
+    plans = [(folder / run / "plan.toml").read_text() for run in ("runs/road1", "runs/road2")]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.timeout(200)
+def test_a_description_that_is_damaged_or_cannot_be_kept_is_measured_again(folder, tmp_path):
+    cache = tmp_path / "cache"
+    short = ("--set", "train.steps=2", "--set", "train.validate_every=0")
+    assert start(folder, *short, "--run", "runs/kept", cache=cache, ranks=2).returncode == 0
+    (kept,) = (cache / "machines").iterdir()
+    kept.write_text(kept.read_text()[:100])
+    again = start(folder, *short, "--run", "runs/damaged", cache=cache, ranks=2)
+    assert again.returncode == 0 and "a probe of" in again.stdout
+    load_cluster(kept)
+    (tmp_path / "file").write_text("")
+    nowhere = start(folder, *short, "--run", "runs/nowhere", cache=tmp_path / "file", ranks=2)
+    assert nowhere.returncode == 0, nowhere.stderr
+    assert "not kept (" in nowhere.stdout and "set HPCTRAIN_CACHE to a folder that can be written" in nowhere.stdout
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_with_other_ranks_by_a_plan_of_their_own(folder, tmp_path):
+    """On 4 ranks, then on 3 of two families, then on 2; as if on one rank all the time."""
+    cache = tmp_path / "cache"
+    assert start(folder, "--run", "runs/one", cache=cache, ranks=1).returncode == 0
+    begun = start(folder, "--run", "runs/moved", "--stop-after", "2", cache=cache, ranks=4)
+    assert begun.returncode == 0, begun.stderr
+    moved = start(folder, "--run", "runs/moved", "--stop-after", "4", cache=cache, families=["fast", "fast", "slow"])
+    assert moved.returncode == 0, moved.stderr
+    assert "chosen planned again: " in moved.stdout
+    assert "was written by 4 cpu; these are 2 fast and 1 slow" in moved.stdout
+    last = start(folder, "--run", "runs/moved", cache=cache, ranks=2)
+    assert last.returncode == 0, last.stderr
+    assert "these are 2 cpu" in last.stdout
+    assert losses(folder, "runs/moved") == pytest.approx(losses(folder, "runs/one"), rel=1e-5)
+
+
+@pytest.mark.timeout(100)
+def test_ranks_that_are_not_the_devices_of_the_cluster_are_refused(folder, tmp_path):
+    cache = tmp_path / "cache"
+    few = start(folder, "--cluster", "v100-t4", cache=cache, ranks=2)
+    assert few.returncode == 12
+    assert "v100-t4 describes 8 devices (4 v100-16 and 4 t4-16), but 2 ranks were started" in few.stderr
+    assert few.stderr.count("hpctrain: ") == 1
