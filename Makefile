@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 MPIRUN := $(BIN)/mpirun
 CORPUS := tokens/stdlib.h5
 RANKS ?= 4
-LAYOUT ?= --set plan.tensor.y=2 --set plan.pipeline=2
+# What is given to the training command besides, such as --set plan.data=4
+ARGUMENTS ?=
 export OMP_NUM_THREADS := 1
 PYTEST_RANKS = $(BIN)/python -m pytest --with-mpi -x
 
@@ -33,7 +34,7 @@ $(CORPUS): | install
 train: install $(CORPUS)
 	@# mpirun hides the terminal from the ranks
 	@if [ -t 1 ]; then bar="--progress"; export COLUMNS=$$(tput cols 2>/dev/null || echo 100); fi; \
-	set -x; $(MPIRUN) -n $(RANKS) $(BIN)/hpctrain train tiny $(LAYOUT) $$bar
+	set -x; $(MPIRUN) -n $(RANKS) $(BIN)/hpctrain train tiny $(ARGUMENTS) $$bar
 
 test: install lint test-unit test-commands test-ranks test-hosts
 

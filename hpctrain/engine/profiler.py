@@ -299,8 +299,8 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
                     work=work,
                     zero=zero,
                     replicas=world.size,
-                    largest_rows=min(own_limits).rows,
-                    limited_by=min(own_limits).because,
+                    largest_rows=_fewest(own_limits).rows,
+                    limited_by=_fewest(own_limits).because,
                     update_seconds=_median(updates) if len(updates) == len(ranks) else None,
                     times=_median_times([of_times[rank] for rank in ranks]),
                 )
@@ -359,8 +359,12 @@ def _median_times(of_ranks: Sequence[Sequence[RowTimes]]) -> tuple[RowTimes, ...
     return tuple(found)
 
 
+def _fewest(limits: Sequence[Limit]) -> Limit:
+    return min(limits, key=lambda limit: (limit.rows, limit.because))
+
+
 def _comment(limits: Sequence[Limit]) -> str:
-    rows, because, _ = min(limits)
+    rows, because, _ = _fewest(limits)
     why = {
         "job": "all that the job has for one replica",
         "time": "there was no time to try more",

@@ -18,7 +18,11 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
     were limited by the job or by time, not by memory, more may have fit.
     """
     work = describe_training(setup.model, setup.positions, setup.dtype)
-    profiles = [p for p in cluster.profiles if p.work == work and p.replicas == cluster.num_devices]
+    profiles = [
+        p
+        for p in cluster.profiles
+        if p.work == work and p.replicas == cluster.num_devices and p.largest_rows is not None
+    ]
     if not profiles or setup.stack.name != HPCTRAIN.name:
         return []
     costs, found = StageCosts(setup, cluster, ()), []
