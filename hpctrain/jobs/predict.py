@@ -1,6 +1,7 @@
 """`hpctrain predict`: how long a step of a plan would take on a cluster. Needs neither ranks nor torch."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
