@@ -1,15 +1,15 @@
 """`hpctrain profile`: measure what a job's rows take on each family, and how many fit, for predictions and plans."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from hpctrain.cluster import Cluster, Profile
+from hpctrain.cluster import Profile
 from hpctrain.cluster_file import find_cluster, merge_profiles, parse_cluster, ready_clusters, write_cluster_text
 from hpctrain.engine.overlap import resolve_overlap
+from hpctrain.engine.prepare import Described, check_ranks_are_devices
 from hpctrain.errors import JobError, TopologyError
 from hpctrain.job import Job
 from hpctrain.jobs.common import (
@@ -30,7 +30,7 @@ SECONDS = 45.0
 @click.command("profile")
 @click.argument("job")
 @override_option
-@click.option("--cluster", metavar="FILE", help="The cluster file to add to. Default: that of --rehearse.")
+@click.option("--cluster", metavar="FILE", help="The cluster file to add to. Default: this machine's own.")
 @rehearse_option
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to. Default: the cluster file.")
 @click.option("--refresh", is_flag=True, help="Measure again what the file has.")
@@ -40,37 +40,43 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
     """Measure JOB on the devices of all ranks, and add what was found to a cluster file.
 
     \b
+    mpirun -n 8 hpctrain profile my.toml
     mpirun -n 8 hpctrain profile my.toml --cluster cluster.toml
     mpirun -n 8 hpctrain profile mixed --rehearse v100-t4 --out profiled.toml
-    hpctrain plan my.toml --cluster cluster.toml
+
+    Every later search and prediction for JOB uses what is measured. Without --cluster and --rehearse it is added to the
+    description of this machine that `hpctrain train` keeps and uses.
 
     For each family and ZeRO stage: seconds of the forward and backward passes of the embedding, a block and the head
     over rows at once, seconds of the update, and how many rows of the whole model fit. What else is in the file stays
     as it is.
     """
-    if not (cluster or rehearse):
-        raise click.UsageError("give --cluster FILE, as `hpctrain probe` writes it, or --rehearse CLUSTER")
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
         if rehearse:
             start_rehearsal(world, rehearse)
         text = described = None
+        own = None if cluster or rehearse else describe_this(world)
         with world.all_or_none():
             if world.rank == 0:
-                source = find_cluster(cluster or rehearse)
+                source = own or find_cluster(cluster or rehearse)
                 target = choose_target(source, out)
                 text = read_text(source, TopologyError)
                 described = parse_cluster(text, str(source))
-                check_devices(described, [place.family for place in world.topology.places], str(source))
+                families = [place.family for place in world.topology.places]
+                check_ranks_are_devices(Described(described, str(source)), families)
         described = world.broadcast_object(described)
         with world.all_or_none():
             parsed = with_vocabulary(parsed)
 
-        from hpctrain.comm.accelerator import agree_on_dtype, bind_accelerator  # torch, when nothing is wrong
+        from hpctrain.comm.accelerator import bind_accelerator  # torch, when nothing is wrong
         from hpctrain.engine.profiler import profile
+        from hpctrain.planner.choose import dtype_on
 
         accelerator = bind_accelerator(world)
-        dtype = parsed.train.dtype or agree_on_dtype(world, accelerator)[0]
+        with world.all_or_none():
+            families = list(dict.fromkeys(place.family for place in world.topology.places))
+            dtype = dtype_on(parsed, described, families, cluster or rehearse or "this machine")[0]
         known = is_profiled(described, parsed, dtype)
         found = None
         if refresh or not known:
@@ -90,6 +96,21 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
                 print(json.dumps(dumped) if as_json else f"{said}\n{report(listed, parsed)}", flush=True)
 
 
+def describe_this(world) -> Path:
+    """Return the path of the description of the ranks' own machine, measured now where there is none.
+
+    All ranks must call. Raises JobError where it cannot be kept.
+    """
+    from hpctrain.comm.accelerator import bind_accelerator
+    from hpctrain.comm.probe.machine import CACHE_VARIABLE, describe_machine
+
+    path = describe_machine(world, bind_accelerator(world)).path
+    with world.all_or_none():
+        if world.rank == 0 and not path.is_file():
+            raise JobError(f"{path}: cannot be kept; give --cluster FILE, or set {CACHE_VARIABLE} to another folder")
+    return path
+
+
 def choose_target(source: Path, out: Path | None) -> Path:
     """Return where the profiles go to. Raises JobError where that cannot be."""
     if out is None and source in ready_clusters().values():
@@ -98,17 +119,6 @@ def choose_target(source: Path, out: Path | None) -> Path:
         )
     check_writable(out or source, force=True)
     return out or source
-
-
-def check_devices(cluster: Cluster, families: Sequence[str], where: str) -> None:
-    """Refuse ranks that are not the devices of a cluster. Raises TopologyError."""
-    described, started = Counter(device.family for device in cluster.devices), Counter(families)
-    if described != started:
-        counts = [", ".join(f"{n} {name}" for name, n in sorted(of.items())) for of in (described, started)]
-        raise TopologyError(
-            f"{where}: describes {counts[0]}, and the ranks are {counts[1]}; start a rank for each of its devices, or"
-            " describe those that there are (hpctrain probe)"
-        )
 
 
 def _resolved(world, job: Job, dtype: str) -> Job:

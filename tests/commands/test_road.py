@@ -84,6 +84,19 @@ def test_a_run_goes_on_with_other_ranks_by_a_plan_of_their_own(folder, tmp_path)
     assert losses(folder, "runs/moved") == pytest.approx(losses(folder, "runs/one"), rel=1e-5)
 
 
+@pytest.mark.timeout(200)
+def test_a_profile_of_this_machine_is_used_by_the_next_start(folder, tmp_path, hpctrain, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path))
+    done = hpctrain("profile", "job.toml", "--seconds", "5", ranks=2, cwd=folder)
+    assert done.code == 0, done.err
+    (kept,) = (tmp_path / "machines").iterdir()
+    text = kept.read_text()
+    assert f"wrote {kept}" in done.out and len(load_cluster(kept).profiles) == 3
+    started = start(folder, "--set", "train.steps=2", "--run", "runs/profiled", cache=tmp_path, ranks=2)
+    assert started.returncode == 0, started.stderr
+    assert kept.read_text() == text, "the job's passes are not measured again"
+
+
 @pytest.mark.timeout(100)
 def test_ranks_that_are_not_the_devices_of_the_cluster_are_refused(folder, tmp_path):
     cache = tmp_path / "cache"
