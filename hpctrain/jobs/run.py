@@ -93,7 +93,8 @@ class Run:
         prepared, done = self._prepared, self._trainer.steps_done
         with self._world.all_or_none():
             if self._folder:
-                self._folder.describe(self.job, prepared.plan, prepared.reasons)
+                cluster = self._described and self._described.cluster
+                self._folder.describe(self.job, prepared.plan, prepared.reasons, cluster)
                 self._folder.rewind_metrics(done)
                 self._console.start(self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint)
 

@@ -2,8 +2,9 @@
 
 resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
 plan.toml        the plan
+cluster.toml     the description of the machine that the plan and its prediction are for, where there is one
 metrics.jsonl    one line a logged step; losses have all their digits
-drift.json       steps beside their prediction, where the cluster is described (hpctrain.observe.drift)
+drift.json       steps compared with their prediction, where the machine is described (hpctrain.observe.drift)
 checkpoints/     see hpctrain.checkpoint
 """
 
@@ -13,6 +14,8 @@ import re
 from datetime import datetime
 from pathlib import Path
 
+from hpctrain.cluster import Cluster
+from hpctrain.cluster_file import dump_cluster
 from hpctrain.errors import JobError, TrainingError, describe_os_error
 from hpctrain.job import Job
 from hpctrain.plan import Plan
@@ -21,6 +24,7 @@ from hpctrain.plan_file import dump_plan
 METRICS = "metrics.jsonl"
 RESOLVED = "resolved.toml"
 PLAN = "plan.toml"
+CLUSTER = "cluster.toml"
 
 
 def default_run_folder(name: str) -> Path:
@@ -62,9 +66,11 @@ class RunFolder:
                 f"{path}: the run folder cannot be written: {describe_os_error(error)}; choose another with --run"
             ) from None
 
-    def describe(self, job: Job, plan: Plan, reasons: dict[str, str]) -> None:
-        """Save the resolved job and the plan. Raises TrainingError where the disk refuses."""
+    def describe(self, job: Job, plan: Plan, reasons: dict[str, str], cluster: Cluster | None = None) -> None:
+        """Save the resolved job, the plan and what they are for. Raises TrainingError where the disk refuses."""
         with _writing(self.path):
+            if cluster:
+                (self.path / CLUSTER).write_text(dump_cluster(cluster))
             (self.path / PLAN).write_text(dump_plan(plan))
             (self.path / RESOLVED).write_text(dump_job(job, reasons, self.path / PLAN))
 

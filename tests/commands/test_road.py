@@ -43,6 +43,7 @@ def test_a_job_finds_its_plan_on_this_machine_and_the_same_one_again(folder, tmp
     (kept,) = (cache / "machines").iterdir()
     described = load_cluster(kept)
     assert described.num_devices == 2 and described.profiles, "the job's own passes were measured too"
+    assert load_cluster(folder / "runs/road1/cluster.toml") == described
     text = kept.read_text()
     second = start(folder, "--run", "runs/road2", cache=cache, ranks=2)
     assert f"{kept}, measured on" in second.stdout
