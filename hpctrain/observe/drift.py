@@ -168,7 +168,7 @@ def blame(told: Mapping) -> str:
     if "parts" in told:
         by = _difference(told, told["drifted"]) / told["predicted_seconds"]
         found += f", most of it in '{told['drifted']}' ({by:.0%} of a step)"
-    return f"{found}; measure the cluster again (hpctrain probe), or see docs/predict.md"
+    return f"{found}; measure the machine again (train --fresh-probe, or hpctrain probe), or see docs/predict.md"
 
 
 def write(folder: Path, told: Mapping) -> None:
