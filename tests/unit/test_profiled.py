@@ -22,12 +22,14 @@ from hpctrain.planner.cost import Setup, item_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.layers import LayeredPredictor, load_layers
-from hpctrain.planner.options import ROW_SPEED, _every_count
+from hpctrain.planner.options import ROW_SPEED, _every_count, rates_of
 from hpctrain.planner.predict import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Limits, search
+from hpctrain.planner.space import Space
 from hpctrain.planner.stack import MEGATRON
+from hpctrain.planner.stages import StageCosts
 
 # 4 fast and 4 slow devices, which are what `truth` says; the sheet is right but for its scale.
 FILE = """
@@ -251,6 +253,21 @@ def test_the_bound_looks_at_rows_near_each_other(most):
     counts = _every_count(most)
     assert counts[0] == 1 and counts[-1] == most
     assert all(after == before + 1 or after <= before * ROW_SPEED for before, after in itertools.pairwise(counts))
+
+
+def test_no_rows_are_faster_than_the_bound_thinks():
+    """Two rows take about as long as three here, and four much longer: powers of two do not stand for three."""
+    seconds = {1: 1.0, 2: 2.0, 3: 2.1, 4: 8.0, 8: 16.0}
+    pair = {rows: (each, 2 * each) for rows, each in seconds.items()}
+    times = tuple(
+        RowTimes(rows=rows, embedding_seconds=each, block_seconds=each, head_seconds=each)
+        for rows, each in pair.items()
+    )
+    cluster, space = profiled(times=times), Space(largest_grid=2)
+    costs = StageCosts(SETUP, cluster, pools_module.pools_of(cluster, ["fast", "slow"], SETUP))
+    for grid, rate in rates_of(costs, space, 0, 8).items():
+        for rows in range(1, 9):
+            assert rate.block >= rows / costs.seconds(0, grid, 1, rows, "none").both, (grid, rows)
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
