@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from published import PublishedSet, all_sets, korthikanti_memory, sailor_single_layers
 
+from hpctrain.catalogue import ACCELERATORS
 from hpctrain.planner.calibrate import SHIPPED, Measured, Parameters, dump_parameters, fit
-from hpctrain.planner.catalogue import ACCELERATORS
 from hpctrain.planner.cost import model_flops
 
 MOST_FITTED = 20

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from hpctrain.catalogue import ACCELERATORS, GIB
 from hpctrain.planner.calibrate import Measured
-from hpctrain.planner.catalogue import ACCELERATORS, GIB
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.layers import LayerTimes, load_layers
 from hpctrain.planner.measured import load_measured

@@ -9,14 +9,13 @@ layouts against Megatron-style ones are in `perlmutter.py`.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.errors import PlanError
 from hpctrain.job import Model
 from hpctrain.plan import TensorGrid, even_plan
 from hpctrain.planner.ahead import further_ahead
-from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.described import COLLECTIVE_LATENCY_SECONDS
 from hpctrain.planner.predict import Predictor, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.stack import HPCTRAIN, STACKS
@@ -44,8 +43,8 @@ def nodes_of(accelerator: str, count: int, per_node: int, networks: Sequence[str
             origin="datasheet",
             fabric=name,
             count=per_node if name != "Ethernet-25" else 1,
-            send_bytes_per_second=NETWORKS[name][0],
-            receive_bytes_per_second=NETWORKS[name][0],
+            send_bytes_per_second=NETWORKS[name].bytes_per_second,
+            receive_bytes_per_second=NETWORKS[name].bytes_per_second,
         )
         for name in networks
     )
@@ -53,7 +52,7 @@ def nodes_of(accelerator: str, count: int, per_node: int, networks: Sequence[str
         origin="datasheet",
         count=count,
         devices={accelerator: per_node},
-        link_latency_seconds=COLLECTIVE_LATENCY_SECONDS,
+        link_latency_seconds=LINK_LATENCY_SECONDS,
         link_bytes_per_second=ACCELERATORS[accelerator].link_bytes_per_second,
         nics=nics,
     )
@@ -64,7 +63,7 @@ def cluster_of(nodes: Sequence[Nodes]) -> Cluster:
     fabrics = dict.fromkeys(nic.fabric for each in nodes for nic in each.nics)
     return Cluster(
         families={name: ACCELERATORS[name].family(name) for name in families},
-        fabrics={name: Fabric(origin="datasheet", latency_seconds=NETWORKS[name][1]) for name in fabrics},
+        fabrics={name: Fabric(origin="datasheet", latency_seconds=NETWORKS[name].latency_seconds) for name in fabrics},
         nodes=tuple(nodes),
     )
 

@@ -13,9 +13,9 @@ import sys
 import time
 from dataclasses import dataclass
 
+from hpctrain.catalogue import ACCELERATORS, NETWORKS
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.job import Model, Overlap
-from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import search
 from hpctrain.planner.stack import HPCTRAIN
@@ -54,7 +54,10 @@ class Case:
         used = [*networks, BETWEEN] if len(networks) > 1 else list(networks)
         return Cluster(
             families={name: ACCELERATORS[name].family(name) for name, _, _ in self.families},
-            fabrics={name: Fabric(origin="datasheet", latency_seconds=NETWORKS[name][1]) for name in sorted(used)},
+            fabrics={
+                name: Fabric(origin="datasheet", latency_seconds=NETWORKS[name].latency_seconds)
+                for name in sorted(used)
+            },
             nodes=tuple(nodes),
         )
 
@@ -66,7 +69,7 @@ class Case:
 
 
 def _nic(network: str, count: int) -> Nic:
-    bandwidth = NETWORKS[network][0]
+    bandwidth = NETWORKS[network].bytes_per_second
     return Nic(
         origin="datasheet",
         fabric=network,

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from hpctrain.cluster_checks import find_inconsistencies
 from hpctrain.errors import did_you_mean
 from hpctrain.tables import Table
 
@@ -18,6 +19,13 @@ Origin = Literal["measured", "datasheet", "guessed"]
 ORIGINS = "'measured', 'datasheet' or 'guessed'"
 DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+# What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
+# (0.5 to 1 GB), buffers of communicators, and gaps between the blocks of its allocator, in proportion to its memory.
+# A guess, and said to be one. No accelerator has so little memory as a rehearsal's miniature, which counts exactly.
+RESERVED_BYTES = 1_500_000_000
+RESERVED_SHARE = 0.04
+MINIATURE_BYTES = 4_000_000_000
+
 Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
 
 
@@ -91,7 +99,9 @@ class Family(Figures):
     model: str | None = None
     """What its maker calls it."""
     memory_bytes: Bytes
-    """What one device, or a CPU rank, may fill."""
+    """What one device, or a CPU rank, may fill, what is reserved included."""
+    reserved_bytes: Annotated[int, BeforeValidator(_whole), Field(ge=0, strict=True)] | None = None
+    """Of it, what no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
     memory_bytes_per_second: Positive
     """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
     host_copy_bytes_per_second: Positive | None = None
@@ -106,6 +116,37 @@ class Family(Figures):
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
 
+    @property
+    def reserve_bytes(self) -> int:
+        """What is kept free: as the file says, else a guess for accelerators, and nothing for CPUs and miniatures."""
+        if self.reserved_bytes is not None:
+            return self.reserved_bytes
+        if self.kind == "cpu" or self.memory_bytes < MINIATURE_BYTES:
+            return 0
+        return RESERVED_BYTES + int(RESERVED_SHARE * self.memory_bytes)
+
+    @property
+    def reserve_reason(self) -> str:
+        """Say where `reserve_bytes` is from."""
+        if self.reserved_bytes is not None:
+            return "reserved_bytes of the cluster file"
+        if not self.reserve_bytes:
+            return "a CPU, or a miniature of a device"
+        return f"a guess: {RESERVED_BYTES / 1e9:g} GB of context and communicators, {RESERVED_SHARE:.0%} fragmentation"
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may fill of one device."""
+        return self.memory_bytes - self.reserve_bytes
+
+    @model_validator(mode="after")
+    def _leaves_memory(self) -> Self:
+        if self.reserve_bytes >= self.memory_bytes:
+            raise ValueError(
+                f"reserved_bytes {self.reserve_bytes} leaves nothing of memory_bytes {self.memory_bytes}; lower it"
+            )
+        return self
+
     @model_validator(mode="after")
     def _can_compute(self) -> Self:
         if not self.peak_flops_per_second and not self.sustained_flops_per_second:
@@ -119,6 +160,8 @@ class Family(Figures):
 class Fabric(Figures):
     """What connects NICs of nodes: InfiniBand, RoCE, Ethernet."""
 
+    network: str | None = None
+    """Its name in the catalogue, such as `NDR`, by which a file leaves figures out."""
     latency_seconds: NotNegative
     """From the first byte's departure to its arrival, the software's share included."""
     bytes_per_second: Positive | None = None
@@ -263,59 +306,21 @@ class Cluster(Table):
     profiles: tuple[Profile, ...] = ()
 
     @model_validator(mode="after")
-    def _names_exist(self) -> Self:
-        for i, nodes in enumerate(self.nodes):
-            for family in nodes.devices:
-                self._check("family", family, self.families, f"nodes.{i}.devices")
-            for j, nic in enumerate(nodes.nics):
-                self._check("fabric", nic.fabric, self.fabrics, f"nodes.{i}.nics.{j}.fabric")
-        for i, link in enumerate(self.links):
-            for family in link.families:
-                self._check("family", family, self.families, f"links.{i}.families")
-            if link.fabric is not None:
-                self._check("fabric", link.fabric, self.fabrics, f"links.{i}.fabric")
-            if link.key in [other.key for other in self.links[:i]]:
-                raise ValueError(f"links.{i}: these families' link is described above already; keep one")
-        for i, profile in enumerate(self.profiles):
-            self._check("family", profile.family, self.families, f"profiles.{i}.family")
-            if profile.key in [other.key for other in self.profiles[:i]]:
-                raise ValueError(f"profiles.{i}: this family's work in this ZeRO stage is above already; keep one")
-        return self
-
-    @staticmethod
-    def _check(what: str, name: str, known: dict, key: str) -> None:
-        if name not in known:
-            hint = did_you_mean(name, known) if known else "; none is described"
-            raise ValueError(f"{key}: no {what} '{name}'{hint}")
-
-    @model_validator(mode="after")
-    def _ranks_fit(self) -> Self:
-        listed = [nodes.ranks for nodes in self.nodes if nodes.ranks is not None]
-        if listed and len(listed) < len(self.nodes):
-            missing = next(i for i, nodes in enumerate(self.nodes) if nodes.ranks is None)
-            raise ValueError(f"nodes.{missing}.ranks: missing, other nodes have theirs; set it for all or for none")
-        ranks = {rank for some in listed for rank in some}
-        if listed and ranks != set(range(self.num_devices)):  # as many as there are devices
-            missing = next(rank for rank in range(self.num_devices) if rank not in ranks)
-            raise ValueError(
-                f"nodes.*.ranks: rank {missing} is in none of them; list 0 to {self.num_devices - 1} once each"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _connected(self) -> Self:
-        kinds = {}
-        for i, nodes in enumerate(self.nodes):
-            kinds.setdefault(frozenset(nodes.nics_by_fabric), []).append(i)
-        for here, tables in kinds.items():
-            for there, others in kinds.items():
-                several = here != there or len(tables) > 1 or self.nodes[tables[0]].count > 1
-                if several and not here & there:
-                    raise ValueError(
-                        f"nodes.{tables[0]} and nodes.{others[-1]}: no fabric in common"
-                        f" ({', '.join(sorted(here)) or 'none'}; {', '.join(sorted(there)) or 'none'});"
-                        " give both a NIC on the same one"
-                    )
+    def _consistent(self) -> Self:
+        nodes = [
+            {
+                "count": nodes.count,
+                "devices": nodes.devices,
+                "nics": [{"fabric": nic.fabric} for nic in nodes.nics],
+                "ranks": nodes.ranks,
+            }
+            for nodes in self.nodes
+        ]
+        links = [{"families": link.families, "fabric": link.fabric} for link in self.links]
+        profiles = [dict(zip(("family", "work", "zero"), profile.key, strict=True)) for profile in self.profiles]
+        named = {"families": self.families, "fabrics": self.fabrics}
+        if problems := find_inconsistencies({**named, "nodes": nodes, "links": links, "profiles": profiles}):
+            raise ValueError("\n".join(problems))
         return self
 
     @property

@@ -11,8 +11,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.cluster import Cluster, Profile
+from hpctrain.cluster_checks import find_inconsistencies
+from hpctrain.cluster_doubts import find_doubts
+from hpctrain.cluster_fill import fill
 from hpctrain.errors import JobError, TopologyError, describe_os_error, did_you_mean
-from hpctrain.tables import Table, explain, parse_toml, read_text
+from hpctrain.tables import Table, explain, parse_toml, parse_toml_once, read_text
 from hpctrain.truth import Truth
 
 LINE = 110
@@ -70,12 +73,33 @@ def parse_truth(text: str, where: str) -> Truth:
     return truth
 
 
+def filled_figures(path: Path) -> dict[str, str]:
+    """Return by dotted key where each figure that a cluster file leaves out is from. Raises as `load_cluster`."""
+    text = read_text(path, TopologyError)
+    _parse(text, str(path))
+    return fill(parse_toml(text, str(path), TopologyError)).sources
+
+
 def _parse(text: str, where: str) -> _File:
-    tree = parse_toml(text, where, TopologyError)
+    """Read a file's data, fill it in, and validate it. Raises TopologyError with all mistakes, one a line."""
+    tree, repeated = parse_toml_once(text, where, TopologyError)
+    filled, found = fill(tree), None
+    lines = [*repeated, *filled.mistakes.values()]
     try:
-        return _File.model_validate(tree)
+        found = _File.model_validate(filled.tree)
     except ValidationError as error:
-        raise TopologyError(f"{where}: {explain(error, _File)[1]}") from None
+        unknown = tuple(key.rpartition(".")[0] + "." for key in filled.mistakes)
+        lines += [text for key, text in explain(error, _File) if key and not _follows(key, text, unknown)]
+        lines += find_inconsistencies(filled.tree)
+    lines += find_doubts(tree).values()
+    if lines:
+        raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
+    return found
+
+
+def _follows(key: str, text: str, unknown: tuple[str, ...]) -> bool:
+    """Say whether a finding is no more than a consequence of a model or a network that is not in the catalogue."""
+    return key.startswith(unknown) and text.endswith(": missing; set it")
 
 
 def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, truth: Truth | None = None) -> str:

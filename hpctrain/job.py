@@ -317,11 +317,13 @@ def load_job(reference: str, overrides: Iterable[str] = ()) -> Job:
     try:
         return Job.model_validate(tree)
     except ValidationError as error:
-        key, text = explain(error, Job)
-        if key == "plan":
-            text = text.replace("a section of keys", "a section of keys, or 'auto'")
-        where = origins.get(key) or origins.get(key.rpartition(".")[0]) or path
-        raise JobError(f"{where}: {text}") from None
+        lines = []
+        for key, text in explain(error, Job):
+            if key == "plan":
+                text = text.replace("a section of keys", "a section of keys, or 'auto'")
+            where = origins.get(key) or origins.get(key.rpartition(".")[0]) or path
+            lines.append(f"{where}: {text}")
+        raise JobError("\n".join(lines)) from None
 
 
 def find_job(reference: str) -> Path:

@@ -74,7 +74,7 @@ def parse_plan(text: str, path: str) -> Plan:
     try:
         table = _PlanTable.model_validate(tree)
     except ValidationError as error:
-        raise PlanError(f"{path}: {explain(error, _PlanTable)[1]}") from None
+        raise PlanError(f"{path}: {explain(error, _PlanTable)[0][1]}") from None
     tiles = tuple(
         Tile(
             Interval(*t.items),

@@ -1,6 +1,9 @@
 """What the files that people write have in common: strict, frozen tables, and one message for what is wrong."""
 
+import difflib
+import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -8,6 +11,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.errors import HpctrainError, describe_os_error, did_you_mean
+
+REPEATED = re.compile(r"Cannot overwrite a value \(at (?:line (\d+), column|end of document)")
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Table(BaseModel):
@@ -28,33 +34,65 @@ def read_text(path: Path, kind: type[HpctrainError]) -> str:
 
 def parse_toml(text: str, where: str, kind: type[HpctrainError]) -> dict[str, Any]:
     """Return TOML as plain data; `where` is what errors call it. Raises `kind` where it is none."""
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise kind(f"{where}: not valid TOML: {error}") from None
+    tree, repeated = parse_toml_once(text, where, kind)
+    if repeated:
+        raise kind("\n".join(f"{where}: {line}" for line in repeated))
+    return tree
 
 
-def explain(error: ValidationError, table: type[BaseModel]) -> tuple[str, str]:
-    """Turn pydantic's first finding in a file of `table` into its dotted key and a message that names it.
+def parse_toml_once(text: str, where: str, kind: type[HpctrainError]) -> tuple[dict[str, Any], list[str]]:
+    """Return TOML as plain data, and a line for each key that is given twice, of which the first one counts."""
+    repeated: list[str] = []
+    lines = text.splitlines()
+    while True:
+        try:
+            return tomllib.loads("\n".join(lines)), repeated
+        except tomllib.TOMLDecodeError as error:
+            found = REPEATED.search(str(error))
+            number = int(found[1]) if found else 0
+            key = lines[number - 1].partition("=")[0].strip() if 0 < number <= len(lines) else ""
+            if not BARE_KEY.fullmatch(key):
+                raise kind("\n".join([f"{where}: not valid TOML: {error}", *repeated])) from None
+            repeated.append(f"line {number}: {key}: the key is there twice in its table; keep one")
+            lines[number - 1] = ""
 
-    The key is empty where the finding is about several keys at once; the message then names them itself.
+
+def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, str]]:
+    """Turn pydantic's findings in a file of `table` into dotted keys, each with a message that names it.
+
+    A key is empty where the finding is about several keys at once; the message then names them itself. A key that is
+    missing because it was misspelt is reported once, as the typo.
     """
     problems = error.errors(include_url=False)
-    first = problems[0]
-    loc = [part for part in first["loc"] if part != "[key]"]  # a name that is a key is named by itself
+    texts: list[tuple[str, str]] = []
+    typos: set[str] = set()
+    for problem in problems:
+        if problem["type"] == "extra_forbidden":
+            *above, name = problem["loc"]
+            close = difflib.get_close_matches(str(name), _table_at(table, above).model_fields, n=1)
+            typos |= {".".join(map(str, [*above, meant])) for meant in close}
+    for problem in problems:
+        key, text = _explain_one(problem, table)
+        if problem["type"] != "missing" or key not in typos:
+            texts.append((key, text))
+    return list(dict.fromkeys(texts))
+
+
+def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[str, str]:
+    loc = [part for part in problem["loc"] if part != "[key]"]  # a name that is a key is named by itself
     key = ".".join(map(str, loc))
-    match first["type"]:
+    match problem["type"]:
         case "extra_forbidden":
             text = f"{key}: unknown key{did_you_mean(str(loc[-1]), _table_at(table, loc[:-1]).model_fields)}"
         case "missing":
             text = f"{key}: missing; set it"
         case "value_error":
-            text = f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
+            text = f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
         case "model_type":
-            text = f"{key} = {first['input']!r}: must be a section of keys"
+            text = f"{key} = {problem['input']!r}: must be a section of keys"
         case _:
-            text = f"{key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    return key, text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+            text = f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    return key, text
 
 
 def _table_at(table: type[BaseModel], loc: list[int | str]) -> type[BaseModel]:

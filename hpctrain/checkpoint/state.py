@@ -130,7 +130,7 @@ def read_job(index: Index) -> Job:
         return Job.model_validate(json.loads(index.about["job"]))
     except ValidationError as error:
         raise CheckpointError(
-            f"{index.path}: was written by another version of hpctrain: its job says {explain(error, Job)[1]}"
+            f"{index.path}: was written by another version of hpctrain: its job says {explain(error, Job)[0][1]}"
         ) from None
 
 

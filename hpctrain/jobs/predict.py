@@ -160,6 +160,11 @@ def text(told: dict, plan: Plan, cluster: Cluster) -> str:
         verdict = "fits" if stage["fits"] else "DOES NOT FIT"
         total, available = stage["total"] / 2**20, stage["available"] / 2**20
         lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({held})")
+    for name in sorted({stage["family"] for stage in told["memory_bytes"]} & set(cluster.families)):
+        family = cluster.families[name]
+        if family.reserve_bytes:
+            reserved, total = family.reserve_bytes / 2**20, family.memory_bytes / 2**20
+            lines.append(f"  reserved on {name}: {reserved:,.0f} of {total:,.0f} ({family.reserve_reason})")
     lines += [f"chosen    {key}: {reason}" for key, reason in told["chosen"].items()]
     lines += [f"warning   {warning}" for warning in told["warnings"]]
     lines += ["guessed", *(f"  {guess}" for guess in told["guessed"] or ["nothing"])]

@@ -120,7 +120,7 @@ class Room:
         states = state_bytes(self._work, plan)
         return any(
             states[tile] / tile.tensor.size + rows_at_once(plan, tile) * each
-            > self._cluster.families[tile.family].memory_bytes
+            > self._cluster.families[tile.family].usable_bytes
             for tile in plan.tiles
             for (items, warm_up), each in self._found_like(tile).items()
             if tile.items.size >= items and plan.warm_up(tile) >= warm_up

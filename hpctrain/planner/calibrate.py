@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.catalogue import ACCELERATORS
 from hpctrain.errors import PlanError, did_you_mean
-from hpctrain.planner.catalogue import ACCELERATORS, EFFICIENCIES, Efficiency, efficiency_name
+from hpctrain.planner.catalogue import EFFICIENCIES, Efficiency, efficiency_name
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.layers import LayerTimes
 from hpctrain.planner.predict import Prediction

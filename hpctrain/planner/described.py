@@ -8,20 +8,18 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.errors import PlanError, did_you_mean
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, even_plan
-from hpctrain.planner.catalogue import ACCELERATORS, NETWORKS, Efficiency
+from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.layers import LayeredPredictor, LayerTimes
 from hpctrain.planner.memory import StageMemory
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import STACKS, Stack
-
-COLLECTIVE_LATENCY_SECONDS = 10e-6
-"""Of a message of a collective library between devices of a node: NCCL's by its own tests."""
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that torch's DistributedDataParallel sums at once."""
@@ -29,7 +27,7 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """A run as a paper tells it. `accelerator` and `network` are names of `hpctrain.planner.catalogue`."""
+    """A run as a paper tells it. `accelerator` and `network` are names of `hpctrain.catalogue`."""
 
     hidden: int
     layers: int
@@ -139,27 +137,27 @@ class DescribedRun:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Return as many nodes as are needed."""
-        accelerator, (bandwidth, latency) = ACCELERATORS[self.accelerator], NETWORKS[self.network]
+        """Return as many nodes as are needed. What their software reserves is known to the stack, not to the device."""
+        accelerator, network = ACCELERATORS[self.accelerator], NETWORKS[self.network]
         per_node = min(self.devices_per_node, self.num_devices)
         nic = Nic(
             origin="datasheet",
             fabric=self.network,
             count=self.nics_per_node or per_node,
-            send_bytes_per_second=bandwidth,
-            receive_bytes_per_second=bandwidth,
+            send_bytes_per_second=network.bytes_per_second,
+            receive_bytes_per_second=network.bytes_per_second,
         )
         nodes = Nodes(
             origin="datasheet",
             count=-(-self.num_devices // per_node),
             devices={self.accelerator: per_node},
-            link_latency_seconds=COLLECTIVE_LATENCY_SECONDS,
+            link_latency_seconds=LINK_LATENCY_SECONDS,
             link_bytes_per_second=self.link_bytes_per_second or accelerator.link_bytes_per_second,
             nics=(nic,),
         )
         return Cluster(
-            families={self.accelerator: accelerator.family(self.accelerator)},
-            fabrics={self.network: Fabric(origin="datasheet", latency_seconds=latency)},
+            families={self.accelerator: accelerator.family(self.accelerator, reserved_bytes=0)},
+            fabrics={self.network: Fabric(origin="datasheet", latency_seconds=network.latency_seconds)},
             nodes=(nodes,),
         )
 

@@ -33,7 +33,8 @@ class Pool:
 
     @property
     def memory_bytes(self) -> int:
-        return self.device.family.memory_bytes
+        """What a plan may fill of one device."""
+        return self.device.family.usable_bytes
 
     @property
     def largest_grid(self) -> int:

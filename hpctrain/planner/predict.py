@@ -458,7 +458,7 @@ class Predictor:
         found = {}
         for tile in self.plan.first_tiles:
             chunks = self.plan.chunks(tile)
-            available = min(self.cluster.families[f].memory_bytes for f in self._families[tile])
+            available = min(self.cluster.families[f].usable_bytes for f in self._families[tile])
             unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
             how = tile.zero, tile.family, tile.substeps, *(self.plan.warm_up(chunk) for chunk in chunks)
             waiting = self._waiting(tile)

@@ -105,7 +105,7 @@ def parties_of(
             )
         if ranks:
             own = curves[name] if curves else None
-            found.append(Party(name, ranks, speeds[name] if speeds else known[dtype], family.memory_bytes, own))
+            found.append(Party(name, ranks, speeds[name] if speeds else known[dtype], family.usable_bytes, own))
     return found
 
 
