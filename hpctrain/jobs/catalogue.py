@@ -1,6 +1,7 @@
 """`hpctrain catalogue`: the accelerators and networks whose figures a cluster file may leave out."""
 
 import json
+import textwrap
 from dataclasses import asdict
 
 import click
@@ -33,10 +34,10 @@ def command(as_json):
         peaks = [each.peak_flops_per_second.get(dtype) for dtype in DTYPES]
         told = " ".join(f"{peak / 1e12:6.4g}" if peak else f"{'-':>6}" for peak in peaks)
         memory, speed = each.memory_bytes / 1e9, each.memory_bytes_per_second / 1e9
-        source, *more = click.wrap_text(each.source, 38).splitlines()
+        source, *more = textwrap.wrap(each.source, 36)
         print(f"{name:12} {memory:6.1f} {speed:6.0f} {told} {each.link_bytes_per_second / 1e9:6.4g}  {source}")
         for line in more:
-            print(f"{'':62}{line}")
+            print(f"{'':63}{line}")
     print("\nnetworks: fabrics.NAME.network; GB/s of a NIC, latency in microseconds (a guess)")
     for name, each in NETWORKS.items():
         print(f"{name:12} {each.bytes_per_second / 1e9:6.4g} {each.latency_seconds * 1e6:6.0f}  {each.source}")
