@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "tell what this machine has: versions, ranks, devices, and by which routes they communicate",
     "probe": "measure devices and links, and write a cluster file; start it with mpirun or srun",
     "profile": "measure what a job's rows take on each family of devices, and how many fit; start it with mpirun",
+    "catalogue": "list the accelerators and networks whose figures a cluster file may leave out",
     "rehearse": "list the clusters that are ready to be rehearsed",
 }
 

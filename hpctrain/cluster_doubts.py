@@ -1,9 +1,9 @@
 """Figures of a cluster file that cannot be meant: a unit forgotten, or applied twice.
 
 Two rules, which docs/cluster-file.md states:
-1. Every figure must be in a wide physical range, whatever the file is for (`RANGES`).
+1. Every figure that was not measured must be in a wide physical range, whatever the file is for (`RANGES`).
 2. Where the catalogue knows the model or the network, a figure must be within `FACTOR` times of it. Left out are files
-   with a table `[truth]`, which rehearse miniatures, CPUs, and figures that were measured.
+   with a table `[truth]`, which rehearse miniatures, and CPUs.
 """
 
 import math
@@ -86,24 +86,23 @@ def _figures(tree: Mapping[str, Any], has_truth: bool) -> Iterator[tuple[str, An
         known = None if has_truth or family.get("kind") == "cpu" else accelerator_of(family)
         model = f"an {family['model']}" if known and family["model"][0] in "AEIMaeim8" else f"a {family.get('model')}"
         for figure, unit in (("memory_bytes", "bytes"), ("memory_bytes_per_second", "bytes_per_second")):
-            if figure in family:
-                like = getattr(known, figure, None) if not _is_measured(family, figure) else None
+            if _is_typed(family, figure):
+                like = getattr(known, figure, None)
                 yield f"{key}.{figure}", family[figure], unit, like, model
         for figure in ("peak_flops_per_second", "sustained_flops_per_second"):
-            for dtype, value in _dict(family.get(figure)).items():
-                like = known.peak_flops_per_second.get(dtype) if known and not _is_measured(family, figure) else None
+            for dtype, value in _dict(family[figure] if _is_typed(family, figure) else None).items():
+                like = known.peak_flops_per_second.get(dtype) if known else None
                 yield f"{key}.{figure}.{dtype}", value, "flops_per_second", like, f"{model} ({dtype})"
     for name, fabric in fabrics.items():
-        if "latency_seconds" in _dict(fabric):
+        if _is_typed(_dict(fabric), "latency_seconds"):
             yield f"fabrics.{name}.latency_seconds", fabric["latency_seconds"], "seconds", None, ""
     for i, nodes in enumerate(tree["nodes"] if isinstance(tree.get("nodes"), list) else []):
         nodes = _dict(nodes)
-        if "link_latency_seconds" in nodes:
+        if _is_typed(nodes, "link_latency_seconds"):
             yield f"nodes.{i}.link_latency_seconds", nodes["link_latency_seconds"], "seconds", None, ""
-        if "link_bytes_per_second" in nodes:
+        if _is_typed(nodes, "link_bytes_per_second"):
             models = [accelerator_of(_dict(families.get(name))) for name in _dict(nodes.get("devices"))]
             is_compared = models and None not in models and not has_truth
-            is_compared = is_compared and not _is_measured(nodes, "link_bytes_per_second")
             like = min(model.link_bytes_per_second for model in models) if is_compared else None
             yield (
                 f"nodes.{i}.link_bytes_per_second",
@@ -118,9 +117,8 @@ def _figures(tree: Mapping[str, Any], has_truth: bool) -> Iterator[tuple[str, An
             called = _dict(fabrics.get(fabric)).get("network") if isinstance(fabric, str) else None
             network = find_network(called) if isinstance(called, str) and not has_truth else None
             for figure in ("send_bytes_per_second", "receive_bytes_per_second"):
-                if figure in nic:
-                    is_compared = network and not _is_measured(nic, figure)
-                    like = NETWORKS[network].bytes_per_second if is_compared else None
+                if _is_typed(nic, figure):
+                    like = NETWORKS[network].bytes_per_second if network else None
                     yield f"nodes.{i}.nics.{j}.{figure}", nic[figure], "bytes_per_second", like, str(network)
 
 
@@ -128,5 +126,6 @@ def _dict(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _is_measured(table: Mapping[str, Any], figure: str) -> bool:
-    return _dict(table.get("origins")).get(figure, table.get("origin")) == "measured"
+def _is_typed(table: Mapping[str, Any], figure: str) -> bool:
+    """Say whether a table has a figure that was not measured."""
+    return figure in table and _dict(table.get("origins")).get(figure, table.get("origin")) != "measured"

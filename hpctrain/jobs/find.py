@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import find_cluster, load_cluster
+from hpctrain.cluster_file import filled_figures, find_cluster, load_cluster
+from hpctrain.cluster_fill import describe_sources
 from hpctrain.job import Job
 from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
 from hpctrain.plan_file import dump_plan
@@ -34,6 +35,7 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
         **told,
         "chosen": chosen,
         "warnings": memory_warnings(Setup.of_job(job), cluster),
+        "filled": describe_sources(filled_figures(path)),
         "layout": _layout(found, 0),
         "lower_bound_seconds": found.lower_bound_seconds,
         "gap": found.gap,
@@ -72,6 +74,8 @@ def tell(told: dict, top: int, out: Path | None, as_json: bool) -> str:
     if out is None:
         return plan_text.rstrip("\n")
     lines = [f"{out}: {told['layout']}", text(told, found.best.plan, cluster), *_summary(told)]
+    if told["filled"]:
+        lines += ["figures that the cluster file leaves out", *(f"  {line}" for line in told["filled"])]
     if told["top"]:
         lines.append("the best plans")
         lines += [f"  {each['step_seconds']:.4g} s  {each['layout']}" for each in told["top"]]
@@ -84,6 +88,7 @@ def plan_file(told: dict, found: Found) -> str:
     comments += filter(None, [profile_source(told["profiled"])])
     comments += [f"warning {warning}" for warning in told["warnings"]]
     comments += [f"chosen {key}: {reason}" for key, reason in told["chosen"].items()]
+    comments += [f"from {line}" for line in told["filled"]]
     return "".join(f"# {line.strip()}\n" for line in comments) + dump_plan(found.best.plan)
 
 

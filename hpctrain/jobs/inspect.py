@@ -127,7 +127,8 @@ def _described(path: Path) -> dict:
 
 def _cluster(path: Path) -> dict:
     from hpctrain.cluster import guessed_figures
-    from hpctrain.cluster_file import load_cluster
+    from hpctrain.cluster_file import filled_figures, load_cluster
+    from hpctrain.cluster_fill import describe_sources
     from hpctrain.links import links_of
 
     cluster = load_cluster(path)
@@ -136,6 +137,8 @@ def _cluster(path: Path) -> dict:
     for name, link in (("inside", links.inside), ("across", links.across)):
         if name == "inside" or cluster.num_nodes > 1:
             told[f"slowest_link_{name}"] = f"{link.latency_seconds} s, {link.bandwidth_bytes_per_second} bytes/s"
+    for number, line in enumerate(describe_sources(filled_figures(path)), 1):
+        told[f"filled_{number}"] = line
     return told | {"guessed": ", ".join(guessed_figures(cluster)) or "nothing"}
 
 
