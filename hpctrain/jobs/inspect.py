@@ -103,16 +103,12 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
 
 
 def _described(path: Path) -> dict:
-    import tomllib
-
     from hpctrain.job import load_job
     from hpctrain.parameters import count_parameters
     from hpctrain.plan_file import load_plan
+    from hpctrain.tables import parse_toml_once, read_text
 
-    try:
-        tree = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: not valid TOML: {error}") from None
+    tree, _ = parse_toml_once(read_text(path, JobError), str(path), JobError)
     if "families" in tree:
         return _cluster(path)
     if "tile" in tree:

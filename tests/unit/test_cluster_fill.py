@@ -1,0 +1,140 @@
+"""What a cluster file leaves out is filled in, what cannot be meant is refused, and all mistakes are listed."""
+
+import pytest
+
+from hpctrain.catalogue import find_accelerator
+from hpctrain.cluster_file import filled_figures, load_cluster, parse_cluster
+from hpctrain.errors import TopologyError
+from tests.unit.described import FAMILY, NODE
+
+SHORT = """
+[families.mi300x]
+model = "AMD Instinct MI300X"
+[families.h100]
+model = "H100"
+[fabrics.ib]
+network = "InfiniBand NDR"
+[[nodes]]
+count = 2
+devices = {mi300x = 2, h100 = 2}
+nics = [{fabric = "ib"}]
+"""
+BAD = """
+extra = 1
+[families.a]
+model = "H1000"
+[families.mi]
+model = "MI300X"
+origin = "datasheet"
+memory_bytes = 192
+memory_byte_per_second = 5e12
+[families.cpu]
+kind = "cpv"
+origin = "guessed"
+memory_bytes = -3
+memory_bytes_per_second = "fast"
+memory_bytes_per_second = 3e9
+peak_flops_per_second = {bf16 = 989}
+[fabrics.ib]
+network = "NDRR"
+[fabrics.eth]
+origin = "guessed"
+latency_seconds = 3
+[[nodes]]
+count = 0
+devices = {mi = 4, h10 = 1}
+nics = [{fabric = "ibb"}]
+[[nodes]]
+devices = {cpu = 2}
+origin = "datasheet"
+link_latency_seconds = 1e-6
+link_bytes_per_second = 450
+nics = [{fabric = "eth"}]
+ranks = [0, 1]
+"""
+NAMED = [
+    "line 15: memory_bytes_per_second: the key is there twice",
+    "extra: unknown key",
+    "families.a.model = 'H1000': not in the catalogue; did you mean 'H100'?",
+    "families.mi.memory_bytes = 192: 192 bytes? an MI300X has 206e9; if it is GB write 192e9",
+    "families.mi.memory_byte_per_second: unknown key; did you mean 'memory_bytes_per_second'?",
+    "families.cpu.kind = 'cpv'",
+    "families.cpu.memory_bytes = -3",
+    "families.cpu.memory_bytes_per_second = 'fast'",
+    "families.cpu.peak_flops_per_second.bf16 = 989: 989 FLOP/s?",
+    "fabrics.ib.network = 'NDRR': not in the catalogue; did you mean 'NDR'?",
+    "fabrics.eth.latency_seconds = 3: 3 seconds?",
+    "nodes.0.count = 0",
+    "nodes.0.devices: no family 'h10'",
+    "nodes.0.nics.0.fabric: no fabric 'ibb'",
+    "nodes.1.link_bytes_per_second = 450: 450 bytes/s?",
+    "nodes.0.ranks: missing",
+    "nodes.0 and nodes.1: no fabric in common",
+]
+
+
+def test_a_model_and_a_network_fill_in_the_rest(tmp_path):
+    path = tmp_path / "short.toml"
+    path.write_text(SHORT)
+    cluster = load_cluster(path)
+    assert cluster.families["h100"].kind == "cuda"
+    assert cluster.families["mi300x"].origin_of("memory_bytes") == "datasheet"
+    assert cluster.nodes[0].link_bytes_per_second == 64e9  # the slower one's
+    assert cluster.nodes[0].nics[0].send_bytes_per_second == 50e9
+    assert cluster.fabrics["ib"].origin_of("latency_seconds") == "guessed"
+    sources = filled_figures(path)
+    assert sources["families.h100.memory_bytes"] == "NVIDIA H100 data sheet, SXM5"
+    assert "slower" in sources["nodes.0.link_bytes_per_second"]
+
+
+def test_a_typed_value_wins():
+    typed = SHORT.replace('"H100"', '"H100"\norigin = "measured"\nmemory_bytes = 70e9')
+    family = parse_cluster(typed, "a file").families["h100"]
+    assert family.memory_bytes == 70e9
+    assert (family.origin_of("memory_bytes"), family.origin_of("memory_bytes_per_second")) == ("measured", "datasheet")
+
+
+def test_all_mistakes_are_listed():
+    with pytest.raises(TopologyError) as caught:
+        parse_cluster(BAD, "a file")
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith("a file: ") for line in lines)
+    assert [name for name in NAMED if not any(line.startswith(f"a file: {name}") for line in lines)] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("v100 32GB", "V100-32"),
+        ("H100 PCIe", None),
+        ("GeForce RTX 3090", "RTX-3090"),
+    ],
+)
+def test_names_match_loosely(model, name):
+    assert find_accelerator(model) == name
+
+
+def test_memory_twice_scaled_is_refused_but_not_with_a_truth():
+    typed = SHORT.replace('"H100"', '"H100"\norigin = "datasheet"\nmemory_bytes = 20e6')
+    with pytest.raises(TopologyError, match="families.h100.memory_bytes = 20e6"):
+        parse_cluster(typed, "a file")
+    assert (
+        "h100"
+        in parse_cluster(
+            typed.replace(
+                "[[nodes]]", '[[nodes]]\nlink_latency_seconds = 1e-6\nlink_bytes_per_second = 1e8\norigin = "guessed"'
+            )
+            + "[truth]\n",
+            "a file",
+        ).families
+    )
+
+
+def test_a_reserve_is_kept_free():
+    family = parse_cluster(SHORT, "a file").families["h100"]
+    assert family.usable_bytes == family.memory_bytes - 1_500_000_000 - int(0.04 * family.memory_bytes)
+    typed = parse_cluster(FAMILY.replace("kind", "reserved_bytes = 3e9\nkind") + NODE, "a file").families["mi250x"]
+    assert typed.usable_bytes == 61e9
+    small = parse_cluster(FAMILY.replace("64_000_000_000", "300_000_000") + NODE, "a file").families["mi250x"]
+    assert small.usable_bytes == 300_000_000
