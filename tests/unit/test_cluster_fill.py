@@ -56,7 +56,7 @@ NAMED = [
     "line 15: memory_bytes_per_second: the key is there twice",
     "extra: unknown key",
     "families.a.model = 'H1000': not in the catalogue; did you mean 'H100'?",
-    "families.mi.memory_bytes = 192: 192 bytes? an MI300X has 206e9; if it is GB write 192e9",
+    "families.mi.memory_bytes = 192: 192 bytes? an MI300X has 206",
     "families.mi.memory_byte_per_second: unknown key; did you mean 'memory_bytes_per_second'?",
     "families.cpu.kind = 'cpv'",
     "families.cpu.memory_bytes = -3",
