@@ -72,6 +72,8 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
             close = difflib.get_close_matches(str(name), _table_at(table, above).model_fields, n=1)
             typos |= {".".join(map(str, [*above, meant])) for meant in close}
     for problem in problems:
+        if problem["type"] == "too_short" and problem["input"]:
+            continue  # it has entries, all of them wrong, and each is listed
         key, text = _explain_one(problem, table)
         if problem["type"] != "missing" or key not in typos:
             texts.append((key, text))
