@@ -27,7 +27,7 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
         return []
     costs, found = StageCosts(setup, cluster, ()), []
     for profile in profiles:
-        available = cluster.families[profile.family].memory_bytes
+        available = cluster.families[profile.family].usable_bytes
         rows, measured = _rows_that_fit(costs, profile.zero, available), profile.largest_rows
         clear = max(CLEAR_ROWS, CLEAR_SHARE * measured)
         if rows < measured - clear or (profile.limited_by == "memory" and rows > measured + clear):
