@@ -12,7 +12,8 @@ RANKS ?= 4
 # What is given to the training command besides, such as --set plan.data=4
 ARGUMENTS ?=
 export OMP_NUM_THREADS := 1
-PYTEST_RANKS = $(BIN)/python -m pytest --with-mpi -x
+# Goes on to the end, and lists what failed
+RUN_TESTS = $(BIN)/python tests/run_all.py
 
 .PHONY: help install train test test-unit test-commands test-ranks test-hosts test-all-layouts lint bench clean
 
@@ -36,30 +37,28 @@ train: install $(CORPUS)
 	@if [ -t 1 ]; then bar="--progress"; export COLUMNS=$$(tput cols 2>/dev/null || echo 100); fi; \
 	set -x; $(MPIRUN) -n $(RANKS) $(BIN)/hpctrain train tiny $(ARGUMENTS) $$bar
 
-test: install lint test-unit test-commands test-ranks test-hosts
+test: install
+	$(RUN_TESTS)
 
 lint: install
-	$(BIN)/ruff check hpctrain tests benchmarks
-	$(BIN)/ruff format --check hpctrain tests benchmarks
+	$(RUN_TESTS) lint
 
 test-unit: install
-	$(BIN)/python -m pytest -n 2 tests/unit
+	$(RUN_TESTS) unit
 
 test-commands: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/commands
+	$(RUN_TESTS) commands
 
 test-ranks: install
-	$(MPIRUN) -n 2 $(PYTEST_RANKS) tests/ranks
-	$(MPIRUN) -n 4 $(PYTEST_RANKS) tests/ranks
-	$(MPIRUN) -n 8 $(PYTEST_RANKS) tests/ranks
+	$(RUN_TESTS) ranks-2 ranks-4 ranks-8
 
 # Four hosts made of network namespaces; skipped, with the reason, without root or iproute2.
 test-hosts: install
-	$(BIN)/python -m pytest -rs tests/hosts
+	$(RUN_TESTS) hosts
 
 # Every factorisation of 2, 4 and 8 ranks instead of the suite's selection.
 test-all-layouts: install
-	for n in 2 4 8; do $(MPIRUN) -n $$n $(PYTEST_RANKS) tests/ranks/test_parity.py --all-layouts || exit 1; done
+	for n in 2 4 8; do $(MPIRUN) -n $$n $(BIN)/python -m pytest --with-mpi -x tests/ranks/test_parity.py --all-layouts || exit 1; done
 
 bench: install
 	$(BIN)/python benchmarks/peers.py

@@ -1,13 +1,16 @@
 """Tests on N ranks: `mpirun -n N python -m pytest --with-mpi tests/ranks`.
 
 A test runs on all ranks at once. Its verdict is collective: where it fails on one rank it fails on all, and each says
-which ranks failed and why. A rank that waits for one that has failed gives up after TIMEOUT_SECONDS.
+which ranks failed and why. A rank that waits for one that has failed gives up after TIMEOUT_SECONDS. After a failure
+ranks may be out of step: use `--maxfail=1`; tests/run_all.py starts new ranks for the tests after it.
 """
 
 import os
 import re
 import shutil
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,11 @@ from hpctrain.comm.world import World
 from tests.ranks.small_runs import write_tokens
 
 TIMEOUT_SECONDS = 60.0
+VERDICT_SECONDS = 2 * TIMEOUT_SECONDS
+"""How long a rank that is done with a test waits for the others, before it ends them all."""
+FAREWELL_SECONDS = 20.0
+FAILED, VERDICTS = pytest.StashKey(), pytest.StashKey()
+"""Whether a test has failed, and a communicator for verdicts alone."""
 
 
 def pytest_addoption(parser):
@@ -23,20 +31,22 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture(scope="session")
-def world():
+def world(request):
     world = World.start(TIMEOUT_SECONDS, watched=False)
     yield world
-    world.close()
+    if not request.config.stash[FAILED]:  # then ranks are out of step, and end without each other
+        world.close()
 
 
 @pytest.fixture(scope="session")
-def shared_tmp_path(world):
+def shared_tmp_path(world, request):
     """A folder that all ranks see. Not one of pytest: every rank is a pytest, and tidies up those of others."""
     path = world.broadcast_object(Path(tempfile.mkdtemp(prefix="hpctrain-")) if world.rank == 0 else None)
     yield path
-    world.agree(None)
+    if not request.config.stash[FAILED]:
+        world.agree(None)
     if world.rank == 0:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=request.config.stash[FAILED])
 
 
 @pytest.fixture
@@ -61,6 +71,8 @@ def tokens(world, shared_tmp_path):
 def pytest_configure(config):
     from mpi4py import MPI
 
+    config.stash[FAILED] = False
+    config.stash[VERDICTS] = MPI.COMM_WORLD.Dup()
     config.addinivalue_line("markers", "ranks(*sizes): run on these numbers of ranks")
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if MPI.COMM_WORLD.rank and reporter:  # verdicts are collective: one report is enough
@@ -85,18 +97,57 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    from mpi4py import MPI
-
     failure = None
     try:
         result = yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
         failure = error
         result = True
-    failures = MPI.COMM_WORLD.allgather(None if failure is None else f"{type(failure).__name__}: {failure}")
+    skipped = isinstance(failure, pytest.skip.Exception)
+    told = None if failure is None else (skipped, str(failure) if skipped else f"{type(failure).__name__}: {failure}")
+    every = verdicts(pyfuncitem, told)
+    failures = [f"rank {rank}: {verdict[1]}" for rank, verdict in enumerate(every) if verdict and not verdict[0]]
+    if failures and (skipped or failure is None):
+        pytest.fail("failed on other ranks:\n" + "\n".join(failures), pytrace=False)
     if failure is not None:
         raise failure
-    if any(failures):
-        told = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-        pytest.fail(f"failed on other ranks:\n{told}", pytrace=False)
+    if reasons := [verdict[1] for verdict in every if verdict]:
+        pytest.skip(reasons[0])
     return result
+
+
+def verdicts(item, own):
+    """Return what all ranks say of a test. Ends them all where one does not come: it is in another test, or nowhere."""
+    comm = item.config.stash[VERDICTS]
+    request, deadline = comm.Ibarrier(), time.monotonic() + VERDICT_SECONDS
+    while not request.Test():
+        if time.monotonic() > deadline:
+            text = f"rank {comm.rank} waited {VERDICT_SECONDS:g} s for the verdict of other ranks on {item.nodeid}"
+            print(f"{text}; its own: {own[1] if own else 'passed'}", file=sys.__stderr__, flush=True)
+            comm.Abort(1)
+        time.sleep(0.001)
+    return comm.allgather(own)
+
+
+def pytest_runtest_logreport(report):
+    from mpi4py import MPI
+
+    if report.failed and report.when != "call" and MPI.COMM_WORLD.rank:  # of this rank alone, whose report is not shown
+        print(f"rank {MPI.COMM_WORLD.rank}: {report.nodeid}: {report.longreprtext}", file=sys.__stderr__, flush=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
+        item.config.stash[FAILED] = True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """End ranks that are out of step: rank 0 when it has reported, the others with it."""
+    if not config.stash.get(FAILED, False):
+        return
+    if config.stash[VERDICTS].rank:
+        time.sleep(FAREWELL_SECONDS)
+    sys.stdout.flush()
+    config.stash[VERDICTS].Abort(1)

@@ -1,0 +1,159 @@
+"""Run the suite to its end and list what failed: `python tests/run_all.py [STAGE ...]`, all stages by default.
+
+A test on several ranks that fails may leave them out of step. Its ranks end there, and new ones do the tests after it.
+Ranks that crash or hang count as a failure of the test that they were in.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.results import append_result, read_results  # noqa: E402
+
+BIN = Path(sys.executable).parent
+SILENCE_SECONDS = 900.0
+"""Without a test that starts or ends, after which a stage is stopped: longer than any test may take."""
+NO_TESTS, STOP_SECONDS, POLL_SECONDS = 5, 10.0, 0.2
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+    """Programs of the virtual environment, one after the other."""
+    keeps_results: bool = True
+
+    @property
+    def is_on_ranks(self) -> bool:
+        return self.commands[0][0] == "mpirun"
+
+
+PYTEST = ("python", "-m", "pytest", "-p", "tests.results")
+# A rank that hangs inside MPI sees no signal: a thread ends it, and so its mpirun, after the test's timeout.
+ON_RANKS = (*PYTEST, "--with-mpi", "--maxfail=1", "--timeout-method=thread", "tests/ranks")
+SOURCES = ("hpctrain", "tests", "benchmarks")
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("lint", (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES)), keeps_results=False),
+        Stage("unit", ((*PYTEST, "-n", "2", "tests/unit"),)),
+        Stage("commands", ((*PYTEST, "-n", "2", "--dist", "loadfile", "tests/commands"),)),
+        *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
+        Stage("hosts", ((*PYTEST, "tests/hosts"),)),
+    )
+}
+
+
+@dataclass
+class Report:
+    """What became of a stage."""
+
+    stage: Stage
+    verdicts: dict[str, dict]
+    """By test; see tests/results.py."""
+    seconds: float
+
+    def count(self, outcome: str) -> int:
+        return sum(verdict["outcome"] == outcome for verdict in self.verdicts.values())
+
+    def format(self) -> str:
+        counts = ", ".join(f"{self.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
+        return f"{self.stage.name}: {counts} in {self.seconds:.0f} s"
+
+
+def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
+    """Return the exit code of a program and, where it was stopped, why. All that it started ends with it."""
+    program = [str(BIN / word) if word in ("python", "mpirun", "ruff") else word for word in command]
+    print(f"+ {' '.join(command)}", flush=True)
+    process = subprocess.Popen(program, cwd=ROOT, start_new_session=True)
+    begun = time.time()
+    try:
+        while process.poll() is None:
+            last = results.stat().st_mtime if results.exists() else begun
+            if time.time() - max(begun, last) > SILENCE_SECONDS:
+                return 1, f"no test started or ended for {SILENCE_SECONDS:.0f} s"
+            time.sleep(POLL_SECONDS)
+    finally:
+        _stop(process)
+    return process.returncode, ""
+
+
+def _stop(process: subprocess.Popen) -> None:
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, signum)
+            process.wait(STOP_SECONDS)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def run_stage(stage: Stage, folder: Path) -> Report:
+    begun, results = time.monotonic(), folder / f"{stage.name}.jsonl"
+    print(f"\n==== {stage.name} ====", flush=True)
+    if not stage.keeps_results:
+        verdicts = {}
+        for command in stage.commands:
+            code, why = run_program(command, results)
+            outcome = "failed" if code else "passed"
+            verdicts[" ".join(command)] = {"outcome": outcome, "reason": why or f"exit code {code}"}
+        return Report(stage, verdicts, time.monotonic() - begun)
+    while True:
+        before = read_results(results)
+        append_result(results, code=-1)  # until pytest comes to its end
+        code, why = run_program((*stage.commands[0], "--results", str(results)), results)
+        after = read_results(results)
+        if after.last_code == -1 or why:
+            why = why or f"a crash or a timeout: pytest ended with code {code} and without a report, see its output"
+            for test in after.unfinished or [f"{stage.name}: the start"]:
+                append_result(results, test=test, outcome="failed", reason=why)
+            after = read_results(results)
+        elif not stage.is_on_ranks or after.last_code in (0, NO_TESTS):
+            if after.last_code not in (0, 1, NO_TESTS) or (after.last_code == NO_TESTS and not after.verdicts):
+                after.verdicts[f"{stage.name}: pytest"] = {"outcome": "failed", "reason": f"exit code {code}"}
+            break
+        if len(after.verdicts) == len(before.verdicts):
+            after.verdicts[f"{stage.name}: pytest"] = {"outcome": "failed", "reason": f"exit code {code}"}
+            break
+        if not after.unfinished and f"{stage.name}: the start" in after.verdicts:
+            break
+        print(f"{stage.name}: a test failed; new processes go on with the tests after it", flush=True)
+    return Report(stage, after.verdicts, time.monotonic() - begun)
+
+
+def print_summary(reports: list[Report]) -> None:
+    print("\n==== summary ====")
+    for report in reports:
+        print(report.format())
+    for outcome in ("skipped", "failed"):
+        for report in reports:
+            for test, verdict in report.verdicts.items():
+                if verdict["outcome"] == outcome:
+                    print(f"{outcome.upper()} [{report.stage.name}] {test}: {verdict['reason']}")
+    total = {name: sum(report.count(name) for report in reports) for name in ("passed", "failed", "skipped")}
+    shown = [f"{count} {name}" for name, count in total.items() if count or name == "passed"]
+    print(f"{', '.join(shown)} in {sum(report.seconds for report in reports):.0f} s", flush=True)
+
+
+def main(names: list[str]) -> int:
+    if unknown := set(names) - set(STAGES):
+        print(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
+    reports = []
+    with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder:
+        for name in names or STAGES:
+            reports.append(run_stage(STAGES[name], Path(folder)))
+    print_summary(reports)
+    return int(any(report.count("failed") for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
