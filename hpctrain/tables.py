@@ -43,7 +43,7 @@ def parse_toml(text: str, where: str, kind: type[HpctrainError]) -> dict[str, An
 def parse_toml_once(text: str, where: str, kind: type[HpctrainError]) -> tuple[dict[str, Any], list[str]]:
     """Return TOML as plain data, and a line for each key that is given twice, of which the first one counts."""
     repeated: list[str] = []
-    lines = text.splitlines()
+    lines = text.split("\n")  # TOML knows no other ends of lines
     while True:
         try:
             return tomllib.loads("\n".join(lines)), repeated
@@ -72,7 +72,9 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
             close = difflib.get_close_matches(str(name), _table_at(table, above).model_fields, n=1)
             typos |= {".".join(map(str, [*above, meant])) for meant in close}
     for problem in problems:
-        if problem["type"] == "too_short" and problem["input"]:
+        here = problem["loc"]
+        inside = any(other["loc"][: len(here)] == here and other["loc"] != here for other in problems)
+        if problem["type"] == "too_short" and inside:
             continue  # it has entries, all of them wrong, and each is listed
         key, text = _explain_one(problem, table)
         if problem["type"] != "missing" or key not in typos:

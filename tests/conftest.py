@@ -6,10 +6,15 @@ import shutil
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 CACHE = tempfile.mkdtemp(prefix="hpctrain-cache-")
 os.environ["HPCTRAIN_CACHE"] = CACHE
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+
+# How long an example takes says something of the machine, not of the code.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 PATIENCE = 2.5
 """How many times longer than on an idle machine a test may take before it is taken for one that hangs."""

@@ -175,7 +175,7 @@ def test_at_the_loss_rows_go_in_pieces_where_memory_is_short():
 
 def test_what_fits_nowhere_is_told_with_the_numbers():
     with pytest.raises(PlanError) as error:
-        best(cluster_of([("a", 2, 1), ("b", 1, 1)], memory=20_000))
+        best(cluster_of([("a", 2, 1), ("b", 1, 1)], memory=120_000))
     told = str(error.value)
     assert "no plan of 2 a and 1 b on 3 nodes, by ib fits in memory; the nearest (" in told
     assert "MiB for items [" in told and "on a rank of family '" in told and "which has 0.0 MiB" in told
