@@ -60,17 +60,17 @@ def is_pretended(path: Path) -> bool:
     return _parse(read_text(path, TopologyError), str(path)).truth is not None
 
 
-def load_truth(path: Path) -> Truth:
-    """Read the table `[truth]` of a cluster file. For pretend devices alone. Raises TopologyError if it has none."""
+def load_truth(path: Path) -> Truth | None:
+    """Read the table `[truth]` of a cluster file, None where it has none. For pretend devices alone.
+
+    Raises TopologyError as `load_cluster` does.
+    """
     return parse_truth(read_text(path, TopologyError), str(path))
 
 
-def parse_truth(text: str, where: str) -> Truth:
+def parse_truth(text: str, where: str) -> Truth | None:
     """Read the table `[truth]` from TOML; see `load_truth` and `parse_cluster`."""
-    truth = _parse(text, where).truth
-    if truth is None:
-        raise TopologyError(f"{where}: truth: missing; a rehearsal's pretend devices need it, see docs/cluster-file.md")
-    return truth
+    return _parse(text, where).truth
 
 
 def filled_figures(path: Path) -> dict[str, str]:

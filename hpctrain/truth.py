@@ -1,7 +1,7 @@
 """What a rehearsal's pretend devices really do: the table `[truth]` of a cluster file, that only they read.
 
 Whoever plans knows what was measured, as with real devices: so this is no part of a `Cluster`. Figures are those of the
-rehearsal's small work: devices whose speed and memory are scaled down together take a small model for a large one.
+cluster; `hpctrain.rehearsal.miniature` scales them together with a job. Those of a finished miniature are scaled.
 """
 
 import math
@@ -59,5 +59,10 @@ class Truth(Table):
     """Bytes of the rehearsal for one of the cluster."""
     bandwidth_to_compute_scale: Positive = 1.0
     """Bytes per FLOP of the rehearsal for one of the cluster."""
+    width_scale: Count = 1
+    """Of a finished miniature: by how much the widths and positions of its job were divided."""
+    memory_times: Positive | None = None
+    """Of a file of real size: memory of the rehearsal is divided by the square of the width scale, and multiplied by
+    this; left out: chosen so that the job fills as large a share of it as of the cluster's."""
     devices: dict[Name, PretendDevice] = Field(default_factory=dict)
     """By family."""

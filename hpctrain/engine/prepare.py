@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.data.order import Sequences
     from hpctrain.data.tokens import TokenSource
     from hpctrain.planner.predict import Prediction
+    from hpctrain.truth import Truth
 
 BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
 SHORT_PROFILE_SECONDS = 0.5
@@ -39,6 +40,8 @@ class Described:
     is_rehearsed: bool = False
     path: Path | None = None
     """Of a description that hpctrain keeps itself, and adds to."""
+    truth: "Truth | None" = None
+    """How the devices behave that are impersonated."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from hpctrain.jobs.common import (
     rehearse_option,
     start_rehearsal,
     started_world,
+    time_scale_option,
 )
 
 
@@ -27,17 +28,19 @@ def command():
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps that are timed.")
 @click.option("--warmup", default=1, show_default=True, type=click.IntRange(0), help="Steps before them.")
 @rehearse_option
+@time_scale_option
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def train(job, overrides, steps, warmup, rehearse, as_json):
+def train(job, overrides, steps, warmup, rehearse, time_scale, as_json):
     """Time training steps of JOB on all ranks that were started; writes no run folder.
 
     \b
     mpirun -n 4 hpctrain bench train tiny --set plan.data=4 --json
     """
     with started_world() as world:
-        parsed = load_job_on(world, job, overrides)
-        described = rehearse and start_rehearsal(world, rehearse)
-        prepared = prepare_run(world, parsed, described=described or None)
+        parsed, described = load_job_on(world, job, overrides), None
+        if rehearse:
+            parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
+        prepared = prepare_run(world, parsed, described=described)
 
         from hpctrain.comm.accelerator import bind_accelerator
         from hpctrain.engine.phases import phases_of

@@ -1,16 +1,18 @@
 """`hpctrain bench mixed`: what a mixed cluster does, as a share of what its families do each on its own."""
 
 import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import click
 
 from hpctrain.errors import PlanError
-from hpctrain.jobs.common import load_job_on, override_option, start_rehearsal, started_world
+from hpctrain.jobs.common import (
+    load_job_on,
+    override_option,
+    start_rehearsal,
+    started_world,
+    time_scale_option,
+)
 from hpctrain.planner.alone import alone_candidates, searched_candidates
 from hpctrain.planner.proportional import (
     IN_A_ROW,
@@ -24,7 +26,6 @@ from hpctrain.planner.proportional import (
 from hpctrain.planner.timed import MOST_TIMED
 
 OWN_JOB = "mixed"
-NUM_TOKENS = 200_000
 
 
 @click.command("mixed")
@@ -36,8 +37,9 @@ NUM_TOKENS = 200_000
     "--plans", default=2, show_default=True, type=click.IntRange(1), help="Plans measured of each other kind."
 )
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(1), help="Steps timed, after one more.")
+@time_scale_option
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def command(cluster, reference, overrides, alone, plans, steps, as_json):
+def command(cluster, reference, overrides, alone, plans, steps, time_scale, as_json):
     """Rehearse CLUSTER, a file or the name of a ready one: each family alone, all evenly, all by speed and by search.
 
     \b
@@ -46,13 +48,12 @@ def command(cluster, reference, overrides, alone, plans, steps, as_json):
     All train the same global batch. The yardstick is the sum of what the families do alone (HetHub, arXiv 2405.16256):
     all plans of a family are simulated, and the best ones measured, of each depth and tensor grid one.
     """
-    with started_world() as world, _own_tokens(world, reference) as tokens:
-        job = load_job_on(world, reference, (*overrides, *tokens))
-        described = start_rehearsal(world, cluster).cluster
+    with started_world() as world:
+        job, described = start_rehearsal(world, cluster, load_job_on(world, reference, overrides), time_scale)
 
         from hpctrain.jobs.stand import Stand
 
-        stand = Stand(world, described, job, steps, _teller(world))
+        stand = Stand(world, described.cluster, job, steps, _teller(world))
         told = {"cluster": cluster, "ranks": world.size} | _yardstick(stand, alone, plans)
         if world.rank == 0:
             print(json.dumps(told) if as_json else _table(told), flush=True)
@@ -156,29 +157,6 @@ def _about(measured, num_devices: int) -> dict | None:
         "overrun": measured.overrun,
         "memory_share": measured.memory_share,
     }
-
-
-def write_own_tokens(path: Path) -> None:
-    """Write the tokens that the job of this benchmark is trained on: each follows from its place, but for a little."""
-    import numpy as np
-
-    noise = np.random.default_rng(0).integers(0, 3, NUM_TOKENS)
-    ((3 * np.arange(NUM_TOKENS) + noise) % 512).astype("<u2").tofile(path)
-
-
-@contextmanager
-def _own_tokens(world, reference: str) -> Iterator[tuple[str, ...]]:
-    """Make tokens for the job of this benchmark, and return what sets them; nothing for other jobs."""
-    if reference != OWN_JOB:
-        yield ()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(world.broadcast_object(folder)) / "mixed.bin"
-        if world.rank == 0:
-            write_own_tokens(path)
-        world.agree(None)
-        yield (f"data.tokens={path}",)
-        world.agree(None)
 
 
 def _teller(world):

@@ -70,9 +70,10 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
     if not (rehearse or pairs):
         raise click.UsageError("say on which rehearsed cluster, --rehearse CLUSTER, or how many pairs here, --pairs 20")
     with started_world() as world:
-        parsed = load_job_on(world, job, overrides)
-        described = rehearse and start_rehearsal(world, rehearse)
-        prepared = prepare_run(world, parsed, described=described or None)
+        parsed, described = load_job_on(world, job, overrides), None
+        if rehearse:
+            parsed, described = start_rehearsal(world, rehearse, parsed)
+        prepared = prepare_run(world, parsed, described=described)
         if pairs:
             told = compare_pairs(world, prepared, pairs)
             if world.rank == 0:

@@ -1,19 +1,28 @@
 """What the commands that start ranks have in common: options, the world, the job, what the ranks run on."""
 
+import atexit
+import itertools
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.prepare import Described, with_values
+from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import Job, load_job
 from hpctrain.plan import Plan
+from hpctrain.presets import PRESETS
 from hpctrain.schedule import check_schedules
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
+    from hpctrain.rehearsal.miniature import Miniature
 
 override_option = click.option(
     "--set",
@@ -27,6 +36,13 @@ rehearse_option = click.option(
     "--rehearse",
     metavar="CLUSTER",
     help="A cluster file, or the name of a ready one, whose devices the ranks impersonate: a rank for each.",
+)
+
+time_scale_option = click.option(
+    "--time-scale",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Seconds of a rehearsal for one of its cluster. Default: the file's, or so many that the cores keep up.",
 )
 
 
@@ -50,26 +66,97 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
     return job
 
 
-def describe(world: "World", reference: str, is_rehearsed: bool = False) -> Described:
+def describe(world: "World", reference: str) -> Described:
     """Read a cluster, a file or a ready one's name. All ranks must call."""
     from hpctrain.cluster_file import find_cluster, load_cluster
 
     with world.all_or_none():
-        return Described(load_cluster(find_cluster(reference)), reference, is_rehearsed)
+        return Described(load_cluster(find_cluster(reference)), reference)
 
 
-def start_rehearsal(world: "World", reference: str) -> Described:
-    """Let the ranks be the devices of a cluster, a file or a ready one's name, from now on. All ranks must call."""
-    from hpctrain.cluster_file import find_cluster, load_truth
+def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float | None = None) -> tuple[Job, Described]:
+    """Let the ranks be the devices of a cluster, a file or a ready one's name, from now on. All ranks must call.
 
-    described = describe(world, reference, is_rehearsed=True)
+    Cluster and job are scaled down together where the file is of real size. Return the job to train, and the cluster
+    that it is trained on. A scaled job gets generated tokens: the ids of its own do not fit its vocabulary.
+    """
+    cores = world.gather_objects(sorted(os.sched_getaffinity(0)))
+    made = None
     with world.all_or_none():
-        truth = load_truth(find_cluster(reference))
+        if world.rank == 0:
+            made = miniature_of(reference, job, len(set(itertools.chain(*cores))), time_scale)
+    made = world.broadcast_object(made)
+    job = made.job
+    if made.is_job_scaled:
+        folder = Path(world.broadcast_object(tempfile.mkdtemp(prefix="hpctrain-") if world.rank == 0 else None))
+        with world.all_or_none():
+            if world.rank == 0:
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                generate_tokens(folder / "generated.bin", job.model.vocab_size)
+        job = with_values(job, "data", tokens=folder / "generated.bin", validation=None)
+    if world.rank == 0:
+        told = "; trained on generated tokens" if made.is_job_scaled else ""
+        click.echo(made.describe(reference) + told, err=True)
 
     from hpctrain.comm.rehearsal.start import rehearse  # torch, when nothing is wrong with the file
 
-    rehearse(world, described.cluster, truth)
-    return described
+    rehearse(world, made.cluster, made.truth)
+    return job, Described(made.cluster, reference, is_rehearsed=True, truth=made.truth)
+
+
+def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":
+    """Return what is rehearsed of a cluster, a file or a ready one's name, and a job. Raises TopologyError."""
+    from hpctrain.cluster_file import find_cluster, load_cluster, load_truth
+    from hpctrain.rehearsal.miniature import is_finished, miniature
+
+    path = find_cluster(reference)
+    cluster, truth = load_cluster(path), load_truth(path)
+    if not is_finished(cluster) or (truth and truth.width_scale > 1):
+        job = _with_any_vocabulary(job)
+    return miniature(cluster, truth, job, cores, time_scale)
+
+
+def scaled_for(reference: str, job: Job) -> Job:
+    """Return the job as it is rehearsed on a cluster file that is a finished miniature; on others as it is."""
+    from hpctrain.cluster_file import find_cluster, load_cluster
+    from hpctrain.rehearsal.miniature import is_finished
+
+    return miniature_of(reference, job).job if is_finished(load_cluster(find_cluster(reference))) else job
+
+
+def ready_miniature(name: str, job: str | Job = "mixed") -> "Miniature":
+    """Return what is rehearsed of a ready cluster and a job, for tests and benchmarks that need no ranks."""
+    return miniature_of(name, load_job(job) if isinstance(job, str) else job, cores=2)
+
+
+def generate_tokens(path: Path, vocab_size: int, num_tokens: int = 200_000) -> None:
+    """Write a token file in which each token follows from its place, but for a little noise.
+
+    Its ids are below `vocab_size`, and below the size that a reader takes such a file's vocabulary for.
+    """
+    import numpy as np
+
+    from hpctrain.data.tokens import BIN_VOCABULARY_MULTIPLE
+
+    ids = max(1, vocab_size // BIN_VOCABULARY_MULTIPLE) * BIN_VOCABULARY_MULTIPLE
+    noise = np.random.default_rng(0).integers(0, 3, num_tokens)
+    try:
+        ((3 * np.arange(num_tokens) + noise) % min(ids, 2**16)).astype("<u2").tofile(path)
+    except OSError as error:
+        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}") from None
+
+
+def _with_any_vocabulary(job: Job) -> Job:
+    """Return the job with a vocabulary size, its preset's where it has no token file. Raises JobError."""
+    preset = PRESETS.get(job.model.preset or "", {}).get("vocab_size")
+    if job.model.vocab_size is None and not job.data.tokens.exists():
+        if preset is None:
+            raise JobError(
+                f"{job.data.tokens}: no such token file, and so no vocabulary size; set model.vocab_size to rehearse"
+                " the job without it"
+            )
+        return with_values(job, "model", vocab_size=preset)
+    return with_vocabulary(job)
 
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:

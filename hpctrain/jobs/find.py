@@ -7,6 +7,7 @@ from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import filled_figures, find_cluster, load_cluster
 from hpctrain.cluster_fill import describe_sources
 from hpctrain.job import Job
+from hpctrain.jobs.common import scaled_for
 from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
 from hpctrain.plan_file import dump_plan
 from hpctrain.planner.choose import dtype_on, families_in, find_best
@@ -22,7 +23,7 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
     path = find_cluster(reference)
-    cluster = load_cluster(path)
+    cluster, job = load_cluster(path), scaled_for(reference, job)
     dtype, reason = dtype_on(job, cluster, sorted(cluster.families), reference)
     job, chosen = with_overlap(job, cluster, path, dtype)
     found = find_best(job, cluster, limits, reference)

@@ -10,7 +10,7 @@ from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.engine.prepare import with_values
 from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import Job, load_job
-from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
+from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import dump_plan, load_plan
 from hpctrain.planner.choose import dtype_on
@@ -81,7 +81,9 @@ def command(job, overrides, ranks, uniform, proportional, cluster, out, as_json,
             _write(out, plan_file(told, told["found"]))
         print(tell(told, top, out, as_json))
         return
-    described = load_cluster(find_cluster(cluster)) if cluster else None
+    described = None
+    if cluster:
+        described, loaded = load_cluster(find_cluster(cluster)), scaled_for(cluster, loaded)
     resolved = _by_speed(loaded, described) if proportional else _uniform(loaded, described, ranks)
     text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
     if out is None:

@@ -12,7 +12,7 @@ from hpctrain.cluster_file import find_cluster, is_pretended, load_cluster
 from hpctrain.dtypes import TRAINED_DTYPES
 from hpctrain.engine.overlap import resolve_on
 from hpctrain.job import Job, load_job
-from hpctrain.jobs.common import check_runs, override_option, with_vocabulary
+from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.plan import Plan
 from hpctrain.plan_file import load_plan
 from hpctrain.planner.calibrate import SHIPPED, Parameters, load_parameters
@@ -71,7 +71,7 @@ def command(
             " what hpctrain does is in the job and the plan"
         )
     loaded, plan, path = with_vocabulary(load_job(job, overrides)), load_plan(plan_file), find_cluster(cluster)
-    machine = load_cluster(path)
+    machine, loaded = load_cluster(path), scaled_for(cluster, loaded)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     dtype, reason = (dtype, "") if dtype else dtype_on(loaded, machine, used, cluster)

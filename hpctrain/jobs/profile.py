@@ -7,7 +7,14 @@ from pathlib import Path
 import click
 
 from hpctrain.cluster import Profile
-from hpctrain.cluster_file import find_cluster, merge_profiles, parse_cluster, ready_clusters, write_cluster_text
+from hpctrain.cluster_file import (
+    dump_cluster,
+    find_cluster,
+    merge_profiles,
+    parse_cluster,
+    ready_clusters,
+    write_cluster_text,
+)
 from hpctrain.engine.overlap import resolve_overlap
 from hpctrain.engine.prepare import Described, check_ranks_are_devices
 from hpctrain.errors import JobError, TopologyError
@@ -49,12 +56,13 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
 
     For each family and ZeRO stage: seconds of the forward and backward passes of the embedding, a block and the head
     over rows at once, seconds of the update, and how many rows of the whole model fit. What else is in the file stays
-    as it is.
+    as it is. The rehearsal of a cluster of real size writes its miniature, which can be rehearsed again as it is.
     """
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
+        rehearsed = None
         if rehearse:
-            start_rehearsal(world, rehearse)
+            parsed, rehearsed = start_rehearsal(world, rehearse, parsed)
         text = described = None
         own = None if cluster or rehearse else describe_this(world)
         with world.all_or_none():
@@ -62,6 +70,10 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
                 source = own or find_cluster(cluster or rehearse)
                 target = choose_target(source, out)
                 text = read_text(source, TopologyError)
+                if rehearsed and not cluster and rehearsed.cluster.families != parse_cluster(text, str(source)).families:
+                    check_is_other_file(source, target)
+                    comment = f"{source.name}, scaled down for a rehearsal of {parsed.name}."
+                    text = dump_cluster(rehearsed.cluster, {"": comment}, rehearsed.truth)
                 described = parse_cluster(text, str(source))
                 families = [place.family for place in world.topology.places]
                 check_ranks_are_devices(Described(described, str(source)), families)
@@ -119,6 +131,15 @@ def choose_target(source: Path, out: Path | None) -> Path:
         )
     check_writable(out or source, force=True)
     return out or source
+
+
+def check_is_other_file(source: Path, target: Path) -> None:
+    """Refuse to write a miniature over the cluster of real size that it is made of. Raises JobError."""
+    if target == source:
+        raise JobError(
+            f"{source} is of real size, and its rehearsal is of a miniature; say where that one goes, with its"
+            " profiles, by --out"
+        )
 
 
 def _resolved(world, job: Job, dtype: str) -> Job:

@@ -2,7 +2,7 @@
 
 import click
 
-from hpctrain.cluster_file import load_cluster, load_truth, ready_clusters
+from hpctrain.cluster_file import load_cluster, ready_clusters
 from hpctrain.errors import TopologyError
 from hpctrain.tables import read_text
 
@@ -17,12 +17,12 @@ def command(listed):
     mpirun -n 8 hpctrain train tiny --rehearse v100-t4
     mpirun -n 8 hpctrain bench mixed v100-t4
 
-    A rehearsal's ranks impersonate the devices of a cluster file, one of these or one of your own; see
-    docs/rehearsal.md.
+    A rehearsal's ranks impersonate the devices of a cluster file, one of these or one of your own. Cluster and job are
+    scaled down together; see docs/rehearsal.md.
     """
     if not listed:
         raise click.UsageError("give --list; a rehearsal itself is `mpirun -n N hpctrain train JOB --rehearse CLUSTER`")
     for name, path in ready_clusters().items():
-        cluster, truth = load_cluster(path), load_truth(path)
+        cluster = load_cluster(path)
         about = read_text(path, TopologyError).partition("\n")[0].removeprefix("# ")
-        print(f"{name:15} {cluster.num_devices} ranks, {truth.time_scale:g} s for one of the cluster. {about}")
+        print(f"{name:15} {cluster.num_devices} ranks. {about}")

@@ -13,6 +13,7 @@ from hpctrain.jobs.common import (
     rehearse_option,
     start_rehearsal,
     started_world,
+    time_scale_option,
 )
 from hpctrain.jobs.run import Run
 
@@ -25,13 +26,27 @@ INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME-DATE-TIME.")
 @click.option("--stop-after", type=click.IntRange(1), metavar="STEP", help="Stop (with a checkpoint) after this step.")
 @rehearse_option
+@time_scale_option
 @click.option("--cluster", metavar="CLUSTER", help="A cluster file of what the ranks run on. Default: measured here.")
 @click.option("--fresh-probe", is_flag=True, help="Measure this machine again, although its description is known.")
 @click.option("--trace", is_flag=True, help="Same as --set observe.trace=true: write a trace of the first steps.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar. Default: if a terminal is seen.")
 @click.option("--sample", default=200, show_default=True, help="Tokens of sample text at the end; 0: none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON last, and nothing else on stdout.")
-def command(job, overrides, run_path, stop_after, rehearse, cluster, fresh_probe, trace, progress, sample, as_json):
+def command(
+    job,
+    overrides,
+    run_path,
+    stop_after,
+    rehearse,
+    time_scale,
+    cluster,
+    fresh_probe,
+    trace,
+    progress,
+    sample,
+    as_json,
+):
     """Train JOB, a job file or the name of a ready-made job, on all ranks that were started.
 
     \b
@@ -41,7 +56,7 @@ def command(job, overrides, run_path, stop_after, rehearse, cluster, fresh_probe
 
     A run folder that has a checkpoint is continued from the latest one: starting the same command again after an
     interruption gives the same numbers as if there had been none. With --rehearse the numbers are the same too, but
-    times and memory are those of the described devices.
+    times and memory are those of the described devices; a large job is scaled down with the cluster.
 
     The plan is searched for on the machine that there is, unless the job has one ([plan]): that of --rehearse or
     --cluster, else this one, which is measured the first time that ranks are started on it. The end compares steps
@@ -50,7 +65,10 @@ def command(job, overrides, run_path, stop_after, rehearse, cluster, fresh_probe
     """
     with started_world() as world:
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)
-        described = start_rehearsal(world, rehearse) if rehearse else cluster and describe(world, cluster)
+        if rehearse:
+            parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
+        else:
+            described = cluster and describe(world, cluster)
         run = Run(world, parsed, run_path, described, fresh_probe=fresh_probe, on_stderr=as_json, bar=progress)
         summary, signal_name = run.train(stop_after)
         if world.rank == 0:

@@ -1,0 +1,245 @@
+"""Scales a cluster of real size and its job down together, so that CPU ranks can rehearse both. Pure.
+
+With widths and positions divided by W, a product needs W^3 times fewer operations, and tensors have W^2 times fewer
+numbers. So FLOP/s are divided by W^3 and bytes/s by W^2. Numbers of a rehearsal are fp32: where the job's are half
+precision, bytes/s are doubled. Seconds then stay what they are, and so do latencies and launches.
+
+A cluster whose fastest family is below `SLOWEST_WITH_TILES` is a finished miniature, and is taken as it is.
+"""
+
+import math
+from dataclasses import dataclass
+
+from hpctrain.cluster import ITEM_BYTES, Cluster
+from hpctrain.errors import PlanError, TopologyError
+from hpctrain.job import Job, PlanRequest
+from hpctrain.plan import Plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.devices import SLOWEST_WITH_TILES
+from hpctrain.planner.estimate import Work
+from hpctrain.planner.even import resolve_plan
+from hpctrain.planner.predict import Predictor
+from hpctrain.rehearsal.scaled import Scale, own_truth, scale_cluster, scale_truth, speed_of, with_speeds
+from hpctrain.truth import Truth
+
+SMALL_HIDDEN = 512
+"""A job with a smaller hidden size is not scaled: local ranks train it as it is."""
+LEAST_HIDDEN, LEAST_HEAD, LEAST_POSITIONS, LEAST_VOCABULARY = 64, 2, 16, 64
+FFN_MULTIPLE = 16
+"""A scaled feed-forward part keeps divisors up to this one, so that tensor grids can cut it as before."""
+
+# Calibrated by hand on two cores with the seven ready clusters and the job `mixed`, whose plans may compute one row at
+# a time: time scales of 0.9 to 5.
+OPERATIONS_PER_ITEM = 70
+"""Operations of torch in a forward and a backward pass of one item."""
+OPERATION_SECONDS = 80e-6
+"""What a watched operation on small tensors takes a core."""
+CORE_FLOPS_PER_SECOND = 40e9
+BUSY_SHARE = 0.5
+"""Share of the cores' time that real work may take. Otherwise ranks miss their deadlines."""
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """A cluster and a job as they are rehearsed."""
+
+    cluster: Cluster
+    truth: Truth
+    job: Job
+    scale: Scale | None
+    """None: the cluster's file was a finished miniature."""
+    real_job: Job
+
+    @property
+    def is_job_scaled(self) -> bool:
+        """Whether the job is another one; its token file then does not fit its vocabulary."""
+        return self.job.model != self.real_job.model
+
+    def describe(self, name: str) -> str:
+        """Say by how much was scaled, in one line."""
+        parts, now, real = [], self.job, self.real_job
+        if self.is_job_scaled:
+            sizes = (
+                ("hidden", real.model.hidden_size, now.model.hidden_size),
+                ("positions", real.data.sequence_length, now.data.sequence_length),
+                ("vocabulary", real.model.vocab_size, now.model.vocab_size),
+            )
+            width = self.truth.width_scale
+            parts.append(", ".join(f"{what} {before} -> {after}" for what, before, after in sizes) + f" (1/{width})")
+        else:
+            parts.append("the job as it is")
+        if self.scale:
+            factors = ("FLOP/s", self.scale.flops), ("bytes/s", self.scale.num_bytes), ("memory", self.scale.memory)
+            parts += [f"{what} {_fraction(factor)}" for what, factor in factors]
+            parts.append(f"fp32 stands for {self.scale.dtype}")
+        else:
+            parts.append("the cluster as it is")
+        return f"rehearsal of {name}: {'; '.join(parts)}; {self.truth.time_scale:g} s for one of the cluster"
+
+
+def is_finished(cluster: Cluster) -> bool:
+    """Say whether a cluster is a miniature already: no family reaches 1 TFLOP/s."""
+    return all(
+        speed < SLOWEST_WITH_TILES
+        for family in cluster.families.values()
+        for speed in (*family.peak_flops_per_second.values(), *family.sustained_flops_per_second.values())
+    )
+
+
+def miniature(
+    cluster: Cluster, truth: Truth | None, job: Job, cores: int, time_scale: float | None = None
+) -> Miniature:
+    """Return what is rehearsed of a cluster and a job on so many cores.
+
+    The job's vocabulary size is a value. Without a `truth` devices behave as the cluster's own figures say.
+    `time_scale` goes before that of the truth; without both it is chosen so that the cores keep up.
+
+    Memory is scaled by one factor: what a rank needs for the scaled job over what it needs for the real one, by the
+    planner's memory model, for the same even plan on all devices. Weights, moments and activations shrink by unlike
+    factors, so the share of memory that the job fills is kept for the sum, not for each part. `truth.memory_times`
+    sets the factor instead: memory is divided by W^2 and multiplied by it.
+
+    Raises TopologyError where a family has no speed in the job's dtype.
+    """
+    if is_finished(cluster):
+        width = truth.width_scale if truth else 1
+        is_scaled = width > 1 and can_be_scaled(job, width)
+        scaled = scale_job(job, width) if is_scaled else job
+        found, own = cluster, truth or own_truth(cluster, {name: "fp32" for name in cluster.families}, tile=1)
+        scale = None
+        given = own.time_scale if truth else None
+    else:
+        if truth and {"memory_scale", "width_scale"} & truth.model_fields_set:
+            raise TopologyError(
+                "truth.memory_scale and width_scale are of finished miniatures, with families below 1 TFLOP/s; in a"
+                " file of real size set truth.memory_times"
+            )
+        width = choose_width(job)
+        dtypes = dtypes_of(cluster, job)
+        is_half = all(ITEM_BYTES[dtype] == 2 for dtype in dtypes.values())
+        scaled = scale_job(job, width)
+        memory = None if truth is None or truth.memory_times is None else truth.memory_times / width**2
+        if memory is None:
+            memory = _memory_scale(cluster, dtypes, job, scaled, is_half)
+        scale = Scale(width, 2 if is_half else 4, memory)
+        found = scale_cluster(cluster, dtypes, scale)
+        own = scale_truth(own_truth(cluster, dtypes), truth, dtypes, scale)
+        given = truth.time_scale if truth and "time_scale" in truth.model_fields_set else None
+    seconds = time_scale or given or choose_time_scale(found, own, scaled, cores)
+    return Miniature(found, own.model_copy(update={"time_scale": seconds}), scaled, scale, job)
+
+
+def dtypes_of(cluster: Cluster, job: Job) -> dict[str, str]:
+    """Return which dtype of each family fp32 stands for. Raises TopologyError where a family does not have it.
+
+    Where the job's is `auto`: half precision if all families have it, else fp32.
+    """
+    halves = {}
+    for name, family in cluster.families.items():
+        speeds = family.sustained_flops_per_second | family.peak_flops_per_second
+        halves[name] = next((dtype for dtype in ("bf16", "fp16") if dtype in speeds), None)
+    if job.train.dtype != "fp32" and all(halves.values()):
+        return halves
+    if job.train.dtype == "bf16":
+        name = next(name for name, dtype in halves.items() if dtype is None)
+        raise TopologyError(
+            f"families.{name} has no speed in bf16 or fp16; set its peak_flops_per_second, or train.dtype to fp32"
+        )
+    for name, family in cluster.families.items():
+        speed_of(name, family, "fp32")
+    return dict.fromkeys(cluster.families, "fp32")
+
+
+def choose_width(job: Job) -> int:
+    """Return W, a power of two: the largest that the job can be scaled by; 1 for a job that is small already."""
+    width = 1
+    if job.model.hidden_size >= SMALL_HIDDEN:
+        while can_be_scaled(job, 2 * width):
+            width *= 2
+    return width
+
+
+def can_be_scaled(job: Job, width: int) -> bool:
+    """Say whether widths and positions can be divided by so much, and heads be as many as before."""
+    model = job.model
+    return (
+        model.hidden_size >= LEAST_HIDDEN * width
+        and model.head_size % (LEAST_HEAD * width) == 0  # and so RoPE has pairs
+        and job.data.sequence_length >= LEAST_POSITIONS * width
+    )
+
+
+def scale_job(job: Job, width: int) -> Job:
+    """Return the job with widths, positions and vocabulary divided; layers, heads, rows and plan stay as they are.
+
+    It computes in fp32, with products that are not tuned: both are the rehearsal's.
+    """
+    train = job.train.model_copy(update={"dtype": "fp32"})
+    if width == 1:
+        return job.model_copy(update={"train": train})
+    model, data = job.model, job.data
+    kept = math.gcd(model.ffn, FFN_MULTIPLE)
+    sizes = {
+        "hidden_size": model.hidden_size // width,
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_size": kept * max(1, round(model.ffn / width / kept)),
+        "vocab_size": max(LEAST_VOCABULARY, math.ceil(model.vocab_size / width)),
+        "max_positions": math.ceil(model.max_positions / width),
+    }
+    length = round(data.sequence_length / width)
+    bucket_bytes = max(1, round(job.overlap.bucket_bytes / width**2))
+    return job.model_copy(
+        update={
+            "model": model.model_copy(update=sizes),
+            "data": data.model_copy(update={"sequence_length": length}),
+            "train": train,
+            "overlap": job.overlap.model_copy(update={"bucket_bytes": bucket_bytes}),
+            "products": job.products.model_copy(update={"ways": {}}),
+        }
+    )
+
+
+def choose_time_scale(cluster: Cluster, truth: Truth, job: Job, cores: int) -> float:
+    """Return how many seconds of the rehearsal one of the cluster takes, so that the cores keep up; two digits.
+
+    Real seconds of a step are those of all operations of all ranks, one row at a time, over the cores. Pretended
+    seconds are those of all devices at their full speed, so that real steps have more time, not less.
+    """
+    work = Work(job.model, job.data.sequence_length, job.train.global_batch)
+    flops = work.flops * sum(work.costs) * job.train.global_batch
+    passes = job.train.global_batch * (job.model.num_items - 1) + cluster.num_devices * job.model.num_items
+    busy = passes * OPERATIONS_PER_ITEM * OPERATION_SECONDS + flops / CORE_FLOPS_PER_SECOND
+    real = busy / min(cores, cluster.num_devices) / BUSY_SHARE
+    speed = sum(max(truth.devices[device.family].flops_per_second.values()) for device in cluster.devices)
+    return float(f"{real / (flops / speed):.2g}")
+
+
+def _memory_scale(cluster: Cluster, dtypes: dict[str, str], real: Job, scaled: Job, is_half: bool) -> float:
+    """Return the factor that keeps the share of memory that a job fills, as `miniature` says."""
+    needed = []
+    try:
+        plan = _even_plan(real, cluster)
+        for job, dtype in ((scaled, "fp32"), (real, "bf16" if is_half else "fp32")):
+            predictor = Predictor(Setup.of_job(job, dtype), plan, with_speeds(cluster, dtypes, dtype))
+            needed.append(max(stage.memory.total for stage in predictor.memory))
+    except PlanError:  # a job that no even plan cuts
+        needed = [4 * scaled.model.hidden_size**2, (2 if is_half else 4) * real.model.hidden_size**2]
+    return needed[0] / needed[1]
+
+
+def _even_plan(job: Job, cluster: Cluster) -> Plan:
+    """Return the plan of a job, or, where it is `auto`, the deepest even one. Raises PlanError where there is none."""
+    ranks, families = cluster.num_devices, [device.family for device in cluster.devices]
+    request = job.plan
+    if request is None:
+        depths = (n for n in range(min(ranks, job.model.num_items), 0, -1) if ranks % n == 0)
+        depth = next((n for n in depths if job.train.global_batch % (ranks // n) == 0), None)
+        if depth is None:
+            raise PlanError(f"train.global_batch {job.train.global_batch} cannot be cut evenly for {ranks} ranks")
+        request = PlanRequest(pipeline=depth, data=ranks // depth, microbatch=1)
+    return resolve_plan(job.model_copy(update={"plan": request}), ranks, families).plan
+
+
+def _fraction(factor: float) -> str:
+    """Write a factor as people read it."""
+    return f"x {factor:.3g}" if factor > 0.5 else f"1/{1 / factor:,.0f}"

@@ -1,0 +1,183 @@
+"""Scales the tables of a cluster file: families, links, and how pretended devices behave. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.cluster import Cluster, Family, LinkClass
+from hpctrain.errors import TopologyError
+from hpctrain.planner.devices import DeviceModel
+from hpctrain.tables import Table
+from hpctrain.truth import PretendDevice, Truth
+
+TILE = 128
+"""Rows and columns of the result that an accelerator computes at once, where nothing is said."""
+HALF_SPEED_ROWS = 256.0
+"""Rows of the result at which a product reaches half of its speed, where nothing is said."""
+MEASURED_ROWS = 16384
+"""Rows of the products whose speed a sustained figure is."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one of the cluster is in its rehearsal."""
+
+    width: int
+    """By which widths and positions are divided."""
+    item_bytes: int
+    """Of a number of the real job: 2 or 4. In the rehearsal it has 4."""
+    memory: float
+    """Bytes of the rehearsal's memory for one of the cluster's."""
+
+    @property
+    def flops(self) -> float:
+        return 1 / self.width**3
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of messages, and of what is read and written."""
+        return 4 / self.item_bytes / self.width**2
+
+    @property
+    def dtype(self) -> str:
+        return "half precision" if self.item_bytes == 2 else "fp32"
+
+
+def speed_of(name: str, family: Family, dtype: str) -> float:
+    """Return FLOP/s that large products reach. Raises TopologyError where the family has no speed in the dtype."""
+    if dtype not in family.sustained_flops_per_second | family.peak_flops_per_second:
+        raise TopologyError(f"families.{name} has no speed in {dtype}; set its peak_flops_per_second, or train.dtype")
+    return DeviceModel(name, family).speed(dtype)
+
+
+def with_speeds(cluster: Cluster, dtypes: Mapping[str, str], dtype: str) -> Cluster:
+    """Return a cluster whose families have the speeds of `dtypes` under the name of one dtype, and no other speed."""
+    families = {
+        name: family.model_copy(
+            update={
+                "peak_flops_per_second": {},
+                "sustained_flops_per_second": {dtype: speed_of(name, family, dtypes[name])},
+                "products": (),
+            }
+        )
+        for name, family in cluster.families.items()
+    }
+    return cluster.model_copy(update={"families": families})
+
+
+def scale_cluster(cluster: Cluster, dtypes: Mapping[str, str], scale: Scale) -> Cluster:
+    """Return the cluster that the rehearsal's planner sees. Profiles are left out: they are of another job."""
+    families = {name: _family(name, family, dtypes[name], scale) for name, family in cluster.families.items()}
+    nodes = tuple(
+        each.model_copy(update=_figures(each, scale) | {"nics": tuple(_scaled(nic, scale) for nic in each.nics)})
+        for each in cluster.nodes
+    )
+    return cluster.model_copy(
+        update={
+            "families": families,
+            "fabrics": {name: _scaled(fabric, scale) for name, fabric in cluster.fabrics.items()},
+            "nodes": nodes,
+            "links": tuple(_link(link, scale) for link in cluster.links),
+            "profiles": (),
+        }
+    )
+
+
+def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> Truth:
+    """Return how devices behave by their families' figures: measured ones, else a data sheet's and the catalogue's.
+
+    A `tile` of 1 is of a finished miniature, whose speed does not depend on the rows of a product.
+    """
+    devices = {}
+    for name, family in cluster.families.items():
+        model = DeviceModel(name, family)
+        half = HALF_SPEED_ROWS if tile > 1 else 0.0
+        speed = speed_of(name, family, dtypes[name]) * (1 + half / MEASURED_ROWS)
+        devices[name] = PretendDevice(
+            memory_bytes=family.memory_bytes,
+            memory_bytes_per_second=model.memory_bytes_per_second,
+            flops_per_second={dtypes[name]: speed},
+            launch_seconds=model.efficiency.launch_seconds,
+            tile=(tile, tile),
+            half_speed_rows=half,
+            overlap_times=model.overlap_times,
+        )
+    return Truth(devices=devices)
+
+
+def scale_truth(own: Truth, given: Truth | None, dtypes: Mapping[str, str], scale: Scale) -> Truth:
+    """Return the pretended devices of a rehearsal: those that are `given`, and by their `own` figures the others."""
+    devices = own.devices | (given.devices if given else {})
+    scaled = {}
+    for name, device in devices.items():
+        if name not in own.devices:
+            continue
+        speeds = device.flops_per_second
+        halves = [half for half in ("bf16", "fp16") if half in speeds and dtypes[name] != "fp32"]
+        dtype = next((known for known in (dtypes[name], *halves) if known in speeds), None)
+        speed = speeds[dtype] if dtype else own.devices[name].flops_per_second[dtypes[name]]
+        scaled[name] = device.model_copy(
+            update={
+                **_figures(device, scale),
+                "flops_per_second": {"fp32": speed * scale.flops},
+                "tile": tuple(max(1, round(size / scale.width)) for size in device.tile),
+                "half_speed_rows": device.half_speed_rows / scale.width,
+            }
+        )
+    return Truth(
+        memory_scale=scale.memory,
+        bandwidth_to_compute_scale=scale.num_bytes / scale.flops,
+        width_scale=scale.width,
+        devices=scaled,
+    )
+
+
+def _figures(table: Table, scale: Scale) -> dict:
+    """Return the figures of a table that are of bytes: bandwidths and sizes of memory."""
+    found = {}
+    for name in type(table).model_fields:
+        value = getattr(table, name)
+        if value is not None and name.endswith("bytes_per_second"):
+            found[name] = value * scale.num_bytes
+        elif value is not None and name.endswith("_bytes"):
+            found[name] = max(1, round(value * scale.memory))
+    return found
+
+
+def _scaled(table: Table, scale: Scale):
+    return table.model_copy(update=_figures(table, scale))
+
+
+def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
+    """Return a family in fp32. What the planner would take from the catalogue by its dtype is written down."""
+    model, origins = DeviceModel(name, family), dict(family.origins)
+    origins.setdefault("sustained_flops_per_second", _origin(family, "sustained_flops_per_second"))
+    origins.setdefault("overlap_times", _origin(family, "overlap_times"))
+    peak = family.peak_flops_per_second.get(dtype)
+    products = {}
+    for product in family.products:
+        shape = tuple(size // scale.width for size in product.shape)
+        if product.dtype == dtype and min(shape) > 0:
+            speed = product.flops_per_second * scale.flops
+            products[shape] = product.model_copy(update={"dtype": "fp32", "shape": shape, "flops_per_second": speed})
+    return family.model_copy(
+        update={
+            **_figures(family, scale),
+            "origins": origins,
+            "peak_flops_per_second": {"fp32": peak * scale.flops} if peak else {},
+            "sustained_flops_per_second": {"fp32": model.speed(dtype) * scale.flops},
+            "products": tuple(products.values()),
+            "overlap_times": model.overlap_times,
+        }
+    )
+
+
+def _origin(family: Family, figure: str) -> str:
+    return (family.origin_of(figure) if getattr(family, figure) else None) or "guessed"
+
+
+def _link(link: LinkClass, scale: Scale) -> LinkClass:
+    times = tuple(
+        time.model_copy(update={"message_bytes": max(1, round(time.message_bytes * scale.num_bytes))})
+        for time in link.times
+    )
+    return link.model_copy(update=_figures(link, scale) | {"times": times})
