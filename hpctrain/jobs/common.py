@@ -118,10 +118,10 @@ def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | N
 
 def scaled_for(reference: str, job: Job) -> Job:
     """Return the job as it is rehearsed on a cluster file that is a finished miniature; on others as it is."""
-    from hpctrain.cluster_file import find_cluster, load_cluster
-    from hpctrain.rehearsal.miniature import is_finished
+    from hpctrain.cluster_file import find_cluster, load_truth
+    from hpctrain.rehearsal.miniature import scale_for_finished
 
-    return miniature_of(reference, job).job if is_finished(load_cluster(find_cluster(reference))) else job
+    return scale_for_finished(load_truth(find_cluster(reference)), job)
 
 
 def ready_miniature(name: str, job: str | Job = "mixed") -> "Miniature":

@@ -102,9 +102,7 @@ def miniature(
     Raises TopologyError where a family has no speed in the job's dtype.
     """
     if is_finished(cluster):
-        width = truth.width_scale if truth else 1
-        is_scaled = width > 1 and can_be_scaled(job, width)
-        scaled = scale_job(job, width) if is_scaled else job
+        scaled = scale_for_finished(truth, job)
         found, own = cluster, truth or own_truth(cluster, {name: "fp32" for name in cluster.families}, tile=1)
         scale = None
         given = own.time_scale if truth else None
@@ -167,6 +165,12 @@ def can_be_scaled(job: Job, width: int) -> bool:
         and model.head_size % (LEAST_HEAD * width) == 0  # and so RoPE has pairs
         and job.data.sequence_length >= LEAST_POSITIONS * width
     )
+
+
+def scale_for_finished(truth: Truth | None, job: Job) -> Job:
+    """Return the job that a finished miniature is for: scaled as its truth says, or as it is where it is small."""
+    width = truth.width_scale if truth else 1
+    return scale_job(job, width) if width > 1 and can_be_scaled(job, width) else job
 
 
 def scale_job(job: Job, width: int) -> Job:

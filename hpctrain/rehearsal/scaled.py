@@ -68,17 +68,18 @@ def scale_cluster(cluster: Cluster, dtypes: Mapping[str, str], scale: Scale) -> 
     """Return the cluster that the rehearsal's planner sees. Profiles are left out: they are of another job."""
     families = {name: _family(name, family, dtypes[name], scale) for name, family in cluster.families.items()}
     nodes = tuple(
-        each.model_copy(update=_figures(each, scale) | {"nics": tuple(_scaled(nic, scale) for nic in each.nics)})
+        _remade(each, _figures(each, scale) | {"nics": tuple(_scaled(nic, scale) for nic in each.nics)})
         for each in cluster.nodes
     )
-    return cluster.model_copy(
-        update={
+    return _remade(
+        cluster,
+        {
             "families": families,
             "fabrics": {name: _scaled(fabric, scale) for name, fabric in cluster.fabrics.items()},
             "nodes": nodes,
             "links": tuple(_link(link, scale) for link in cluster.links),
             "profiles": (),
-        }
+        },
     )
 
 
@@ -115,13 +116,14 @@ def scale_truth(own: Truth, given: Truth | None, dtypes: Mapping[str, str], scal
         halves = [half for half in ("bf16", "fp16") if half in speeds and dtypes[name] != "fp32"]
         dtype = next((known for known in (dtypes[name], *halves) if known in speeds), None)
         speed = speeds[dtype] if dtype else own.devices[name].flops_per_second[dtypes[name]]
-        scaled[name] = device.model_copy(
-            update={
+        scaled[name] = _remade(
+            device,
+            {
                 **_figures(device, scale),
                 "flops_per_second": {"fp32": speed * scale.flops},
                 "tile": tuple(max(1, round(size / scale.width)) for size in device.tile),
                 "half_speed_rows": device.half_speed_rows / scale.width,
-            }
+            },
         )
     return Truth(
         memory_scale=scale.memory,
@@ -144,7 +146,12 @@ def _figures(table: Table, scale: Scale) -> dict:
 
 
 def _scaled(table: Table, scale: Scale):
-    return table.model_copy(update=_figures(table, scale))
+    return _remade(table, _figures(table, scale))
+
+
+def _remade(table: Table, values: dict):
+    """Return a table with some values replaced. A copy would keep what properties have cached of the old ones."""
+    return type(table).model_validate({name: getattr(table, name) for name in type(table).model_fields} | values)
 
 
 def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
@@ -159,15 +166,16 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
         if product.dtype == dtype and min(shape) > 0:
             speed = product.flops_per_second * scale.flops
             products[shape] = product.model_copy(update={"dtype": "fp32", "shape": shape, "flops_per_second": speed})
-    return family.model_copy(
-        update={
+    return _remade(
+        family,
+        {
             **_figures(family, scale),
             "origins": origins,
             "peak_flops_per_second": {"fp32": peak * scale.flops} if peak else {},
             "sustained_flops_per_second": {"fp32": model.speed(dtype) * scale.flops},
             "products": tuple(products.values()),
             "overlap_times": model.overlap_times,
-        }
+        },
     )
 
 
@@ -180,4 +188,4 @@ def _link(link: LinkClass, scale: Scale) -> LinkClass:
         time.model_copy(update={"message_bytes": max(1, round(time.message_bytes * scale.num_bytes))})
         for time in link.times
     )
-    return link.model_copy(update=_figures(link, scale) | {"times": times})
+    return _remade(link, _figures(link, scale) | {"times": times})

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.cluster_file import find_cluster, load_cluster
 from hpctrain.errors import PlanError
 from hpctrain.job import load_job
-from hpctrain.jobs.common import Described
+from hpctrain.jobs.common import Described, ready_miniature
 from hpctrain.jobs.stand import Held, Room
 from hpctrain.jobs.yardstick import tell_yardstick, yardstick
 from hpctrain.plan import TensorGrid, even_plan
@@ -21,9 +20,9 @@ from hpctrain.planner.proportional import SEARCHED, SIDE_BY_SIDE, parties_of
 from hpctrain.planner.stack import HPCTRAIN
 from tests.tilings import grids_of
 
-JOB = load_job("mixed", ["data.tokens=none", "train.global_batch=24"])
+MINIATURE = ready_miniature("a100-80-40", load_job("mixed", ["train.global_batch=24"]))
+JOB, CLUSTER = MINIATURE.job, MINIATURE.cluster
 WORK = Work(JOB.model, JOB.data.sequence_length, JOB.train.global_batch)
-CLUSTER = load_cluster(find_cluster("a100-80-40"))
 RUN_ON = Described(CLUSTER, "a100-80-40", is_rehearsed=True)
 FAMILY = "a100-40"
 

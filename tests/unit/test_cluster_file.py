@@ -343,5 +343,4 @@ def test_files_that_cannot_be_read_are_named(tmp_path, write):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(TopologyError, match="binary.toml: not valid TOML"):
         load_cluster(tmp_path / "binary.toml")
-    with pytest.raises(TopologyError, match="truth: missing; a rehearsal's pretend devices need it"):
-        load_truth(write(FAMILY + NODE))
+    assert load_truth(write(FAMILY + NODE)) is None

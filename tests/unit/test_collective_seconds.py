@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from hpctrain.cluster_file import find_cluster, load_cluster, parse_cluster
 from hpctrain.comm.costs import MOST_DOUBLED_BYTES, cheapest_flat
 from hpctrain.comm.flat import FlatCollectives
 from hpctrain.comm.hierarchy import HierarchicalCollectives
 from hpctrain.comm.rehearsal.network import network_of
 from hpctrain.intervals import cut_evenly
 from hpctrain.job import Link
+from hpctrain.jobs.common import ready_miniature
 from hpctrain.planner.network import ClusterNetwork
 from tests.unit.small_searches import cluster_of
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
@@ -63,7 +63,7 @@ def test_domains_reduce_inside_while_they_send_across(num_nodes, link, operation
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
 def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
     """On nodes that have a NIC for each device inside a family, and one for all of them between families."""
-    cluster = load_cluster(find_cluster("ib-roce"))
+    cluster = ready_miniature("ib-roce").cluster
     groups = [[(place, 2 + place), (4 + place, 6 + place)] for place in (0, 1)]
     network, ranks = ClusterNetwork(cluster), [rank for domain in groups[0] for rank in domain]
     beside, alone = (
@@ -77,8 +77,8 @@ def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
 def test_hosts_of_two_fabrics_send_by_both_at_once(operation):
     """To one host by their own, to two by that between."""
-    path = find_cluster("ib-roce")
-    cluster = parse_cluster(path.read_text().replace("a800-80 = 2", "a100-80 = 2"), "a test")
+    text = dump_cluster(ready_miniature("ib-roce").cluster)
+    cluster = parse_cluster(text.replace("a800-80 = 2", "a100-80 = 2"), "a test")
     domains = [(2 * node, 2 * node + 1) for node in range(4)]
     network = ClusterNetwork(cluster)
     predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, range(8), network.crowd(tuple(range(8))))

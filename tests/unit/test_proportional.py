@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.cluster import Cluster, Profile, RowTimes
-from hpctrain.cluster_file import load_cluster, ready_clusters
+from hpctrain.cluster_file import ready_clusters
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.job import Job, load_job
+from hpctrain.jobs.common import ready_miniature
 from hpctrain.plan import Plan, Tile
 from hpctrain.plan_checks import check_tiling
 from hpctrain.planner.curves import curves_of, describe_work
@@ -38,7 +39,7 @@ from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.rows import Rows
 from hpctrain.schedule import check_no_deadlock, one_f_one_b
 
-JOB = load_job("mixed", ["train.global_batch=96"])
+JOB = ready_miniature("v100-t4", load_job("mixed", ["train.global_batch=96"])).job
 WORK = Work(JOB.model, JOB.data.sequence_length, JOB.train.global_batch)
 FAST, SLOW = Party("fast", (0, 1), 3.0, 1e9), Party("slow", (2, 3), 1.0, 1e9)
 
@@ -199,7 +200,7 @@ def test_a_family_alone_leaves_the_others_unused():
 
 @pytest.mark.parametrize("name", ready_clusters())
 def test_every_candidate_of_a_ready_cluster_can_run(name):
-    cluster = load_cluster(ready_clusters()[name])
+    cluster = ready_miniature(name).cluster
     parties = parties_of(cluster, "fp32")
     listed = proportional_candidates(WORK, parties, cluster.num_devices)
     assert {candidate.kind for candidate in listed} == {SIDE_BY_SIDE, IN_A_ROW}
@@ -236,7 +237,7 @@ def test_what_cannot_be_is_refused_with_the_numbers():
         match=r"no plan .* fits in memory: .* need about \d.\d MiB on a device of family '\w+', which has 1.0",
     ):
         proportional_candidates(WORK, small, 4)
-    cluster = load_cluster(ready_clusters()["v100-t4"])
+    cluster = ready_miniature("v100-t4").cluster
     with pytest.raises(PlanError, match=r"families.v100-16: its speed in bf16 is not known, only in fp32; set train.d"):
         parties_of(cluster, "bf16")
 
@@ -249,7 +250,7 @@ SPEEDS = {"v100-16": 1.0, "t4-16": 0.25}  # rows of a block in a millisecond
 
 def profiled(job: Job, dtype: str = "fp32", replicas: int = 8, zeros=(1, 2, 3)) -> Cluster:
     """The v100-t4 cluster with made-up profiles: a constant and a time for each row."""
-    cluster = load_cluster(ready_clusters()["v100-t4"])
+    cluster = ready_miniature("v100-t4").cluster
     assert set(cluster.families) == set(LIMITS)
 
     def times(speed: float, rows: int) -> RowTimes:

@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster
+from hpctrain.cluster_file import dump_cluster
 from hpctrain.errors import PlanError, TopologyError
 from hpctrain.intervals import Interval
-from hpctrain.job import load_job
-from hpctrain.jobs.common import check_runs
+from hpctrain.jobs.common import check_runs, ready_miniature
 from hpctrain.jobs.plan import command
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.plan_checks import check_tiling
@@ -207,7 +206,8 @@ def test_the_answer_depends_on_the_budget_alone():
 
 @pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
 def test_what_is_found_for_a_ready_cluster_can_run_and_beats_the_plan_by_speed(name):
-    job, cluster = load_job("mixed"), load_cluster(find_cluster(name))
+    made = ready_miniature(name)
+    job, cluster = made.job, made.cluster
     setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
     found = search(setup, job.train.global_batch, cluster, limits=Limits(weighed=400, timed=4))
     for timed in found.plans:
@@ -250,7 +250,7 @@ def test_a_limit_in_seconds_still_finds_a_plan():
 
 def test_a_family_behind_two_fabrics_is_two_pools():
     """What the replicas of a stage exchange stays inside a fabric."""
-    cluster = load_cluster(find_cluster("ib-roce"))
+    cluster = ready_miniature("ib-roce").cluster
     same = cluster.model_copy(update={"families": cluster.families})
     assert len(pools_of(same, list(same.families))) == 2
     one = cluster_of([("a", 1, 4)])

@@ -4,19 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.cluster_file import find_cluster, load_cluster
-from hpctrain.job import load_job
+from hpctrain.jobs.common import ready_miniature
 from hpctrain.planner.alone import searched_candidates
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.proportional import EVEN, even_candidates, parties_of, proportional_candidates
 from hpctrain.planner.timed import timed
 
-JOB = load_job("mixed", ["data.tokens=none"])
+JOB = ready_miniature("v100-t4").job
 WORK = Work(JOB.model, JOB.data.sequence_length, JOB.train.global_batch)
 
 
 def candidates(name: str):
-    cluster = load_cluster(find_cluster(name))
+    cluster = ready_miniature(name).cluster
     parties = parties_of(cluster, "fp32")
     speeds = {party.family: party.speed / WORK.flops for party in parties}
     return cluster, speeds, [*proportional_candidates(WORK, parties, 8), *even_candidates(WORK, parties)]
