@@ -39,13 +39,80 @@ def test_a_rehearsal_trains_as_any_run_and_says_what_its_times_are(hpctrain, fol
 
 
 @pytest.mark.timeout(60)
-def test_a_rehearsal_needs_a_rank_for_each_device_and_a_truth(hpctrain, folder, cluster):
+def test_a_rehearsal_needs_a_rank_for_each_device(hpctrain, folder, cluster):
     done = hpctrain("train", "job.toml", "--run", "nowhere", "--rehearse", cluster, ranks=1, cwd=folder)
     assert done.code == 12, done.err
     assert "has 2 devices (1 fast and 1 slow on 2 nodes, by ib), but 1 ranks were started" in done.err
-    cluster.write_text(dump_cluster(PAIR))
-    done = hpctrain("train", "job.toml", "--run", "nowhere", "--rehearse", cluster, ranks=2, cwd=folder)
-    assert done.code == 13, done.err
-    assert "cluster.toml: truth: missing; a rehearsal's pretend devices need it" in done.err
-    assert done.err.count("hpctrain: ") == 1
     assert not (folder / "nowhere").exists()
+
+
+REAL_SIZE = """
+[families.a100]
+kind = "cuda"
+model = "NVIDIA A100 SXM 80GB"
+origin = "datasheet"
+memory_bytes = 80e9
+memory_bytes_per_second = 2.0e12
+peak_flops_per_second = {fp32 = 19.5e12, bf16 = 312e12}
+
+[families.v100]
+kind = "cuda"
+model = "NVIDIA V100 SXM2 32GB"
+origin = "datasheet"
+memory_bytes = 32e9
+memory_bytes_per_second = 0.9e12
+peak_flops_per_second = {fp32 = 15.7e12, fp16 = 125e12}
+
+[fabrics.ib]
+origin = "datasheet"
+latency_seconds = 3e-6
+
+[[nodes]]
+devices = {a100 = 2}
+origin = "datasheet"
+link_latency_seconds = 3e-6
+link_bytes_per_second = 300e9
+nics = [{origin = "datasheet", fabric = "ib", send_bytes_per_second = 25e9, receive_bytes_per_second = 25e9}]
+
+[[nodes]]
+devices = {v100 = 2}
+origin = "datasheet"
+link_latency_seconds = 3e-6
+link_bytes_per_second = 150e9
+nics = [{origin = "datasheet", fabric = "ib", send_bytes_per_second = 25e9, receive_bytes_per_second = 25e9}]
+"""
+LARGE_JOB = """
+plan = "auto"
+[model]
+preset = "llama-8b"
+num_layers = 4
+[data]
+tokens = "none.bin"
+validation_fraction = 0.0
+sequence_length = 2048
+[train]
+steps = 2
+global_batch = 16
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_large_job_is_rehearsed_on_a_cluster_of_real_size(hpctrain, tmp_path):
+    """Without a truth, and without the job's token file."""
+    (tmp_path / "site.toml").write_text(REAL_SIZE)
+    (tmp_path / "large.toml").write_text(LARGE_JOB)
+    arguments = ("train", "large.toml", "--rehearse", "site.toml", "--sample", "0", "--run", "run", "--json")
+    done = hpctrain(*arguments, ranks=4, cwd=tmp_path)
+    assert done.code == 0, done.err
+    sizes = (
+        "hidden 4096 -> 64, positions 2048 -> 32, vocabulary 128256 -> 2004 (1/64); FLOP/s 1/262,144; bytes/s 1/2,048"
+    )
+    assert f"rehearsal of site.toml: {sizes}; memory 1/" in done.err
+    assert done.err.count("trained on generated tokens") == 1
+    told = json.loads(done.out.splitlines()[-1])
+    compared = json.loads((tmp_path / "run/drift.json").read_text())
+    print(done.err, told, compared)
+    assert compared["measured_seconds"] == pytest.approx(compared["predicted_seconds"], rel=0.35)
+    assert told["overrun"] < 0.05
+    flops = 6 * 16 * 2048 * (4 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256)
+    assert compared["measured_seconds"] > flops / (2 * 312e12 + 2 * 125e12), "no faster than the real devices' peaks"

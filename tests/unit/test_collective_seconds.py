@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hpctrain.cluster_file import dump_cluster, parse_cluster
 from hpctrain.comm.costs import MOST_DOUBLED_BYTES, cheapest_flat
 from hpctrain.comm.flat import FlatCollectives
 from hpctrain.comm.hierarchy import HierarchicalCollectives
