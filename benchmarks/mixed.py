@@ -13,18 +13,18 @@ Times are the rehearsed clusters', so that runs may be compared where their over
 import argparse
 import json
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.cluster_file import load_cluster, ready_clusters
-from hpctrain.jobs.bench_mixed import write_own_tokens
+from hpctrain.cluster import Cluster, Nodes
+from hpctrain.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.job import Job
+from hpctrain.jobs.common import generate_tokens, ready_miniature
+from hpctrain.truth import Truth
 
 BIN = Path(sys.executable).parent
-MAKE_CLUSTERS = Path(__file__).with_name("make_clusters.py")
 HYBRID = "ib-roce"
 PARITY_STEPS, PARITY_BATCH, TOLERANCE, HURRIED_SCALE = 20, 48, 1e-5, 0.01
 # Where the sum of the families is a weak baseline (H2, arXiv 2505.17548): with so many layers four A100-40 must compute
@@ -48,13 +48,6 @@ def measure(cluster: str | Path, options: list) -> dict:
     return json.loads(said.splitlines()[-1])
 
 
-def rescaled(name: str, folder: Path, time_scale: float) -> Path:
-    """Write a ready cluster whose rehearsal takes so many seconds for one of the cluster."""
-    path = folder / f"{name}.toml"
-    path.write_text(re.sub(r"time_scale = .*", f"time_scale = {time_scale}", ready_clusters()[name].read_text()))
-    return path
-
-
 def row(name: str, told: dict) -> str:
     if "no_ratio" in told:
         return f"| {name} | {told['no_ratio']} |"
@@ -65,29 +58,27 @@ def row(name: str, told: dict) -> str:
     )
 
 
-def all_clusters(names: list[str], options: list, time_scale: float | None) -> None:
+def all_clusters(names: list[str], options: list) -> None:
     columns = ("cluster", "of the sum", "of the simulated speed", "of the best family", "of the even cut", "possible")
     print("|", " | ".join((*columns, "most lost by", "overrun")), "|", flush=True)
     print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names or ready_clusters():
-            cluster = rescaled(name, Path(folder), time_scale) if time_scale else name
-            print(row(name, measure(cluster, options)), flush=True)
+    for name in names or ready_clusters():
+        print(row(name, measure(name, options)), flush=True)
 
 
-def networks(options: list, time_scale: float | None) -> None:
+def networks(options: list) -> None:
     """Compare the hybrid network with one that is InfiniBand throughout, and one that is Ethernet throughout."""
-    made = runpy.run_path(str(MAKE_CLUSTERS))
-    mix, scores = made["MIXES"][HYBRID], {}
-    mix = replace(mix, time_scale=time_scale or mix.time_scale)
+    path, scores = ready_clusters()[HYBRID], {}
+    cluster, truth = load_cluster(path), load_truth(path)
+    nics = {nic.fabric: nic for nodes in cluster.nodes for nic in nodes.nics}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("ib", HYBRID, "ethernet"):
-            hosts = mix.hosts
+            made = cluster
             if name != HYBRID:
-                nics = {nic[0]: nic for each in mix.hosts for nic in each.nics}
-                hosts = tuple(replace(each, nics=(nics[name],)) for each in mix.hosts)
+                nodes = tuple(Nodes(**dict(each) | {"nics": (nics[name],)}) for each in cluster.nodes)
+                made = Cluster(**dict(cluster) | {"nodes": nodes})
             path = Path(folder, f"{name}.toml")
-            path.write_text(made["cluster_file"](replace(mix, hosts=hosts)))
+            path.write_text(dump_real(made, truth))
             told = measure(path, options)
             best = max(told["mixed"], key=lambda about: about["tokens_per_second"])
             scores[name] = best["tokens_per_second"]
@@ -96,33 +87,48 @@ def networks(options: list, time_scale: float | None) -> None:
     print(f"hybrid is {hybrid / scores['ib']:.3f} of all InfiniBand, {hybrid / scores['ethernet']:.2f} of all Ethernet")
 
 
-def memory(options: list, time_scale: float) -> None:
-    made = runpy.run_path(str(MAKE_CLUSTERS))
+def dump_real(cluster: Cluster, truth: Truth) -> str:
+    """Return a cluster file of real size, without the scales that are of miniatures alone."""
+    text = dump_cluster(cluster, truth=truth)
+    return re.sub(r"^(time|memory|width|bandwidth_to_compute)_scale = .*\n", "", text, flags=re.MULTILINE)
+
+
+def memory(options: list) -> None:
     job = ("--set", f"model.num_layers={SHORT_LAYERS}", "--set", f"train.global_batch={SHORT_BATCH}")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"{SHORT}.toml")
-        path.write_text(made["cluster_file"](replace(made["MIXES"][SHORT], time_scale=time_scale)))
-        told = measure(path, [*options, *job])
+    told = measure(SHORT, [*options, *job])
     print(json.dumps(told))
     print(row(SHORT, told))
     if "because" in told:
         print(f"more than the sum for a weak baseline: alone, {'; '.join(told['because'])}")
 
 
+def settings_of(job: Job) -> list[str]:
+    """Return the options that make the job `mixed` the scaled one, which a single rank can train."""
+    model = ("hidden_size", "ffn_size", "vocab_size", "max_positions")
+    settings = [f"model.{key}={getattr(job.model, key)}" for key in model]
+    settings += [f"data.sequence_length={job.data.sequence_length}", f"train.dtype={job.train.dtype}"]
+    settings += [f"overlap.bucket_bytes={job.overlap.bucket_bytes}", f"train.global_batch={PARITY_BATCH}"]
+    return [part for setting in [*settings, "data.tokens=mixed.bin"] for part in ("--set", setting)]
+
+
 def parity(names: list[str]) -> None:
     """Times are of no interest here, and the numbers do not depend on them: the rehearsals go as fast as they can."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_own_tokens(folder / "mixed.bin")
-        settings = ("--set", "data.tokens=mixed.bin", "--set", f"train.global_batch={PARITY_BATCH}")
-        train = ("train", "mixed", *settings, "--set", f"train.steps={PARITY_STEPS}", "--sample", "0", "--json")
-        call(*train, "--run", "alone", ranks=1, cwd=folder)
+        settings = None
         for name in names or ready_clusters():
-            num_ranks = load_cluster(rescaled(name, folder, HURRIED_SCALE)).num_devices
-            plan = f"plan-{name}.toml"
-            call("plan", "mixed", *settings, "--cluster", name, "--proportional", "--out", plan, cwd=folder)
-            planned = ("--set", f"plan.file={plan}", "--rehearse", f"{name}.toml", "--run", name)
-            call(*train, *planned, ranks=num_ranks, cwd=folder)
+            made = ready_miniature(name)
+            if settings is None:  # of all ready clusters the same
+                settings = settings_of(made.job)
+                generate_tokens(folder / "mixed.bin", made.job.model.vocab_size)
+                train = ("train", "mixed", *settings, "--set", f"train.steps={PARITY_STEPS}", "--sample", "0", "--json")
+                call(*train, "--run", "alone", ranks=1, cwd=folder)
+            hurried = made.truth.model_copy(update={"time_scale": HURRIED_SCALE})
+            cluster, plan = f"{name}.toml", f"plan-{name}.toml"
+            (folder / cluster).write_text(dump_cluster(made.cluster, truth=hurried))
+            call("plan", "mixed", *settings, "--cluster", cluster, "--proportional", "--out", plan, cwd=folder)
+            planned = ("--set", f"plan.file={plan}", "--rehearse", cluster, "--run", name)
+            call(*train, *planned, ranks=made.cluster.num_devices, cwd=folder)
             said = call("compare", "alone", name, "--tolerance", TOLERANCE, cwd=folder)
             print(f"{name}: {said.splitlines()[0]}", flush=True)
 
@@ -139,14 +145,16 @@ def main() -> None:
     parser.add_argument("--time-scale", type=float, help="seconds of a rehearsal for one of its cluster")
     given = parser.parse_args()
     options = ["--alone", given.alone, "--plans", given.plans, "--steps", given.steps]
+    if given.time_scale or given.memory:
+        options += ["--time-scale", given.time_scale or SHORT_SCALE]
     if given.networks:
-        networks(options, given.time_scale)
+        networks(options)
     elif given.memory:
-        memory(options, given.time_scale or SHORT_SCALE)
+        memory(options)
     elif given.parity:
         parity(given.clusters)
     else:
-        all_clusters(given.clusters, options, given.time_scale)
+        all_clusters(given.clusters, options)
 
 
 if __name__ == "__main__":

@@ -14,25 +14,25 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from make_clusters import HDR, WIDTH, Hosts, Mix, cluster_file
 from mixed import call
 from perlmutter import Layout, four_d, megatron_style, ways_to_hide
 from probed import probed
 
-from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
+from hpctrain.cluster import Cluster, Nodes
+from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, load_truth
 from hpctrain.job import Job, load_job
-from hpctrain.jobs.bench_mixed import write_own_tokens
 from hpctrain.observe.console import QUOTED_OVERRUN, trust
 from hpctrain.plan import Plan
 from hpctrain.plan_file import dump_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.rehearsal.miniature import miniature
+from hpctrain.truth import Truth
 
 RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"
-PAIR_OF_GPUS, NIC = (76e9, 3e-6), 0.8 * HDR
-MEMORY_SCALE = 0.25 / WIDTH**2
+PAIR_OF_GPUS, NIC = (76e9, 3e-6), 20e9
+MEMORY_TIMES = 0.25
 SHAPES = [(m, k, n) for m in (16, 64, 256, 1024) for k in (16, 64, 256) for n in (16, 64, 256)]
 """Of products that the probe measures."""
 KINDS: dict[str, tuple[Callable[[], Iterable[Layout]], bool]] = {
@@ -41,14 +41,22 @@ KINDS: dict[str, tuple[Callable[[], Iterable[Layout]], bool]] = {
 }
 
 
-def perlmutter(time_scale: float) -> str:
-    """Return a cluster file in which devices are described as a probe would have found them."""
-    hosts = Hosts(FAMILY, 4, PAIR_OF_GPUS, (("ib", 4, NIC),), count=RANKS // 4)
-    text = cluster_file(Mix("16 A100-40 on 4 nodes, as of Perlmutter.", time_scale, (hosts,), MEMORY_SCALE))
-    where = "perlmutter.toml"
-    cluster, truth = parse_cluster(text, where), parse_truth(text, where)
-    families = {FAMILY: probed("cuda", truth.devices[FAMILY], SHAPES)}
-    return dump_cluster(cluster.model_copy(update={"families": families}), truth=truth)
+def perlmutter(time_scale: float) -> tuple[Job, Cluster, str]:
+    """Return the scaled job, and the miniature cluster, whose devices are described as a probe would have found them,
+    also as a file."""
+    path = find_cluster("a100-80-40")
+    cluster, truth = load_cluster(path), load_truth(path)
+    nic = cluster.nodes[0].nics[0].model_copy(update={"send_bytes_per_second": NIC, "receive_bytes_per_second": NIC})
+    bandwidth, latency = PAIR_OF_GPUS
+    links = {"link_bytes_per_second": bandwidth, "link_latency_seconds": latency}
+    nodes = Nodes(origin="datasheet", count=RANKS // 4, devices={FAMILY: 4}, nics=(nic,), **links)
+    real = Cluster(families={FAMILY: cluster.families[FAMILY]}, fabrics=cluster.fabrics, nodes=(nodes,))
+    only = Truth(memory_times=MEMORY_TIMES, devices={FAMILY: truth.devices[FAMILY]})
+    job = load_job("mixed", (f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"))
+    made = miniature(real, only, job, cores=2, time_scale=time_scale)
+    families = {FAMILY: probed("cuda", made.truth.devices[FAMILY], SHAPES)}
+    found = Cluster(families=families, fabrics=made.cluster.fabrics, nodes=made.cluster.nodes)
+    return made.job, found, dump_cluster(found, truth=made.truth)
 
 
 def promising(job: Job, cluster: Cluster, kind: str, count: int) -> list[tuple[Layout, Prediction]]:
@@ -76,7 +84,6 @@ def measure(folder: Path, plan: Plan, hides: bool, steps: int) -> dict:
     (folder / "plan.toml").write_text(dump_plan(plan))
     settings = ["plan.file=plan.toml", f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"]
     settings += [f"overlap.{key}={switch}" for key in ("tensor", "data", "z")]  # forward where it is predicted to pay
-    settings.append("data.tokens=tokens.bin")
     command = ["bench", "train", "mixed", "--json", "--steps", steps, "--rehearse", "perlmutter.toml"]
     command += [part for setting in settings for part in ("--set", setting)]
     return json.loads(call(*command, ranks=RANKS, cwd=folder).splitlines()[-1])
@@ -91,11 +98,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_own_tokens(folder / "tokens.bin")
-        text = perlmutter(given.scale)
+        job, cluster, text = perlmutter(given.scale)
         (folder / "perlmutter.toml").write_text(text)
-        job = load_job("mixed", (f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"))
-        cluster = parse_cluster(text, "perlmutter.toml")
         fastest, overruns = {}, [0.0]
         for kind, (_, hides) in KINDS.items():
             for layout, prediction in promising(job, cluster, kind, given.count):

@@ -16,13 +16,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixed import rescaled
-
 from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import find_cluster, load_cluster, ready_clusters
-from hpctrain.job import load_job
-from hpctrain.jobs.bench_mixed import OWN_JOB, write_own_tokens
-from hpctrain.jobs.common import load_job_on, start_rehearsal, started_world
+from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, ready_clusters
+from hpctrain.jobs.bench_mixed import OWN_JOB
+from hpctrain.jobs.common import load_job_on, ready_miniature, start_rehearsal, started_world
 from hpctrain.jobs.find import find_plan
 from hpctrain.jobs.predict import with_overlap
 from hpctrain.plan import Plan
@@ -47,25 +44,29 @@ class Named:
     fits: bool
 
 
-def plans_of(cluster_name: str) -> tuple[list[Named], float]:
-    """Return the plans of a cluster, those of the search first, and the gap of the best one to its bound."""
-    job, path = load_job(OWN_JOB), find_cluster(cluster_name)
-    cluster = load_cluster(path)
-    told = find_plan(job, cluster_name, Limits())
+def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
+    """Return the plans of a cluster's rehearsal, those of the search first, and the gap of the best one to its bound.
+
+    The cluster's miniature is written to `path`.
+    """
+    made = ready_miniature(cluster_name)
+    job, cluster = made.job, made.cluster
+    path.write_text(dump_cluster(cluster, truth=made.truth))
+    told = find_plan(job, str(path), Limits())
     setup = Setup.of_job(with_overlap(job, cluster, path, told["dtype"])[0])
     best = told["found"].plans[:TOP]
     named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds, True) for place, timed in enumerate(best)]
     for name, option in ((BY_SPEED, "--proportional"), (EVEN, "--uniform")):
-        if plan := written(cluster_name, option):
+        if plan := written(path, option):
             named.append(predicted(name, setup, plan, cluster))
     return named, told["gap"]
 
 
-def written(cluster_name: str, option: str) -> Plan | None:
+def written(cluster: Path, option: str) -> Plan | None:
     """Return the plan that `hpctrain plan` writes, None where it says that there is none that fits."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.toml")
-        command = [BIN / "hpctrain", "plan", OWN_JOB, "--cluster", cluster_name, option, "--out", path]
+        command = [BIN / "hpctrain", "plan", OWN_JOB, "--cluster", cluster, option, "--out", path]
         done = subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL)
         return load_plan(path) if done.returncode == 0 else None
 
@@ -78,14 +79,12 @@ def predicted(name: str, setup: Setup, plan: Plan, cluster: Cluster) -> Named:
 def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float | None) -> dict[str, dict]:
     """Rehearse all plans in one start; return what was measured, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        write_own_tokens(Path(folder, "mixed.bin"))
-        cluster = rescaled(cluster_name, Path(folder), time_scale) if time_scale else find_cluster(cluster_name)
-        num_ranks = load_cluster(cluster).num_devices
-        command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster]
+        num_ranks = load_cluster(find_cluster(cluster_name)).num_devices
+        command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster_name]
         # Started by itself on each rank, with the plans that this process made.
         given = Path(folder, "plans.json")
         given.write_text(json.dumps({named.name: _saved(Path(folder), i, named) for i, named in enumerate(plans)}))
-        options = ["--rehearse", given, "--steps", steps]
+        options = ["--rehearse", given, "--steps", steps, *(["--time-scale", time_scale] if time_scale else [])]
         done = subprocess.run([str(p) for p in (*command, *options)], stdout=subprocess.PIPE, text=True, cwd=folder)
     if done.returncode:
         sys.exit(f"{cluster_name}: exit code {done.returncode}\n{done.stdout}")
@@ -100,15 +99,14 @@ def _saved(folder: Path, number: int, named: Named) -> dict:
     return {"path": str(path), "seconds": named.seconds}
 
 
-def rehearse(cluster_name: str, given: Path, steps: int) -> None:
+def rehearse(cluster_name: str, given: Path, steps: int, time_scale: float | None) -> None:
     """Be one rank of a rehearsal that measures plans; rank 0 prints what was found."""
     with started_world() as world:
-        job = load_job_on(world, OWN_JOB, ("data.tokens=mixed.bin",))
-        cluster = start_rehearsal(world, cluster_name).cluster
+        job, described = start_rehearsal(world, cluster_name, load_job_on(world, OWN_JOB, ()), time_scale)
 
         from hpctrain.jobs.stand import Stand
 
-        stand, told = Stand(world, cluster, job, steps, lambda text: None), {}
+        stand, told = Stand(world, described.cluster, job, steps, lambda text: None), {}
         for number, (name, saved) in enumerate(json.loads(given.read_text()).items()):
             candidate = Candidate(saved["seconds"], name, (number,), load_plan(Path(saved["path"])))
             found = stand.best(name, 1, [candidate])
@@ -151,12 +149,13 @@ def main() -> None:
     parser.add_argument("--time-scale", type=float, help="seconds of a rehearsal for one of its cluster")
     given = parser.parse_args()
     if given.rehearse:
-        rehearse(given.clusters[0], given.rehearse, given.steps)
+        rehearse(given.clusters[0], given.rehearse, given.steps, given.time_scale)
         return
     print("| cluster | searched, s | gap | by speed, s (of searched) | even, s (of searched) |\n|---|--:|--:|--:|--:|")
     slower = []
     for name in given.clusters or ready_clusters():
-        plans, gap = plans_of(name)
+        with tempfile.TemporaryDirectory() as folder:
+            plans, gap = plans_of(name, Path(folder, f"{name}.toml"))
         show(name, plans, gap, measure(name, plans, given.steps, given.time_scale) if given.measure else {})
         slower += [f"{name}: {p.name}" for p in plans[1:] if p.fits and p.seconds < plans[0].seconds * (1 - 1e-9)]
     if slower:
