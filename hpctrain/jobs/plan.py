@@ -133,4 +133,4 @@ def _profiled(job: Job, cluster: Cluster, zero: int) -> tuple[str, Mapping[str, 
     for dtype in (job.train.dtype,) if job.train.dtype else ("bf16", "fp32"):
         if curves := curves_of(cluster, job, dtype, zero):
             return dtype, curves
-    return job.train.dtype or "bf16", None
+    return dtype_on(job, cluster, sorted(cluster.families), "the cluster")[0], None
