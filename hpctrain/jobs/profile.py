@@ -70,11 +70,12 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
                 source = own or find_cluster(cluster or rehearse)
                 target = choose_target(source, out)
                 text = read_text(source, TopologyError)
-                if rehearsed and not cluster and rehearsed.cluster.families != parse_cluster(text, str(source)).families:
+                described = parse_cluster(text, str(source))
+                if rehearsed and not cluster and rehearsed.cluster.families != described.families:
                     check_is_other_file(source, target)
                     comment = f"{source.name}, scaled down for a rehearsal of {parsed.name}."
                     text = dump_cluster(rehearsed.cluster, {"": comment}, rehearsed.truth)
-                described = parse_cluster(text, str(source))
+                    described = parse_cluster(text, str(source))
                 families = [place.family for place in world.topology.places]
                 check_ranks_are_devices(Described(described, str(source)), families)
         described = world.broadcast_object(described)

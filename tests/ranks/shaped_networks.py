@@ -1,4 +1,4 @@
-"""Networks for tests of shaped routes, and how late messages on them may be: 5 % or 0.3 ms in the median."""
+"""Networks for tests of shaped routes, and how late the most punctual message may be: 5 % or 0.3 ms."""
 
 import math
 import statistics
@@ -15,6 +15,7 @@ from hpctrain.comm.rehearsal.shaped import ShapedNetwork, ShapedTransport
 from hpctrain.comm.routes import sub_communicator
 from hpctrain.comm.transport import HostTransport
 from hpctrain.comm.waiting import wait_until
+from tests.ranks.punctual import Measurement
 from tests.virtual_ranks import fluid_of
 
 REPEATS, ROUNDS = 9, 6
@@ -100,44 +101,32 @@ class Figure(NamedTuple):
 
 
 def assert_in_time(world, measure: Callable[[], list[Figure]]) -> None:
-    """Assert that nothing is early, and that in one of some rounds the medians are hardly late.
+    """Assert that nothing is early, and that of each figure one of some repeats is hardly late.
 
-    Where others keep the cores so busy that ranks without any message are late too, one message in time is enough.
+    When they are due is asserted by `measure`, whatever the machine does. How long after that ranks get a core to look
+    is a matter of the machine: where other programs use its cores the lateness is said, and not asserted.
     """
     best: dict[str, float] = {}
-    bare = []
+    complaints: list[str] = []
+    measurement = Measurement(world)
     for _ in range(ROUNDS):
-        figures = measure()
-        bare.append(lateness_of_the_machine(world))
         complaints = []
-        for figure in figures:
+        for figure in measure():
             late = [found - predicted for found, predicted in zip(figure.found, figure.predicted, strict=True)]
             median, usual = statistics.median(late), statistics.median(figure.predicted)
             text = (
                 f"{figure.what}: predicted {usual * 1e3:.3f} ms, late by {median * 1e3:.3f} ms in the median"
-                f" ({median / usual:.1%}), by {min(late) * 1e3:.3f} to {max(late) * 1e3:.3f} ms; without a message by"
-                f" {bare[-1] * 1e3:.3f} ms"
+                f" ({median / usual:.1%}), by {min(late) * 1e3:.3f} to {max(late) * 1e3:.3f} ms"
             )
             tell(world, text)
             assert min(late) > -1e-6, f"early: {text}"
-            allowed = max(figure.tolerance * usual, TOLERANCE_SECONDS)
-            best[figure.what] = min(best.get(figure.what, math.inf), min(late) / allowed)
-            if median > allowed:
+            best[figure.what] = min(best.get(figure.what, math.inf), min(late))
+            if best[figure.what] > max(figure.tolerance * usual, TOLERANCE_SECONDS):
                 complaints.append(text)
         if not complaints:
             return
-    busy = statistics.median(bare) > TOLERANCE_SECONDS / 2
-    assert busy and max(best.values()) <= 1, "; ".join(complaints)
-
-
-def lateness_of_the_machine(world) -> float:
-    """Return how late ranks find that a time has come, in the median of the worst rank."""
-    late = []
-    for _ in range(REPEATS):
-        world.agree(None)
-        due = time.monotonic() + 0.003
-        late.append(wait(world, lambda due=due: time.monotonic() >= due) - due)
-    return max(everywhere(world, statistics.median(late)))
+    with measurement.checking():
+        assert not complaints, "; ".join(complaints)
 
 
 class Times(NamedTuple):

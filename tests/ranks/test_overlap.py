@@ -18,6 +18,7 @@ from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.even import resolve_plan
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
+from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import (
     Alone,
     bytes_of_a_step,
@@ -212,6 +213,7 @@ TRUTH = Truth(devices={"fast": DEVICE, "slow": DEVICE})
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(60)
 def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
+    measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
         own.preferences = Preferences(algorithm="exchange")
         beside, blocking = own.group(range(4), "a", overlapped=True), own.group(range(4), "b")
@@ -232,10 +234,12 @@ def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
 
         computing = 2 * 256**3 / DEVICE.flops_per_second["fp32"]
         alone, exposed, hidden = seconds(blocking, False), seconds(blocking, True), seconds(beside, True)
+        overrun = device.overrun
     if world.rank == 0:
         print(f"computing {computing:.4f} communicating {alone:.4f} exposed {exposed:.4f} hidden {hidden:.4f}")
-    assert exposed == pytest.approx(computing + alone, rel=0.1)
-    assert hidden == pytest.approx(max(computing, alone), rel=0.1)
+    with measurement.checking(overrun):
+        assert exposed == pytest.approx(computing + alone, rel=0.1)
+        assert hidden == pytest.approx(max(computing, alone), rel=0.1)
 
 
 # Where what is to be hidden goes through the NICs.
@@ -253,14 +257,15 @@ def test_a_rehearsed_step_is_shorter_by_what_can_be_hidden(world, tokens, name):
     job = make_job(tokens, "llama", shape={"num_layers": 4, "hidden_size": 128}, global_batch=8)
     plan = plan_of(ACROSS[name], 8)
     _, training, _ = open_datasets(job.data, job.train.seed)
+    measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH.model_copy(update={"time_scale": 2.0})) as own:
         own.preferences = Preferences(algorithm="exchange")
         prepared = SimpleNamespace(job=overlapped(job), plan=plan, training=training)
         told = compare(own, {each: measure(own, prepared, VARIANTS[each], 4) for each in ("exposed", name)})
+        overrun = own.accelerator.overrun
     if world.rank == 0:
         print(told)
     assert told["same_bits"]
-    assert told["step_seconds"][name] < told["step_seconds"]["exposed"]
-    assert (
-        0.4 < told["hidden_share"][name] < 1.6
-    )  # a rank that gets no core is late; what one operation takes is tested above
+    with measurement.checking(overrun):  # what one operation takes is tested above
+        assert told["step_seconds"][name] < told["step_seconds"]["exposed"]
+        assert 0.4 < told["hidden_share"][name] < 1.6

@@ -14,6 +14,7 @@ from hpctrain.plan import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, FamilyCurves, describe_work, is_profiled
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
+from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import make_job, open_datasets, rehearsed_world
 
 # In proportion to what a rank needs for an operation (some 40 us): else it is measured how late it is.
@@ -81,22 +82,32 @@ def check_limits(world, device, job, zero: int, rows: dict[str, int]) -> float:
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(240)
 def test_what_was_found_alone_holds_together(world, tokens):
+    measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
         job = resolved(own, make_job(tokens, "gpt2", shape=SHAPE, global_batch=400))
         found = profiled(own, own.accelerator, job, seconds=200.0)
         assert set(found) == {(family, zero) for family in ("fast", "slow") for zero in PROFILED_ZEROS}
         for zero in (1, 3):
             fast, slow = found["fast", zero], found["slow", zero]
+<<<<<<< HEAD
             assert 8 < slow.largest_rows < fast.largest_rows < 390
             assert slow.limited_by == fast.limited_by == "memory"
             assert fast.times[-1].block_seconds[0] / fast.largest_rows < 0.6 * (
                 slow.times[-1].block_seconds[0] / slow.largest_rows
             )
+=======
+            assert 8 < slow.largest_rows < fast.largest_rows < 390, "by memory, not by the job or the time"
+            with measurement.checking():
+                assert fast.times[-1].block_seconds[0] / fast.largest_rows < 0.6 * (
+                    slow.times[-1].block_seconds[0] / slow.largest_rows
+                )
+>>>>>>> d789789 (Training arithmetic against torch's own AdamW, clipping and schedulers; measured times excuse a busy machine)
             rows = {family: found[family, zero].largest_rows for family in ("fast", "slow")}
             busy = check_limits(own, own.accelerator, job, zero, rows)
             mine = found[own.place.family, zero]
             curves, items = FamilyCurves(mine, job.model.num_items), Interval(0, job.model.num_items)
-            assert busy == pytest.approx(curves.seconds(items, mine.largest_rows) + mine.update_seconds, rel=0.06)
+            with measurement.checking(own.accelerator.overrun):
+                assert busy == pytest.approx(curves.seconds(items, mine.largest_rows) + mine.update_seconds, rel=0.06)
 
 
 @pytest.mark.ranks(2)

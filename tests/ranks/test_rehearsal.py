@@ -13,6 +13,7 @@ from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER, cluster_with
+from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import (
     Alone,
     largest_relative_difference,
@@ -74,7 +75,8 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
     unused = tuple(sorted(set(range(4)) - {rank for tile in tiles for rank in tile.ranks}))
     plan = Plan(tiles, 2, ROWS.size, unused=unused)
     _, training, _ = open_datasets(job.data, job.train.seed)
-    found, seconds, sent = {}, {}, {}
+    found, seconds, sent, overruns = {}, {}, {}, []
+    measurement = Measurement(world)
     truth = TRUTH.model_copy(update={"time_scale": 4.0})
     for way in ("pieces", "whole"):
         with rehearsed_world(world, cluster_with(SLOW_BANDWIDTH), truth) as own:
@@ -84,6 +86,7 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
             trainer.initialise()
             metrics = [trainer.step(training)[0] for _ in range(3)]
             found[way] = [each[key] for each in metrics for key in ("loss", "grad_norm")]
+            overruns.append(own.accelerator.overrun)
             seconds[way] = own.largest(min(each["step_seconds"] for each in metrics))
             transfers = trainer.layout.transfers[0][0]
             own_pieces = transfers.send_activation + transfers.send_gradient
@@ -96,12 +99,14 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
     assert sent["whole"] / sent["pieces"] == num_ys / 2, "to each tile one copy in place of one for each y"
     # 2 microbatches x 8 rows x 16 positions x 64 features x 4 bytes at 1 MB/s: 65 ms for each copy.
     saved = (num_ys - 2) * 2 * ROWS.size * 16 * 64 * 4 / SLOW_BANDWIDTH
-    assert seconds["whole"] - seconds["pieces"] > 0.4 * saved
+    with measurement.checking(max(overruns)):
+        assert seconds["whole"] - seconds["pieces"] > 0.4 * saved
 
 
 @pytest.mark.timeout(60)
 def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(world):
     num_elements, scale = 250_000, 10.0  # slow enough for a busy machine
+    measurement = Measurement(world)
     with rehearsed(world, TRUTH.model_copy(update={"time_scale": scale})) as own:
         own.preferences = Preferences(algorithm="exchange")
         comm, device = own.group(range(4)), own.accelerator
@@ -133,7 +138,9 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
             assert (tensor == 4).all()
         if world.rank == 0:
             print(f"predicted {predicted * 1e3:.2f} ms, pretended {[f'{1e3 * s:.2f}' for s in found]}")
-        assert 0.98 * predicted < min(found) < 1.05 * predicted  # a rank that gets no core is late
+        assert min(found) > 0.98 * predicted
+        with measurement.checking(device.overrun):
+            assert min(found) < 1.05 * predicted
 
 
 def _hierarchical(inner, across):

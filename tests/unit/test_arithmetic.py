@@ -124,7 +124,7 @@ def test_fifty_updates_are_those_of_torch_adamw_with_clipping(tokens, dtype, zer
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_fifty_steps_of_training_are_those_of_plain_torch(tokens, model):
     """The model, its gradients, clipping, AdamW and the schedule together, on the same batches."""
-    trainer = trainer_of(tokens, model, clip_norm=1.5)
+    trainer = trainer_of(tokens, model, clip_norm=1.0)
     job, reference = trainer.job, Reference(trainer)
     _, training, _ = open_datasets(job.data, job.train.seed)
     clipped, losses = [], []
@@ -133,13 +133,19 @@ def test_fifty_steps_of_training_are_those_of_plain_torch(tokens, model):
         loss = plain_loss(job.model, reference.weights, batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
         loss.backward()
         rate, norm = reference.step()
+        loss = float(loss.detach())
         told, _ = trainer.step(training)
-        assert told["loss"] == pytest.approx(float(loss), rel=1e-5), f"step {step}"
+        assert told["loss"] == pytest.approx(loss, rel=1e-5), f"step {step}"
         assert told["grad_norm"] == pytest.approx(norm, rel=1e-4), f"step {step}"
         assert told["learning_rate"] == pytest.approx(rate, rel=1e-9)
         clipped.append(norm > job.train.clip_norm)
-        losses.append(float(loss))
+        losses.append(loss)
     assert 0 < sum(clipped) < STEPS, "clipping is active in some steps, and not in others"
     assert losses[-1] < 0.8 * losses[0]
-    print(f"{model}: clipped in {sum(clipped)} steps; largest error {largest_error(masters(trainer), reference):.1e}")
-    assert largest_error(masters(trainer), reference) < 1e-3
+    found = masters(trainer)
+    for name in [name for name in found if name.endswith("attention.k.bias")]:
+        # Softmax does not depend on it: its gradient is rounding errors alone, which AdamW makes as large as others.
+        del found[name], reference.weights[name]
+    error = largest_error(found, reference)
+    print(f"{model}: clipped in {sum(clipped)} of {STEPS} steps; weights differ by {error:.1e} at the end")
+    assert error < 1e-4

@@ -1,0 +1,37 @@
+"""How busy other programs kept the cores: a figure that was measured on a busy machine proves nothing."""
+
+import os
+import resource
+import time
+
+TOO_BUSY = 0.1
+"""Share of the cores' time that others used, above which a late figure is no failure."""
+
+
+def own_seconds() -> float:
+    """Return the processor time of this process and of those that it started and that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+class OtherPrograms:
+    """Measures from when it is made what others than the tests used of all cores of this machine."""
+
+    def __init__(self):
+        self._own, self._all, self._begun = own_seconds(), _all_seconds(), time.monotonic()
+
+    def own_seconds(self) -> float:
+        return own_seconds() - self._own
+
+    def share(self, own: float) -> float:
+        """Return the share of the cores' time, without the `own` seconds of the test's processes."""
+        cores = os.cpu_count() or 1
+        available = max(1e-9, cores * (time.monotonic() - self._begun))
+        return max(0.0, _all_seconds() - self._all - own) / available
+
+
+def _all_seconds() -> float:
+    """Return the seconds in which cores were in use, or were taken away from this virtual machine."""
+    with open("/proc/stat") as file:
+        user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,44 @@
+"""Assertions on what was measured: they fail where the machine kept up, and say so where it did not."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from tests.busy import TOO_BUSY, OtherPrograms
+
+TOO_LATE = 0.02
+"""Overrun of a rehearsal, above which its steps say nothing about 5 %."""
+
+
+class Measurement:
+    """Notes from when it is made whether this machine keeps up. All ranks must call its methods."""
+
+    def __init__(self, world):
+        self._world, self._others = world, OtherPrograms()
+
+    def excuse(self, overrun: float = 0.0) -> str | None:
+        """Return why figures prove nothing, the same on all ranks; None where the machine kept up."""
+        own = [self._others.own_seconds(), overrun]
+        every = self._world.broadcast_object(self._world.gather_objects(own))
+        overrun = max(late for _, late in every)
+        share = self._world.broadcast_object(self._others.share(sum(seconds for seconds, _ in every)))
+        if overrun <= TOO_LATE and share <= TOO_BUSY:
+            return None
+        return f"ranks were late by {overrun:.1%}, and other programs used {share:.0%} of the cores"
+
+    @contextmanager
+    def checking(self, overrun: float = 0.0):
+        """Enclose assertions on measured times; where one fails and the machine did not keep up, skip on all ranks."""
+        failure = None
+        try:
+            yield
+        except AssertionError as error:
+            failure = error
+        failures = self._world.broadcast_object(self._world.gather_objects(failure and str(failure)))
+        if not any(failures):
+            return
+        if excuse := self.excuse(overrun):
+            text = next(filter(None, failures)).strip().splitlines()[0]
+            pytest.skip(f"not measured: {excuse}; found {text}")
+        if failure is not None:
+            raise failure
