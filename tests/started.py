@@ -20,9 +20,8 @@ num_heads = 4
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command said and how long it took."""
+    """What a command said."""
 
     code: int
     out: str
     err: str
-    seconds: float

@@ -1,7 +1,6 @@
 """Tests of whole commands, started as a person would: `mpirun -n N hpctrain ...`."""
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,12 @@ tune = false
 def hpctrain():
     """Run `hpctrain ARGS` on a number of ranks (0: without mpirun) in a folder."""
 
-    def run(*args: str, ranks: int = 0, cwd: Path, timeout_seconds: float = 90) -> Finished:
+    def run(*args: str, ranks: int = 0, cwd: Path, timeout_seconds: float = 240) -> Finished:
         command = [str(BIN / "hpctrain"), *map(str, args)]
         if ranks:
             command = [str(BIN / "mpirun"), "-n", str(ranks), *command]
-        start = time.monotonic()
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_seconds)
-        return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+        return Finished(done.returncode, done.stdout, done.stderr)
 
     return run
 

@@ -12,14 +12,13 @@ from tests.started import BIN
 RANKS = 2
 
 
-def check(done, code: int, *parts: str, seconds: float | None = None):
+def check(done, code: int, *parts: str):
     said = done.out + done.err
     assert done.code == code, said
     for part in parts:
         assert part in said, said
     assert said.count("hpctrain: ") == 1, f"said once:\n{said}"
     assert "Traceback" not in said
-    assert seconds is None or done.seconds < seconds, f"took {done.seconds:.1f} s"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def check(done, code: int, *parts: str, seconds: float | None = None):
 )
 @pytest.mark.timeout(60)
 def test_mistakes_in_a_job(hpctrain, folder, args, code, parts):
-    check(hpctrain("train", "job.toml", "--run", "never", *args, ranks=RANKS, cwd=folder), code, *parts, seconds=15)
+    check(hpctrain("train", "job.toml", "--run", "never", *args, ranks=RANKS, cwd=folder), code, *parts)
     assert not (folder / "never").exists()
 
 
@@ -78,7 +77,7 @@ def test_a_damaged_token_file(hpctrain, folder):
     data[at] ^= 1
     (folder / "flipped.h5").write_bytes(data)
     done = hpctrain("train", "job.toml", "--set", "data.tokens=flipped.h5", ranks=RANKS, cwd=folder)
-    check(done, 17, "flipped.h5: block 0", "is damaged", "prepare it again", seconds=15)
+    check(done, 17, "flipped.h5: block 0", "is damaged", "prepare it again")
 
 
 @pytest.mark.timeout(90)

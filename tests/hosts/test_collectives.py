@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.busy import OtherPrograms, unless_busy
+
 REDUCE = Path(__file__).with_name("reduce.py")
 NUM_BYTES, REPEATS = 4_000_000, 4
 # Headers and acknowledgements of the other direction; starting and ending the job.
@@ -34,8 +36,10 @@ def all_reduce(network, route: str) -> tuple[float, object]:
 
 @pytest.mark.timeout(150)
 def test_by_domains_beats_a_flat_ring_by_the_bytes_over_the_slow_link(network):
+    others = OtherPrograms()
     ring, _ = all_reduce(network, "messages")
     hierarchical, _ = all_reduce(network, "hierarchical")
     predicted = CROSSING["messages"] / CROSSING["hierarchical"]
     print(f"flat ring {ring:.3f} s, by domains {hierarchical:.3f} s: {ring / hierarchical:.2f}, by bytes {predicted}")
-    assert ring / hierarchical == pytest.approx(predicted, rel=0.2)
+    with unless_busy(others):
+        assert ring / hierarchical == pytest.approx(predicted, rel=0.2)

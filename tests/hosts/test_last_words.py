@@ -23,7 +23,6 @@ def run(network, folder: Path, story: str, culprit: int):
 def test_a_killed_rank_is_named_by_the_guardian_of_its_host_alone(network, tmp_path, culprit):
     done = run(network, tmp_path, "killed", culprit)
     assert done.code != 0
-    assert done.seconds < 10
     assert done.err.count("hpctrain: ") == 1, done.err
     assert f"hpctrain: rank {culprit} (host node{culprit // 2}, process " in done.err
     assert read_first_death(tmp_path / "flight")[0] == culprit

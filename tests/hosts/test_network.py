@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.busy import OtherPrograms, unless_busy
 from tests.hosts.network import Moved, open_network, remove_leftovers
 from tests.ranks.small_runs import write_tokens
 from tests.started import BIN, SMALL_MODEL
@@ -32,7 +33,7 @@ dtype = "fp32"
 
 def send(network, hosts, ranks_per_host=1) -> tuple[float, Moved]:
     """Send NUM_BYTES twice between the halves of the ranks; return the seconds of the faster time, and the run."""
-    done = network.run([sys.executable, SEND, NUM_BYTES], ranks_per_host, hosts=hosts, timeout_seconds=30)
+    done = network.run([sys.executable, SEND, NUM_BYTES], ranks_per_host, hosts=hosts, timeout_seconds=60)
     assert done.code == 0, done.err
     return min(json.loads(done.out)), done
 
@@ -65,10 +66,13 @@ def test_ranks_know_their_host_and_family_and_the_exit_code_comes_back(network):
 
 @pytest.mark.timeout(40)
 def test_between_clusters_bytes_take_the_time_of_the_slow_link_and_are_counted(network):
+    others = OtherPrograms()
     seconds, done = send(network, ("alpha-0", "beta-0"))
     expected = NUM_BYTES * 8 / network.site.bits_per_second
     print(f"{NUM_BYTES / 1e6:g} MB between clusters: {seconds:.3f} s of {expected:.3f}; {done.traffic}")
-    assert seconds == pytest.approx(expected, rel=0.2)
+    assert seconds > 0.8 * expected
+    with unless_busy(others):
+        assert seconds < 1.2 * expected
     hosts, clusters = done.traffic.hosts, done.traffic.clusters
     for count in (hosts["alpha-0"].sent, clusters["alpha"].sent, clusters["beta"].received, hosts["beta-0"].received):
         assert 2 * NUM_BYTES <= count <= 2 * NUM_BYTES * OVERHEAD + START_BYTES
@@ -79,20 +83,26 @@ def test_between_clusters_bytes_take_the_time_of_the_slow_link_and_are_counted(n
 
 @pytest.mark.timeout(40)
 def test_inside_a_cluster_bytes_are_faster_and_stay_there(network):
+    others = OtherPrograms()
     seconds, done = send(network, ("beta-0", "beta-1"))
     expected = NUM_BYTES * 8 / network.site.clusters[1].bits_per_second
     print(f"{NUM_BYTES / 1e6:g} MB inside a cluster: {seconds:.3f} s of {expected:.3f}; {done.traffic}")
-    assert 0.8 * expected < seconds < 3 * expected
+    assert seconds > 0.8 * expected
+    with unless_busy(others):
+        assert seconds < 3 * expected
     assert 2 * NUM_BYTES <= done.traffic.hosts["beta-1"].received <= 2 * NUM_BYTES * OVERHEAD + START_BYTES
     assert all(crossed.sent + crossed.received < START_BYTES for crossed in done.traffic.clusters.values())
 
 
 @pytest.mark.timeout(40)
 def test_flows_share_the_slow_link(network):
+    others = OtherPrograms()
     seconds, _ = send(network, network.site.hosts)
     expected = 2 * NUM_BYTES * 8 / network.site.bits_per_second
     print(f"2 x {NUM_BYTES / 1e6:g} MB between clusters: {seconds:.3f} s of {expected:.3f}")
-    assert seconds == pytest.approx(expected, rel=0.25)
+    assert seconds > 0.75 * expected
+    with unless_busy(others):
+        assert seconds < 1.25 * expected
 
 
 @pytest.mark.timeout(40)

