@@ -9,11 +9,11 @@ import torch
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Preferences
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.prepare import Prepared
 from hpctrain.engine.trainer import Trainer
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.jobs.bench_overlap import VARIANTS, compare, compare_pairs, measure
-from hpctrain.jobs.common import Prepared
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.even import resolve_plan
 from hpctrain.truth import PretendDevice, Truth
