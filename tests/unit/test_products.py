@@ -101,14 +101,14 @@ def test_a_slow_way_is_found_out(monkeypatch):
 
     monkeypatch.setitem(WAYS, "plain", Slow())
     product = Product("forward", "fp32", 96, 128, 128)
-    found = measure(CpuAccelerator(), [product])
+    found = measure(CpuAccelerator(), [product], seconds=60.0)
     assert found[str(product)].way != "plain"
     assert found[str(product)].times > 3
 
 
 def test_what_is_too_large_for_its_share_of_the_time_is_left_as_it_is():
     large = Product("forward", "fp32", 800, 800, 800)
-    assert all(tuned.times for tuned in measure(CpuAccelerator(), SMALL).values())
+    assert all(tuned.times for tuned in measure(CpuAccelerator(), SMALL, seconds=60.0).values())
     assert measure(CpuAccelerator(), [large], seconds=0.02) == {str(large): ("plain", 0.0)}
     assert measure(CpuAccelerator(), SMALL, seconds=0.0) == {str(product): ("plain", 0.0) for product in SMALL}
 
