@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.layout import Layout
 from hpctrain.engine.trainer import Trainer
-from hpctrain.job import Job
+from hpctrain.job import Job, PlanRequest
 from hpctrain.model.axes import Axis
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.planner.even import resolve_plan
@@ -87,6 +87,8 @@ class Alone:
 
 def make_trainer(world, job: Job, plan: Plan | None = None, accelerator: Accelerator | None = None) -> Trainer:
     """Make a trainer by a plan; by default the one that the job asks for."""
+    if plan is None and job.plan is None and world.size == 1:  # nothing to search for
+        job = job.model_copy(update={"plan": PlanRequest()})
     return Trainer(world, accelerator or CpuAccelerator(), job, plan or resolve_plan(job, world.size).plan)
 
 
