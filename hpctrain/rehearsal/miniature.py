@@ -80,9 +80,9 @@ class Miniature:
         return f"rehearsal of {name}: {'; '.join(parts)}; {self.truth.time_scale:g} s for one of the cluster"
 
 
-def is_finished(cluster: Cluster) -> bool:
-    """Say whether a cluster is a miniature already: no family reaches 1 TFLOP/s."""
-    return all(
+def is_finished(cluster: Cluster, truth: Truth | None) -> bool:
+    """Say whether a cluster is a miniature already: the file says how it was scaled, or no family has 1 TFLOP/s."""
+    return bool(truth and "width_scale" in truth.model_fields_set) or all(
         speed < SLOWEST_WITH_TILES
         for family in cluster.families.values()
         for speed in (*family.peak_flops_per_second.values(), *family.sustained_flops_per_second.values())
@@ -104,16 +104,16 @@ def miniature(
 
     Raises TopologyError where a family has no speed in the job's dtype.
     """
-    if is_finished(cluster):
+    if is_finished(cluster, truth):
         scaled = scale_for_finished(truth, job)
         found, own = cluster, truth or own_truth(cluster, {name: "fp32" for name in cluster.families}, tile=1)
         scale = None
         given = own.time_scale if truth else None
     else:
-        if truth and {"memory_scale", "width_scale"} & truth.model_fields_set:
+        if truth and "memory_scale" in truth.model_fields_set:
             raise TopologyError(
-                "truth.memory_scale and width_scale are of finished miniatures, with families below 1 TFLOP/s; in a"
-                " file of real size set truth.memory_times"
+                "truth.memory_scale is of finished miniatures, with families below 1 TFLOP/s; in a file of real size"
+                " set truth.memory_times"
             )
         width = choose_width(job)
         dtypes = dtypes_of(cluster, job)

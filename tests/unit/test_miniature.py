@@ -166,6 +166,8 @@ def test_a_small_job_stays_as_it_is():
     speed = DeviceModel("a100", real.families["a100"]).speed("fp32")
     assert made.cluster.families["a100"].sustained_flops_per_second == {"fp32": speed}
     assert made.truth.time_scale > 100, "devices of this speed are far ahead of two cores"
+    again = made_of(job, dump_cluster(made.cluster, truth=made.truth))
+    assert (again.cluster, again.truth, again.job) == (made.cluster, made.truth, made.job), "it is not scaled twice"
 
 
 def test_without_a_truth_devices_do_what_their_figures_say():
@@ -229,5 +231,5 @@ def test_the_dtype_decides_what_is_scaled():
         TopologyError, match="families.v100 has no speed in bf16 or fp16; set its peak_flops_per_second"
     ):
         made_of(job_of("llama-8b", "train.dtype=bf16"), only_fp32)
-    with pytest.raises(TopologyError, match="truth.memory_scale and width_scale are of finished miniatures"):
+    with pytest.raises(TopologyError, match="truth.memory_scale is of finished miniatures"):
         made_of(job_of("llama-8b"), CLUSTER + TRUTH.replace("memory_times", "memory_scale"))

@@ -55,7 +55,7 @@ def test_a_ready_cluster_is_whole_and_of_real_size(name):
     cluster, truth = load_cluster(path), load_truth(path)
     assert [cluster.num_of(family) for family in cluster.families] == DEVICES[name]
     assert set(truth.devices) == set(cluster.families)
-    assert not is_finished(cluster) and is_finished(ready_miniature(name).cluster)
+    assert not is_finished(cluster, truth) and is_finished(ready_miniature(name).cluster, None)
     network = network_of(cluster, truth.time_scale)
     assert network.num_ranks == cluster.num_devices == sum(DEVICES[name])
     assert all(len(path.ports) == 2 for i, path in enumerate(network.paths) if i % (network.num_ranks + 1))
