@@ -155,6 +155,6 @@ def test_what_does_not_fit_a_device_ends_the_run_with_one_message(hpctrain, clus
 @pytest.mark.timeout(60)
 def test_ready_clusters_are_listed_and_a_wrong_name_is_refused(hpctrain, folder):
     done = hpctrain("rehearse", "--list", cwd=folder)
-    assert done.code == 0 and "v100-t4         8 ranks, " in done.out and len(done.out.splitlines()) == 7
+    assert done.code == 0 and "v100-t4         8 ranks. " in done.out and len(done.out.splitlines()) == 7
     done = hpctrain("train", "job.toml", "--rehearse", "v100-t5", "--run", "never", cwd=folder)
     assert done.code == 13 and "did you mean 'v100-t4'?" in done.err
