@@ -210,8 +210,8 @@ def choose_time_scale(cluster: Cluster, truth: Truth, job: Job, cores: int) -> f
     """Return how many seconds of the rehearsal one of the cluster takes, so that the cores keep up; two digits.
 
     Real seconds of a step are those of all operations of all ranks, one row at a time, over the cores. Pretended
-    seconds are those of all devices at their full speed, so that real steps have more time, not less. Neither may the
-    updates at the end of a step take more than their share of it.
+    seconds are those of all devices at their full speed, or of launches where these take longer: real steps have
+    more time, not less. Neither may the updates at the end of a step take more than their share of it.
     """
     work = Work(job.model, job.data.sequence_length, job.train.global_batch)
     flops = work.flops * sum(work.costs) * job.train.global_batch
@@ -220,8 +220,12 @@ def choose_time_scale(cluster: Cluster, truth: Truth, job: Job, cores: int) -> f
     update = cluster.num_devices * job.model.num_items * item_seconds
     passes = job.train.global_batch * (job.model.num_items - 1) * item_seconds
     real = (passes + update + flops / CORE_FLOPS_PER_SECOND / at_once) / BUSY_SHARE
-    speed = sum(max(truth.devices[device.family].flops_per_second.values()) for device in cluster.devices)
-    return float(f"{max(real, update / UPDATE_SHARE) * speed / flops:.2g}")
+    devices = [truth.devices[device.family] for device in cluster.devices]
+    launches = OPERATIONS_PER_ITEM * min(device.launch_seconds for device in devices)  # the least that an item takes
+    one_row = launches * job.train.global_batch * (job.model.num_items - 1) / len(devices)
+    pretended = max(flops / sum(max(device.flops_per_second.values()) for device in devices), one_row)
+    of_update = UPDATE_SHARE * pretended + launches * job.model.num_items
+    return float(f"{max(real / pretended, update / of_update):.2g}")
 
 
 def _memory_scale(cluster: Cluster, dtypes: dict[str, str], real: Job, scaled: Job, is_half: bool) -> float:

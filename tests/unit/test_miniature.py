@@ -165,7 +165,7 @@ def test_a_small_job_stays_as_it_is():
     assert made.cluster.families["a100"].memory_bytes == 80_000_000_000
     speed = DeviceModel("a100", real.families["a100"]).speed("fp32")
     assert made.cluster.families["a100"].sustained_flops_per_second == {"fp32": speed}
-    assert made.truth.time_scale > 100, "devices of this speed are far ahead of two cores"
+    assert 20 < made.truth.time_scale < 1000, "cores need some 80 us for an operation that is launched in 2"
     again = made_of(job, dump_cluster(made.cluster, truth=made.truth))
     assert (again.cluster, again.truth, again.job) == (made.cluster, made.truth, made.job), "it is not scaled twice"
 
