@@ -2,8 +2,8 @@
 
 Two rules, which docs/cluster-file.md states:
 1. Every figure that was not measured must be in a wide physical range, whatever the file is for (`RANGES`).
-2. Where the catalogue knows the model or the network, a figure must be within `FACTOR` times of it. Left out are files
-   with a table `[truth]`, which rehearse miniatures, and CPUs.
+2. Where the catalogue knows the model or the network, a figure must be within `FACTOR` times of it. Left out are CPUs,
+   files with a table `[truth]`, and miniatures for rehearsals: all families are slower and smaller than accelerators.
 """
 
 import math
@@ -14,6 +14,8 @@ from hpctrain.catalogue import NETWORKS, find_network
 from hpctrain.cluster_fill import accelerator_of
 
 FACTOR = 30.0
+MINIATURE_FLOPS_PER_SECOND, MINIATURE_BYTES = 1e12, 4e9
+"""Every family of a miniature has less than these."""
 # By unit of a figure: the least and the most that is taken, what is usual, and the units that people forget.
 RANGES = {
     "bytes": (1e5, 1e14, (4e9, 1e12)),
@@ -35,9 +37,8 @@ PREFIXES = {
 
 def find_doubts(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return by dotted key a question about each typed figure of a file's data that cannot be meant."""
-    has_truth = "truth" in tree
     doubts = {}
-    for key, value, unit, known, name in _figures(tree, has_truth):
+    for key, value, unit, known, name in _figures(tree, "truth" in tree or _is_miniature(tree)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             continue  # that is said otherwise
         low, high, usual = RANGES[unit]
@@ -45,6 +46,18 @@ def find_doubts(tree: Mapping[str, Any]) -> dict[str, str]:
         if is_off or not low <= value <= high:
             doubts[key] = f"{key} = {_short(value)}: {_question(value, unit, known, name, usual)}"
     return doubts
+
+
+def _is_miniature(tree: Mapping[str, Any]) -> bool:
+    families = [_dict(family) for family in _dict(tree.get("families")).values()]
+    for family in families:
+        speeds = [*_dict(family.get("peak_flops_per_second")).values()]
+        speeds += _dict(family.get("sustained_flops_per_second")).values()
+        figures = [(speed, MINIATURE_FLOPS_PER_SECOND) for speed in speeds]
+        figures.append((family.get("memory_bytes"), MINIATURE_BYTES))
+        if not speeds or not all(isinstance(value, int | float) and value < limit for value, limit in figures):
+            return False
+    return bool(families)
 
 
 def _question(value: float, unit: str, known: float | None, name: str, usual: tuple[float, float]) -> str:
@@ -78,12 +91,12 @@ def _scaled(value: float, factor: float) -> str:
     return f"{value:g}e{round(math.log10(factor))}" if "e" not in f"{value:g}" else _short(value * factor)
 
 
-def _figures(tree: Mapping[str, Any], has_truth: bool) -> Iterator[tuple[str, Any, str, float | None, str]]:
+def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str, Any, str, float | None, str]]:
     """Yield for each typed figure its key, value, unit, what the catalogue has in its place, and of what."""
     families, fabrics = _dict(tree.get("families")), _dict(tree.get("fabrics"))
     for name, family in families.items():
         family, key = _dict(family), f"families.{name}"
-        known = None if has_truth or family.get("kind") == "cpu" else accelerator_of(family)
+        known = None if is_miniature or family.get("kind") == "cpu" else accelerator_of(family)
         model = f"an {family['model']}" if known and family["model"][0] in "AEIMaeim8" else f"a {family.get('model')}"
         for figure, unit in (("memory_bytes", "bytes"), ("memory_bytes_per_second", "bytes_per_second")):
             if _is_typed(family, figure):
@@ -102,7 +115,7 @@ def _figures(tree: Mapping[str, Any], has_truth: bool) -> Iterator[tuple[str, An
             yield f"nodes.{i}.link_latency_seconds", nodes["link_latency_seconds"], "seconds", None, ""
         if _is_typed(nodes, "link_bytes_per_second"):
             models = [accelerator_of(_dict(families.get(name))) for name in _dict(nodes.get("devices"))]
-            is_compared = models and None not in models and not has_truth
+            is_compared = models and None not in models and not is_miniature
             like = min(model.link_bytes_per_second for model in models) if is_compared else None
             yield (
                 f"nodes.{i}.link_bytes_per_second",
@@ -115,7 +128,7 @@ def _figures(tree: Mapping[str, Any], has_truth: bool) -> Iterator[tuple[str, An
             nic = _dict(nic)
             fabric = nic.get("fabric")
             called = _dict(fabrics.get(fabric)).get("network") if isinstance(fabric, str) else None
-            network = find_network(called) if isinstance(called, str) and not has_truth else None
+            network = find_network(called) if isinstance(called, str) and not is_miniature else None
             for figure in ("send_bytes_per_second", "receive_bytes_per_second"):
                 if _is_typed(nic, figure):
                     like = NETWORKS[network].bytes_per_second if network else None

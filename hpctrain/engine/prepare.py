@@ -56,8 +56,8 @@ class Prepared:
     validation: "Sequences | None"
     data_identity: str
     """Tells token files and their training parts apart; a run that is continued must have the same."""
-    described: Described | None
-    prediction: "Prediction | None"
+    described: Described | None = None
+    prediction: "Prediction | None" = None
     """Of a step; on rank 0, where the machine is described."""
 
 

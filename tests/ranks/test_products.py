@@ -39,7 +39,7 @@ def plan_of(tiles) -> Plan:
 
 def small_job(tokens, model: str, **products):
     job = make_job(tokens, model, shape={"num_layers": 3})
-    return job.model_copy(update={"products": Products(**products)})
+    return job.model_copy(update={"products": Products(**{"tune": "auto", **products})})
 
 
 def curve(world, job, plan: Plan, steps: int = 3) -> list[float]:

@@ -11,6 +11,7 @@ from hpctrain.cluster import Cluster, Profile, RowTimes
 from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
 from hpctrain.intervals import Interval
 from hpctrain.job import load_job
+from hpctrain.jobs.common import ready_miniature
 from hpctrain.jobs.plan import command as plan_command
 from hpctrain.jobs.predict import command as predict_command
 from hpctrain.parameters import count_parameters
@@ -30,6 +31,7 @@ from hpctrain.planner.search import Limits, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import MEGATRON
 from hpctrain.planner.stages import StageCosts
+from hpctrain.truth import Truth
 
 # 4 fast and 4 slow devices, which are what `truth` says; the sheet is right but for its scale.
 FILE = """
@@ -89,7 +91,8 @@ half_speed_rows = 1.5
 """  # noqa: E501
 RIGHT, WRONG = (FILE.format(fast=3.771e8 * times) for times in (1.0, 1.3))
 DEVICES = parse_truth(RIGHT, "a test").devices
-JOB = load_job("mixed")
+FOUR_HEADS = "model.num_heads=4"  # so that products between heads are large enough to be well described
+JOB = ready_miniature("v100-t4", load_job("mixed", [FOUR_HEADS])).job
 SETUP = Setup.of_job(JOB)
 LAST = JOB.model.num_items - 1
 LIMITS = Limits(weighed=300, timed=5)
@@ -288,9 +291,11 @@ def test_a_prediction_says_what_is_measured_and_what_is_assumed():
 
 
 def test_the_commands_say_where_seconds_are_from(tmp_path):
-    (tmp_path / "c.toml").write_text(dump_cluster(profiled(largest_rows=20, limited_by="memory")))
+    (tmp_path / "c.toml").write_text(
+        dump_cluster(profiled(largest_rows=20, limited_by="memory"), truth=Truth(width_scale=64))
+    )
     (tmp_path / "p.toml").write_text(dump_plan(replicas_plan()))
-    cluster = ["--cluster", str(tmp_path / "c.toml")]
+    cluster = ["--cluster", str(tmp_path / "c.toml"), "--set", FOUR_HEADS]
     told = CliRunner().invoke(predict_command, ["mixed", *cluster, "--plan", str(tmp_path / "p.toml")]).stdout
     assert "source    compute seconds of fast, slow: profile of this job" in told
     assert "warning   families.fast: of the whole model 20 rows fit when it was profiled (ZeRO 1)" in told

@@ -177,7 +177,7 @@ def test_what_fits_nowhere_is_told_with_the_numbers():
         best(cluster_of([("a", 2, 1), ("b", 1, 1)], memory=120_000))
     told = str(error.value)
     assert "no plan of 2 a and 1 b on 3 nodes, by ib fits in memory; the nearest (" in told
-    assert "MiB for items [" in told and "on a rank of family '" in told and "which has 0.0 MiB" in told
+    assert "MiB for items [" in told and "on a rank of family '" in told and "which has 0.1 MiB" in told
     assert "MiB too few; use more devices, or shorter sequences (data.sequence_length is 16)" in told
 
 
