@@ -40,9 +40,9 @@ def command(job, overrides, ranks, uniform, proportional, cluster, out, as_json,
     """Write a plan for JOB, or draw one.
 
     \b
-    hpctrain plan tiny --cluster v100-t4 --out plan.toml
+    hpctrain plan mixed --cluster v100-t4 --out plan.toml
     hpctrain plan tiny --ranks 4 --uniform --out plan.toml
-    hpctrain plan tiny --cluster v100-t4 --proportional --out plan.toml
+    hpctrain plan mixed --cluster v100-t4 --proportional --out plan.toml
     hpctrain plan --show plan.toml --job tiny
 
     With --cluster alone, the plan is searched for that is predicted to be the fastest on its devices. The answer

@@ -14,7 +14,7 @@ def command(listed):
 
     \b
     hpctrain rehearse --list
-    mpirun -n 8 hpctrain train tiny --rehearse v100-t4
+    mpirun -n 8 hpctrain train mixed --rehearse v100-t4
     mpirun -n 8 hpctrain bench mixed v100-t4
 
     A rehearsal's ranks impersonate the devices of a cluster file, one of these or one of your own. Cluster and job are
