@@ -6,15 +6,16 @@ backward pass, with 3 the weights are gathered for each item too.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
+from torch.optim.adamw import adamw
 
 from hpctrain.engine.layout import Layout
+from hpctrain.intervals import Interval
 from hpctrain.job import Train
 from hpctrain.model.axes import Work
 from hpctrain.model.shard import Shard, make_shard
-
-CHUNK = 1 << 15  # elements that stay in a processor's cache
 
 
 def learning_rate(train: Train, step: int) -> float:
@@ -26,21 +27,13 @@ def learning_rate(train: Train, step: int) -> float:
     return floor + 0.5 * (train.learning_rate - floor) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def adamw(weight, grad, exp_avg, exp_avg_sq, train: Train, step: int, weight_decay: float) -> None:
-    """Update weight and moments in place (AdamW, Loshchilov and Hutter 2019); all fp32, of one dim.
+class Updated(NamedTuple):
+    """Parts of shards that are updated alike, all of one dim; each list has one tensor a part."""
 
-    On the host goes through in chunks that stay in the cache over all operations. `step` 0 is the first.
-    """
-    chunk = CHUNK if weight.device.type == "cpu" else weight.numel()
-    rate = learning_rate(train, step)
-    step_size = rate / (1 - train.beta1 ** (step + 1))
-    root_correction = math.sqrt(1 - train.beta2 ** (step + 1))
-    for w, g, m, v in zip(*(t.split(chunk) for t in (weight, grad, exp_avg, exp_avg_sq)), strict=True):
-        m.lerp_(g, 1 - train.beta1)
-        v.mul_(train.beta2).addcmul_(g, g, value=1 - train.beta2)
-        if weight_decay:
-            w.mul_(1 - rate * weight_decay)
-        w.addcdiv_(m, v.sqrt().div_(root_correction).add_(train.epsilon), value=-step_size)
+    masters: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    exp_avg: list[torch.Tensor]
+    exp_avg_sq: list[torch.Tensor]
 
 
 class Optimizer:
@@ -53,8 +46,33 @@ class Optimizer:
             for group, holders, holding in zip(layout.store.groups, layout.groups, layout.held.holdings, strict=True)
         ]
 
+        # Views, made once: a step then is a few operations on lists, however many parameters there are.
+        self._updated = {decays: self._updated_alike(decays) for decays in (True, False)}
+        self._owned_grads = [
+            shard.of(shard.grads, piece.at)
+            for shard in self.shards
+            for piece in shard.group.pieces(shard.owned)
+            if piece.counts
+        ]
         self._under_way: dict[int, Work] = {}
         """By number of the shard, what was started and not waited for."""
+
+    def _updated_alike(self, decays: bool) -> Updated:
+        """Return what this rank updates of the parameters that have weight decay, or of those that have none."""
+        found = Updated([], [], [], [])
+        for shard in self.shards:
+            runs: list[Interval] = []
+            for piece in shard.group.pieces(shard.updated):
+                if piece.parameter.decay != decays:
+                    continue
+                if runs and runs[-1].stop == piece.at.start:
+                    runs[-1] = Interval(runs[-1].start, piece.at.stop)
+                else:
+                    runs.append(piece.at)
+            tensors = shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]
+            for part, tensor in zip(found, tensors, strict=True):
+                part.extend(shard.of(tensor, run) for run in runs)
+        return found
 
     def load_masters(self) -> None:
         """Take the weights in use as master weights, after they were initialised."""
@@ -88,12 +106,10 @@ class Optimizer:
 
     def squared_norm(self) -> float:
         """Return this rank's part of the squared global norm: each element of the model is counted on one rank."""
-        total = 0.0
-        for shard in self.shards:
-            for piece in shard.group.pieces(shard.owned):
-                if piece.counts:
-                    total += float(torch.linalg.vector_norm(shard.of(shard.grads, piece.at), dtype=torch.float64)) ** 2
-        return total
+        if not self._owned_grads:
+            return 0.0
+        norms = torch._foreach_norm(self._owned_grads, 2, dtype=torch.float64)
+        return float(torch.stack(norms).square().sum())
 
     def update(self, step: int, norm: float) -> None:
         """Clip by the global norm, update, and gather the new weights, or start to. All ranks of the plan must call."""
@@ -101,13 +117,29 @@ class Optimizer:
         if clip and norm > clip:
             for shard in self.shards:
                 shard.grads.mul_(clip / norm)
-        for shard in self.shards:
-            for piece in shard.group.pieces(shard.updated):
-                weight_decay = self._train.weight_decay if piece.parameter.decay else 0.0
-                tensors = (shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"])
-                adamw(*(shard.of(tensor, piece.at) for tensor in tensors), self._train, step, weight_decay)
+        for decays, parts in self._updated.items():
+            self._adamw(parts, step, self._train.weight_decay if decays else 0.0)
         self.publish()
         self._layout.store.zero_grads()
+
+    def _adamw(self, parts: Updated, step: int, weight_decay: float) -> None:
+        """Update masters and moments in place (Loshchilov and Hutter 2019), by torch's fused kernel."""
+        if not parts.masters:
+            return
+        done = torch.full((len(parts.masters),), float(step), device=parts.masters[0].device)  # torch counts on by one
+        adamw(
+            *(list(tensors) for tensors in parts),
+            [],
+            list(done.unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=self._train.beta1,
+            beta2=self._train.beta2,
+            lr=learning_rate(self._train, step),
+            weight_decay=weight_decay,
+            eps=self._train.epsilon,
+            maximize=False,
+        )
 
     def publish(self) -> None:
         """Bring updated master weights into use on all holders, before the items compute with them that they are of.

@@ -46,11 +46,21 @@ def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDe
         return device.pass_seconds(_num_bytes(outputs[0]))
     if packet is aten.copy_:
         return device.pass_seconds(_num_bytes(args[0]) + _num_bytes(args[1]))
-    inputs = [value for value in args if isinstance(value, torch.Tensor)]
+    inputs = _tensors(args)
+    if func._schema.is_mutable:
+        pairs = zip(args, func._schema.arguments, strict=False)  # what has a default may be left out
+        written = outputs or _tensors([value for value, about in pairs if about.alias_info is not None])
+        return device.pass_seconds(sum(map(_num_bytes, (*inputs, *written))))
     own = {tensor.untyped_storage()._cdata for tensor in inputs}
-    if func._schema.is_mutable or any(tensor.untyped_storage()._cdata not in own for tensor in outputs):
+    if any(tensor.untyped_storage()._cdata not in own for tensor in outputs):
         return device.pass_seconds(sum(map(_num_bytes, (*inputs, *outputs))))
     return 0.0
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    """Return the tensors among values and in lists among them."""
+    lists = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
+    return [value for each in lists for value in each if isinstance(value, torch.Tensor)]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
