@@ -86,9 +86,9 @@ def test_a_checkpoint_of_another_model(hpctrain, folder):
     assert hpctrain(*args, ranks=RANKS, cwd=folder).code == 0
     done = hpctrain(*args, "--set", "model.num_layers=3", ranks=RANKS, cwd=folder)
     check(done, 16, "is of another model: model.num_layers is 2 there and 3 in the job")
-    done = hpctrain(*args, "--set", "data.validation_fraction=0.5", ranks=RANKS, cwd=folder)
+    done = hpctrain(*args, "--set", "data.validation_fraction=0.5", cwd=folder)
     check(done, 16, "was trained on other data")
-    done = hpctrain(*args, "--set", "train.seed=9", ranks=RANKS, cwd=folder)
+    done = hpctrain(*args, "--set", "train.seed=9", cwd=folder)
     check(done, 16, "cannot be continued by this job: train.seed is 1 there and 9 in the job")
 
 
