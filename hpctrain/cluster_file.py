@@ -88,7 +88,7 @@ def _parse(text: str, where: str) -> _File:
     try:
         found = _File.model_validate(filled.tree)
     except ValidationError as error:
-        unknown = tuple(key.rpartition(".")[0] + "." for key in filled.mistakes)
+        unknown = tuple(f"{table}." for table in filled.unresolved)
         lines += [text for key, text in explain(error, _File) if key and not _follows(key, text, unknown)]
         lines += find_inconsistencies(filled.tree)
     lines += find_doubts(tree).values()
@@ -98,7 +98,7 @@ def _parse(text: str, where: str) -> _File:
 
 
 def _follows(key: str, text: str, unknown: tuple[str, ...]) -> bool:
-    """Say whether a finding is no more than a consequence of a model or a network that is not in the catalogue."""
+    """Say whether a figure is missing only because a model, a network or a fabric has a mistake."""
     return key.startswith(unknown) and text.endswith(": missing; set it")
 
 

@@ -34,6 +34,8 @@ class Filled:
     """By dotted key, which data sheet a figure is from."""
     mistakes: dict[str, str] = field(default_factory=dict)
     """By dotted key, what could not be looked up."""
+    unresolved: list[str] = field(default_factory=list)
+    """Tables whose missing figures follow from another mistake."""
 
     def put(self, table: dict, at: str, key: str, value: Any, source: str, origin: str | None = "datasheet") -> None:
         """Set a key that a table lacks; `origin` is None for what is no figure."""
@@ -83,6 +85,7 @@ def _fill_family(filled: Filled, name: str, family: dict) -> None:
     if known is None:
         hint = did_you_mean(model, ACCELERATORS)
         hint = "" if "known are" in hint else hint.rstrip("?") + "?"
+        filled.unresolved.append(f"families.{name}")
         filled.mistakes[f"families.{name}.model"] = (
             f"families.{name}.model = {model!r}: not in the catalogue{hint} {LIST_COMMAND};"
             f" or set {', '.join(missing)} yourself"
@@ -105,8 +108,10 @@ def _fill_fabric(filled: Filled, name: str, fabric: dict) -> None:
     known = find_network(called)
     if known is None:
         hint = did_you_mean(called, NETWORKS)
+        hint += "" if hint.endswith("?") else ";"
+        filled.unresolved.append(f"fabrics.{name}")
         filled.mistakes[f"fabrics.{name}.network"] = (
-            f"fabrics.{name}.network = {called!r}: not in the catalogue{hint}; {LIST_COMMAND};"
+            f"fabrics.{name}.network = {called!r}: not in the catalogue{hint} {LIST_COMMAND};"
             " or leave it out and set latency_seconds, and the bandwidth of its NICs"
         )
     elif "latency_seconds" not in fabric:
@@ -139,6 +144,8 @@ def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, d
         fabric = nic.get("fabric") if isinstance(nic, dict) else None
         called = fabrics.get(fabric, {}).get("network") if isinstance(fabric, str) else None
         known = find_network(called) if isinstance(called, str) else None
+        if fabric not in fabrics or (called is not None and known is None):
+            filled.unresolved.append(f"nodes.{number}.nics.{j}")
         for key in ("send_bytes_per_second", "receive_bytes_per_second") if known else ():
             if key not in nic:
                 network = NETWORKS[known]

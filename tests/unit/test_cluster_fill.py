@@ -99,6 +99,7 @@ def test_all_mistakes_are_listed():
         parse_cluster(BAD, "a file")
     lines = str(caught.value).splitlines()
     assert all(line.startswith("a file: ") for line in lines)
+    assert not any("nodes.0.nics.0.send" in line for line in lines), "it follows from the fabric"
     assert [name for name in NAMED if not any(line.startswith(f"a file: {name}") for line in lines)] == []
 
 
