@@ -6,14 +6,14 @@ import shutil
 import tempfile
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 CACHE = tempfile.mkdtemp(prefix="hpctrain-cache-")
 os.environ["HPCTRAIN_CACHE"] = CACHE
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 # How long an example takes says something of the machine, not of the code.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 PATIENCE = 2.5
@@ -24,7 +24,3 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if marker := item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(PATIENCE * marker.args[0]), append=False)
-
-
-settings.register_profile("busy", deadline=None)  # how long an example takes is a matter of the machine
-settings.load_profile("busy")
