@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.rows import Rows, common_period
 
 
 class TensorGrid(NamedTuple):
@@ -51,8 +50,7 @@ class Tile:
     """
 
     items: Interval
-    rows: Rows
-    """Given as an interval where they are the same of all microbatches."""
+    rows: Interval
     ranks: tuple[int, ...]
     tensor: TensorGrid = ONE_RANK
     family: str = "cpu"
@@ -66,8 +64,6 @@ class Tile:
     """Microbatches that it has under way beyond those of 1F1B, so that slow messages hold up nobody."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.rows, Interval):
-            object.__setattr__(self, "rows", Rows((self.rows,)))
         # Tiles are keys of many dictionaries: these tell nearly all apart, and take a tenth of the time of all.
         object.__setattr__(self, "_hash", hash((self.items, self.ranks)))
 
@@ -98,14 +94,9 @@ class Tile:
                 return tuple(self.rank_at(x, y, i) for i in range(self.tensor.z))
         raise ValueError(axis)
 
-    def rows_of(self, microbatch: int) -> Interval:
-        """Return the rows of a microbatch that the tile computes."""
-        return self.rows.of(microbatch)
-
-    def rows_at(self, z: int, microbatch: int) -> Interval:
+    def rows_at(self, z: int) -> Interval:
         """Return the rows of a microbatch that coordinate z computes."""
-        rows = self.rows.of(microbatch)
-        return cut_evenly(rows.size, self.tensor.z)[z].shift(rows.start)
+        return cut_evenly(self.rows.size, self.tensor.z)[z].shift(self.rows.start)
 
     def holds(self, item: int) -> bool:
         return self.items.start <= item < self.items.stop
@@ -157,39 +148,23 @@ class Plan:
         return tuple(tile for tile in self.tiles if self.chunks(tile)[0] is tile)
 
     @cached_property
-    def period(self) -> int:
-        """After how many microbatches all tiles have the same rows as before; no more than there are."""
-        return min(common_period([tile.rows for tile in self.tiles]), self.microbatches)
-
-    @cached_property
-    def cut_like(self) -> tuple[int, ...]:
-        """For each microbatch of the period the first one whose tiles have the same rows."""
-        first: dict[tuple[Interval, ...], int] = {}
-        return tuple(first.setdefault(tuple(tile.rows_of(m) for tile in self.tiles), m) for m in range(self.period))
-
-    @cached_property
-    def _downstream(self) -> dict[Tile, dict[Tile, tuple[bool, ...]]]:
-        """For each tile those of the next items that share rows with it, and of which microbatches of the period."""
+    def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
+        """For each tile those of the next items that share rows with it."""
         starting: dict[int, list[Tile]] = {}
         for tile in self.tiles:
             starting.setdefault(tile.items.start, []).append(tile)
-        found: dict[Tile, dict[Tile, tuple[bool, ...]]] = {}
-        for tile in self.tiles:
-            near = found[tile] = {}
-            for other in starting.get(tile.items.stop, ()):
-                if tile.rows.may_meet(other.rows):
-                    shares = tile.rows.meet(other.rows, self.period)
-                    if any(shares):
-                        near[other] = shares
-        return found
+        return {
+            tile: tuple(t for t in starting.get(tile.items.stop, ()) if tile.rows.intersect(t.rows).size)
+            for tile in self.tiles
+        }
 
     @cached_property
-    def _upstream(self) -> dict[Tile, dict[Tile, tuple[bool, ...]]]:
-        found: dict[Tile, dict[Tile, tuple[bool, ...]]] = {tile: {} for tile in self.tiles}
+    def _upstream(self) -> dict[Tile, tuple[Tile, ...]]:
+        found: dict[Tile, list[Tile]] = {tile: [] for tile in self.tiles}
         for tile, following in self._downstream.items():
-            for other, shares in following.items():
-                found[other][tile] = shares
-        return found
+            for other in following:
+                found[other].append(tile)
+        return {tile: tuple(tiles) for tile, tiles in found.items()}
 
     @cached_property
     def _depth_to_loss(self) -> dict[Tile, int]:
@@ -205,17 +180,13 @@ class Plan:
             depth[tile] = max((1 + depth[t] for t in self._upstream[tile]), default=0)
         return depth
 
-    def downstream(self, tile: Tile, microbatch: int | None = None) -> tuple[Tile, ...]:
-        """Return the tiles that take this tile's output, of a microbatch or of any: the next items, rows in common."""
-        return _of(self._downstream.get(tile, {}), microbatch)
+    def downstream(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return the tiles that take this tile's output: those of the next items that share rows with it."""
+        return self._downstream.get(tile, ())
 
-    def upstream(self, tile: Tile, microbatch: int | None = None) -> tuple[Tile, ...]:
-        """Return the tiles whose output this tile takes, of a microbatch or of any."""
-        return _of(self._upstream.get(tile, {}), microbatch)
-
-    def turns_between(self, tile: Tile, following: Tile) -> tuple[bool, ...]:
-        """Return for each microbatch of the period whether one of `downstream` has rows in common with a tile."""
-        return self._downstream[tile][following]
+    def upstream(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return the tiles whose output this tile takes."""
+        return self._upstream.get(tile, ())
 
     def depth_to_loss(self, tile: Tile) -> int:
         """Return the number of tiles on the longest path from this one to the loss, not counting itself."""
@@ -247,18 +218,11 @@ class Plan:
         else:
             tiles = f"{counted(len(self.tiles), 'tile')} of {grids} (x,y,z)"
             tiles += f", up to {max(chunks)} a rank" if max(chunks) > 1 else ""
-        turns = f", cut in {len(set(self.cut_like))} ways by turns" if self.period > 1 else ""
         unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
         schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
         most = max((tile.ahead for tile in self.tiles), default=0)
         ahead = f", up to {most} more under way" if most else ""
-        return f"{tiles}, {microbatches}{turns}{schedule}{ahead}{unused}"
-
-
-def _of(neighbours: dict[Tile, tuple[bool, ...]], microbatch: int | None) -> tuple[Tile, ...]:
-    if microbatch is None:
-        return tuple(neighbours)
-    return tuple(tile for tile, shares in neighbours.items() if shares[microbatch % len(shares)])
+        return f"{tiles}, {microbatches}{schedule}{ahead}{unused}"
 
 
 def joined(plan: Plan) -> list[list[Tile]]:

@@ -14,15 +14,10 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         raise PlanError("the plan has no tiles")
     seen: dict[int, int] = {}
     for number, tile in enumerate(plan.tiles):
-        where = f"tile {number} (items {list(tile.items)}, rows {tile.rows})"
+        where = f"tile {number} (items {list(tile.items)}, rows {list(tile.rows)})"
         if tile.tensor.size != len(tile.ranks):
             raise PlanError(f"{where}: a grid of {tile.tensor} needs {tile.tensor.size} ranks, {len(tile.ranks)} given")
-        if tile.rows.period > plan.microbatches:
-            raise PlanError(
-                f"{where}: rows of {tile.rows.period} microbatches by turns, and a step has {plan.microbatches};"
-                " give as many or fewer"
-            )
-        least = min(tile.rows.sizes)
+        least = tile.rows.size
         if least < tile.tensor.z:
             raise PlanError(f"{where}: z = {tile.tensor.z} splits {least} rows; give it rows or lower z")
         if least < tile.tensor.z * tile.substeps:
@@ -37,7 +32,7 @@ def check_tiling(plan: Plan, num_items: int) -> None:
                 )
         if tile.items.size == 0 or tile.items.start < 0 or tile.items.stop > num_items:
             raise PlanError(f"{where}: items must lie in [0, {num_items}): the embedding, the blocks, the head")
-        if any(rows.start < 0 or rows.stop > plan.rows for rows in tile.rows.phases):
+        if tile.rows.start < 0 or tile.rows.stop > plan.rows:
             raise PlanError(f"{where}: rows must lie in [0, {plan.rows})")
         if tile.items.stop < num_items and not plan.downstream(tile):
             raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
@@ -45,15 +40,12 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
     _check_chunks(plan)
     _check_ahead(plan)
-    for microbatch in sorted(set(plan.cut_like)):
-        for item in range(num_items):
-            rows = [tile.rows_of(microbatch) for tile in plan.tiles if tile.holds(item)]
-            if not tiles_exactly(rows, Interval(0, plan.rows)):
-                which = f" of microbatch {microbatch}" if plan.period > 1 else ""
-                raise PlanError(
-                    f"item {item} is computed for rows {sorted(map(list, rows))}{which}, which is not [0, {plan.rows})"
-                    " once each"
-                )
+    for item in range(num_items):
+        rows = [tile.rows for tile in plan.tiles if tile.holds(item)]
+        if not tiles_exactly(rows, Interval(0, plan.rows)):
+            raise PlanError(
+                f"item {item} is computed for rows {sorted(map(list, rows))}, which is not [0, {plan.rows}) once each"
+            )
     if both := sorted(set(plan.unused) & set(seen)):
         raise PlanError(f"rank {both[0]} is in tile {seen[both[0]]} and in unused; take it out of one")
     everyone = set(seen) | set(plan.unused)

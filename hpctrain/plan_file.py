@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.rows import Rows
 from hpctrain.tables import Table, explain, parse_toml, read_text
 
 
@@ -18,33 +17,9 @@ class _GridTable(Table):
     z: Annotated[int, Field(ge=1)] = 1
 
 
-def _by_turns(value: object) -> object:
-    """Let the same rows of all microbatches be one turn."""
-    alike = isinstance(value, list) and value and not isinstance(value[0], list)
-    return [value] if alike else value
-
-
-def _check_times(turn: list[int]) -> list[int]:
-    if len(turn) == 3 and not 1 <= turn[2] <= MOST_TURNS:
-        raise ValueError(f"{turn} are rows of {turn[2]} microbatches; make it 1 to {MOST_TURNS}")
-    return turn
-
-
-def _rows_of_turns(turns: list[list[int]]) -> Rows:
-    phases: list[Interval] = []
-    for start, stop, *times in turns:
-        phases += [Interval(start, stop)] * (times[0] if times else 1)
-    return Rows(tuple(phases))
-
-
-MOST_TURNS = 10**6  # so that a slip of the pen fills no memory
-_Turn = Annotated[list[int], Field(min_length=2, max_length=3), AfterValidator(_check_times)]
-"""The bounds of rows, and of how many microbatches, one after the other, they are."""
-
-
 class _TileTable(Table):
     items: tuple[int, int]
-    rows: Annotated[list[_Turn], BeforeValidator(_by_turns), Field(min_length=1)]
+    rows: tuple[int, int]
     ranks: tuple[Annotated[int, Field(ge=0)], ...]
     tensor: _GridTable = _GridTable()
     family: str = "cpu"
@@ -78,7 +53,7 @@ def parse_plan(text: str, path: str) -> Plan:
     tiles = tuple(
         Tile(
             Interval(*t.items),
-            _rows_of_turns(t.rows),
+            Interval(*t.rows),
             t.ranks,
             TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z),
             t.family,
@@ -104,7 +79,7 @@ def dump_plan(plan: Plan) -> str:
             "",
             "[[tile]]",
             f"items = {list(tile.items)}",
-            f"rows = {tile.rows}",
+            f"rows = {list(tile.rows)}",
             f'family = "{tile.family}"',
             f"ranks = {list(tile.ranks)}",
             f"tensor = {{x = {grid.x}, y = {grid.y}, z = {grid.z}}}",

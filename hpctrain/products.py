@@ -40,7 +40,7 @@ def products_of(
 
     `positions` are of a sequence; `in_halves`: blocks compute half of a rank's rows at once (`overlap.forward`).
     """
-    whole = _numbers_of_rows(plan, tile)
+    whole = _numbers_of_rows(tile)
     halves = {half.size for rows in whole for half in cut_evenly(rows, 2)} - {0}
     of_blocks = halves if in_halves and tile.tensor.cuts_weights else whole
     found = {
@@ -53,9 +53,9 @@ def products_of(
     return sorted(found, key=lambda product: (product.flops, product))
 
 
-def _numbers_of_rows(plan: Plan, tile: Tile) -> set[int]:
+def _numbers_of_rows(tile: Tile) -> set[int]:
     """Return of how many rows a rank computes products at once: one number where rows divide, else several."""
-    rows = {tile.rows_at(z, m).size for z in range(tile.tensor.z) for m in range(plan.period)}
+    rows = {tile.rows_at(z).size for z in range(tile.tensor.z)}
     return {piece.size for size in rows for piece in cut_evenly(size, tile.substeps)} - {0}
 
 

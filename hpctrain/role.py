@@ -57,8 +57,8 @@ class Role:
     """The ranks along each axis of the tensor grid: x, y, z."""
     held: Holdings
     """The weights that this rank holds, by the ranks that hold the same."""
-    transfers: tuple[tuple[Transfers, ...], ...]
-    """For each tile: those of microbatch m are at m % period, for where rows go by turns, pieces do."""
+    transfers: tuple[Transfers, ...]
+    """For each tile."""
     channels: list[ChannelNeed]
 
 
@@ -73,40 +73,33 @@ def role_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None
     return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
 
 
-def _transfers(model: Model, plan: Plan, tile: Tile, rank: int, near: Near) -> tuple[Transfers, ...]:
+def _transfers(model: Model, plan: Plan, tile: Tile, rank: int, near: Near) -> Transfers:
     of = plan, tile, rank, model.hidden_size
-    made = {
-        m: Transfers(
-            receive_activation=receives(*of, forward=True, microbatch=m, near=near),
-            send_activation=sends(*of, forward=True, microbatch=m, near=near),
-            receive_gradient=receives(*of, forward=False, microbatch=m, near=near),
-            send_gradient=sends(*of, forward=False, microbatch=m, near=near),
-            gathers_activation=gathers(plan, tile, True, m, near),
-            gathers_gradient=gathers(plan, tile, False, m, near),
-        )
-        for m in set(plan.cut_like)
-    }
-    return tuple(made[m] for m in plan.cut_like)
+    return Transfers(
+        receive_activation=receives(*of, forward=True, near=near),
+        send_activation=sends(*of, forward=True, near=near),
+        receive_gradient=receives(*of, forward=False, near=near),
+        send_gradient=sends(*of, forward=False, near=near),
+        gathers_activation=gathers(plan, tile, True, near),
+        gathers_gradient=gathers(plan, tile, False, near),
+    )
 
 
-def _channels(plan: Plan, rank: int, transfers: tuple[tuple[Transfers, ...], ...]) -> list[ChannelNeed]:
+def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[ChannelNeed]:
     largest: dict[tuple[int, int], int] = {}
     depth: dict[tuple[int, int], int] = {}
-    for tile, by_turns in zip(plan.tiles_of(rank), transfers, strict=True):
-        for of_microbatch in by_turns:
-            for name in MESSAGES:
-                pieces = getattr(of_microbatch, name)
-                is_before = name in ("receive_activation", "send_gradient")
-                item = tile.items.start if is_before else tile.items.stop
-                for piece in pieces:
-                    peer = piece.sender if name.startswith("receive") else piece.receiver
-                    if peer == rank:
-                        continue
-                    key = peer, item
-                    largest[key] = max(largest.get(key, 0), piece.rows.size * piece.features.size)
-                    if key not in depth:
-                        near = (plan.upstream if is_before else plan.downstream)(tile)
-                        other = next(each for each in near if peer in each.ranks)
-                        depth[key] = channel_depth(plan, tile, other)
+    for tile, of_tile in zip(plan.tiles_of(rank), transfers, strict=True):
+        for name in MESSAGES:
+            is_before = name in ("receive_activation", "send_gradient")
+            item = tile.items.start if is_before else tile.items.stop
+            for piece in getattr(of_tile, name):
+                peer = piece.sender if name.startswith("receive") else piece.receiver
+                if peer == rank:
+                    continue
+                key = peer, item
+                largest[key] = max(largest.get(key, 0), piece.rows.size * piece.features.size)
+                if key not in depth:
+                    near = (plan.upstream if is_before else plan.downstream)(tile)
+                    depth[key] = channel_depth(plan, tile, next(each for each in near if peer in each.ranks))
     pairs = sorted(largest, key=lambda key: (min(rank, key[0]), max(rank, key[0]), key[1]))
     return [ChannelNeed(*key, largest[key], depth[key]) for key in pairs]

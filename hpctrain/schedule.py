@@ -1,6 +1,6 @@
 """Schedules as data: what ranks do in one step, as typed instructions from pure functions.
 
-Ranks have one tile, or several, their chunks, on which they work by turns. The first stands for them where schedules
+Ranks have one tile, or several, their chunks, between which they alternate. The first stands for them where schedules
 are listed by tile, and each instruction says which chunk it is for.
 
 The engine executes them, a person can print them, and `check_no_deadlock` proves before anything starts that they
@@ -285,7 +285,7 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
         match step.op:
             case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
                 following = step.op is Op.SEND_ACTIVATION
-                peers = (plan.downstream if following else plan.upstream)(tile, step.microbatch)
+                peers = (plan.downstream if following else plan.upstream)(tile)
                 queues = [wires.setdefault((tile, peer, step.op), deque()) for peer in peers]
                 depths = [channel_depth(plan, tile, peer) for peer in peers]
                 if any(len(queue) >= depth for queue, depth in zip(queues, depths, strict=True)):
@@ -294,7 +294,7 @@ def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]
                     queue.append(step.microbatch)
             case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
                 forward = step.op is Op.RECEIVE_ACTIVATION
-                peers = (plan.upstream if forward else plan.downstream)(tile, step.microbatch)
+                peers = (plan.upstream if forward else plan.downstream)(tile)
                 queues = [wires.get((peer, tile, pairs[step.op])) for peer in peers]
                 if not all(queues):
                     return False
@@ -366,4 +366,4 @@ def _check_early_reduction(tile: Tile, steps: Sequence[Instruction]) -> None:
 
 
 def _name(tile: Tile) -> str:
-    return f"tile items {list(tile.items)} rows {tile.rows}"
+    return f"tile items {list(tile.items)} rows {list(tile.rows)}"

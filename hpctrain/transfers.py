@@ -2,8 +2,7 @@
 
 The activation between two tiles is a rectangle rows x features (for all positions of a sequence). A rank at
 (x, y, z) of a tile holds the z-th part of the tile's rows and the x-th part of the features, and so do the other y.
-Unlike grids, rows and numbers of ranks on the two sides need nothing special: a piece is where two parts meet. Where
-tiles have other rows by turns, each microbatch of the plan's period has pieces of its own.
+Unlike grids, rows and numbers of ranks on the two sides need nothing special: a piece is where two parts meet.
 
 The y of a tile need the same. Where they are near each other and somebody who sends is far, each receives a piece,
 over a NIC of its own, and they gather the whole among themselves (`gathers`): over the slow link goes one copy.
@@ -26,10 +25,10 @@ class Transfer:
     features: Interval
 
 
-def held(tile: Tile, rank: int, hidden_size: int, microbatch: int) -> tuple[Interval, Interval]:
+def held(tile: Tile, rank: int, hidden_size: int) -> tuple[Interval, Interval]:
     """Return the rows and the features of a microbatch's activation that a rank of the tile holds."""
     x, _, z = tile.coordinate(rank)
-    return tile.rows_at(z, microbatch), cut_evenly(hidden_size, tile.tensor.x)[x]
+    return tile.rows_at(z), cut_evenly(hidden_size, tile.tensor.x)[x]
 
 
 Near = Callable[[int, int], bool]
@@ -41,7 +40,7 @@ def everywhere(_one: int, _other: int) -> bool:
     return True
 
 
-def gathers(plan: Plan, tile: Tile, forward: bool, microbatch: int, near: Near) -> bool:
+def gathers(plan: Plan, tile: Tile, forward: bool, near: Near) -> bool:
     """Say whether the y of a tile receive pieces of what they need and gather the whole: of activations (forward) or
     gradients of a microbatch.
 
@@ -49,8 +48,8 @@ def gathers(plan: Plan, tile: Tile, forward: bool, microbatch: int, near: Near) 
     for all.
     """
     y, z = tile.tensor.y, tile.tensor.z
-    sources = plan.upstream(tile, microbatch) if forward else plan.downstream(tile, microbatch)
-    if y == 1 or min(tile.rows_at(each, microbatch).size for each in range(z)) < y:
+    sources = plan.upstream(tile) if forward else plan.downstream(tile)
+    if y == 1 or min(tile.rows_at(each).size for each in range(z)) < y:
         return False
     first = tile.ranks[0]
     if all(near(first, rank) or source.ranks == tile.ranks for source in sources for rank in source.ranks):
@@ -58,32 +57,30 @@ def gathers(plan: Plan, tile: Tile, forward: bool, microbatch: int, near: Near) 
     return all(near(tile.ranks[i - i % y], rank) for i, rank in enumerate(tile.ranks))
 
 
-def gathered_rows(tile: Tile, rank: int, microbatch: int) -> Interval:
+def gathered_rows(tile: Tile, rank: int) -> Interval:
     """Return which of the rows that a rank of the tile holds it receives itself, where its y gather."""
     _, y, z = tile.coordinate(rank)
-    rows = tile.rows_at(z, microbatch)
+    rows = tile.rows_at(z)
     return cut_evenly(rows.size, tile.tensor.y)[y].shift(rows.start)
 
 
-def _between(
-    source: Tile, target: Tile, receiver: int, hidden_size: int, microbatch: int, is_gathered: bool
-) -> list[Transfer]:
+def _between(source: Tile, target: Tile, receiver: int, hidden_size: int, is_gathered: bool) -> list[Transfer]:
     """Return what `receiver` is sent by the ranks of `source`.
 
     The y of a tile hold the same. Each receives the whole of its part once, or the piece that it brings to a gather,
     and they share the sending: of what two parts have in common, the i-th of n senders brings what the i-th n-th of the
     receivers needs, or a piece of it.
     """
-    rows, features = held(target, receiver, hidden_size, microbatch)
+    rows, features = held(target, receiver, hidden_size)
     if is_gathered:
-        rows = gathered_rows(target, receiver, microbatch)
+        rows = gathered_rows(target, receiver)
     ours = Interval(0, source.tensor.y).shift(target.coordinate(receiver)[1] * source.tensor.y)
     senders = [(y, ours.intersect(Interval(y, y + 1).scale(target.tensor.y))) for y in range(source.tensor.y)]
     senders = [(y, part.shift(-ours.start)) for y, part in senders if part.size]
     found = []
     for z in range(source.tensor.z):
         for x in range(source.tensor.x):
-            their_rows, their_features = held(source, source.rank_at(x, 0, z), hidden_size, microbatch)
+            their_rows, their_features = held(source, source.rank_at(x, 0, z), hidden_size)
             shared_rows, shared_features = rows.intersect(their_rows), features.intersect(their_features)
             if not (shared_rows.size and shared_features.size):
                 continue
@@ -97,24 +94,24 @@ def _between(
 
 
 def receives(
-    plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, microbatch: int, near: Near = everywhere
+    plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, near: Near = everywhere
 ) -> list[Transfer]:
     """Return what a rank of a tile receives of a microbatch for it: activations (forward) or their gradients, in order
     of senders."""
-    sources = plan.upstream(tile, microbatch) if forward else plan.downstream(tile, microbatch)
-    is_gathered = gathers(plan, tile, forward, microbatch, near)
-    found = (t for source in sources for t in _between(source, tile, rank, hidden_size, microbatch, is_gathered))
+    sources = plan.upstream(tile) if forward else plan.downstream(tile)
+    is_gathered = gathers(plan, tile, forward, near)
+    found = (t for source in sources for t in _between(source, tile, rank, hidden_size, is_gathered))
     return sorted(found, key=lambda t: t.sender)
 
 
 def sends(
-    plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, microbatch: int, near: Near = everywhere
+    plan: Plan, tile: Tile, rank: int, hidden_size: int, forward: bool, near: Near = everywhere
 ) -> list[Transfer]:
     """Return what a rank of a tile sends of a microbatch from it: activations (forward) or their gradients, in order of
     receivers."""
     found = []
-    for target in plan.downstream(tile, microbatch) if forward else plan.upstream(tile, microbatch):
-        is_gathered = gathers(plan, target, forward, microbatch, near)
+    for target in plan.downstream(tile) if forward else plan.upstream(tile):
+        is_gathered = gathers(plan, target, forward, near)
         for receiver in target.ranks:
-            found += _between(tile, target, receiver, hidden_size, microbatch, is_gathered)
+            found += _between(tile, target, receiver, hidden_size, is_gathered)
     return sorted((t for t in found if t.sender == rank), key=lambda t: t.receiver)

@@ -10,7 +10,6 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.rows import Rows
 
 
 def grids_of(model: Model, size: int) -> list[TensorGrid]:
@@ -44,18 +43,17 @@ def tilings(
 ) -> Plan:
     """A plan for exactly `num_ranks` ranks: side by side pipelines of any depth, or stages of any data degree.
 
-    Rows are the same of all microbatches, or others by turns; stages may have periods of their own. With `exchanging`
-    the tiles of a stage may exchange while they compute (ZeRO 2 and 3), by unlike grids too.
+    With `exchanging` the tiles of a stage may exchange while they compute (ZeRO 2 and 3), by unlike grids too.
     """
     left_out = draw(st.integers(0, 1)) if unused and num_ranks > 2 else 0
     order = draw(st.permutations(range(num_ranks)))
     used = num_ranks - left_out
     parts = draw(st.integers(1, min(used, rows if used < 4 else 3)))
     side_by_side = draw(st.booleans())
-    tiles: list[tuple[Interval, Rows, int]] = []
+    tiles: list[tuple[Interval, Interval, int]] = []
     if side_by_side:  # columns of rows, each a pipeline of its own depth
         parts = min(parts, rows)
-        widths = _by_turns(draw, rows, parts, microbatches)
+        widths = _intervals(_shares(draw, rows, parts))
         for width, ranks in zip(widths, _shares(draw, used, parts), strict=True):
             depth = draw(st.integers(1, min(ranks, model.num_layers)))
             items = _intervals(_shares(draw, model.num_items, depth))
@@ -65,11 +63,11 @@ def tilings(
         stages = _intervals(_shares(draw, model.num_items, parts))
         for items, ranks in zip(stages, _shares(draw, used, parts), strict=True):
             degree = draw(st.integers(1, min(ranks, rows)))
-            widths = _by_turns(draw, rows, degree, microbatches)
+            widths = _intervals(_shares(draw, rows, degree))
             tiles += [(items, w, n) for w, n in zip(widths, _shares(draw, ranks, degree), strict=True)]
     made, ranks = [], iter(order)
     for items, width, size in tiles:
-        fitting = [g for g in grids_of(model, size) if g.z <= min(width.sizes)]
+        fitting = [g for g in grids_of(model, size) if g.z <= width.size]
         if not fitting:  # take one rank, and leave the others out
             fitting = [TensorGrid()]
         grid = draw(st.sampled_from(fitting))
@@ -78,7 +76,7 @@ def tilings(
             "zero": draw(st.integers(0, 1)),
             "recompute": draw(st.sampled_from(["none", "full"])),
             "state_share": draw(st.integers(1, 3)),
-            "substeps": draw(st.integers(1, max(1, min(width.sizes) // grid.z // 2))),
+            "substeps": draw(st.integers(1, max(1, width.size // grid.z // 2))),
         }
         made.append(Tile(items, width, members, grid, **options))
     if exchanging and not side_by_side:
@@ -106,12 +104,6 @@ def _some_exchange(draw, tiles: list[Tile]) -> list[Tile]:
         zero = draw(st.sampled_from([None, 2, 3]))
         chosen[items] = {"zero": zero, "substeps": substeps} if zero else {}
     return [replace(tile, **chosen[tile.items]) for tile in tiles]
-
-
-def _by_turns(draw, rows: int, parts: int, microbatches: int) -> list[Rows]:
-    """Cut `rows` into `parts`, in up to three ways by turns."""
-    cuts = [_intervals(_shares(draw, rows, parts)) for _ in range(draw(st.integers(1, min(3, microbatches))))]
-    return [Rows(phases) for phases in zip(*cuts, strict=True)]
 
 
 def _intervals(sizes: list[int]) -> list[Interval]:

@@ -34,8 +34,8 @@ class Layout:
     """Of the weights of all tiles."""
     stages: tuple[Stage, ...]
     """One for each tile."""
-    transfers: tuple[tuple[Transfers, ...], ...]
-    """For each tile: those of microbatch m are at m % period."""
+    transfers: tuple[Transfers, ...]
+    """For each tile."""
     channels: dict[tuple[int, int], Channel]
     """By the rank at the other end, and the first item of the tile that follows."""
     dtype: torch.dtype

@@ -9,8 +9,7 @@ import torch
 
 from hpctrain.comm.channel import Channel
 from hpctrain.engine.layout import Layout
-from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.role import Transfers
+from hpctrain.intervals import cut_evenly
 from hpctrain.schedule import EXPECTED_AHEAD, RECEIVING, Instruction, Op
 from hpctrain.transfers import Transfer, held
 
@@ -51,8 +50,7 @@ class Messages:
     def __init__(self, layout: Layout, hidden_size: int, positions: int, device: torch.device):
         self._layout, self._positions, self._device = layout, positions, device
         tile = layout.tiles[0]  # rows and pieces of them are those of all
-        parts = [held(tile, layout.rank, hidden_size, m) for m in range(layout.plan.period)]
-        self._rows, self._features = [rows for rows, _ in parts], parts[0][1]
+        self.rows, self._features = held(tile, layout.rank, hidden_size)
         self.given: dict[Place, torch.Tensor] = {}
         """Activations, later gradients, that are there for tiles of this rank."""
         self._to_come: deque[Instruction] = deque()
@@ -71,18 +69,18 @@ class Messages:
 
     def _arrival(self, instruction: Instruction) -> Arrival | None:
         """Make room for what a receive brings, and say so to those who bring it; None where this rank has it."""
-        chunk, microbatch, forward = instruction.chunk, instruction.microbatch, instruction.op is Op.RECEIVE_ACTIVATION
-        transfers = self._transfers(instruction)
+        chunk, forward = instruction.chunk, instruction.op is Op.RECEIVE_ACTIVATION
+        transfers = self._layout.transfers[chunk]
         found = transfers.receive_activation if forward else transfers.receive_gradient
         if any(transfer.sender == self._layout.rank for transfer in found):
             return None
         items = self._layout.tiles[chunk].items
         item = items.start if forward else items.stop
-        shape = (self.rows_of(microbatch).size, self._positions, self._features.size)
+        shape = (self.rows.size, self._positions, self._features.size)
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         pieces = []
         for transfer in found:
-            target = value[self._inside(transfer, microbatch)]
+            target = value[self._inside(transfer)]
             buffer = target if target.is_contiguous() else target.new_empty(target.shape)
             channel = self._layout.channels[transfer.sender, item]
             channel.expect(buffer)
@@ -108,23 +106,15 @@ class Messages:
     def send(self, instruction: Instruction, value: torch.Tensor) -> None:
         """Send what the tile has made, and what is its next one's, if this rank works on that too, give to it."""
         chunk, microbatch, forward = instruction.chunk, instruction.microbatch, instruction.op is Op.SEND_ACTIVATION
-        transfers, items = self._transfers(instruction), self._layout.tiles[chunk].items
+        transfers, items = self._layout.transfers[chunk], self._layout.tiles[chunk].items
         to, item = (chunk + 1, items.stop) if forward else (chunk - 1, items.start)
         for transfer in transfers.send_activation if forward else transfers.send_gradient:
             if transfer.receiver == self._layout.rank:  # which then has all of it
                 self.given[Place(to, microbatch)] = value
                 continue
-            part = value[self._inside(transfer, microbatch)].contiguous()
+            part = value[self._inside(transfer)].contiguous()
             self._layout.channels[transfer.receiver, item].send(part)
 
-    def rows_of(self, microbatch: int) -> Interval:
-        """Return the rows of a microbatch that this rank computes."""
-        return self._rows[microbatch % len(self._rows)]
-
-    def _transfers(self, instruction: Instruction) -> Transfers:
-        by_turns = self._layout.transfers[instruction.chunk]
-        return by_turns[instruction.microbatch % len(by_turns)]
-
-    def _inside(self, transfer: Transfer, microbatch: int) -> tuple[slice, slice, slice]:
-        rows = transfer.rows.shift(-self.rows_of(microbatch).start)
+    def _inside(self, transfer: Transfer) -> tuple[slice, slice, slice]:
+        rows = transfer.rows.shift(-self.rows.start)
         return slice(*rows), slice(None), slice(*transfer.features.shift(-self._features.start))

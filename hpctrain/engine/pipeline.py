@@ -53,8 +53,8 @@ class Pipeline:
         self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
         self._device = device
         self._messages = Messages(layout, hidden_size, positions, device)
-        substeps = layout.tiles[0].substeps  # rows and pieces of them are those of all
-        self._substeps = [cut_evenly(self._rows_of(m).size, substeps) for m in range(layout.plan.period)]
+        self._rows = self._messages.rows
+        self._pieces = cut_evenly(self._rows.size, layout.tiles[0].substeps)  # the same of all tiles
 
     def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
         """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
@@ -138,30 +138,21 @@ class Pipeline:
         """Return (ids, targets), each [rows, positions] or None where this stage does not need it."""
         if not (stage.is_first or stage.is_last):
             return None, None
-        piece = self._pieces_of(microbatch)[substep]
-        rows = piece.shift(self._rows_of(microbatch).start + microbatch * self._layout.plan.rows)
+        rows = self._pieces[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
         tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
         return tokens[:, :-1] if stage.is_first else None, tokens[:, 1:] if stage.is_last else None
 
-    def _rows_of(self, microbatch: int) -> Interval:
-        return self._messages.rows_of(microbatch)
-
-    def _pieces_of(self, microbatch: int) -> tuple[Interval, ...]:
-        """Return the parts of these rows by substeps, counted from the first of them."""
-        return self._substeps[microbatch % len(self._substeps)]
-
     def _take(self, place: Place, substep: int) -> torch.Tensor:
         """Return the rows of a substep of what came in; the last substep takes it away."""
-        pieces, waiting = self._pieces_of(place.microbatch), self._messages.given
-        value = waiting.pop(place) if substep == len(pieces) - 1 else waiting[place]
-        return value if len(pieces) == 1 else value[slice(*pieces[substep])]
+        waiting = self._messages.given
+        value = waiting.pop(place) if substep == len(self._pieces) - 1 else waiting[place]
+        return value if len(self._pieces) == 1 else value[slice(*self._pieces[substep])]
 
     def _put(self, waiting: dict[Place, torch.Tensor], place: Place, substep: int, value: torch.Tensor) -> None:
         """Add the rows of a substep to what waits to be sent."""
-        pieces = self._pieces_of(place.microbatch)
-        if len(pieces) == 1:
+        if len(self._pieces) == 1:
             waiting[place] = value
             return
         if place not in waiting:
-            waiting[place] = value.new_empty(self._rows_of(place.microbatch).size, *value.shape[1:])
-        waiting[place][slice(*pieces[substep])] = value
+            waiting[place] = value.new_empty(self._rows.size, *value.shape[1:])
+        waiting[place][slice(*self._pieces[substep])] = value

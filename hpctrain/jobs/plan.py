@@ -18,7 +18,7 @@ from hpctrain.planner.curves import FamilyCurves, curves_of
 from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.estimate import Work
 from hpctrain.planner.even import Resolved, check_plan, resolve_plan, resolve_plan_on
-from hpctrain.planner.proportional import parties_of, proportional_candidates, turns_reason
+from hpctrain.planner.proportional import parties_of, proportional_candidates
 from hpctrain.planner.replicas import exchange_seconds
 
 
@@ -124,8 +124,7 @@ def _by_speed(job: Job, cluster: Cluster) -> Resolved:
         speeds = ", ".join(f"{party.family} {party.speed:.3g} FLOP/s" for party in parties)
         speeds += "; the cluster file has no profiles of this job (`hpctrain profile`)"
     reason = f"{found[0].describe}: least estimated computation and bubble of {len(found)} plans, by {speeds}"
-    turns = turns_reason(work, found[0].plan, {party.family: party.speed for party in parties})
-    return Resolved(found[0].plan, {"plan": reason} | ({"plan.rows": turns} if turns else {}))
+    return Resolved(found[0].plan, {"plan": reason})
 
 
 def _profiled(job: Job, cluster: Cluster, zero: int) -> tuple[str, Mapping[str, FamilyCurves] | None]:

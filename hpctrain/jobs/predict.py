@@ -119,7 +119,7 @@ def describe(prediction: Prediction, dtype: str) -> dict:
     for stage in prediction.memory:
         tile, memory = stage.tile, stage.memory
         items = [list(each) for each in stage.items]
-        where = {"items": items if len(items) > 1 else items[0], "rows": tile.rows.listed(), "family": tile.family}
+        where = {"items": items if len(items) > 1 else items[0], "rows": list(tile.rows), "family": tile.family}
         available = {"total": memory.total, "available": stage.available_bytes, "fits": stage.fits}
         stages.append(where | vars(memory) | available)
     return {

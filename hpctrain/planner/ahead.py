@@ -72,10 +72,10 @@ def further_ahead(plan: Plan, costs: Costs, room: Mapping[Tile, float] | None = 
     if plan.schedule != "1f1b" or plan.microbatches == 1 or any(len(plan.chunks(tile)) > 1 for tile in plan.tiles):
         return None
     number = {tile: i for i, tile in enumerate(plan.tiles)}
-    seconds = costs.longest_seconds
+    seconds = {tile: cost.seconds for tile, cost in costs.tiles.items()}
 
     def round_trip(tile: Tile, other: Tile) -> float:
-        messages = (max(costs.messages.get(pair, (0.0,))) for pair in ((tile, other), (other, tile)))
+        messages = (costs.messages.get(pair, 0.0) for pair in ((tile, other), (other, tile)))
         return seconds[tile] + seconds[other] + sum(messages)
 
     gaps = [Gap(number[a], number[b], round_trip(a, b)) for a in plan.tiles for b in plan.downstream(a)]

@@ -10,21 +10,17 @@ CROSS = "┼"
 
 
 def draw_plan(plan: Plan) -> str:
-    """Return the drawing: the tiles' family, tensor grid, ranks, and what is unlike the defaults.
-
-    Where tiles have other rows by turns, they are drawn in those of the first microbatch, and say how many they have on
-    the mean.
-    """
+    """Return the drawing: the tiles' family, tensor grid, ranks, and what is unlike the defaults."""
     item_bounds = sorted({bound for tile in plan.tiles for bound in tile.items})
-    row_bounds = sorted({bound for tile in plan.tiles for bound in tile.rows_of(0)})
+    row_bounds = sorted({bound for tile in plan.tiles for bound in tile.rows})
     texts = [_text(plan, number, tile) for number, tile in enumerate(plan.tiles)]
     width = max(MIN_WIDTH, 3 * item_bounds[-1])
     columns = _positions(item_bounds, width, [(t.items, 3 + max(map(len, text))) for t, text in _pairs(plan, texts)])
-    lines = _positions(row_bounds, 0, [(t.rows_of(0), 1 + len(text)) for t, text in _pairs(plan, texts)])
+    lines = _positions(row_bounds, 0, [(t.rows, 1 + len(text)) for t, text in _pairs(plan, texts)])
     canvas = _Canvas(columns[item_bounds[-1]] + 1, lines[row_bounds[-1]] + 1)
     for tile, text in _pairs(plan, texts):
         left, right = (columns[bound] for bound in tile.items)
-        top, bottom = (lines[bound] for bound in tile.rows_of(0))
+        top, bottom = (lines[bound] for bound in tile.rows)
         canvas.box(left, right, top, bottom)
         for offset, line in enumerate(text):
             canvas.write(left + 2, top + 1 + offset, line)
@@ -34,8 +30,7 @@ def draw_plan(plan: Plan) -> str:
     for bound in item_bounds:
         ruler.write(columns[bound], 0, str(bound))
     drawn = [f"{at.get(number, ''):>{margin - 1}} {line}" for number, line in enumerate(canvas.lines())]
-    which = "a microbatch" if plan.period == 1 else "the first microbatch"
-    told = [plan.describe(), f"items across (0: embedding, then blocks, last: head), rows of {which} down", ""]
+    told = [plan.describe(), "items across (0: embedding, then blocks, last: head), rows of a microbatch down", ""]
     told += [" " * margin + ruler.lines()[0], *drawn]
     if plan.unused:
         told.append(f"unused: {ranges(plan.unused)}")
@@ -65,8 +60,6 @@ def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []
     options += [f"{tile.substeps} substeps"] if tile.substeps != 1 else []
     options += [f"{tile.ahead} ahead"] if tile.ahead else []
-    if tile.rows.period > 1:
-        options.append(f"{tile.rows.mean:.4g} rows on the mean")
     ranks = ranges(tile.ranks)
     if len(ranks) > 24:
         ranks = f"{min(tile.ranks)}...{max(tile.ranks)}"

@@ -1,6 +1,5 @@
 """How long a step takes, by a closed form of computation and bubble; what is communicated is not weighed. Pure."""
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,9 +56,8 @@ def estimate(
 ) -> float:
     """Return the time of a step: that of the slowest of the pipelines that share no messages.
 
-    Of each one its slowest tile for every microbatch, and the rest of the longest path once; and where rows grow from a
-    microbatch to the next one, as much of it again as they grow, for the tiles behind wait then. An estimate of
-    computation and bubble, from above where paths are unlike or rows go by turns; communication is left out.
+    Of each one its slowest tile for every microbatch, and the rest of the longest path once. An estimate of computation
+    and bubble, from above where paths are unlike; communication is left out.
 
     By speeds in the time of one row of one block at speed 1, by `curves`, which go before them, in seconds.
     """
@@ -74,13 +72,9 @@ def estimate(
     path: dict[Tile, float] = {}
     for tile in sorted(plan.tiles, key=lambda tile: -tile.items.start):
         ahead = max((path[other] for other in plan.downstream(tile)), default=0.0)
-        path[tile] = seconds(tile, tile.rows.most()) + ahead
+        path[tile] = seconds(tile, tile.rows.size) + ahead
     steps = []
     for tiles in joined(plan):
-        of_period = [max(seconds(tile, tile.rows_of(m).size) for tile in tiles) for m in range(plan.period)]
-        every = [of_period[m % plan.period] for m in range(plan.microbatches)]
-        slowest = max(every)
-        rest = max(path[tile] for tile in tiles) - slowest
-        growth = sum(max(0.0, after - before) for before, after in itertools.pairwise([0.0, *every]))
-        steps.append(min(slowest * plan.microbatches + rest, sum(every) + rest * growth / slowest))
+        slowest = max(seconds(tile, tile.rows.size) for tile in tiles)
+        steps.append(slowest * (plan.microbatches - 1) + max(path[tile] for tile in tiles))
     return max(steps)

@@ -12,7 +12,6 @@ from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.cost import Setup, goes_in_halves, unit_elements
-from hpctrain.rows import most_of
 from hpctrain.schedule import Op, passes, under_way, weight_delay
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
@@ -118,8 +117,8 @@ def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
 
 
 def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
-    """Return the bytes kept of tiles that the same ranks work on by turns."""
-    rows = -(-chunks[0].rows.most() // chunks[0].tensor.z)
+    """Return the bytes kept of tiles that the same ranks work on in turn."""
+    rows = -(-chunks[0].rows.size // chunks[0].tensor.z)
     each = []
     for tile in chunks:
         kept_rows = rows if plan.downstream(tile) else -(-rows // tile.substeps)
@@ -132,14 +131,13 @@ def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
 
 
 def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
-    sizes = [-(-size // tile.tensor.z) for size in tile.rows.sizes]
-    rows = max(sizes)
+    rows = -(-tile.rows.size // tile.tensor.z)
     at_once = -(-rows // tile.substeps)
     at_loss = not plan.downstream(tile)
     microbatches = under_way(plan, tile)
     one = sum(item_kept(setup, tile.tensor, item, tile.recompute) for item in range(*tile.items))
     buffers = _computing(setup, plan, tile)
-    kept_rows = at_once if at_loss else most_of(sizes, microbatches)
+    kept_rows = at_once if at_loss else microbatches * rows
     if not _splits(setup, plan, tile):
         return int(kept_rows * one), buffers
     deferred = sum(item_deferred(setup, tile.tensor, item) for item in range(*tile.items))
@@ -154,7 +152,7 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     Where weight passes come later, there is also what else would be gone by then. What the items after it have kept is
     gone, or has become what weight passes need.
     """
-    rows = max(-(-size // tile.tensor.z) for size in tile.rows.sizes)
+    rows = -(-tile.rows.size // tile.tensor.z)
     at_once = -(-rows // tile.substeps)
     is_split = _splits(setup, plan, tile)
     most = more = 0.0
@@ -200,10 +198,8 @@ def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
 
 
 def largest_message_bytes(setup: Setup, tile: Tile) -> int:
-    """Return the bytes of what a rank of a tile sends, or receives, of the microbatch in which it has the most rows."""
-    return (
-        0 if tile.is_idle else message_bytes(setup, tile.tensor, max(-(-n // tile.tensor.z) for n in tile.rows.sizes))
-    )
+    """Return the bytes of what a rank of a tile sends, or receives, of a microbatch."""
+    return 0 if tile.is_idle else message_bytes(setup, tile.tensor, -(-tile.rows.size // tile.tensor.z))
 
 
 def waiting_share(forward_seconds: float, message_seconds: float) -> float:

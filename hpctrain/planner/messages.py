@@ -8,8 +8,8 @@ from hpctrain.planner.network import ClusterNetwork
 from hpctrain.transfers import everywhere, gathers, receives
 
 
-def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
-    """Return by source and target the seconds until the target has a microbatch's message, by turns."""
+def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], float]:
+    """Return by source and target the seconds until the target has a microbatch's message."""
     return _Messages(setup, plan, network).all()
 
 
@@ -37,9 +37,9 @@ class _Messages:
             self._network.flows(after, self._starting[self._nodes[after], item], before),
         )
 
-    def all(self) -> dict[tuple[Tile, Tile], tuple[float, ...]]:
-        found: dict[tuple[Tile, Tile], tuple[float, ...]] = {}
-        known: dict[tuple, list[tuple[float, ...] | None]] = {}
+    def all(self) -> dict[tuple[Tile, Tile], float]:
+        found: dict[tuple[Tile, Tile], float] = {}
+        known: dict[tuple, list[float | None]] = {}
         for tile in self._plan.tiles:
             for forward in (True, False):
                 sources = self._plan.upstream(tile) if forward else self._plan.downstream(tile)
@@ -48,7 +48,9 @@ class _Messages:
                 key = forward, self._meeting((tile, *sources), tile.items.start if forward else tile.items.stop)
                 if key not in known:
                     known[key] = self._between(tile, sources, forward)
-                found |= {(source, tile): each for source, each in zip(sources, known[key], strict=True) if each}
+                found |= {
+                    (source, tile): each for source, each in zip(sources, known[key], strict=True) if each is not None
+                }
         return found
 
     def _meeting(self, tiles: Sequence[Tile], item: int) -> tuple:
@@ -59,9 +61,7 @@ class _Messages:
         nodes = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in devices))}
         first = dict(zip(reversed(ranks), reversed(range(len(ranks))), strict=True))
         where = tuple((d.table, nodes[d.node], d.index, first[r]) for d, r in zip(devices, ranks, strict=True))
-        turns = range(self._plan.period)
-        starts = [tiles[0].rows_of(m).start for m in turns]
-        rows = tuple(tuple(tile.rows_of(m).shift(-starts[m]) for m in turns) for tile in tiles)
+        rows = tuple(tile.rows.shift(-tiles[0].rows.start) for tile in tiles)
         devices = self._network.cluster.devices
         beside = tuple(
             tuple(devices[rank].index for rank in at.get((node, item), ()))
@@ -70,26 +70,22 @@ class _Messages:
         )
         return where, beside, rows, tuple(tile.tensor for tile in tiles)
 
-    def _between(self, tile: Tile, sources: Sequence[Tile], forward: bool) -> list[tuple[float, ...] | None]:
-        """Return for each source what its messages take, by turns; None where it never sends."""
-        found: dict[Tile, dict[int, float]] = {}
+    def _between(self, tile: Tile, sources: Sequence[Tile], forward: bool) -> list[float | None]:
+        """Return for each source what its messages take; None where it sends nothing."""
+        found: dict[Tile, float] = {}
         like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
         # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
         for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks:
-            for microbatch in set(self._plan.cut_like):
-                for source, seconds in self._arriving(tile, sources, rank, forward, microbatch).items():
-                    by_cut = found.setdefault(source, dict.fromkeys(self._plan.cut_like, 0.0))
-                    by_cut[microbatch] = max(by_cut[microbatch], seconds)
-        return [found.get(s) and tuple(found[s][m] for m in self._plan.cut_like) for s in sources]
+            for source, seconds in self._arriving(tile, sources, rank, forward).items():
+                found[source] = max(found.get(source, 0.0), seconds)
+        return [found.get(source) for source in sources]
 
-    def _arriving(
-        self, tile: Tile, sources: Sequence[Tile], rank: int, forward: bool, microbatch: int
-    ) -> dict[Tile, float]:
+    def _arriving(self, tile: Tile, sources: Sequence[Tile], rank: int, forward: bool) -> dict[Tile, float]:
         """Return by source what it takes until a rank has what it is sent of a microbatch."""
         element = self._setup.positions * self._setup.item_bytes
         source_of = {sender: source for source in sources for sender in source.ranks}
         arriving: dict[Tile, float] = {}
-        how = forward, microbatch, self._network.is_near if self._setup.stack.gathers_pieces else everywhere
+        how = forward, self._network.is_near if self._setup.stack.gathers_pieces else everywhere
         for piece in receives(self._plan, tile, rank, self._setup.model.hidden_size, *how):
             source = source_of[piece.sender]
             if piece.sender == rank:  # a tile of its own
@@ -102,7 +98,7 @@ class _Messages:
             arriving[source] = arriving.get(source, 0.0) + seconds
         if gathers(self._plan, tile, *how):
             _, _, z = tile.coordinate(rank)
-            num_bytes = tile.rows_at(z, microbatch).size * self._setup.model.hidden_size // tile.tensor.x * element
+            num_bytes = tile.rows_at(z).size * self._setup.model.hidden_size // tile.tensor.x * element
             beside = self._network.crowd(tile.ranks)
             gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), beside)
             arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later

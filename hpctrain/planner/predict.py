@@ -239,14 +239,12 @@ class Predictor:
     def costs(self) -> Costs:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
-            by_turns, place, splits = [], self._place(tile), self._weight_delay(tile) is not None
-            for rows in tile.rows.sizes:
-                pieces = tuple(piece.size for piece in cut_evenly(-(-rows // tile.tensor.z), tile.substeps))
-                key = (tile.items, pieces, tile.tensor, tile.recompute, place, splits)
-                if key not in known:
-                    known[key] = self._tile_cost(tile, pieces, splits)
-                by_turns.append(known[key])
-            tiles[tile] = tuple(by_turns)
+            place, splits = self._place(tile), self._weight_delay(tile) is not None
+            pieces = tuple(piece.size for piece in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.substeps))
+            key = (tile.items, pieces, tile.tensor, tile.recompute, place, splits)
+            if key not in known:
+                known[key] = self._tile_cost(tile, pieces, splits)
+            tiles[tile] = known[key]
         blocking = self.setup.stack.blocking_sends
         return Costs(
             tiles, arrivals(self.setup, self.plan, self.network), self._sharings(), self._agree_seconds(), blocking
@@ -396,8 +394,8 @@ class Predictor:
         if tile not in self._until:
             last = "backward" if self._weight_delay(tile) is None else "backward_weight"
             made = []
-            for name, microbatch in (("forward", 0), (last, self.plan.microbatches - 1)):
-                rows = -(-tile.rows_of(microbatch).size // tile.tensor.z) // tile.substeps
+            rows = -(-tile.rows.size // tile.tensor.z) // tile.substeps
+            for name in ("forward", last):
                 key = tile.items, rows, name, tile.tensor, tile.recompute, self._place(tile)
                 if key not in self._sums:
                     seconds = (self.item_passes(tile, item, rows)[name].seconds for item in range(*tile.items))
@@ -462,7 +460,7 @@ class Predictor:
             unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
             how = tile.zero, tile.family, tile.substeps, *(self.plan.warm_up(chunk) for chunk in chunks)
             waiting = self._waiting(tile)
-            key = (unlike, tile.rows.sizes, tile.tensor, how, waiting)
+            key = (unlike, tile.rows.size, tile.tensor, how, waiting)
             if key not in known:
                 memory = memory_of(self.setup, self.plan, tile, *self._first_held(tile), waiting, available)
                 known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
@@ -481,6 +479,6 @@ class Predictor:
     def _share_that_waits(self, tile: Tile) -> float:
         if self.setup.stack.blocking_sends or len(self.plan.chunks(tile)) > 1:
             return 0.0
-        made = min(sum(each.seconds for each in cost.forward) for cost in self.costs.tiles[tile])
-        sent = (max(self.costs.messages.get((tile, to), (0.0,))) for to in self.plan.downstream(tile))
+        made = sum(each.seconds for each in self.costs.tiles[tile].forward)
+        sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))
         return waiting_share(made, max(sent, default=0.0))

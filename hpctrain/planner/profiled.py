@@ -71,7 +71,7 @@ class ProfiledPasses:
             found.append(f"{key}: what tensor grids ({', '.join(grids)}) change of the profiled passes, by formula")
         if any(tile.zero >= 2 for tile in tiles):
             found.append(f"{key}: passes in ZeRO 2 and 3, as profiled in {TIMED_ZERO}")
-        most = max(-(-tile.rows.most() // (tile.tensor.z * tile.substeps)) for tile in tiles)
+        most = max(-(-tile.rows.size // (tile.tensor.z * tile.substeps)) for tile in tiles)
         if most > self._last_rows:
             found.append(f"{key}: {most} rows at once, at the speed of the {self._last_rows} that were profiled")
         if self.element_seconds is None:

@@ -2,18 +2,15 @@
 
 Two kinds: `side by side`, where each family has replicas of its own, pipelines of its own depth, and rows by speed; and
 `in a row`, one pipeline over all families, whose blocks are cut by speed. Both are cut exactly: no other cut into whole
-rows or blocks makes the slowest part faster. Replicas that do not meet before the end of a step have rows by turns
-where whole ones fit their speeds badly: 5 in some microbatches and 6 in the others. Which depths and how many
+rows or blocks makes the slowest part faster. Which depths and how many
 microbatches is chosen by a closed form of computation and bubble (`hpctrain.planner.estimate`).
 
 Speeds are one figure for a family, or the curves that the profiler measured of the job. By curves, replicas of the
-whole model are allocated by `hpctrain.planner.allocate`, which knows how many rows fit; rows by turns are left out
-then, since what a curve says of a step's rows together is not what its microbatches take.
+whole model are allocated by `hpctrain.planner.allocate`, which knows how many rows fit.
 """
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,13 +23,9 @@ from hpctrain.planner.allocate import share_rows
 from hpctrain.planner.curves import FamilyCurves
 from hpctrain.planner.estimate import Work, estimate
 from hpctrain.planner.replicas import replicas_plan
-from hpctrain.planner.turns import spread
-from hpctrain.rows import Rows
 
 # Of one parameter in fp32: weight and gradient; both moments; the summed gradient of a shard.
 WEIGHT_BYTES, MOMENT_BYTES, GRADIENT_SHARD_BYTES = 8, 8, 4
-# Rows by turns are not worth less than this share of a step.
-TURNS_WORTH = 0.005
 # Of one token: what a block keeps in fp32 for each feature of its hidden state (measured), the head for each token id.
 BLOCK_BYTES, HEAD_BYTES = 90, 12
 INPUT_BYTES = 4  # of that, where a block is computed again: its input
@@ -162,7 +155,7 @@ def side_by_side(work: Work, parties: Sequence[Party], depths: Sequence[int], mi
         times += [_slowest(work, party, items)] * num_replicas
     num_rows = work.global_batch // microbatches
 
-    def plan_with(cut: Sequence[Rows]) -> Plan:
+    def plan_with(cut: Sequence[Interval]) -> Plan:
         tiles = []
         for (party, items, replica), rows in zip(replicas, cut, strict=True):
             across = len(party.ranks) // len(items)
@@ -171,9 +164,9 @@ def side_by_side(work: Work, parties: Sequence[Party], depths: Sequence[int], mi
         return Plan(tuple(tiles), microbatches, num_rows)
 
     if parties[0].curves is not None:
-        return plan_with(spread(share_rows(num_rows, times), 1))
+        return plan_with(_stacked(share_rows(num_rows, times)))
     speeds = [party.speed / max(map(work.cost, items)) for party, items, _ in replicas]
-    return _shorter(work, parties, *(plan_with(cut) for cut in _whole_and_by_turns(num_rows, speeds, microbatches)))
+    return plan_with(_stacked(cut_rows(num_rows, speeds)))
 
 
 def _item_seconds(work: Work, party: Party, rows: float) -> list[float]:
@@ -186,10 +179,7 @@ def _slowest(work: Work, party: Party, stages: Sequence[Interval]) -> Callable[[
 
 
 def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microbatches: int) -> Plan:
-    """Return one pipeline over the parties, in their order; each has its stages, whose replicas share the rows.
-
-    Where all stages have as many replicas, these are pipelines that do not meet, and by speed may have rows by turns.
-    """
+    """Return one pipeline over the parties, in their order; each has its stages, whose replicas share the rows."""
     rows = work.global_batch // microbatches
     stages = []
     for party, depth in zip(parties, depths, strict=True):
@@ -199,9 +189,9 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
         stages += [(party, party.ranks[stage * across : (stage + 1) * across]) for stage in range(depth)]
     degrees = {len(ranks) for _, ranks in stages}
 
-    def plan_with(cuts: Mapping[int, Sequence[Rows]]) -> Plan:
+    def plan_with(cuts: Mapping[int, Sequence[Interval]]) -> Plan:
         """`cuts` are by the number of replicas."""
-        largest = {degree: max(each.mean for each in cut) for degree, cut in cuts.items()}
+        largest = {degree: max(each.size for each in cut) for degree, cut in cuts.items()}
         items = cut_unlike([_item_seconds(work, party, largest[len(ranks)]) for party, ranks in stages])
         tiles = [
             Tile(part, each, (rank,), family=party.family)
@@ -210,48 +200,12 @@ def in_a_row(work: Work, parties: Sequence[Party], depths: Sequence[int], microb
         ]
         return Plan(tuple(tiles), microbatches, rows)
 
-    if len(degrees) == 1 and parties[0].curves is None:
-        (degree,) = degrees
-        both = _whole_and_by_turns(rows, [1.0] * degree, microbatches)
-        return _shorter(work, parties, *(plan_with({degree: cut}) for cut in both))
-    return plan_with({degree: [Rows((cut,)) for cut in cut_evenly(rows, degree)] for degree in degrees})
+    return plan_with({degree: cut_evenly(rows, degree) for degree in degrees})
 
 
-def _whole_and_by_turns(
-    num_rows: int, speeds: Sequence[float], microbatches: int
-) -> tuple[Sequence[Rows], Sequence[Rows]]:
-    """Return the rows of replicas by their speeds: the same of all microbatches, and so that they fit over the step.
-
-    Raises PlanError as `cut_rows`.
-    """
-    whole = spread(cut_rows(num_rows, speeds), 1)
-    return whole, spread(cut_rows(num_rows * microbatches, speeds, least=microbatches), microbatches)
-
-
-def _shorter(work: Work, parties: Sequence[Party], whole: Plan, by_turns: Plan) -> Plan:
-    """Return the plan by turns if its step is enough shorter, else that with whole rows."""
-    speeds = {party.family: party.speed for party in parties}
-    shorter = estimate(work, by_turns, speeds) * (1 + TURNS_WORTH) < estimate(work, whole, speeds)
-    return by_turns if shorter else whole
-
-
-def turns_reason(work: Work, plan: Plan, speeds: Mapping[str, float]) -> str | None:
-    """Say what rows by turns are for; None where all microbatches are cut alike."""
-    if plan.period == 1:
-        return None
-    replicas: dict[Rows, list[Tile]] = {}
-    for tile in plan.tiles:
-        replicas.setdefault(tile.rows, []).append(tile)
-    each = [min(speeds[tile.family] / work.cost(tile.items) for tile in tiles) for tiles in replicas.values()]
-    whole = dict(zip(replicas, spread(cut_rows(plan.rows, each), 1), strict=True))
-    same = replace(plan, tiles=tuple(replace(tile, rows=whole[tile.rows]) for tile in plan.tiles))
-    longer = estimate(work, same, speeds) / estimate(work, plan, speeds) - 1
-    shares = Counter(
-        f"{rows.mean:.4g} on {' and '.join(dict.fromkeys(tile.family for tile in tiles))}"
-        for rows, tiles in replicas.items()
-    )
-    means = ", ".join(f"{count} x {share}" for share, count in shares.items())
-    return f"by turns, of {plan.rows} on the mean {means}; with whole rows a step would take {longer:.1%} longer"
+def _stacked(sizes: Sequence[int]) -> list[Interval]:
+    """Return consecutive intervals of these sizes."""
+    return [Interval(*pair) for pair in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
@@ -266,7 +220,7 @@ def state_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
 
 def rows_at_once(plan: Plan, tile: Tile) -> int:
     """Return of how many rows of a microbatch a tile keeps activations: at the loss those of one substep."""
-    return tile.rows.most() if plan.depth_to_loss(tile) else -(-tile.rows.most() // tile.substeps)
+    return tile.rows.size if plan.depth_to_loss(tile) else -(-tile.rows.size // tile.substeps)
 
 
 def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
@@ -285,8 +239,8 @@ def needed_bytes(work: Work, plan: Plan) -> dict[Tile, float]:
         making = max(BLOCK_BYTES * model.hidden_size, head) if again else 0
         depth, rows = plan.depth_to_loss(tile), rows_at_once(plan, tile)
         if depth:
-            rows = tile.rows.most(min(depth + 1, plan.microbatches))
-        return work.positions * (rows * kept + -(-tile.rows.most() // tile.substeps) * making)
+            rows = tile.rows.size * min(depth + 1, plan.microbatches)
+        return work.positions * (rows * kept + -(-tile.rows.size // tile.substeps) * making)
 
     return {tile: states[tile] + activations(tile) for tile in plan.tiles}
 
@@ -312,10 +266,10 @@ def _in_pieces(work: Work, plan: Plan, memory_bytes: Mapping[str, float]) -> Pla
         room = memory_bytes[tile.family] - states[tile]
         if plan.depth_to_loss(tile) or needed[tile] - states[tile] <= room or room <= 0:
             return tile
-        rows_at_once = math.floor(room / (needed[tile] - states[tile]) * tile.rows.most())
+        rows_at_once = math.floor(room / (needed[tile] - states[tile]) * tile.rows.size)
         if not rows_at_once:
             return tile
-        return replace(tile, substeps=min(-(-tile.rows.most() // rows_at_once), *tile.rows.sizes))
+        return replace(tile, substeps=min(-(-tile.rows.size // rows_at_once), tile.rows.size))
 
     return replace(plan, tiles=tuple(map(fitting, plan.tiles)))
 

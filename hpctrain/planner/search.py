@@ -147,8 +147,6 @@ class Search:
     @_uncollected()
     def run(self) -> Found:
         plans, is_complete = self.fastest()
-        if self._space.turns:
-            plans = sorted(map(self._timer.by_turns, plans), key=lambda timed: timed.seconds)
         known = self.costs, self._global_batch, self._space, plans[0].seconds
         bound = least_seconds(*known, lambda: self._is_over(1.0))
         return Found(

@@ -104,21 +104,16 @@ class TileCost:
 class Costs:
     """All that a simulation needs to know of model and machine."""
 
-    tiles: Mapping[Tile, tuple[TileCost, ...]]
-    """By turns: of microbatch m that at m % length; one where all microbatches take as long."""
-    messages: Mapping[tuple[Tile, Tile], tuple[float, ...]]
-    """Of an activation, or its gradient, from a tile to another, by turns too."""
+    tiles: Mapping[Tile, TileCost]
+    """Of each microbatch."""
+    messages: Mapping[tuple[Tile, Tile], float]
+    """Of an activation, or its gradient, from a tile to another."""
     sharings: tuple[Sharing, ...] = ()
     """In the order in which all ranks exchange them."""
     agree_seconds: float = 0.0
     """Until all ranks agree on the loss and the norm."""
     blocking_sends: bool = False
     """Whether a tile computes nothing while it sends."""
-
-    @property
-    def longest_seconds(self) -> dict[Tile, float]:
-        """Of a microbatch of each tile, there and back, in the turn that takes the longest."""
-        return {tile: max(cost.seconds for cost in by_turns) for tile, by_turns in self.tiles.items()}
 
     def of(self, tiles: Mapping[Tile, Tile]) -> "Costs":
         """Return the same for other tiles in the place of these."""
@@ -140,10 +135,6 @@ class Costs:
                 for each in self.sharings
             ),
         )
-
-    def of_tile(self, tile: Tile, microbatch: int) -> TileCost:
-        by_turns = self.tiles[tile]
-        return by_turns[microbatch % len(by_turns)]
 
 
 @dataclass
@@ -172,17 +163,13 @@ class _Wire:
     source: Tile
     target: Tile
     depth: int
-    seconds: tuple[float, ...]
-    """By turns."""
+    seconds: float
     arriving: deque[tuple[int, float]] = field(default_factory=deque)
     free_at: float = 0.0
     """When the last one has left."""
     taken: deque[float] = field(default_factory=deque)
     """When slots became free again."""
     under_way: int = 0
-
-    def seconds_of(self, microbatch: int) -> float:
-        return self.seconds[microbatch % len(self.seconds)]
 
 
 @dataclass(frozen=True)
@@ -214,7 +201,7 @@ def _alike(plan: Plan, costs: Costs) -> dict[Tile, Tile]:
         number = {tile: i for i, tile in enumerate(tiles)}
         each = tuple((costs.tiles[t], t.substeps, plan.warm_up(t), number[plan.chunks(t)[0]]) for t in tiles)
         ways = tuple(
-            (number[a], number[b], costs.messages[a, b], costs.messages[b, a], plan.turns_between(a, b))
+            (number[a], number[b], costs.messages[a, b], costs.messages[b, a])
             for a in tiles
             for b in plan.downstream(a)
         )
@@ -233,7 +220,7 @@ class _Simulation:
         self._at = dict.fromkeys(schedules, 0)
         self._wires: dict[tuple[Tile, Tile, Op], _Wire] = {}
         self._ends: dict[int, tuple[int, int]] = {}
-        self._found_wires: dict[tuple[Tile, Op, int], tuple[_Wire, ...]] = {}
+        self._found_wires: dict[tuple[Tile, Op], tuple[_Wire, ...]] = {}
         self._gathers = self._start_gathers()
 
     def run(self) -> Simulated:
@@ -257,7 +244,7 @@ class _Simulation:
         if stuck:
             tile = stuck[0]
             raise PlanError(
-                f"the schedule deadlocks: tile items {list(tile.items)} rows {tile.rows} waits at"
+                f"the schedule deadlocks: tile items {list(tile.items)} rows {list(tile.rows)} waits at"
                 f" '{self._schedules[tile][self._at[tile]]}'"
             )
         busy = {tile: clock.now for tile, clock in self._clocks.items()}
@@ -282,12 +269,12 @@ class _Simulation:
             tile = chunks[step.chunk]
             match step.op:
                 case op if name := PASSES.get(op):
-                    cost = self._costs.of_tile(tile, step.microbatch)
+                    cost = self._costs.tiles[tile]
                     one = getattr(cost, name)[step.substep]
                     if place == opening:
                         clock.spend("tensor", max(0.0, cost.before_seconds - clock.now))
                     if tile in self._gathers:
-                        self._await_weights(clock, self._costs.of_tile(tile, 0).overlap_times, self._gathers.pop(tile))
+                        self._await_weights(clock, cost.overlap_times, self._gathers.pop(tile))
                     clock.spend("compute", one.compute)
                     if one.tensor or one.data:
                         clock.spend("tensor", one.tensor)
@@ -319,10 +306,10 @@ class _Simulation:
 
     def _wires_of(self, tile: Tile, step: Instruction) -> tuple[_Wire, ...]:
         """Return the wires by which a tile sends or receives in an instruction."""
-        key = tile, step.op, step.microbatch % self._plan.period
+        key = tile, step.op
         if key not in self._found_wires:
             downstream = step.op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT)
-            peers = (self._plan.downstream if downstream else self._plan.upstream)(tile, key[-1])
+            peers = (self._plan.downstream if downstream else self._plan.upstream)(tile)
             is_sent = step.op not in SENDS
             ends = ((tile, peer, step.op) if is_sent else (peer, tile, SENDS[step.op]) for peer in peers)
             self._found_wires[key] = tuple(self._wire(*each) for each in ends)
@@ -343,7 +330,7 @@ class _Simulation:
                 clock.parts["bubble"] += clock.wait_until(wire.taken.popleft())
                 wire.under_way -= 1
             wire.under_way += 1
-            wire.free_at = max(clock.now, wire.free_at) + wire.seconds_of(microbatch)
+            wire.free_at = max(clock.now, wire.free_at) + wire.seconds
             wire.arriving.append((microbatch, wire.free_at))
         if self._costs.blocking_sends:
             clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))
@@ -358,7 +345,7 @@ class _Simulation:
             if got != microbatch:
                 items = list(wire.target.items)
                 raise PlanError(f"tile items {items} expects microbatch {microbatch} and is sent {got}")
-            longest = max(longest, wire.seconds_of(microbatch))
+            longest = max(longest, wire.seconds)
             arrival = max(arrival, arrives)
         waited = clock.wait_until(arrival)
         seen = min(waited, longest)
@@ -376,7 +363,7 @@ class _Simulation:
         together = max(clock.now for clock in clocks.values())
         for tile, clock in clocks.items():
             clock.parts["bubble"] += clock.wait_until(together)
-            clock.spend("optimizer", self._costs.agree_seconds + self._costs.of_tile(tile, 0).update_seconds)
+            clock.spend("optimizer", self._costs.agree_seconds + self._costs.tiles[tile].update_seconds)
         for sharing in self._costs.sharings:
             if sharing.needed_seconds is None:
                 self._exchange(sharing.tiles, sharing.gather_seconds)
@@ -430,7 +417,7 @@ class _Simulation:
                 lane[first] = start + sharing.reduce_seconds
                 taken[first] += sharing.reduce_seconds
                 beside = min(sharing.reduce_seconds, max(0.0, self._clocks[first].now + slowed[first] - start))
-                times = self._costs.of_tile(tile, 0).overlap_times
+                times = self._costs.tiles[tile].overlap_times
                 slowed[first] += slowed_by(beside, sharing.reduce_seconds, times)
         for first, clock in self._clocks.items():
             clock.spend("compute", slowed[first])

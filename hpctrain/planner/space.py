@@ -14,7 +14,7 @@ A *shape* says everything but the cuts:
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
 are recomputed in the stages where they would not fit otherwise; at the loss rows may go in pieces instead, of which
-one is kept at a time. What is found in the end may have rows by turns.
+one is kept at a time.
 """
 
 import itertools
@@ -50,8 +50,6 @@ class Space:
     """The most ranks of a tensor grid."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "full")
-    turns: bool = True
-    """Whether the plans that are found may have rows by turns, in some microbatches one more than in the others."""
 
     def microbatch_counts(self, global_batch: int) -> list[int]:
         found = divisors(global_batch)

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hpctrain.cluster import Cluster
 from hpctrain.plan import Plan
 from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Prediction, Predictor
-from hpctrain.planner.turns import by_turns
 from hpctrain.planner.weigh import Layout, Weigher
 
 FEW = 5
@@ -68,14 +67,6 @@ class Timer:
             return timed
         prediction = predictor.with_ahead(plan).predict()
         other = Timed(timed.layout, plan, prediction, timed.seconds)
-        return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
-
-    def by_turns(self, timed: Timed) -> Timed:
-        """Return a plan with its rows by turns in place of the same one, if it fits and is faster."""
-        plan = by_turns(timed.plan, lambda: self._predictor(timed.plan).costs)
-        if plan is None:
-            return timed
-        other = replace(timed, plan=plan, prediction=self._predictor(plan).predict())
         return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 
     def time(self, layouts: Sequence[Layout], known: Timed | None = None) -> tuple[list[Timed], bool]:

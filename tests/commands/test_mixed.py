@@ -106,7 +106,7 @@ def test_a_plan_by_speed_is_a_file_with_the_families_of_the_cluster(hpctrain, cl
     done = hpctrain(*arguments, "--proportional", cwd=clusters)
     assert done.code == 0, done.err
     plan = load_plan(clusters / "by-speed.toml")
-    assert [(tile.family, tile.rows.mean * plan.microbatches) for tile in plan.tiles] == [("fast", 6), ("slow", 2)]
+    assert [(tile.family, tile.rows.size * plan.microbatches) for tile in plan.tiles] == [("fast", 6), ("slow", 2)]
     assert "by fast 1.2e+08 FLOP/s, slow 4e+07 FLOP/s" in (clusters / "by-speed.toml").read_text()
     assert hpctrain(*arguments, "--uniform", cwd=clusters).code == 0
     assert [tile.family for tile in load_plan(clusters / "by-speed.toml").tiles] == ["fast", "slow"]

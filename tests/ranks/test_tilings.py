@@ -15,7 +15,6 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.even import check_plan
-from hpctrain.rows import Rows
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (
@@ -42,10 +41,7 @@ MODELS = {
 
 
 def tile(items, rows, ranks, grid=(1, 1, 1), **options) -> Tile:
-    """`rows` are two bounds, or a list of them by turns."""
-    phases = rows if isinstance(rows, list) else [rows]
-    by_turns = Rows(tuple(Interval(*phase) for phase in phases))
-    return Tile(Interval(*items), by_turns, ranks, TensorGrid(*grid), **options)
+    return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **options)
 
 
 LAST = LAYERS + 2
@@ -130,15 +126,15 @@ FIXED = {
         tile((2, 3), (3, 5), (1,), zero=0),
         tile((3, LAST), (0, 5), (2,)),
     ),
-    "two rows and a half, through tiles that share rows of some microbatches only": (
-        tile((0, 2), [(0, 2), (0, 3)], (0,)),
-        tile((0, 2), [(2, 5), (3, 5)], (2,), substeps=2),
-        tile((2, LAST), [(0, 1), (0, 4), (0, 2)], (1,)),
-        tile((2, LAST), [(1, 5), (4, 5), (2, 5)], (3,), recompute="full"),
+    "tiles that share rows with some of the next ones only": (
+        tile((0, 2), (0, 2), (0,)),
+        tile((0, 2), (2, 5), (2,), substeps=2),
+        tile((2, LAST), (0, 1), (1,)),
+        tile((2, LAST), (1, 5), (3,), recompute="full"),
     ),
-    "rows by turns that z cuts unevenly": (
-        tile((0, 3), [(0, 2), (0, 3)], (3, 0), (1, 1, 2)),
-        tile((0, 3), [(2, 5), (3, 5)], (2,)),
+    "rows that z cuts unevenly": (
+        tile((0, 3), (0, 3), (3, 0), (1, 1, 2)),
+        tile((0, 3), (3, 5), (2,)),
         tile((3, LAST), (0, 5), (1,), substeps=2),
     ),
 }
@@ -155,10 +151,7 @@ CHECKPOINTED = {
     2: [(tile((0, 3), (0, 5), (1,)), tile((3, LAST), (0, 5), (0,))), (tile((0, LAST), (0, 5), (0, 1), (1, 1, 2)),)],
     4: [
         FIXED["unlike grids in one stage"],
-        (
-            tile((0, LAST), [(0, 4), (0, 3)], (3, 2, 1), (1, 1, 3)),
-            tile((0, LAST), [(4, 5), (3, 5)], (0,), zero=0),
-        ),
+        (tile((0, LAST), (0, 4), (3, 2, 1), (1, 1, 3)), tile((0, LAST), (4, 5), (0,), zero=0)),
     ],
 }
 

@@ -195,7 +195,7 @@ def alone(setup, cluster, family, ranks, grid, item, rows, recompute) -> float:
         plan = Plan((Tile(Interval(item, item + 1), Interval(0, rows * grid.z), ranks, grid, family, recompute),), 1, 1)
         unused = tuple(d.rank for d in cluster.devices if d.rank not in ranks)
         whole = replace(plan, rows=rows * grid.z, unused=unused)
-        (cost,) = Predictor(setup, whole, cluster).costs.tiles[plan.tiles[0]]
+        cost = Predictor(setup, whole, cluster).costs.tiles[plan.tiles[0]]
         KNOWN_ALONE[key] = sum(p.compute + p.tensor for p in (*cost.forward, *cost.backward))
     return KNOWN_ALONE[key]
 
@@ -261,7 +261,7 @@ def cases(draw, networks=NETWORKS, batches=(2, 4, 6), buckets=BUCKETS):
     setup = setup_of(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 12])), vocabulary=draw(st.sampled_from([8, 512])))
     if draw(st.booleans()):
         setup = replace(setup, overlaps=frozenset(("tensor", "z")), bucket_bytes=draw(st.sampled_from(buckets)))
-    space = Space((microbatches,), largest, zero, ("none",), turns=False)
+    space = Space((microbatches,), largest, zero, ("none",))
     slowed = draw(st.sampled_from([1.0, 1.5]))
     nics = [draw(st.sampled_from([1, 2])) if devices > 1 else 1 for _, _, devices in tables]
     cluster = cluster_of(tables, speeds=speeds, slowed=slowed, nics=nics, **network)

@@ -8,7 +8,6 @@ from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.draw import draw_plan, ranges
 from tests.tilings import tilings
-from tests.unit.test_plan import plan_by_turns
 
 MODEL = Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13)
 
@@ -32,16 +31,6 @@ def test_a_small_plan_as_it_is_drawn():
         "4 └───────────────────────────────────┴───────────────────────────────────┘",
         "unused: 4",
     ]
-
-
-def test_rows_by_turns_are_drawn_as_they_are_first():
-    drawing = draw_plan(plan_by_turns())
-    assert drawing.splitlines()[:2] == [
-        "4 tiles of 1x1x1 (x,y,z), 4 microbatches of 6 rows, cut in 2 ways by turns",
-        "items across (0: embedding, then blocks, last: head), rows of the first microbatch down",
-    ]
-    assert [line.split()[0] for line in drawing.splitlines()[4:] if line[0].isdigit()] == ["0", "2", "3", "6"]
-    assert drawing.count("│ 3 rows on the mean ") == 2
 
 
 @given(st.integers(1, 12).flatmap(lambda n: tilings(MODEL, n, 8, 2)))

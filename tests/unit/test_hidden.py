@@ -31,7 +31,7 @@ BESIDE = [  # (ready, needed) of two sums and gathers of 1 s each, and what they
 def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
     plan = even_plan(4, TensorGrid(), 1, 2, 2, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),)),)
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
     sharings = tuple(
         Sharing(
             plan.tiles,
@@ -73,7 +73,7 @@ def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
     """A pass whose last second makes what is summed, on a device that takes twice as long while bytes move."""
     plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0),)
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0)
     sharing = Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 1.0))
     found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, (sharing,)))
     assert found.step_seconds == pytest.approx(3.0 + longer)
@@ -103,7 +103,7 @@ TWO_SUMS = [  # moments of a pass of 2 s at which two sums of 0.5 and 1 s are re
 def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
     plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0),)
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0)
     sharings = tuple(
         Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - moment))
         for seconds, moment in zip((0.5, 1.0), ready, strict=True)
@@ -116,7 +116,7 @@ def test_weights_that_come_slow_what_does_not_wait_for_them():
     """Two gathers of 1 s: the first is waited for, the second comes while a second's work is done before it."""
     plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_times=2.0),)
+    cost = TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_times=2.0)
     sharings = tuple(
         Sharing(plan.tiles, 0.0, 1.0, needed_seconds=dict.fromkeys(plan.tiles, needed)) for needed in (0.0, 1.0)
     )

@@ -207,9 +207,9 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, chunks, rounds,
     """(p - 1) (f + b) / v, f and b those of a whole stage; without the gradients of weights where those wait."""
     forward, back, weight = seconds
     both = [(PassCost(each / chunks),) for each in (forward, back + weight, back, weight)]
-    cost = (TileCost(*both[:2], 0.0, *both[2:]),)
+    cost = TileCost(*both[:2], 0.0, *both[2:])
     plan = plan_of((stages, chunks, stages * rounds, 1))
-    costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): (0.0,) for a in plan.tiles for b in plan.tiles})
+    costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): 0.0 for a in plan.tiles for b in plan.tiles})
 
     def bubble(made) -> float:
         steps = {tile: made(plan, tile) for tile in plan.first_tiles}
@@ -223,8 +223,8 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, chunks, rounds,
 def test_passes_of_equal_length_hide_those_of_weights():
     for shape in ((2, 2, 2, 1), (4, 2, 8, 1), (5, 3, 5, 1)):
         plan = plan_of(shape)
-        cost = (TileCost(*[(PassCost(each),) for each in (1.0, 2.0)], 0.0, *[(PassCost(1.0),)] * 2),)
-        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): (0.0,) for a in plan.tiles for b in plan.tiles})
+        cost = TileCost(*[(PassCost(each),) for each in (1.0, 2.0)], 0.0, *[(PassCost(1.0),)] * 2)
+        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): 0.0 for a in plan.tiles for b in plan.tiles})
         steps = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
         busy = shape[1] * shape[2] * 3.0
         assert simulate(plan, steps, costs).step_seconds == pytest.approx(busy + (shape[0] - 1) * 2.0)
@@ -257,7 +257,7 @@ def test_chunks_shorten_the_predicted_bubble_and_cost_memory_as_the_paper_says()
 def test_what_stays_on_a_rank_takes_no_time():
     tiles = [Tile(Interval(*items), Interval(0, 8), (0,), family="fast") for items in ((0, 5), (5, 10))]
     plan = Plan(tuple(tiles), 4, 8, unused=(1, 2, 3))
-    assert set(Predictor(SETUP, plan, CLUSTER).costs.messages.values()) == {(0.0,)}
+    assert set(Predictor(SETUP, plan, CLUSTER).costs.messages.values()) == {0.0}
     whole = Plan((replace(tiles[0], items=Interval(0, 10)),), 4, 8, unused=(1, 2, 3))
     seconds = [predict(SETUP, each, CLUSTER).step_seconds for each in (plan, whole)]
     assert seconds[0] == pytest.approx(seconds[1])

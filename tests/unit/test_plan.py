@@ -10,8 +10,7 @@ from hpctrain.errors import LaunchError, PlanError
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.plan_checks import check_ranks, check_tiling
-from hpctrain.plan_file import dump_plan, load_plan, parse_plan
-from hpctrain.rows import Rows
+from hpctrain.plan_file import dump_plan, load_plan
 
 
 def uneven_plan() -> Plan:
@@ -59,42 +58,14 @@ def test_coordinates_and_ranks_are_inverse(sizes):
         assert all(tile.axis_ranks(axis, rank)[i] == rank for axis, i in zip("xyz", (x, y, z), strict=True))
 
 
-def plan_by_turns() -> Plan:
-    """Three rows on the mean for each of the first tiles, 2 and 4 by turns; the next ones have 3 always."""
-    low, high = (Interval(0, 2), Interval(0, 4)), (Interval(2, 6), Interval(4, 6))
-    return Plan(
-        (
-            Tile(Interval(0, 3), Rows(low), (0,)),
-            Tile(Interval(0, 3), Rows(high), (1,)),
-            Tile(Interval(3, 6), Interval(0, 3), (2,)),
-            Tile(Interval(3, 6), Interval(3, 6), (3,)),
-        ),
-        microbatches=4,
-        rows=6,
-    )
-
-
-def test_neighbours_are_those_of_a_microbatch():
-    plan = plan_by_turns()
-    check_tiling(plan, 6)
-    a, b, c, d = plan.tiles
-    assert plan.period == 2
-    assert [plan.downstream(a, m) for m in range(4)] == [(c,), (c, d)] * 2
-    assert [plan.downstream(b, m) for m in range(4)] == [(c, d), (d,)] * 2
-    assert [plan.upstream(c, m) for m in range(4)] == [(a, b), (a,)] * 2
-    assert plan.downstream(a) == (c, d) and plan.upstream(c) == (a, b), "of any"
-    assert [a.rows_of(m) for m in range(3)] == [Interval(0, 2), Interval(0, 4), Interval(0, 2)]
-    grid = replace(a, ranks=(0, 1), tensor=TensorGrid(z=2))
-    assert [grid.rows_at(1, m) for m in range(2)] == [Interval(1, 2), Interval(2, 4)]
-
-
-def test_phases_of_a_period_that_no_step_comes_to_are_none_of_a_plan():
-    """Periods of 2 and 3 make one of 6, but there are 4 microbatches."""
-    plan = plan_by_turns()
-    c, d = plan.tiles[2:]
-    phases = Rows((c.rows_of(0),) * 2 + (Interval(0, 4),)), Rows((d.rows_of(0),) * 2 + (Interval(4, 6),))
-    tiles = (*plan.tiles[:2], replace(c, rows=phases[0]), replace(d, rows=phases[1]))
-    assert replace(plan, tiles=tiles).period == 4
+def test_neighbours_share_rows():
+    plan = uneven_plan()
+    a, b, c = plan.tiles
+    assert plan.downstream(a) == plan.downstream(b) == (c,) and plan.upstream(c) == (a, b)
+    assert plan.downstream(c) == plan.upstream(a) == ()
+    apart = replace(plan, tiles=(a, b, replace(c, rows=Interval(3, 8))))
+    assert apart.downstream(a) == () and apart.upstream(apart.tiles[2]) == (b,)
+    assert [c.rows_at(z) for z in range(2)] == [Interval(0, 4), Interval(4, 8)]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +73,6 @@ def test_phases_of_a_period_that_no_step_comes_to_are_none_of_a_plan():
     [
         uneven_plan(),
         even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, schedule="zb-h1", zero=0),
-        plan_by_turns(),
         replace(uneven_plan(), tiles=tuple(replace(tile, ahead=1) for tile in uneven_plan().tiles)),
     ],
 )
@@ -110,23 +80,6 @@ def test_files_round_trip(plan, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(dump_plan(plan))
     assert load_plan(path) == plan
-
-
-def test_rows_that_are_always_the_same_may_be_written_as_one_interval_or_as_turns():
-    text = "microbatches = 2\nrows = 2\n[[tile]]\nitems = [0, 3]\nranks = [0]\nrows = "
-    plans = [parse_plan(text + rows, "p") for rows in ("[0, 2]", "[[0, 2]]", "[[0, 2], [0, 2]]")]
-    assert plans[0] == plans[1] == plans[2]
-    assert "\nrows = [0, 2]\n" in dump_plan(plans[2])
-    assert "\nrows = [[0, 2], [0, 4]]\n" in dump_plan(plan_by_turns())
-
-
-def test_turns_of_several_microbatches_are_written_as_one():
-    plan = plan_by_turns()
-    slow = {tile: Rows(tuple(tile.rows_of(m // 2) for m in range(4))) for tile in plan.tiles}
-    plan = replace(plan, tiles=tuple(replace(tile, rows=rows) for tile, rows in slow.items()))
-    assert "\nrows = [[0, 2, 2], [0, 4, 2]]\n" in dump_plan(plan)
-    assert "\nrows = [0, 3]\n" in dump_plan(plan)
-    assert parse_plan(dump_plan(plan), "p") == plan
 
 
 def test_depths_are_those_of_the_longest_paths():
@@ -165,14 +118,6 @@ def broken(plan: Plan | None = None, **changes) -> Plan:
         (broken(tile=2, items=Interval(3, 7)), r"tile 2 .*: items must lie in \[0, 6\)"),
         (broken(tile=2, rows=Interval(0, 9)), r"tile 2 .*: rows must lie in \[0, 8\)"),
         (
-            broken(plan_by_turns(), tile=0, rows=Rows((Interval(0, 2), Interval(0, 3)))),
-            r"item 0 is computed for rows \[\[0, 3\], \[4, 6\]\] of microbatch 1, which is not \[0, 6\) once each",
-        ),
-        (
-            broken(plan_by_turns(), tile=0, rows=Rows(tuple(Interval(0, size) for size in (2, 4, 2, 4, 1)))),
-            r"tile 0 .*: rows of 5 microbatches by turns, and a step has 4; give as many or fewer",
-        ),
-        (
             broken(tile=2, ahead=1),
             r"tile 2: ahead = 1, and nothing comes after it that it could be ahead of; set it to 0",
         ),
@@ -185,7 +130,7 @@ def broken(plan: Plan | None = None, **changes) -> Plan:
             broken(even_plan(6, TensorGrid(), 2, 1, 4, 2, chunks=2), tile=0, ahead=1),
             r'tile 0: ahead = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
         ),
-        (broken(plan_by_turns(), tile=0, substeps=3), r"tile 0 .*: z = 1 and substeps = 3 split 2 rows; lower"),
+        (broken(tile=0, substeps=4), r"tile 0 .*: z = 1 and substeps = 4 split 3 rows; lower"),
     ],
 )
 def test_what_is_no_tiling_is_refused(plan, message):
@@ -214,16 +159,12 @@ def test_wrong_number_of_ranks_says_which_fits():
             "row: unknown key; did you mean 'rows'?",
         ),
         (
-            "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [[0, 1], [0]]\nranks = [0]",
-            "tile.0.rows.1 = [0]: list should have at least 2 items",
-        ),
-        (
-            "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [[0, 1, 0]]\nranks = [0]",
-            "tile.0.rows.0: [0, 1, 0] are rows of 0 microbatches; make it 1 to 1000000",
+            "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [0]\nranks = [0]",
+            "tile.0.rows.1: missing; set it",
         ),
         (
             "microbatches = 1\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = []\nranks = [0]",
-            "tile.0.rows = []: value should have at least 1 item",
+            "tile.0.rows.0: missing; set it",
         ),
         (
             "microbatches = 0\nrows = 1\n[[tile]]\nitems = [0, 3]\nrows = [0, 1]\nranks = [0]",

@@ -24,11 +24,9 @@ from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import predict
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.planner.stack import HPCTRAIN, STACKS
-from hpctrain.rows import Rows
-from hpctrain.schedule import forward_only, one_f_one_b
+from hpctrain.schedule import one_f_one_b
 from hpctrain.truth import Truth
 from tests.pretended import CLUSTER
-from tests.unit.test_plan import plan_by_turns
 
 JOB = load_job("tiny", ["model.vocab_size=1024"])
 SETUP = Setup(JOB.model, 128, "fp32", HPCTRAIN)
@@ -124,8 +122,8 @@ def test_a_cluster_that_is_slower_in_everything_takes_as_much_longer(plan):
 def test_the_bubble_of_equal_stages_is_that_of_the_literature(microbatches):
     stages = 4
     plan = even_plan(stages + 2, TensorGrid(), stages, 1, microbatches, 1)
-    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),)),)
-    pairs = {(a, b): (0.0,) for a in plan.tiles for b in plan.tiles}
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
+    pairs = {(a, b): 0.0 for a in plan.tiles for b in plan.tiles}
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), pairs))
     assert found.step_seconds == pytest.approx(3.0 * (microbatches + stages - 1))
@@ -136,10 +134,10 @@ def test_the_bubble_of_equal_stages_is_that_of_the_literature(microbatches):
 def test_messages_are_hidden_behind_what_is_computed_meanwhile():
     plan = even_plan(4, TensorGrid(), 2, 1, 8, 1)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = (TileCost((PassCost(1.0),), (PassCost(2.0),)),)
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
     steps = []
     for seconds in (0.0, 0.1, 5.0):
-        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): (seconds,) for a in plan.tiles for b in plan.tiles})
+        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): seconds for a in plan.tiles for b in plan.tiles})
         steps.append(simulate(plan, schedules, costs))
     assert steps[0].step_seconds < steps[1].step_seconds < steps[2].step_seconds
     first = steps[1].parts[plan.tiles[1]]
@@ -149,94 +147,28 @@ def test_messages_are_hidden_behind_what_is_computed_meanwhile():
             assert sum(parts.values()) == pytest.approx(step.step_seconds)
 
 
-@pytest.mark.parametrize("plan", [*LAYOUTS, plan_of((1, 2, 1), 1, 2), plan_by_turns()])
+UNLIKE_ROWS = Plan(
+    (
+        Tile(Interval(0, 3), Interval(0, 2), (0,)),
+        Tile(Interval(0, 3), Interval(2, 6), (1,)),
+        Tile(Interval(3, NUM_ITEMS), Interval(0, 3), (2,)),
+        Tile(Interval(3, NUM_ITEMS), Interval(3, 6), (3,)),
+    ),
+    4,
+    6,
+)
+
+
+@pytest.mark.parametrize("plan", [*LAYOUTS, plan_of((1, 2, 1), 1, 2), UNLIKE_ROWS])
 def test_tiles_that_meet_alike_have_messages_alike(plan):
     messages = _Messages(SETUP, plan, ClusterNetwork(CLUSTER))
     expected = {}
     for tile, forward in itertools.product(plan.tiles, (True, False)):
         sources = plan.upstream(tile) if forward else plan.downstream(tile)
-        found = messages._between(tile, sources, forward) if sources else []
-        expected |= {(source, tile): each for source, each in zip(sources, found, strict=True) if each}
+        if sources:
+            found = zip(sources, messages._between(tile, sources, forward), strict=True)
+            expected |= {(source, tile): seconds for source, seconds in found if seconds is not None}
     assert {pair: pytest.approx(seconds) for pair, seconds in messages.all().items()} == expected
-
-
-def test_turns_that_meet_at_the_end_only_add_up():
-    """Side by side 1 and 2, and 2 and 1, are 1.5; ahead of a common tile, which waits for the slower one, more."""
-    short, long = TileCost((PassCost(1.0),), (PassCost(2.0),)), TileCost((PassCost(2.0),), (PassCost(4.0),))
-    low, high = Rows((Interval(0, 1), Interval(0, 2))), Rows((Interval(1, 3), Interval(2, 3)))
-    beside = Plan((Tile(Interval(0, 4), low, (0,)), Tile(Interval(0, 4), high, (1,))), 6, 3)
-    by_turns = dict(zip(beside.tiles, [(short, long), (long, short)], strict=True))
-
-    def step(plan: Plan, costs: dict[Tile, tuple[TileCost, ...]]) -> float:
-        messages = {(a, b): (0.0,) for a in plan.tiles for b in plan.tiles}
-        return simulate(plan, {t: one_f_one_b(plan, t) for t in plan.tiles}, Costs(costs, messages)).step_seconds
-
-    assert step(beside, by_turns) == pytest.approx(3 * 3 + 3 * 6)
-    ahead = [replace(tile, items=Interval(0, 2)) for tile in beside.tiles]
-    last = Tile(Interval(2, 4), Interval(0, 3), (2,))
-    fed = Plan((*ahead, last), 2, 3)
-    assert step(fed, dict(zip(fed.tiles, [(short, long), (long, short), (short,)], strict=True))) == pytest.approx(12)
-    assert step(fed, dict(zip(fed.tiles, [(long,), (long,), (short,)], strict=True))) == pytest.approx(13)
-    assert step(fed, dict(zip(fed.tiles, [(short,), (short,), (short,)], strict=True))) == pytest.approx(9)
-
-
-@pytest.mark.parametrize("depth", [2, 4, 8])
-def test_turns_that_change_seldom_hold_a_pipeline_up_the_least(depth):
-    """Against five and a half rows of all microbatches; 6 rows are 9 % longer."""
-    few, many = Interval(0, 5), Interval(0, 6)
-
-    def step(phases: tuple[Interval, ...], each: float = 1.0) -> float:
-        rows = Rows(phases)
-        tiles = tuple(Tile(Interval(2 * i, 2 * i + 2), rows, (i,)) for i in range(depth))
-        cost = tuple(TileCost((PassCost(each * size),), (PassCost(2 * each * size),)) for size in rows.sizes)
-        plan = Plan(tiles, 32, 6)
-        messages = {(a, b): (0.0,) for a in tiles for b in tiles}
-        costs = Costs(dict.fromkeys(tiles, cost), messages)
-        return simulate(plan, {tile: one_f_one_b(plan, tile) for tile in tiles}, costs).step_seconds
-
-    ideal = step((few,), each=5.5 / 5)
-    assert step((many,)) / ideal == pytest.approx(1.091, abs=1e-3)
-    assert step((few, many)) / ideal == pytest.approx({2: 1.084, 4: 1.081, 8: 1.075}[depth], abs=1e-3)
-    assert step((few,) * 16 + (many,) * 16) / ideal == pytest.approx({2: 1.003, 4: 1.008, 8: 1.016}[depth], abs=1e-3)
-
-
-def test_a_message_takes_the_time_of_its_microbatch_and_nobody_else_waits_for_it():
-    plan = plan_by_turns()
-    a, b, c, d = plan.tiles
-    cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(1.0),)),))
-    schedules = {tile: forward_only(plan, tile) for tile in plan.tiles}
-
-    def pipeline_seconds(tile: Tile, seconds: dict[tuple[Tile, Tile], tuple[float, float]]) -> float:
-        messages = {(s, t): (0.0, 0.0) for s in plan.tiles for t in plan.tiles} | seconds
-        return simulate(plan, schedules, Costs(cost, messages)).parts[tile]["pipeline"]
-
-    assert pipeline_seconds(d, {(a, d): (50.0, 5.0)}) == pytest.approx(2 * 5.0), "no rows in common of 0 and 2"
-    assert pipeline_seconds(d, {(b, d): (0.25, 0.5)}) == pytest.approx(2 * 0.25 + 2 * 0.5)
-    assert pipeline_seconds(c, {(b, c): (0.25, 50.0)}) == pytest.approx(2 * 0.25)
-
-
-def test_rows_by_turns_take_and_keep_what_is_between_those_of_whole_rows():
-    def plan_with(low: Rows | Interval, high: Rows | Interval) -> Plan:
-        first, last = Interval(0, 3), Interval(3, NUM_ITEMS)
-        tiles = (
-            *(Tile(items, low, (rank,), family="fast") for rank, items in enumerate((first, last))),
-            *(Tile(items, high, (rank,), family="slow") for rank, items in enumerate((first, last), 2)),
-        )
-        return Plan(tiles, 8, 11)
-
-    few, many, turns = (
-        plan_with(Interval(0, rows), Interval(rows, 11))
-        if rows
-        else plan_with(Rows((Interval(0, 5), Interval(0, 6))), Rows((Interval(5, 11), Interval(6, 11))))
-        for rows in (5, 6, 0)
-    )
-    seconds = {name: predict(SETUP, plan, CLUSTER) for name, plan in (("few", few), ("many", many), ("turns", turns))}
-    assert seconds["many"].step_seconds < seconds["turns"].step_seconds < seconds["few"].step_seconds, "slow has fewer"
-    mean = (seconds["many"].step_seconds + seconds["few"].step_seconds) / 2
-    assert seconds["turns"].step_seconds == pytest.approx(mean, rel=0.02)
-    kept = {name: [stage.memory.activations for stage in found.memory] for name, found in seconds.items()}
-    assert kept["turns"][0] == pytest.approx((kept["few"][0] + kept["many"][0]) / 2, rel=1e-6), "two microbatches"
-    assert kept["turns"][1] == kept["many"][1], "the larger one"
 
 
 def test_memory_falls_with_each_zero_stage_and_with_recomputing():

@@ -16,7 +16,6 @@ from hpctrain.model.ways import WAYS, Way, Ways
 from hpctrain.observe.run import dump_job
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.products import Product, parse_product, products_of
-from hpctrain.rows import Rows
 
 SMALL = [Product("forward", "fp32", 24, 32, 40), Product("input", "fp32", 24, 40, 32)]
 SMALL += [Product("weight", "fp32", 40, 24, 32), Product("weight", "bf16", 40, 24, 32)]
@@ -54,22 +53,21 @@ def test_a_way_is_taken_for_its_product_alone(monkeypatch):
 
 
 def test_products_follow_from_the_tile():
-    """Rows by turns, over z and in substeps; key/value heads that several y hold are a product apart."""
+    """Rows over z and in substeps; key/value heads that several y hold are a product apart."""
     model = Model(architecture="llama", num_layers=2, hidden_size=16, num_heads=8, num_kv_heads=2, vocab_size=61)
-    rows = Rows((Interval(0, 5), Interval(0, 6)))
-    tile = Tile(Interval(1, 4), rows, tuple(range(8)), TensorGrid(1, 4, 2), substeps=2)
-    other = Tile(Interval(0, 1), Interval(0, 6), (8,))
-    found = products_of(model, Plan((tile, other), 2, 6), tile, "fp32", 10)
+    tile = Tile(Interval(1, 4), Interval(0, 5), tuple(range(8)), TensorGrid(1, 4, 2), substeps=2)
+    other = Tile(Interval(0, 1), Interval(0, 5), (8,))
+    found = products_of(model, Plan((tile, other), 2, 5), tile, "fp32", 10)
     tokens = {p.m for p in found if p.use == "forward"}
-    assert tokens == {10, 20}, "5 and 6 rows over z are 2 and 3, in two pieces 1 and 2"
-    halves = products_of(model, Plan((tile, other), 2, 6), tile, "fp32", 10, in_halves=True)
+    assert tokens == {10, 20}, "5 rows over z are 2 and 3, in two pieces 1 and 2"
+    halves = products_of(model, Plan((tile, other), 2, 5), tile, "fp32", 10, in_halves=True)
     of_head = {p.m for p in halves if (p.use, p.k, p.n) == ("forward", 16, 16)}  # and of blocks: q
     assert of_head == {10, 20} and {p.m for p in halves if p.use == "forward" and p.n == 4} == {10}
     shapes = {(p.k, p.n) for p in found if p.use == "forward"}
     # q alone, the one head of k and v together, o; gate and up; down; the padded vocabulary
     assert shapes == {(16, 4), (16, 4), (4, 16), (16, 32), (16, 16), (16, 16)}
     assert {(p.m, p.n) for p in found if p.use == "weight"} == {(n, k) for k, n in shapes}
-    assert products_of(model, Plan((tile, other), 2, 6), other, "fp32", 10) == []
+    assert products_of(model, Plan((tile, other), 2, 5), other, "fp32", 10) == []
     assert all(parse_product(str(product)) == product for product in found)
 
 

@@ -176,9 +176,9 @@ EXCHANGING = st.integers(1, 8).flatmap(
 @given(st.one_of(TILINGS, EXCHANGING), st.data())
 def test_what_goes_further_ahead_for_its_messages_is_a_plan(plan, data):
     seconds = st.floats(0.1, 3.0)
-    cost = {tile: (TileCost((PassCost(data.draw(seconds)),), (PassCost(data.draw(seconds)),)),) for tile in plan.tiles}
+    cost = {tile: TileCost((PassCost(data.draw(seconds)),), (PassCost(data.draw(seconds)),)) for tile in plan.tiles}
     pairs = [pair for tile in plan.tiles for o in plan.downstream(tile) for pair in ((tile, o), (o, tile))]
-    messages = {pair: (data.draw(st.floats(0.0, 3.0)),) for pair in pairs}
+    messages = {pair: data.draw(st.floats(0.0, 3.0)) for pair in pairs}
     further = further_ahead(plan, Costs(cost, messages))
     if further is None:
         return
@@ -192,11 +192,11 @@ def test_what_goes_further_ahead_for_its_messages_is_a_plan(plan, data):
 
 def test_messages_that_take_longer_have_more_under_way():
     plan = even_plan(5, TensorGrid(), 3, 1, 12, 1)
-    cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(2.0),)),))
+    cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
 
     def ahead(message_seconds: float, microbatches: int = 12) -> list[int]:
         of = replace(plan, microbatches=microbatches)
-        messages = {(a, b): (message_seconds,) for a in plan.tiles for b in plan.tiles}
+        messages = {(a, b): message_seconds for a in plan.tiles for b in plan.tiles}
         further = further_ahead(of, Costs(cost, messages))
         return [tile.ahead for tile in further.tiles] if further else [0, 0, 0]
 
@@ -209,9 +209,9 @@ def test_messages_that_take_longer_have_more_under_way():
 
 def test_where_memory_is_short_the_slowest_messages_have_more_under_way_first():
     plan = even_plan(6, TensorGrid(), 4, 1, 16, 1)
-    cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(2.0),)),))
+    cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
     first, second, third, last = plan.tiles
-    messages = {(first, second): (2.0,), (third, last): (3.0,)}
+    messages = {(first, second): 2.0, (third, last): 3.0}
 
     def ahead(*room: int) -> list[int]:
         further = further_ahead(plan, Costs(cost, messages), dict(zip(plan.tiles, room, strict=True)))
@@ -231,8 +231,8 @@ def test_pipelines_that_are_alike_but_for_what_is_under_way_are_not_simulated_as
             tiles.append(Tile(Interval(0, 3), Interval(row, row + 1), (2 * row,), ahead=number))
             tiles.append(Tile(Interval(3, 6), Interval(row, row + 1), (2 * row + 1,)))
         plan = Plan(tuple(tiles), 8, len(ahead))
-        cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(2.0),)),))
-        messages = {(a, b): (1.0,) for a in plan.tiles for b in plan.tiles}
+        cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
+        messages = {(a, b): 1.0 for a in plan.tiles for b in plan.tiles}
         return simulate(plan, {t: one_f_one_b(plan, t) for t in plan.tiles}, Costs(cost, messages)).step_seconds
 
     assert step(2, 0) == step(0, 2) == step(0, 0) > step(2, 2)
@@ -298,11 +298,11 @@ def test_the_bubbles_of_equal_stages_are_those_of_the_paper(stages, more, second
     of which messages from stage to stage leave no less than a pass."""
     forward, back, weight = seconds
     passes = [(PassCost(seconds),) for seconds in (forward, back + weight, back, weight)]
-    cost = (TileCost(*passes[:2], 0.0, *passes[2:]),)
+    cost = TileCost(*passes[:2], 0.0, *passes[2:])
 
     def bubble(schedule: str, made) -> float:
         plan = even_plan(stages + 2, TensorGrid(), stages, 1, stages + more, 1, schedule=schedule)
-        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): (0.0,) for a in plan.tiles for b in plan.tiles})
+        costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): 0.0 for a in plan.tiles for b in plan.tiles})
         steps = {tile: made(plan, tile) for tile in plan.tiles}
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 

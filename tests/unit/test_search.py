@@ -16,7 +16,6 @@ from hpctrain.errors import PlanError, TopologyError
 from hpctrain.intervals import Interval
 from hpctrain.jobs.common import check_runs, ready_miniature
 from hpctrain.jobs.plan import command
-from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import load_plan
 from hpctrain.planner.cost import Setup
@@ -27,7 +26,6 @@ from hpctrain.planner.proportional import Work, parties_of, proportional_candida
 from hpctrain.planner.search import Limits, Search, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.turns import by_turns
 from tests.unit.small_searches import (
     EVERYTHING,
     FAST_NETWORK,
@@ -129,7 +127,7 @@ def test_equal_devices_get_equal_parts(nodes, devices):
     found = best(cluster_of([("a", nodes, devices)]), batch=16, setup=setup_of(8, vocabulary=2))
     tiles = found.best.plan.tiles
     assert not found.best.plan.unused
-    assert len({tile.rows.most() for tile in tiles}) == 1
+    assert len({tile.rows.size for tile in tiles}) == 1
     assert len({tile.items.intersect(Interval(1, 9)).size for tile in tiles}) == 1
     assert len({tile.tensor for tile in tiles}) == 1
     assert found.gap < 0.25
@@ -139,7 +137,7 @@ def test_faster_devices_do_more():
     found = best(cluster_of([("a", 2, 1), ("c", 2, 1)], **FAST_NETWORK), batch=24)
     work: dict[str, int] = {}
     for tile in found.best.plan.tiles:
-        work[tile.family] = work.get(tile.family, 0) + tile.rows.most() * tile.items.intersect(Interval(1, 7)).size
+        work[tile.family] = work.get(tile.family, 0) + tile.rows.size * tile.items.intersect(Interval(1, 7)).size
     assert 2.9 < work["c"] / work["a"] <= 5, "3.7 times as fast, in whole blocks or rows"
 
 
@@ -215,28 +213,6 @@ def test_what_is_found_for_a_ready_cluster_can_run_and_beats_the_plan_by_speed(n
     work = Work(job.model, job.data.sequence_length, job.train.global_batch)
     by_speed = proportional_candidates(work, parties_of(cluster, "fp32"), cluster.num_devices)[0]
     assert found.best.seconds <= predict(setup, by_speed.plan, cluster).step_seconds * 1.001
-
-
-def test_replicas_of_unlike_speed_get_rows_by_turns_and_equal_ones_stay_as_they_are():
-    setup = setup_of(4)
-    tiles = tuple(
-        Tile(Interval(0, 6), Interval(2 * rank, 2 * rank + 2), (rank,), TensorGrid(), family)
-        for rank, family in enumerate("ab")
-    )
-    whole = Plan(tiles, microbatches=5, rows=4)
-
-    def predictor(plan: Plan, faster: float) -> Predictor:
-        cluster = cluster_of([("a", 1, 1), ("b", 1, 1)], speeds={"a": 2e9 * faster, "b": 2e9})
-        return Predictor(setup, plan, cluster)
-
-    assert by_turns(whole, lambda: predictor(whole, 1.0).costs) is None
-    found = by_turns(whole, lambda: predictor(whole, 1.5).costs)
-    check_tiling(found, setup.model.num_items)
-    assert [tile.rows.mean for tile in found.tiles] == pytest.approx([2.4, 1.6])
-    seconds = [predictor(plan, 1.5).predict().step_seconds for plan in (found, whole)]
-    assert seconds[0] / seconds[1] == pytest.approx(0.8, rel=0.05)
-    together = replace(whole, tiles=tuple(replace(tile, zero=2) for tile in tiles))
-    assert by_turns(together, lambda: predictor(together, 1.5).costs) is None
 
 
 def test_a_limit_in_seconds_still_finds_a_plan():

@@ -11,7 +11,6 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
-from hpctrain.rows import Rows
 from hpctrain.schedule import one_f_one_b, schedule_of
 from tests.tilings import tilings
 
@@ -26,7 +25,7 @@ def beside_itself(plan: Plan) -> tuple[Plan, dict[Tile, Tile]]:
     copies = {
         tile: replace(
             tile,
-            rows=Rows(tuple(phase.shift(plan.rows) for phase in tile.rows.phases)),
+            rows=tile.rows.shift(plan.rows),
             ranks=tuple(rank + num_ranks for rank in tile.ranks),
         )
         for tile in plan.tiles
@@ -38,14 +37,13 @@ def beside_itself(plan: Plan) -> tuple[Plan, dict[Tile, Tile]]:
 @given(TILINGS, st.data())
 def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     plan, copies = beside_itself(replace(drawn, unused=()))
-    both = range(plan.period)
-    tiles: dict[Tile, tuple[TileCost, ...]] = {}
+    tiles: dict[Tile, TileCost] = {}
     for tile, copy in copies.items():
         passes = [(PassCost(data.draw(SECONDS)),) * tile.substeps for _ in range(4)]
         cost = TileCost(passes[0], passes[1], 0.25, passes[2], passes[3], overlap_times=1.5)
-        tiles[tile] = tiles[copy] = (cost,)
+        tiles[tile] = tiles[copy] = cost
     pairs = [pair for a in copies for b in plan.downstream(a) for pair in ((a, b), (b, a))]
-    messages = {pair: tuple(data.draw(SECONDS) for _ in both) for pair in pairs}
+    messages = {pair: data.draw(SECONDS) for pair in pairs}
     messages |= {(copies[a], copies[b]): seconds for (a, b), seconds in messages.items()}
     sharings = []
     for items in sorted({tile.items for tile in plan.tiles}):
@@ -54,10 +52,10 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
         sharings.append(Sharing(sharing, data.draw(SECONDS), data.draw(SECONDS), ready, needed))
     if pairs and data.draw(st.booleans()):  # the copy is not quite one
         a, b = data.draw(st.sampled_from(pairs))
-        messages[copies[a], copies[b]] = tuple(seconds + 0.75 for seconds in messages[a, b])
+        messages[copies[a], copies[b]] = messages[a, b] + 0.75
     elif data.draw(st.booleans()):
         tile = data.draw(st.sampled_from(list(copies)))
-        tiles[copies[tile]] = (replace(tiles[tile][0], forward=(PassCost(3.0),) * tile.substeps),)
+        tiles[copies[tile]] = replace(tiles[tile], forward=(PassCost(3.0),) * tile.substeps)
     costs = Costs(tiles, messages, tuple(sharings), agree_seconds=0.1)
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)
@@ -74,7 +72,7 @@ def test_a_copy_is_run_once(monkeypatch):
     first = [Tile(Interval(0, 3), Interval(row, row + 1), (row,)) for row in (0, 1)]
     meeting = Plan((*first, Tile(Interval(3, 7), Interval(0, 2), (2,))), 4, 2)
     plan, _ = beside_itself(meeting)
-    cost = dict.fromkeys(plan.tiles, (TileCost((PassCost(1.0),), (PassCost(2.0),)),))
-    messages = {pair: (1.0,) for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))}
+    cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
+    messages = {pair: 1.0 for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))}
     simulate(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles}, Costs(cost, messages))
     assert set(ran) == set(meeting.tiles)
