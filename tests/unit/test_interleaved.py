@@ -116,8 +116,8 @@ def test_tiles_with_zero_2_have_like_chunks_or_are_refused():
         replace(t, items=Interval(2 * (n // 4) + t.items.start, 2 * (n // 4) + t.items.stop))
         for n, t in enumerate(tiles)
     ]
-    one_by_one = [replace(tile, ranks=(4 + n,)) for n, tile in enumerate(tiles) if tile.rows.of(0).start]
-    interleaved = [replace(t, ranks=(n % 2,)) for n, t in enumerate(t for t in tiles if not t.rows.of(0).start)]
+    one_by_one = [replace(tile, ranks=(4 + n,)) for n, tile in enumerate(tiles) if tile.rows.start]
+    interleaved = [replace(t, ranks=(n % 2,)) for n, t in enumerate(t for t in tiles if not t.rows.start)]
     plan = Plan((*interleaved, *(replace(t, ranks=(2 + n,)) for n, t in enumerate(one_by_one))), 3, 2)
     check_tiling(plan, 4)
     with pytest.raises(PlanError, match="share items but have unlike chunks"):
