@@ -15,19 +15,29 @@ The cuts follow from the shape, see `planner/cut.py`: rows are given one by one 
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
 are recomputed in the stages where they would not fit otherwise; at the loss rows may go in pieces instead, of which
 one is kept at a time. What is found in the end may have rows by turns.
+
+Two restricted spaces have the plans of a user who knows less. All devices are used in both.
+
+| space | shapes | cuts |
+|---|---|---|
+| `by_speed_space` | all families in one pipeline, or one pipeline of each | by one speed of each family |
+| `even_space` | one tensor grid; pipelines equally deep, of equal replicas | equal rows, equal blocks |
+
+A family alone needs no space of its own: `search` takes the families that it may use.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.plan import TensorGrid
-from hpctrain.planner.proportional import divisors
 
 Pipelines = tuple[tuple[int, ...], ...]
 """Numbers of pools: those in a row, for each of the pipelines side by side."""
 ALL_COUNTS_UP_TO = 8
+BEST, BY_SPEED, EVEN = "best", "by speed", "even"
 
 
 class Choice(NamedTuple):
@@ -52,10 +62,30 @@ class Space:
     recompute: tuple[str, ...] = ("none", "full")
     turns: bool = True
     """Whether the plans that are found may have rows by turns, in some microbatches one more than in the others."""
+    cut: str = BEST
+    """How rows and blocks are cut. `BY_SPEED` and `EVEN` restrict the shapes too."""
 
     def microbatch_counts(self, global_batch: int) -> list[int]:
         found = divisors(global_batch)
         return [count for count in found if self.microbatches is None or count in self.microbatches]
+
+    def arrangements(self, num_pools: int) -> list[Pipelines]:
+        """Return the arrangements of pools that the space has."""
+        every = list(arrangements(num_pools))
+        if self.cut == BEST:
+            return every
+        num_pipelines = {1, num_pools} if self.cut == BY_SPEED else range(num_pools + 1)
+        return [p for p in every if sum(map(len, p)) == num_pools and len(p) in num_pipelines]
+
+
+def by_speed_space(**restricted) -> Space:
+    """Return the space of plans that are cut by the speeds of families alone; without memory, without communication."""
+    return Space(turns=False, cut=BY_SPEED, **restricted)
+
+
+def even_space(**restricted) -> Space:
+    """Return the space of even plans: tensor grid x pipeline x data, as if all devices were alike."""
+    return Space(turns=False, cut=EVEN, **restricted)
 
 
 @dataclass(frozen=True)
@@ -123,6 +153,33 @@ def choices_of(
         for stages in stage_counts(slots, num_blocks):
             for replicas in replica_counts(slots // stages, -(-rows // grid.z) if rounded_up else rows // grid.z):
                 yield Choice(grid, stages, replicas)
+
+
+def choices_of_all(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[Choice]:
+    """Yield what a pool can become that uses all of its places."""
+    for grid, slots in num_slots.items():
+        for stages in divisors(slots):
+            if stages <= num_blocks and slots // stages * grid.z <= rows:
+                yield Choice(grid, stages, slots // stages)
+
+
+def even_choices(
+    pipelines: Pipelines, num_slots: Sequence[dict[TensorGrid, int]], num_blocks: int, rows: int
+) -> Iterator[tuple[tuple[Choice, ...], ...]]:
+    """Yield what the pools of an arrangement can become in even plans, which use all places of each pool."""
+    for grid in num_slots[0]:
+        if not all(grid in slots for slots in num_slots):
+            continue
+        slots = [[num_slots[pool][grid] for pool in row] for row in pipelines]
+        for stages in divisors(math.gcd(*map(sum, slots))):
+            replicas = [sum(row) // stages for row in slots]
+            divides = all(n % r == 0 for row, r in zip(slots, replicas, strict=True) for n in row)
+            if divides and stages <= num_blocks and rows % sum(replicas) == 0 and rows // sum(replicas) >= grid.z:
+                yield tuple(tuple(Choice(grid, n // r, r) for n in row) for row, r in zip(slots, replicas, strict=True))
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def names_of(pipelines: Pipelines, names: Sequence[str]) -> str:

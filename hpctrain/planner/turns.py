@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hpctrain.intervals import Interval, tiles_exactly
 from hpctrain.plan import Plan, Tile
-from hpctrain.planner.allocate import share_rows
+from hpctrain.planner.cut import cut_rows
 from hpctrain.planner.simulate import Costs
 from hpctrain.rows import Rows
 
@@ -60,7 +60,7 @@ def by_turns(plan: Plan, costs: Callable[[], Costs]) -> Plan | None:
     longest = [max(seconds[tile] for tile in tiles) for tiles in replicas.values()]
     each = [of_all / rows.size for of_all, rows in zip(longest, whole, strict=True)]
     shares = [lambda rows, of_row=of_row: rows * of_row for of_row in each]
-    totals = share_rows(plan.rows * plan.microbatches, shares, least=plan.microbatches)
+    totals = cut_rows(plan.rows * plan.microbatches, [plan.microbatches] * len(shares), shares)
     mean = max(share(total) for share, total in zip(shares, totals, strict=True)) / plan.microbatches
     if mean > max(longest) * (1 - LEAST_WORTH):
         return None
