@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.intervals import Interval, tiles_exactly
-from hpctrain.planner.proportional import cut_rows
+from hpctrain.planner.cut import cut_rows
 from hpctrain.planner.turns import spread
 from hpctrain.rows import Rows, common_period, most_of
 
@@ -63,7 +63,7 @@ def test_totals_of_a_step_are_as_good_as_brute_force(data, speeds, microbatches)
         return max(total / speed for total, speed in zip(totals, speeds, strict=True))
 
     step = num_rows * microbatches
-    found = cut_rows(step, speeds, least=microbatches)
+    found = cut_rows(step, [microbatches] * len(speeds), [lambda n, speed=speed: n / speed for speed in speeds])
     assert sum(found) == step and min(found) >= microbatches, "a row of each microbatch"
     cuts = itertools.product(range(microbatches, step + 1), repeat=len(speeds) - 1)
     every = [(*cut, step - sum(cut)) for cut in cuts if step - sum(cut) >= microbatches]
