@@ -236,11 +236,12 @@ class Search:
 
     def _least_shortage(self) -> str:
         """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
-        space = replace(self._space, zero=(max(self._space.zero),), recompute=self._space.recompute[-1:])
+        space = replace(self._space, recompute=self._space.recompute[-1:])
         roomy = Weigher(self.costs, self._global_batch, space, is_short_of_nothing=True)
         groups = itertools.product(self._arrangements, self._counts)
         shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
-        layouts = (roomy.weigh(replace(shape, zero=shape.zero_stages(space.zero)[0])) for shape in shapes)
+        zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
+        layouts = (roomy.weigh(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
         lacking = [(roomy.worst_shortage(layout), number, layout) for number, layout in enumerate(layouts) if layout]
         if not lacking:
             return (
@@ -259,7 +260,7 @@ class Search:
     def _shapes(self, pipelines: Pipelines, microbatches: int):
         """Yield the shapes of a group, those of the best choices first."""
         if self._space.cut == EVEN:
-            slots = [self.weigher.num_slots(number) for number in range(len(self._pools))]
+            slots = [self._space.num_slots(*of) for of in zip(self._pools, self.costs.grids, strict=True)]
             rows, num_blocks = self._global_batch // microbatches, self._setup.model.num_layers
             for choices in even_choices(pipelines, slots, num_blocks, rows):
                 yield Shape(pipelines, choices, microbatches, 1)

@@ -37,11 +37,13 @@ class Shortlists:
     def _rates(self, pool: int, rows: int) -> tuple[list[tuple[float, Choice]], float]:
         """Return each choice with the blocks that it does in a second, and the most."""
         if (pool, rows) not in self._fastest:
-            costs, how = self._costs, self._weigher.space.recompute[0]
-            choices = choices_of if self._weigher.space.cut == BEST else choices_of_all
+            costs, space = self._costs, self._weigher.space
+            how = space.recompute[0]
+            choices = choices_of if space.cut == BEST else choices_of_all
+            slots = space.num_slots(costs.pools[pool], costs.grids[pool])
             found = [
                 (choice.stages / costs.seconds(pool, choice.grid, 1, rank_rows(choice, rows), how).both, choice)
-                for choice in choices(self._weigher.num_slots(pool), costs.setup.model.num_layers, rows)
+                for choice in choices(slots, costs.setup.model.num_layers, rows)
             ]
             self._fastest[pool, rows] = found, max((rate for rate, _ in found), default=0.0)
         return self._fastest[pool, rows]

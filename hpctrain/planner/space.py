@@ -8,8 +8,9 @@ A *shape* says everything but the cuts:
   to the number of blocks; and how many *replicas* each of its stages has, of `replica_counts`. Tensor grids take their
   pool's places node by node, those of a stage side by side, stage after stage; what is left is unused;
 - a number of microbatches that divides the global batch;
-- a ZeRO stage: 0 to 3; 1 where pipelines are side by side, which do not go through their items together, and where
-  nobody shares a weight, so that it makes no difference.
+- a ZeRO stage: 0 to 3. 1 where nobody shares a weight, so that it makes no difference. Pipelines side by side do not go
+  through their items together: 1, or 2 and 3 where each of them is one stage, by the same tensor grid and in as many
+  pieces (heterogeneous ZeRO: Poplar, arXiv 2408.12596).
 
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
@@ -28,11 +29,12 @@ A family alone needs no space of its own: `search` takes the families that it ma
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.plan import TensorGrid
+from hpctrain.planner.pools import Pool
 
 Pipelines = tuple[tuple[int, ...], ...]
 """Numbers of pools: those in a row, for each of the pipelines side by side."""
@@ -77,6 +79,11 @@ class Space:
         num_pipelines = {1, num_pools} if self.cut == BY_SPEED else range(num_pools + 1)
         return [p for p in every if sum(map(len, p)) == num_pools and len(p) in num_pipelines]
 
+    def num_slots(self, pool: Pool, grids: Iterable[TensorGrid]) -> dict[TensorGrid, int]:
+        """Return how many places a pool has for each of some tensor grids; restricted spaces use all devices."""
+        found = {g: len(pool.slots(g.size)) for g in grids if g.size <= (self.largest_grid or g.size)}
+        return found if self.cut == BEST else {g: n for g, n in found.items() if n * g.size == pool.num_devices}
+
 
 def by_speed_space(**restricted) -> Space:
     """Return the space of plans that are cut by the speeds of families alone; without memory, without communication."""
@@ -99,9 +106,17 @@ class Shape:
     zero: int
 
     def zero_stages(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of the wanted ZeRO stages that this can have."""
-        is_shared = any(choice.replicas > 1 for row in self.choices for choice in row)
-        return wanted if len(self.pipelines) == 1 and is_shared else (1,)
+        """Return those of the wanted ZeRO stages that this can have; 1 stands for all where they make no difference."""
+        choices = [choice for row in self.choices for choice in row]
+        if len(self.pipelines) == 1:
+            return wanted if any(choice.replicas > 1 for choice in choices) else (1,)
+        return ((1,) if min(wanted) <= 1 else ()) + tuple(zero for zero in wanted if zero >= 2 and self.is_whole_models)
+
+    @property
+    def is_whole_models(self) -> bool:
+        """Whether all stages have the whole model, by one tensor grid."""
+        grids = {row[0].grid for row in self.choices}
+        return len(grids) == 1 and all(len(row) == row[0].stages == 1 for row in self.choices)
 
 
 def arrangements(num_pools: int) -> Iterator[Pipelines]:

@@ -129,7 +129,17 @@ class Weigher:
         rows = self._cut_rows(shape)
         if rows is None:
             return None
+        if shape.zero < 2 or len(rows) == 1:
+            return self._place(shape, rows)
+        # Ranks exchange in each piece, and so all of them have as many.
+        least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
+        layouts = (self._place(shape, rows, pieces) for pieces in piece_counts(least, least))
+        return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
+
+    def _place(self, shape: Shape, rows: Sequence[int], pieces: int | None = None) -> Layout | None:
+        """Return the shape with its blocks cut, too; the rows of a stage go in so many pieces, or as few as fit."""
         pipelines, passed = [], []
+        sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
         for number, of_row in enumerate(rows):
             roles = self.roles(shape, number)
             ways = [
@@ -142,6 +152,8 @@ class Weigher:
                     self.holders(shape, choice),
                     self.meets_unlike(shape, number, choice),
                     shape.zero,
+                    pieces,
+                    sharing if pieces else (),
                 )
                 for pool, choice, depth, ends in roles
             ]
@@ -192,12 +204,6 @@ class Weigher:
         """Return how many rows of a block, or of another item, a device of a pool does in a second, if it has many."""
         return MANY_ROWS / self.costs.seconds(pool, TensorGrid(), item, MANY_ROWS, self.space.recompute[0]).both
 
-    def num_slots(self, number: int) -> dict[TensorGrid, int]:
-        """Return how many places for each tensor grid of the space a pool has; restricted spaces use all devices."""
-        pool, largest = self.costs.pools[number], self.space.largest_grid or math.inf
-        found = {g: len(pool.slots(g.size)) for g in self.costs.grids[number] if g.size <= largest}
-        return found if self.space.cut == BEST else {g: n for g, n in found.items() if n * g.size == pool.num_devices}
-
     def even_seconds(self, pools: Sequence[int], choices: Sequence[Choice], rows: int) -> float:
         """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
         each = [self._item_seconds(*pair, 1, rows) for pair in zip(pools, choices, strict=True)]
@@ -246,13 +252,19 @@ class Weigher:
         holders: int,
         meets_unlike: bool,
         zero: int,
+        pieces: int | None,
+        sharing: tuple[tuple[int, int], ...],
     ) -> Stage:
-        """Return how a stage can be computed that keeps the activations of `kept` microbatches."""
+        """Return how a stage can be computed that keeps the activations of `kept` microbatches.
+
+        `sharing` are the pools and replicas that exchange in every pass, where these are of several pipelines.
+        """
         costs, grid = self.costs, choice.grid
         each = rank_rows(choice, rows)
         items = costs.items(ends)
-        extra = [costs.exchange(pool, grid, choice.replicas, item, zero) for item in items]
+        extra = [costs.exchange(pool, grid, choice.replicas, item, zero, sharing) for item in items]
         counts = piece_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
+        counts = counts if pieces is None else [pieces]
         ways: list[Way] = []
         for recompute in self.space.recompute:
             fitting = 0
