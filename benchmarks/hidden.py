@@ -16,8 +16,8 @@ from pathlib import Path
 from mixed import call
 
 from hpctrain.cluster_file import dump_cluster, parse_cluster
-from hpctrain.jobs.bench_mixed import write_own_tokens
 from hpctrain.jobs.bench_overlap import ALL_AND_FORWARD
+from hpctrain.jobs.common import generate_tokens
 from hpctrain.truth import PretendDevice, Truth
 
 RANKS = 8
@@ -90,7 +90,7 @@ def main() -> None:
         settings, speed = LAYOUTS[name]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
-            write_own_tokens(path / "tokens.bin")
+            generate_tokens(path / "tokens.bin", 512)
             (path / "job.toml").write_text(JOB)
             (path / "cluster.toml").write_text(cluster_file(given.bandwidth or speed, given.scale))
             command = ["bench", "overlap", "job.toml", "--rehearse", "cluster.toml", "--json", "--steps", given.steps]

@@ -80,7 +80,7 @@ def networks(options: list) -> None:
             path = Path(folder, f"{name}.toml")
             path.write_text(dump_real(made, truth))
             told = measure(path, options)
-            best = max(told["mixed"], key=lambda about: about["tokens_per_second"])
+            best = max(filter(None, told["mixed"].values()), key=lambda about: about["tokens_per_second"])
             scores[name] = best["tokens_per_second"]
             print(f"{name}: {scores[name]:,.1f} tokens/s, overrun {best['overrun']:.2%}, {best['plan']}", flush=True)
     hybrid = scores[HYBRID]

@@ -16,21 +16,18 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, ready_clusters
+from hpctrain.errors import PlanError
 from hpctrain.jobs.bench_mixed import OWN_JOB
 from hpctrain.jobs.common import load_job_on, ready_miniature, start_rehearsal, started_world
 from hpctrain.jobs.find import find_plan
-from hpctrain.jobs.predict import with_overlap
 from hpctrain.plan import Plan
 from hpctrain.plan_file import load_plan
-from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import predict
-from hpctrain.planner.proportional import Candidate
 from hpctrain.planner.search import Limits
+from hpctrain.planner.space import BY_SPEED, EVEN, by_speed_space, even_space
 
 BIN = Path(sys.executable).parent
-SEARCHED, BY_SPEED, EVEN = "searched", "by speed", "even"
+SEARCHED = "searched"
 TOP = 5
 
 
@@ -41,7 +38,6 @@ class Named:
     name: str
     plan: Plan
     seconds: float
-    fits: bool
 
 
 def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
@@ -50,30 +46,18 @@ def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
     The cluster's miniature is written to `path`.
     """
     made = ready_miniature(cluster_name)
-    job, cluster = made.job, made.cluster
-    path.write_text(dump_cluster(cluster, truth=made.truth))
+    job = made.job
+    path.write_text(dump_cluster(made.cluster, truth=made.truth))
     told = find_plan(job, str(path), Limits())
-    setup = Setup.of_job(with_overlap(job, cluster, path, told["dtype"])[0])
     best = told["found"].plans[:TOP]
-    named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds, True) for place, timed in enumerate(best)]
-    for name, option in ((BY_SPEED, "--proportional"), (EVEN, "--uniform")):
-        if plan := written(path, option):
-            named.append(predicted(name, setup, plan, cluster))
+    named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds) for place, timed in enumerate(best)]
+    for name, space in ((BY_SPEED, by_speed_space()), (EVEN, even_space())):
+        try:
+            restricted = find_plan(job, str(path), Limits(), space)["found"].best
+            named.append(Named(name, restricted.plan, restricted.seconds))
+        except PlanError as error:
+            print(f"{cluster_name}, {name}: {error}", file=sys.stderr)
     return named, told["gap"]
-
-
-def written(cluster: Path, option: str) -> Plan | None:
-    """Return the plan that `hpctrain plan` writes, None where it says that there is none that fits."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "plan.toml")
-        command = [BIN / "hpctrain", "plan", OWN_JOB, "--cluster", cluster, option, "--out", path]
-        done = subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL)
-        return load_plan(path) if done.returncode == 0 else None
-
-
-def predicted(name: str, setup: Setup, plan: Plan, cluster: Cluster) -> Named:
-    found = predict(setup, plan, cluster)
-    return Named(name, plan, found.step_seconds, found.fits)
 
 
 def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float | None) -> dict[str, dict]:
@@ -104,12 +88,11 @@ def rehearse(cluster_name: str, given: Path, steps: int, time_scale: float | Non
     with started_world() as world:
         job, described = start_rehearsal(world, cluster_name, load_job_on(world, OWN_JOB, ()), time_scale)
 
-        from hpctrain.jobs.stand import Stand
+        from hpctrain.jobs.plan_benchmark import Candidate, PlanBenchmark
 
-        stand, told = Stand(world, described.cluster, job, steps, lambda text: None), {}
-        for number, (name, saved) in enumerate(json.loads(given.read_text()).items()):
-            candidate = Candidate(saved["seconds"], name, (number,), load_plan(Path(saved["path"])))
-            found = stand.best(name, 1, [candidate])
+        benchmark, told = PlanBenchmark(world, described.cluster, job, steps, lambda text: None), {}
+        for name, saved in json.loads(given.read_text()).items():
+            found = benchmark.best(1, [Candidate(name, load_plan(Path(saved["path"])), saved["seconds"])])
             told[name] = found and {"step_seconds": found.step_seconds, "overrun": found.overrun}
         if world.rank == 0:
             print(json.dumps(told), flush=True)
@@ -124,7 +107,7 @@ def show(cluster_name: str, plans: list[Named], gap: float, measured: dict[str, 
         if name not in by_name:
             return "none"
         found = by_name[name]
-        return f"{found.seconds:.4g} ({found.seconds / best.seconds:.2f})" + ("" if found.fits else ", does not fit")
+        return f"{found.seconds:.4g} ({found.seconds / best.seconds:.2f})"
 
     print(f"| {cluster_name} | {best.seconds:.4g} | {gap:.1%} | {other(BY_SPEED)} | {other(EVEN)} |", flush=True)
     for name, found in measured.items():
@@ -157,7 +140,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             plans, gap = plans_of(name, Path(folder, f"{name}.toml"))
         show(name, plans, gap, measure(name, plans, given.steps, given.time_scale) if given.measure else {})
-        slower += [f"{name}: {p.name}" for p in plans[1:] if p.fits and p.seconds < plans[0].seconds * (1 - 1e-9)]
+        slower += [f"{name}: {p.name}" for p in plans[1:] if p.seconds < plans[0].seconds * (1 - 1e-9)]
     if slower:
         sys.exit(f"predicted to be faster than what was searched: {', '.join(slower)}")
 

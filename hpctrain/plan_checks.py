@@ -1,8 +1,24 @@
-"""Refuses plans that cannot run, whatever the job: the message has the numbers."""
+"""Refuses plans that cannot run: the message has the numbers."""
 
 from hpctrain.errors import LaunchError, PlanError
+from hpctrain.holders import check_zero
 from hpctrain.intervals import Interval, tiles_exactly
+from hpctrain.job import Job
+from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan
+
+
+def check_plan(job: Job, plan: Plan, where: str) -> None:
+    """Refuse a plan that cannot run this job; `where` is what the message calls it. Raises PlanError."""
+    check_tiling(plan, job.model.num_items)
+    for tile in plan.tiles:
+        check_grid(job.model, tile.tensor)
+    check_zero(plan, where)
+    if plan.microbatches * plan.rows != job.train.global_batch:
+        raise PlanError(
+            f"{where}: microbatches {plan.microbatches} x rows {plan.rows} = {plan.microbatches * plan.rows}, but"
+            f" train.global_batch is {job.train.global_batch}; make them equal"
+        )
 
 
 def check_tiling(plan: Plan, num_items: int) -> None:

@@ -1,11 +1,9 @@
 """`hpctrain bench mixed`: what a mixed cluster does, as a share of what its families do each on its own."""
 
 import json
-from functools import partial
 
 import click
 
-from hpctrain.errors import PlanError
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -13,18 +11,11 @@ from hpctrain.jobs.common import (
     started_world,
     time_scale_option,
 )
-from hpctrain.planner.alone import alone_candidates, searched_candidates
-from hpctrain.planner.proportional import (
-    IN_A_ROW,
-    SEARCHED,
-    SIDE_BY_SIDE,
-    even_candidates,
-    parties_of,
-    proportional_candidates,
-    rows_at_once,
-)
-from hpctrain.planner.timed import MOST_TIMED
+from hpctrain.plan import Plan
+from hpctrain.planner.search import EVERY_PLAN, Limits
+from hpctrain.planner.space import BY_SPEED, EVEN, Space, by_speed_space, even_space
 
+SEARCHED = "searched"
 OWN_JOB = "mixed"
 
 
@@ -46,64 +37,44 @@ def command(cluster, reference, overrides, alone, plans, steps, time_scale, as_j
     mpirun -n 8 hpctrain bench mixed v100-t4
 
     All train the same global batch. The yardstick is the sum of what the families do alone (HetHub, arXiv 2405.16256):
-    all plans of a family are simulated, and the best ones measured, of each depth and tensor grid one.
+    all plans of a family are scored, the best ones simulated, and the best of these measured.
     """
     with started_world() as world:
         job, described = start_rehearsal(world, cluster, load_job_on(world, reference, overrides), time_scale)
 
-        from hpctrain.jobs.stand import Stand
+        from hpctrain.jobs.plan_benchmark import PlanBenchmark
 
-        stand = Stand(world, described.cluster, job, steps, _teller(world))
-        told = {"cluster": cluster, "ranks": world.size} | _yardstick(stand, alone, plans)
+        report = (lambda text: click.echo(text, err=True)) if world.rank == 0 else (lambda text: None)
+        benchmark = PlanBenchmark(world, described.cluster, job, steps, report)
+        measured = {"cluster": cluster, "ranks": world.size} | _measure(benchmark, alone, plans)
         if world.rank == 0:
-            print(json.dumps(told) if as_json else _table(told), flush=True)
+            print(json.dumps(measured) if as_json else _table(measured), flush=True)
 
 
-def _yardstick(stand, num_alone: int, plans: int) -> dict:
+def _measure(benchmark, num_alone: int, num_plans: int) -> dict:
     """Measure everything; return it as plain data, the same on all ranks."""
-    job, cluster, work = stand.job, stand.cluster, stand.work
-    parties = parties_of(cluster, job.train.dtype)
-    speeds = {party.family: party.speed / work.flops for party in parties}
-    alone = {}
-    for party in parties:
-        name = f"{party.family} alone"
-        listed = _listed(stand, name, speeds, partial(alone_candidates, job, cluster, work, party), None)
-        alone[party.family] = stand.best(name, num_alone, listed)
-    told: dict = {"alone": {name: _about(best, cluster.num_of(name)) for name, best in alone.items()}}
-    without = [name for name, best in alone.items() if best is None]
-    if not without:
-        each = sum(work.costs) / work.positions
-        speeds = {name: best.tokens_per_second / cluster.num_of(name) * each for name, best in alone.items()}
-    even = stand.best("even", plans, _listed(stand, "even", speeds, partial(even_candidates, work, parties)))
-    by_speed = parties_of(cluster, job.train.dtype, speeds)
-    listed = _listed(stand, "by speed", speeds, partial(proportional_candidates, work, by_speed, cluster.num_devices))
-    families = [party.family for party in parties]
-    listed += _listed(stand, "searched", speeds, partial(searched_candidates, job, cluster, families))
-    mixed = [
-        stand.best(kind, plans, [candidate for candidate in listed if candidate.kind == kind])
-        for kind in (SIDE_BY_SIDE, IN_A_ROW, SEARCHED)
-    ]
-    mixed = [measured for measured in mixed if measured is not None]
-    told |= {"even": _about(even, cluster.num_devices), "mixed": [_about(m, cluster.num_devices) for m in mixed]}
-    told["loss_difference"] = stand.loss_difference()
-    told["overrun"] = stand.overrun()
-    if without:
-        told["no_ratio"] = f"{', '.join(without)} alone cannot hold the model"
-    elif not mixed:
-        told["no_ratio"] = "no plan of all families fits"
-    else:
-        best = max(mixed, key=lambda measured: measured.tokens_per_second)
-        told |= _ratios(cluster, alone, even, best)
-    return told
-
-
-def _listed(stand, name: str, speeds, make, most: int | None = MOST_TIMED) -> list:
-    """Return the plans to be tried, the fastest by simulation first; where there can be none, say why."""
-    try:
-        return stand.timed(make, speeds, most)
-    except PlanError as error:
-        stand.tell(f"{name}: {error}")
-        return []
+    cluster = benchmark.cluster
+    families = list(dict.fromkeys(device.family for device in cluster.devices))
+    alone = {
+        family: benchmark.best(num_alone, benchmark.search(f"{family} alone", [family], Space(), EVERY_PLAN))
+        for family in families
+    }
+    mixed = {
+        name: benchmark.best(num_plans, benchmark.search(name, families, space, Limits()))
+        for name, space in ((EVEN, even_space()), (BY_SPEED, by_speed_space()), (SEARCHED, Space()))
+    }
+    result: dict = {
+        "alone": {name: _about(measured, cluster.num_of(name)) for name, measured in alone.items()},
+        "mixed": {name: _about(measured, cluster.num_devices) for name, measured in mixed.items()},
+        "loss_difference": benchmark.loss_difference(),
+        "overrun": benchmark.overrun(),
+    }
+    uneven = [measured for name, measured in mixed.items() if measured and name != EVEN]
+    if without := [name for name, measured in alone.items() if measured is None]:
+        return result | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
+    if not uneven:
+        return result | {"no_ratio": "no plan of all families fits"}
+    return result | _ratios(cluster, alone, mixed[EVEN], max(uneven, key=lambda each: each.tokens_per_second))
 
 
 def _ratios(cluster, alone, even, best) -> dict:
@@ -117,40 +88,40 @@ def _ratios(cluster, alone, even, best) -> dict:
     }
     if even is not None:
         found["of_even"] = best.tokens_per_second / even.tokens_per_second
-    lost = best.lost(best.tokens / total)
+    losses = best.losses(best.tokens / total)
     if found["of_sum"] > 1:
         found["because"] = _weaknesses(alone, best)
     # Of the plans that the ratios are of; others, that were slower, may have been late.
     overrun = max(measured.overrun for measured in (*alone.values(), best, *([even] if even else [])))
-    return found | {"overrun": overrun, "lost": lost, "cause": max(lost, key=lost.get)}
+    return found | {"overrun": overrun, "lost": losses, "cause": max(losses, key=losses.get)}
 
 
 def _weaknesses(alone, best) -> list[str]:
     """Say what families alone do for lack of memory, which makes their sum a weak baseline."""
-    found = []
-    rows = max(rows_at_once(best.candidate.plan, tile) for tile in best.candidate.plan.tiles)
+    reasons, rows = [], _rows_at_once(best.plan)
     for family, measured in alone.items():
-        plan = measured.candidate.plan
-        most = max(rows_at_once(plan, tile) for tile in plan.tiles)
-        does = []
-        if any(tile.recompute != "none" for tile in plan.tiles):
-            does.append("computes blocks again")
-        zero = max(tile.zero for tile in plan.tiles)
-        if zero >= 2:
-            does.append(f"exchanges {'gradients' if zero == 2 else 'weights'} in every pass")
-        if most < rows:
-            does.append(f"has {most} rows at once at the most, where the mix has up to {rows}")
-        if does:
-            found.append(f"{family} {' and '.join(does)}")
-    return found
+        tiles, own_rows = measured.plan.tiles, _rows_at_once(measured.plan)
+        zero = max(tile.zero for tile in tiles)
+        weaknesses = [
+            *(["computes blocks again"] if any(tile.recompute != "none" for tile in tiles) else []),
+            *([f"exchanges {'gradients' if zero == 2 else 'weights'} in every pass"] if zero >= 2 else []),
+            *([f"has {own_rows} rows at once at the most, where the mix has up to {rows}"] if own_rows < rows else []),
+        ]
+        if weaknesses:
+            reasons.append(f"{family} {' and '.join(weaknesses)}")
+    return reasons
+
+
+def _rows_at_once(plan: Plan) -> int:
+    return max(-(-tile.rows.size // tile.substeps) for tile in plan.tiles)
 
 
 def _about(measured, num_devices: int) -> dict | None:
-    """Return what is told of a measured plan."""
+    """Return the figures of a measured plan as plain data."""
     if measured is None:
         return None
     return {
-        "plan": measured.candidate.describe,
+        "plan": measured.plan.describe(),
         "tokens_per_second": measured.tokens_per_second,
         "per_device": measured.tokens_per_second / num_devices,
         "step_seconds": measured.step_seconds,
@@ -159,27 +130,22 @@ def _about(measured, num_devices: int) -> dict | None:
     }
 
 
-def _teller(world):
-    """Return what tells of each plan that was measured, on standard error."""
-    return (lambda text: click.echo(text, err=True)) if world.rank == 0 else (lambda text: None)
-
-
-def _table(told: dict) -> str:
+def _table(measured: dict) -> str:
     from hpctrain.observe.console import trust
 
     lines = [f"{'':24} {'tokens/s':>10} {'overrun':>8} {'memory':>7}  plan"]
-    rows = [(f"{name} alone", about) for name, about in told["alone"].items()]
-    rows += [("all, evenly", told["even"]), *(("all, mixed", about) for about in told["mixed"])]
+    rows = [(f"{name} alone", about) for name, about in measured["alone"].items()]
+    rows += [(f"all, {name}", about) for name, about in measured["mixed"].items()]
     for name, about in rows:
         if about is None:
             lines.append(f"{name:24} no plan fits")
         else:
             figures = f"{about['tokens_per_second']:>10,.0f} {about['overrun']:>8.2%} {about['memory_share']:>7.0%}"
             lines.append(f"{name:24} {figures}  {about['plan']}")
-    lines.append(f"losses differ by {told['loss_difference']:.1e} at most")
-    lines.append(f"overrun {told['overrun']:.2%} at most, {trust(told['overrun'])}")
-    if "no_ratio" in told:
-        lines.append(f"no ratio: {told['no_ratio']}")
+    lines.append(f"losses differ by {measured['loss_difference']:.1e} at most")
+    lines.append(f"overrun {measured['overrun']:.2%} at most, {trust(measured['overrun'])}")
+    if "no_ratio" in measured:
+        lines.append(f"no ratio: {measured['no_ratio']}")
     else:
         for key, what in (
             ("of_sum", "of the sum of the families alone"),
@@ -187,11 +153,11 @@ def _table(told: dict) -> str:
             ("of_even", "times the even cut"),
             ("of_simulated", "of the speed that the simulator gives this plan"),
         ):
-            if key in told:
-                lines.append(f"{told[key]:6.3f} {what}")
-        if "because" in told:
-            why = "; ".join(told["because"]) or "nothing that memory explains: measure again"
+            if key in measured:
+                lines.append(f"{measured[key]:6.3f} {what}")
+        if "because" in measured:
+            why = "; ".join(measured["because"]) or "nothing that memory explains: measure again"
             lines.append(f"more than the sum for a weak baseline: alone, {why}")
-        parts = ", ".join(f"{name} {share:.1%}" for name, share in told["lost"].items())
-        lines.append(f"lost, of the step: {parts}; most by {told['cause']}")
+        parts = ", ".join(f"{name} {share:.1%}" for name, share in measured["lost"].items())
+        lines.append(f"lost, of the step: {parts}; most by {measured['cause']}")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from hpctrain.engine.prepare import Described, with_values
 from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import Job, load_job
 from hpctrain.plan import Plan
+from hpctrain.plan_checks import check_plan
 from hpctrain.presets import PRESETS
 from hpctrain.schedule import check_schedules
 
@@ -161,8 +162,6 @@ def _with_any_vocabulary(job: Job) -> Job:
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:
     """Refuse a plan that cannot run a job, or would wait for ever. Raises PlanError."""
-    from hpctrain.planner.even import check_plan
-
     check_plan(job, plan, where)
     check_schedules(plan)
 

@@ -15,10 +15,11 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons, runner_up
 from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Found, Limits
+from hpctrain.planner.space import Space
 
 
-def find_plan(job: Job, reference: str, limits: Limits) -> dict:
-    """Search, and return all there is to tell, as plain data but for `found`.
+def find_plan(job: Job, reference: str, limits: Limits, space: Space | None = None) -> dict:
+    """Search a space, or all plans, and return all there is to tell, as plain data but for `found`.
 
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
@@ -26,7 +27,7 @@ def find_plan(job: Job, reference: str, limits: Limits) -> dict:
     cluster, job = load_cluster(path), scaled_for(reference, job)
     dtype, reason = dtype_on(job, cluster, sorted(cluster.families), reference)
     job, chosen = with_overlap(job, cluster, path, dtype)
-    found = find_best(job, cluster, limits, reference)
+    found = find_best(job, cluster, limits, reference, space)
     told = describe(found.best.prediction, dtype)
     computing = families_in(dtype, cluster, reference)
     if reason:

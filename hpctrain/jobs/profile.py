@@ -28,7 +28,7 @@ from hpctrain.jobs.common import (
     with_vocabulary,
 )
 from hpctrain.jobs.probe import check_writable
-from hpctrain.planner.curves import is_profiled, profiles_of
+from hpctrain.planner.curves import is_profiled, model_seconds, profiles_of
 from hpctrain.tables import read_text
 
 SECONDS = 45.0
@@ -151,14 +151,11 @@ def _resolved(world, job: Job, dtype: str) -> Job:
 
 def report(profiles: Sequence[Profile], job: Job) -> str:
     """Say for each profile how many rows fit, and how fast the whole model goes forward and back with them."""
-    from hpctrain.intervals import Interval
-    from hpctrain.planner.curves import FamilyCurves
-
     lines = [f"{'family':16} {'ZeRO':>4} {'rows fit':>8} {'tokens/s':>10} {'of 1 row':>10} {'update':>10}"]
-    items = Interval(0, job.model.num_items)
     for profile in profiles:
-        curves, length = FamilyCurves(profile, job.model.num_items), job.data.sequence_length
-        speeds = [rows * length / curves.seconds(items, rows) for rows in (max(1, curves.largest_rows), 1)]
+        length, num_blocks = job.data.sequence_length, job.model.num_layers
+        counts = max(1, profile.largest_rows), 1
+        speeds = [rows * length / model_seconds(profile, num_blocks, rows) for rows in counts]
         update = f"{profile.update_seconds * 1e3:,.1f} ms" if profile.update_seconds else "-"
         stage = "0, 1" if profile.zero == 1 else str(profile.zero)
         told = "".join(f" {speed:>10,.0f}" for speed in speeds)

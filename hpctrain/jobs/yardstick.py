@@ -1,10 +1,15 @@
 """What every run on a described mixed cluster tells of itself: its share of what the families would do alone."""
 
+from collections.abc import Sequence
+
+from hpctrain.cluster import Cluster
 from hpctrain.engine.prepare import Described
+from hpctrain.errors import PlanError
 from hpctrain.job import Job
-from hpctrain.planner.alone import EVERY_PLAN, predicted_alone, predicted_even
+from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import DATASHEET_ERROR
-from hpctrain.planner.search import Limits
+from hpctrain.planner.search import EVERY_PLAN, Limits, search
+from hpctrain.planner.space import Space, even_space
 
 
 def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict | None:
@@ -13,11 +18,13 @@ def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict 
 
     No ratio where a family alone cannot hold the model (`no_ratio` says which).
     """
-    if len({device.family for device in described.cluster.devices}) < 2:
+    cluster, limits = described.cluster, EVERY_PLAN if described.is_rehearsed else Limits()
+    families = list(dict.fromkeys(device.family for device in cluster.devices))
+    if len(families) < 2:
         return None
-    alone = predicted_alone(job, described.cluster, EVERY_PLAN if described.is_rehearsed else Limits())
+    alone = {family: _predicted(job, cluster, [family], limits) for family in families}
     told: dict = {"predicted_alone": alone}
-    if even := predicted_even(job, described.cluster):
+    if even := _predicted(job, cluster, families, limits, even_space()):
         told |= {"predicted_even": even, "of_even": tokens_per_second / even}
     if without := [family for family, speed in alone.items() if speed is None]:
         return told | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
@@ -26,6 +33,17 @@ def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict 
         "of_best_family": tokens_per_second / max(alone.values()),
     }
     return told | ratios
+
+
+def _predicted(
+    job: Job, cluster: Cluster, families: Sequence[str], limits: Limits, space: Space | None = None
+) -> float | None:
+    """Return the tokens/s of the best plan found on some families; None where no plan fits."""
+    try:
+        found = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
+    except PlanError:
+        return None
+    return found.best.prediction.tokens_per_second
 
 
 def tell_yardstick(told: dict, described: Described) -> str:

@@ -8,12 +8,13 @@ from hpctrain.dtypes import TRAINED_DTYPES, choose_dtype
 from hpctrain.errors import PlanError, TopologyError
 from hpctrain.job import Job
 from hpctrain.plan import Plan
+from hpctrain.plan_checks import check_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.even import check_plan
 from hpctrain.planner.explain import runner_up
 from hpctrain.planner.predict import Prediction
 from hpctrain.planner.search import Found, Limits, search
+from hpctrain.planner.space import Space
 
 MIB = 2**20
 
@@ -65,13 +66,13 @@ def families_in(dtype: str, cluster: Cluster, where: str) -> list[str]:
     return having
 
 
-def find_best(job: Job, cluster: Cluster, limits: Limits, where: str) -> Found:
-    """Search for the plan of a job whose dtype and overlaps are values.
+def find_best(job: Job, cluster: Cluster, limits: Limits, where: str, space: Space | None = None) -> Found:
+    """Search for the plan of a job whose dtype and overlaps are values, in a space or among all plans.
 
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
     families = families_in(job.train.dtype, cluster, where)
-    found = search(Setup.of_job(job), job.train.global_batch, cluster, families, limits=limits)
+    found = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
     check_plan(job, found.best.plan, "the plan that was found")
     return found
 

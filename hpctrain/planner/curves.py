@@ -1,11 +1,10 @@
-"""Speed curves: what the profiler measured of a job on each family, for any cut of the model and any number of rows."""
+"""Speed curves: what the profiler measured of a job on each family, for any number of rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hpctrain.cluster import Cluster, Profile
-from hpctrain.intervals import Interval
 from hpctrain.job import Job, Model
 
 PROFILED_ZEROS = (1, 2, 3)
@@ -61,30 +60,13 @@ def _monotone_cubics(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray
     )
 
 
-class FamilyCurves:
-    """A profile, made continuous: forward and backward passes of the items of a model on one device."""
-
-    def __init__(self, profile: Profile, num_items: int):
-        self.largest_rows = profile.largest_rows or 0
-        """Of the whole model."""
-        self.update_seconds = profile.update_seconds or 0.0
-        """Of the whole model, by one of the replicas that the profile is for."""
-        self._last = num_items - 1
-        rows = [time.rows for time in profile.times]
-        self._embedding, self._block, self._head = (
-            Curve(rows, [sum(getattr(time, item)) for time in profile.times])
-            for item in ("embedding_seconds", "block_seconds", "head_seconds")
-        )
-
-    def seconds(self, items: Interval, rows: int) -> float:
-        """Return how long some rows take through some items, forward and back, without communication."""
-        blocks = items.intersect(Interval(1, self._last)).size
-        total = blocks * self._block(rows)
-        if items.start == 0:
-            total += self._embedding(rows)
-        if items.stop > self._last:
-            total += self._head(rows)
-        return total
+def model_seconds(profile: Profile, num_blocks: int, rows: int) -> float:
+    """Return how long some rows take through the whole model, forward and back, without communication."""
+    seconds = [
+        sum(time.embedding_seconds) + num_blocks * sum(time.block_seconds) + sum(time.head_seconds)
+        for time in profile.times
+    ]
+    return Curve([time.rows for time in profile.times], seconds)(rows)
 
 
 def describe_work(job: Job, dtype: str) -> str:
@@ -118,15 +100,6 @@ def is_profiled(cluster: Cluster, job: Job, dtype: str) -> bool:
         == set(PROFILED_ZEROS)
         for device in cluster.devices
     )
-
-
-def curves_of(cluster: Cluster, job: Job, dtype: str, zero: int) -> Mapping[str, FamilyCurves] | None:
-    """Return the curves of all families for a ZeRO stage; None unless the job is profiled on all of them."""
-    if not is_profiled(cluster, job, dtype):
-        return None
-    stage = max(1, zero)
-    found = profiles_of(cluster, job, dtype)
-    return {family: FamilyCurves(found[family][stage], job.model.num_items) for family in found}
 
 
 def has_times(cluster: Cluster, job: Job, dtype: str) -> bool:

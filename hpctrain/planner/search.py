@@ -21,7 +21,7 @@ from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.pools import Pool, pools_of
 from hpctrain.planner.shortlist import Shortlists
-from hpctrain.planner.space import Pipelines, Shape, Space, arrangements
+from hpctrain.planner.space import EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.timing import Timed, Timer, tell_shortage
 from hpctrain.planner.weigh import Layout, Weigher
@@ -48,6 +48,10 @@ class Limits:
     timed: int | None = TIMED
     per_group: int | None = PER_GROUP
     seconds: float | None = None
+
+
+EVERY_PLAN = Limits(weighed=None, timed=40, per_group=None)
+"""All are weighed, and all simulated whose closed form is within 3 % of the best, up to 40."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Search:
         num_nodes = sum(len(pool.nodes) for pool in self._pools)
         counts = space.microbatch_counts(global_batch)
         self._counts = sorted(counts, key=lambda m: abs(math.log(global_batch / m / num_nodes)))
+        self._arrangements = space.arrangements(len(self._pools))
         self.costs = StageCosts(setup, cluster, self._pools)
         self.weigher = Weigher(self.costs, global_batch, space)
         self._global_batch = global_batch
@@ -190,7 +195,7 @@ class Search:
                 if self.layouts and self._is_spent(1.0):
                     return False
                 self._weigh(shape)
-        return is_complete and len(groups) == len(self._counts) * sum(1 for _ in arrangements(len(self._pools)))
+        return is_complete and len(groups) == len(self._counts) * len(self._arrangements)
 
     def _weigh_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
         """Return for each group the seconds of a plan that fits, its place, itself, and how many were weighed.
@@ -212,8 +217,9 @@ class Search:
             known.add(group)
             found.append((seconds, len(found), group, tried))
 
-        every, pools = list(arrangements(len(self._pools))), range(len(self._pools))
-        for group in itertools.product((tuple((pool,) for pool in pools), (tuple(pools),)), self._counts):
+        pools = range(len(self._pools))
+        first = [p for p in (tuple((pool,) for pool in pools), (tuple(pools),)) if p in self._arrangements]
+        for group in itertools.product(first, self._counts):
             look(group)
         least = {m: min((s for s, _, g, _ in found if g[1] == m), default=math.inf) for m in self._counts}
         rank = {m: number for number, m in enumerate(sorted(least, key=least.get))}
@@ -222,18 +228,25 @@ class Search:
             num_unused = len(pools) - sum(map(len, group[0]))
             return rank[group[1]] + UNUSED_PLACES * num_unused
 
-        for group in sorted(itertools.product(every, self._counts), key=place):
+        for group in sorted(itertools.product(self._arrangements, self._counts), key=place):
             look(group)
         return found
 
     def _least_shortage(self) -> str:
         """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
-        space = replace(self._space, zero=(max(self._space.zero),), recompute=self._space.recompute[-1:])
+        space = replace(self._space, recompute=self._space.recompute[-1:])
         roomy = Weigher(self.costs, self._global_batch, space, is_short_of_nothing=True)
-        groups = itertools.product(arrangements(len(self._pools)), self._counts)
+        groups = itertools.product(self._arrangements, self._counts)
         shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
-        layouts = (roomy.weigh(replace(shape, zero=shape.zero_stages(space.zero)[0])) for shape in shapes)
-        lacking = ((roomy.worst_shortage(layout), number, layout) for number, layout in enumerate(layouts) if layout)
+        zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
+        layouts = (roomy.weigh(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
+        lacking = [(roomy.worst_shortage(layout), number, layout) for number, layout in enumerate(layouts) if layout]
+        if not lacking:
+            return (
+                f"no {self._space.cut} plan of {self._cluster.describe()} for {self._global_batch} rows of a step and"
+                f" {self._setup.model.num_layers} blocks uses all devices; set train.global_batch to a multiple of"
+                " their number, or train on fewer"
+            )
         (_, stage), _, layout = min(lacking, key=lambda found: found[:2])
         return tell_shortage(self._cluster, self._setup, roomy.plan(layout), *roomy.needed(layout, stage))
 
@@ -244,6 +257,12 @@ class Search:
 
     def _shapes(self, pipelines: Pipelines, microbatches: int):
         """Yield the shapes of a group, those of the best choices first."""
+        if self._space.cut == EVEN:
+            slots = [self._space.num_slots(*of) for of in zip(self._pools, self.costs.grids, strict=True)]
+            rows, num_blocks = self._global_batch // microbatches, self._setup.model.num_layers
+            for choices in even_choices(pipelines, slots, num_blocks, rows):
+                yield Shape(pipelines, choices, microbatches, 1)
+            return
         lists = [self._shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row]
         for places in sorted(itertools.product(*(range(len(found)) for found in lists)), key=sum):
             chosen = iter(found[place] for found, place in zip(lists, places, strict=True))

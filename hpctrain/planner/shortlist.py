@@ -1,17 +1,13 @@
 """Which choices for a pool are worth weighing: those that would be the fastest beside the others' best. Pure."""
 
-import math
 from bisect import insort
 from collections.abc import Sequence
 
-from hpctrain.plan import TensorGrid
-from hpctrain.planner.space import Choice, Pipelines, choices_of
-from hpctrain.planner.weigh import Weigher, rank_rows
+from hpctrain.planner.space import BEST, Choice, Pipelines, choices_of, choices_of_all
+from hpctrain.planner.weigh import MANY_ROWS, Weigher, rank_rows
 
 SLOWEST_SHARE = 0.5
 """Of the speed of a pool's fastest choice, that others must reach to be considered."""
-
-MANY_ROWS = 8
 
 MOST_CHOICES = 48
 """That are weighed for a pool, unless all are."""
@@ -24,7 +20,7 @@ class Shortlists:
         """`per_group` is how many combinations of choices are wanted; None: all."""
         self._weigher, self._costs, self._per_group = weigher, weigher.costs, per_group
         pools = self._costs.pools
-        self._power = [pool.num_devices * self._speed(number) for number, pool in enumerate(pools)]
+        self._power = [pool.num_devices * weigher.speed(number) for number, pool in enumerate(pools)]
         self._found: dict[tuple, list[Choice]] = {}
         self._fastest: dict[tuple[int, int], tuple[list[tuple[float, Choice]], float]] = {}
         self.left_out = 0
@@ -38,20 +34,16 @@ class Shortlists:
             self._found[key] = self._choose(microbatches, pool, row, used)
         return self._found[key]
 
-    def _speed(self, pool: int) -> float:
-        """Return how many rows of a block a device does in a second, if it has many."""
-        return MANY_ROWS / self._costs.seconds(pool, TensorGrid(), 1, MANY_ROWS, self._weigher.space.recompute[0]).both
-
     def _rates(self, pool: int, rows: int) -> tuple[list[tuple[float, Choice]], float]:
         """Return each choice with the blocks that it does in a second, and the most."""
         if (pool, rows) not in self._fastest:
-            costs = self._costs
-            largest = self._weigher.space.largest_grid or math.inf
-            slots = {g: len(costs.pools[pool].slots(g.size)) for g in costs.grids[pool] if g.size <= largest}
-            how = self._weigher.space.recompute[0]
+            costs, space = self._costs, self._weigher.space
+            how = space.recompute[0]
+            choices = choices_of if space.cut == BEST else choices_of_all
+            slots = space.num_slots(costs.pools[pool], costs.grids[pool])
             found = [
                 (choice.stages / costs.seconds(pool, choice.grid, 1, rank_rows(choice, rows), how).both, choice)
-                for choice in choices_of(slots, costs.setup.model.num_layers, rows)
+                for choice in choices(slots, costs.setup.model.num_layers, rows)
             ]
             self._fastest[pool, rows] = found, max((rate for rate, _ in found), default=0.0)
         return self._fastest[pool, rows]

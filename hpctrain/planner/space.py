@@ -8,26 +8,38 @@ A *shape* says everything but the cuts:
   to the number of blocks; and how many *replicas* each of its stages has, of `replica_counts`. Tensor grids take their
   pool's places node by node, those of a stage side by side, stage after stage; what is left is unused;
 - a number of microbatches that divides the global batch;
-- a ZeRO stage: 0 to 3; 1 where pipelines are side by side, which do not go through their items together, and where
-  nobody shares a weight, so that it makes no difference.
+- a ZeRO stage: 0 to 3. 1 where nobody shares a weight, so that it makes no difference. Pipelines side by side do not go
+  through their items together: 1, or 2 and 3 where each of them is one stage, by the same tensor grid and in as many
+  pieces (heterogeneous ZeRO: Poplar, arXiv 2408.12596).
 
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
 are recomputed in the stages where they would not fit otherwise; at the loss rows may go in pieces instead, of which
 one is kept at a time.
+
+Two restricted spaces have the plans of a user who knows less. All devices are used in both.
+
+| space | shapes | cuts |
+|---|---|---|
+| `by_speed_space` | all families in one pipeline, or one pipeline of each | by one speed of each family |
+| `even_space` | one tensor grid; pipelines equally deep, of equal replicas | equal rows, equal blocks |
+
+A family alone needs no space of its own: `search` takes the families that it may use.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.plan import TensorGrid
-from hpctrain.planner.proportional import divisors
+from hpctrain.planner.pools import Pool
 
 Pipelines = tuple[tuple[int, ...], ...]
 """Numbers of pools: those in a row, for each of the pipelines side by side."""
 ALL_COUNTS_UP_TO = 8
+BEST, BY_SPEED, EVEN = "best", "by speed", "even"
 
 
 class Choice(NamedTuple):
@@ -50,10 +62,35 @@ class Space:
     """The most ranks of a tensor grid."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "full")
+    cut: str = BEST
+    """How rows and blocks are cut. `BY_SPEED` and `EVEN` restrict the shapes too."""
 
     def microbatch_counts(self, global_batch: int) -> list[int]:
         found = divisors(global_batch)
         return [count for count in found if self.microbatches is None or count in self.microbatches]
+
+    def arrangements(self, num_pools: int) -> list[Pipelines]:
+        """Return the arrangements of pools that the space has."""
+        every = list(arrangements(num_pools))
+        if self.cut == BEST:
+            return every
+        num_pipelines = {1, num_pools} if self.cut == BY_SPEED else range(num_pools + 1)
+        return [p for p in every if sum(map(len, p)) == num_pools and len(p) in num_pipelines]
+
+    def num_slots(self, pool: Pool, grids: Iterable[TensorGrid]) -> dict[TensorGrid, int]:
+        """Return how many places a pool has for each of some tensor grids; restricted spaces use all devices."""
+        found = {g: len(pool.slots(g.size)) for g in grids if g.size <= (self.largest_grid or g.size)}
+        return found if self.cut == BEST else {g: n for g, n in found.items() if n * g.size == pool.num_devices}
+
+
+def by_speed_space(**restricted) -> Space:
+    """Return the space of plans that are cut by the speeds of families alone; without memory, without communication."""
+    return Space(cut=BY_SPEED, **restricted)
+
+
+def even_space(**restricted) -> Space:
+    """Return the space of even plans: tensor grid x pipeline x data, as if all devices were alike."""
+    return Space(cut=EVEN, **restricted)
 
 
 @dataclass(frozen=True)
@@ -67,9 +104,17 @@ class Shape:
     zero: int
 
     def zero_stages(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of the wanted ZeRO stages that this can have."""
-        is_shared = any(choice.replicas > 1 for row in self.choices for choice in row)
-        return wanted if len(self.pipelines) == 1 and is_shared else (1,)
+        """Return those of the wanted ZeRO stages that this can have; 1 stands for all where they make no difference."""
+        choices = [choice for row in self.choices for choice in row]
+        if len(self.pipelines) == 1:
+            return wanted if any(choice.replicas > 1 for choice in choices) else (1,)
+        return ((1,) if min(wanted) <= 1 else ()) + tuple(zero for zero in wanted if zero >= 2 and self.is_whole_models)
+
+    @property
+    def is_whole_models(self) -> bool:
+        """Whether all stages have the whole model, by one tensor grid."""
+        grids = {row[0].grid for row in self.choices}
+        return len(grids) == 1 and all(len(row) == row[0].stages == 1 for row in self.choices)
 
 
 def arrangements(num_pools: int) -> Iterator[Pipelines]:
@@ -121,6 +166,33 @@ def choices_of(
         for stages in stage_counts(slots, num_blocks):
             for replicas in replica_counts(slots // stages, -(-rows // grid.z) if rounded_up else rows // grid.z):
                 yield Choice(grid, stages, replicas)
+
+
+def choices_of_all(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[Choice]:
+    """Yield what a pool can become that uses all of its places."""
+    for grid, slots in num_slots.items():
+        for stages in divisors(slots):
+            if stages <= num_blocks and slots // stages * grid.z <= rows:
+                yield Choice(grid, stages, slots // stages)
+
+
+def even_choices(
+    pipelines: Pipelines, num_slots: Sequence[dict[TensorGrid, int]], num_blocks: int, rows: int
+) -> Iterator[tuple[tuple[Choice, ...], ...]]:
+    """Yield what the pools of an arrangement can become in even plans, which use all places of each pool."""
+    for grid in num_slots[0]:
+        if not all(grid in slots for slots in num_slots):
+            continue
+        slots = [[num_slots[pool][grid] for pool in row] for row in pipelines]
+        for stages in divisors(math.gcd(*map(sum, slots))):
+            replicas = [sum(row) // stages for row in slots]
+            divides = all(n % r == 0 for row, r in zip(slots, replicas, strict=True) for n in row)
+            if divides and stages <= num_blocks and rows % sum(replicas) == 0 and rows // sum(replicas) >= grid.z:
+                yield tuple(tuple(Choice(grid, n // r, r) for n in row) for row, r in zip(slots, replicas, strict=True))
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def names_of(pipelines: Pipelines, names: Sequence[str]) -> str:

@@ -166,18 +166,27 @@ class StageCosts:
         tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
         return self.setup.stack.splits_backward and splits_freely(tile)
 
-    def _exchange(self, number: int, grid: TensorGrid, replicas: int, item: int, zero: int) -> Seconds:
-        """Return what ZeRO 2 and 3 add to the passes over an item that so many replicas of a pool share."""
-        if zero < 2 or replicas == 1:
+    def _exchange(
+        self,
+        number: int,
+        grid: TensorGrid,
+        replicas: int,
+        item: int,
+        zero: int,
+        sharing: tuple[tuple[int, int], ...] = (),
+    ) -> Seconds:
+        """Return what ZeRO 2 and 3 add to the passes over an item that so many replicas of a pool share; or those of
+        several pools are `sharing`: (pool, replicas)."""
+        if zero < 2 or (replicas == 1 and not sharing):
             return Seconds(0.0, 0.0)
         pool = self.pools[number]
         cost = item_cost(self.setup, grid, item, 1, "none", zero)
-        ranks, tile = tuple(slot[0] for slot in pool.slots(grid.size)[:replicas]), self._tile(number, grid)
+        groups, tile = sharing or ((number, replicas),), self._tile(number, grid)
+        ranks = tuple(slot[0] for of, count in groups for slot in self.pools[of].slots(grid.size)[:count])
+        crowd = self._crowd(tuple((of, grid.size) for of, _ in groups))
         return Seconds(
             *(
-                pass_cost(
-                    self.setup, self.network, [pool.device], work, tile, ranks, self._crowd(((number, grid.size),))
-                ).data
+                pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, crowd).data
                 for work in (cost.forward, cost.backward)
             )
         )

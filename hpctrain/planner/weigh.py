@@ -6,7 +6,7 @@ The longest of all stages counts. `bound` leaves out whatever is not certain, so
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,11 +15,17 @@ from hpctrain.plan import Plan, TensorGrid, Tile, counted
 from hpctrain.planner.closed_form import Passes, done_after, done_at_the_least
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
-from hpctrain.planner.even import families_of
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.predict import MOST_BUCKETS
-from hpctrain.planner.space import Choice, Shape, Space
+from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Choice, Shape, Space
 from hpctrain.planner.stages import Line, Seconds, StageCosts, piece_counts
+from hpctrain.planner.uniform import with_families
+
+MANY_ROWS = 8
+"""So many rows at once tell a device's speed."""
+
+Role = tuple[int, Choice, int, tuple[bool, bool]]
+"""Of a stage: its pool, what that becomes, its depth to the loss, and whether it has the first and the last item."""
 
 
 class Placed(NamedTuple):
@@ -123,7 +129,17 @@ class Weigher:
         rows = self._cut_rows(shape)
         if rows is None:
             return None
+        if shape.zero < 2 or len(rows) == 1:
+            return self._place(shape, rows)
+        # Ranks exchange in each piece, and so all of them have as many.
+        least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
+        layouts = (self._place(shape, rows, pieces) for pieces in piece_counts(least, least))
+        return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
+
+    def _place(self, shape: Shape, rows: Sequence[int], pieces: int | None = None) -> Layout | None:
+        """Return the shape with its blocks cut, too; the rows of a stage go in so many pieces, or as few as fit."""
         pipelines, passed = [], []
+        sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
         for number, of_row in enumerate(rows):
             roles = self.roles(shape, number)
             ways = [
@@ -136,10 +152,12 @@ class Weigher:
                     self.holders(shape, choice),
                     self.meets_unlike(shape, number, choice),
                     shape.zero,
+                    pieces,
+                    sharing if pieces else (),
                 )
                 for pool, choice, depth, ends in roles
             ]
-            blocks = cut_blocks(self._model.num_layers, ways)
+            blocks = self._cut_blocks(roles, of_row, ways)
             if blocks is None:
                 return None
             placed = [
@@ -157,27 +175,52 @@ class Weigher:
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
     def _cut_rows(self, shape: Shape) -> list[int] | None:
+        rows = self.global_batch // shape.microbatches
         least = [max(c.replicas * c.grid.z for c in row) for row in shape.choices]
-        speeds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
-        return cut_rows(self.global_batch // shape.microbatches, least, speeds)
+        if self.space.cut == EVEN:
+            replicas = [row[0].replicas for row in shape.choices]
+            return [rows // sum(replicas) * each for each in replicas]
+        seconds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
+        return cut_rows(rows, least, seconds)
+
+    def _cut_blocks(self, roles: Sequence[Role], rows: int, ways: Sequence[Stage]) -> list[int] | None:
+        """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
+        num_blocks, num_stages = self._model.num_layers, len(roles)
+        if self.space.cut == BEST:
+            return cut_blocks(num_blocks, ways)
+        if num_stages > num_blocks:
+            return None
+        if self.space.cut == EVEN:
+            blocks = [part.size for part in cut_evenly(num_blocks, num_stages)]
+        else:
+            seconds = []
+            for pool, choice, _, ends in roles:
+                block, *at_end = (self._item_seconds(pool, choice, item, rows) for item in self.costs.items(ends))
+                seconds.append(lambda n, block=block, at_end=at_end: n * block + sum(at_end))
+            blocks = cut_rows(num_blocks, [1] * num_stages, seconds)
+        return blocks if all(stage.way(count) for stage, count in zip(ways, blocks, strict=True)) else None
+
+    def speed(self, pool: int, item: int = 1) -> float:
+        """Return how many rows of a block, or of another item, a device of a pool does in a second, if it has many."""
+        return MANY_ROWS / self.costs.seconds(pool, TensorGrid(), item, MANY_ROWS, self.space.recompute[0]).both
 
     def even_seconds(self, pools: Sequence[int], choices: Sequence[Choice], rows: int) -> float:
         """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
-        each = [self._block_seconds(*pair, rows) for pair in zip(pools, choices, strict=True)]
-        ends = sum(
-            self.costs.seconds(pool, c.grid, item, rank_rows(c, rows), self.space.recompute[0]).both / block
-            for pool, c, item, block in (
-                (pools[0], choices[0], 0, each[0]),
-                (pools[-1], choices[-1], self.costs.last, each[-1]),
-            )
-        )
-        return (self._model.num_layers + ends) / sum(c.stages / block for c, block in zip(choices, each, strict=True))
+        each = [self._item_seconds(*pair, 1, rows) for pair in zip(pools, choices, strict=True)]
+        first = self._item_seconds(pools[0], choices[0], 0, rows) / each[0]
+        last = self._item_seconds(pools[-1], choices[-1], self.costs.last, rows) / each[-1]
+        stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
+        return (self._model.num_layers + first + last) / stages
 
-    def _block_seconds(self, pool: int, choice: Choice, rows: int) -> float:
-        return self.costs.seconds(pool, choice.grid, 1, rank_rows(choice, rows), self.space.recompute[0]).both
+    def _item_seconds(self, pool: int, choice: Choice, item: int, rows: int) -> float:
+        """Return what an item takes a stage that has so many rows, as far as cuts are concerned."""
+        each, grid = rank_rows(choice, rows), choice.grid
+        if self.space.cut == BY_SPEED:
+            return each / (self.speed(pool, item) * grid.x * grid.y)
+        return self.costs.seconds(pool, grid, item, each, self.space.recompute[0]).both
 
-    def roles(self, shape: Shape, number: int) -> list[tuple[int, Choice, int, tuple[bool, bool]]]:
-        """Return for each stage of a pipeline its pool, choice, depth to the loss, and which ends it has."""
+    def roles(self, shape: Shape, number: int) -> list[Role]:
+        """Return what each stage of a pipeline is."""
         row = [
             (pool, choice)
             for pool, choice in zip(shape.pipelines[number], shape.choices[number], strict=True)
@@ -209,13 +252,19 @@ class Weigher:
         holders: int,
         meets_unlike: bool,
         zero: int,
+        pieces: int | None,
+        sharing: tuple[tuple[int, int], ...],
     ) -> Stage:
-        """Return how a stage can be computed that keeps the activations of `kept` microbatches."""
+        """Return how a stage can be computed that keeps the activations of `kept` microbatches.
+
+        `sharing` are the pools and replicas that exchange in every pass, where these are of several pipelines.
+        """
         costs, grid = self.costs, choice.grid
         each = rank_rows(choice, rows)
         items = costs.items(ends)
-        extra = [costs.exchange(pool, grid, choice.replicas, item, zero) for item in items]
+        extra = [costs.exchange(pool, grid, choice.replicas, item, zero, sharing) for item in items]
         counts = piece_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
+        counts = counts if pieces is None else [pieces]
         ways: list[Way] = []
         for recompute in self.space.recompute:
             fitting = 0
@@ -437,9 +486,7 @@ class Weigher:
             at += of_row
         used = {rank for tile in tiles for rank in tile.ranks}
         unused = tuple(rank for rank in range(len(self._families)) if rank not in used)
-        plan = Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused)
-        named = zip(plan.tiles, families_of(plan, self._families), strict=True)
-        return replace(plan, tiles=tuple(replace(tile, family=family) for tile, family in named))
+        return with_families(Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused), self._families)
 
 
 def rank_rows(choice: Choice, rows: int, fewest: bool = False) -> int:

@@ -14,11 +14,10 @@ from hpctrain.cluster import ITEM_BYTES, Cluster
 from hpctrain.errors import PlanError, TopologyError
 from hpctrain.job import Job, PlanRequest
 from hpctrain.plan import Plan
-from hpctrain.planner.cost import Setup
+from hpctrain.planner.cost import Setup, model_flops
 from hpctrain.planner.devices import SLOWEST_WITH_TILES
-from hpctrain.planner.estimate import Work
-from hpctrain.planner.even import resolve_plan
 from hpctrain.planner.predict import Predictor
+from hpctrain.planner.uniform import resolve_plan
 from hpctrain.rehearsal.scaled import Scale, own_truth, scale_cluster, scale_truth, speed_of, with_speeds
 from hpctrain.truth import Truth
 
@@ -213,8 +212,7 @@ def choose_time_scale(cluster: Cluster, truth: Truth, job: Job, cores: int) -> f
     seconds are those of all devices at their full speed, or of launches where these take longer: real steps have
     more time, not less. Neither may the updates at the end of a step take more than their share of it.
     """
-    work = Work(job.model, job.data.sequence_length, job.train.global_batch)
-    flops = work.flops * sum(work.costs) * job.train.global_batch
+    flops = model_flops(Setup.of_job(job, "fp32"), job.train.global_batch * job.data.sequence_length)
     at_once = min(cores, cluster.num_devices)
     item_seconds = OPERATIONS_PER_ITEM * OPERATION_SECONDS / at_once
     update = cluster.num_devices * job.model.num_items * item_seconds

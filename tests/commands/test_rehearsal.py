@@ -133,7 +133,7 @@ def test_a_profiled_rehearsal_is_a_miniature_that_is_planned_for_and_rehearsed_a
     arguments = ("plan", "large.toml", "--cluster", "profiled.toml", "--proportional", "--out", "plan.toml")
     done = hpctrain(*arguments, cwd=tmp_path)
     assert done.code == 0, done.err
-    assert "by the profiles of this job (fp32, ZeRO 1" in (tmp_path / "plan.toml").read_text()
+    assert ": profile of this job" in (tmp_path / "plan.toml").read_text()
     settings = ("--set", "plan.file=plan.toml", "--set", "search.must_fit=false")
     arguments = ("bench", "train", "large.toml", "--rehearse", "profiled.toml", *settings)
     done = hpctrain(*arguments, "--steps", "1", "--warmup", "0", "--time-scale", "0.5", ranks=4, cwd=tmp_path)

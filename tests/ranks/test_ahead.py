@@ -11,9 +11,9 @@ from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.plan_checks import check_plan
 from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.even import check_plan
 from hpctrain.planner.predict import Predictor
 from hpctrain.schedule import check_schedules
 from hpctrain.truth import PretendDevice, Truth

@@ -8,7 +8,8 @@ from hpctrain.comm.transport import HostTransport
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.planner.even import check_plan, resolve_plan
+from hpctrain.plan_checks import check_plan
+from hpctrain.planner.uniform import resolve_plan
 from hpctrain.schedule import check_schedules
 from hpctrain.truth import Truth
 from tests.ranks.small_runs import (

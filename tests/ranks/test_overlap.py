@@ -15,7 +15,7 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.jobs.bench_overlap import VARIANTS, compare, compare_pairs, measure
 from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.planner.even import resolve_plan
+from hpctrain.planner.uniform import resolve_plan
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement

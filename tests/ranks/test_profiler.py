@@ -11,7 +11,7 @@ from hpctrain.engine.trainer import Trainer
 from hpctrain.errors import TrainingError
 from hpctrain.intervals import Interval
 from hpctrain.plan import Plan, Tile
-from hpctrain.planner.curves import PROFILED_ZEROS, FamilyCurves, describe_work, is_profiled
+from hpctrain.planner.curves import PROFILED_ZEROS, describe_work, is_profiled, model_seconds
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement
@@ -98,9 +98,9 @@ def test_what_was_found_alone_holds_together(world, tokens):
             rows = {family: found[family, zero].largest_rows for family in ("fast", "slow")}
             busy = check_limits(own, own.accelerator, job, zero, rows)
             mine = found[own.place.family, zero]
-            curves, items = FamilyCurves(mine, job.model.num_items), Interval(0, job.model.num_items)
+            whole = model_seconds(mine, job.model.num_layers, mine.largest_rows)
             with measurement.checking(own.accelerator.overrun):
-                assert busy == pytest.approx(curves.seconds(items, mine.largest_rows) + mine.update_seconds, rel=0.06)
+                assert busy == pytest.approx(whole + mine.update_seconds, rel=0.06)
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,8 @@ from hpctrain.cluster_file import parse_cluster
 from hpctrain.data.order import open_datasets
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, even_plan
-from hpctrain.planner.even import check_plan, resolve_plan
+from hpctrain.plan_checks import check_plan
+from hpctrain.planner.uniform import resolve_plan
 from hpctrain.schedule import Op, check_schedules, one_f_one_b, schedule_of
 from hpctrain.truth import PretendDevice, Truth
 from tests.ranks.given_on_ranks import given_on_ranks

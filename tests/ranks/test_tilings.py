@@ -14,7 +14,7 @@ from hpctrain.holders import holdings_of
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.planner.even import check_plan
+from hpctrain.plan_checks import check_plan
 from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (

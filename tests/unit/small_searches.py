@@ -22,6 +22,7 @@ from hpctrain.planner.search import Limits
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.stages import piece_counts
 from hpctrain.schedule import schedule_of
 
 EVERYTHING = Limits(weighed=None, timed=None, per_group=None)
@@ -98,12 +99,20 @@ def every_plan(setup: Setup, batch: int, cluster: Cluster, space: Space):
         for choices in itertools.product(*lists):
             chosen = dict(zip([family for row in pipelines for family in row], choices, strict=True))
             shares = any(replicas > 1 for _, _, replicas in choices)
+            is_whole = all(len(row) == 1 for row in pipelines) and {(g, s) for g, s, _ in choices} == {
+                (choices[0][0], 1)
+            }
             zeros = space.zero if len(pipelines) == 1 and shares else (1,)
+            if len(pipelines) > 1 and min(space.zero) > 1:
+                zeros = space.zero if is_whole else ()
             if any(grid.z * replicas > rows for grid, _, replicas in choices):
                 continue
             for zero in zeros:
                 if plan := plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero):
                     yield plan
+                    least = min(tile.rows.most() // tile.tensor.z for tile in plan.tiles)
+                    for pieces in piece_counts(least, least) if zero > 1 and len(pipelines) > 1 else ():
+                        yield replace(plan, tiles=tuple(replace(tile, substeps=pieces) for tile in plan.tiles))
 
 
 def every_arrangement(families: list[str]) -> set:
@@ -257,7 +266,8 @@ def cases(draw, networks=NETWORKS, batches=(2, 4, 6), buckets=BUCKETS):
     batch = draw(st.sampled_from(batches))
     microbatches = draw(st.sampled_from([m for m in (1, 2, 3, 4, 6) if batch % m == 0]))
     largest = draw(st.sampled_from([1, 1, 2]))
-    zero = draw(st.sampled_from([(1,), (0, 1), (1, 2, 3)])) if largest == 1 and len(sizes) == 1 else (1,)
+    zeros = [(1,), (0, 1), (1, 2, 3)] if len(sizes) == 1 else [(1,), (1,), (2,), (3,)]
+    zero = draw(st.sampled_from(zeros)) if largest == 1 else (1,)
     setup = setup_of(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 12])), vocabulary=draw(st.sampled_from([8, 512])))
     if draw(st.booleans()):
         setup = replace(setup, overlaps=frozenset(("tensor", "z")), bucket_bytes=draw(st.sampled_from(buckets)))

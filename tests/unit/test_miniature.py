@@ -8,11 +8,10 @@ from hpctrain.cluster import ITEM_BYTES
 from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
 from hpctrain.errors import TopologyError
 from hpctrain.job import Job, Model, load_job
-from hpctrain.parameters import check_grid
+from hpctrain.parameters import check_grid, count_parameters
 from hpctrain.plan import TensorGrid, even_plan
-from hpctrain.planner.cost import Setup
+from hpctrain.planner.cost import Setup, model_flops
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.estimate import Work
 from hpctrain.planner.memory import item_kept, message_bytes
 from hpctrain.planner.predict import predict
 from hpctrain.rehearsal.miniature import choose_width, miniature
@@ -113,13 +112,12 @@ def test_heads_stay_and_widths_and_positions_shrink_alike(preset):
 def test_seconds_stay_what_they_are(preset):
     real = job_of(preset, "train.dtype=bf16")
     made, cluster = made_of(real), parse_cluster(CLUSTER, "a test")
-    works = [Work(job.model, job.data.sequence_length, 16) for job in (real, made.job)]
-    flops = [work.flops * sum(work.costs) for work in works]
     setups = Setup.of_job(real, "bf16"), Setup.of_job(made.job, "fp32")
+    flops = [model_flops(setup, setup.positions) for setup in setups]
     grid = TensorGrid(x=2, y=2)
     kept = [item_kept(setup, grid, 1, "none") for setup in setups]
     messages = [message_bytes(setup, grid, 3) for setup in setups]
-    weights = [sum(work.parameters) * setup.item_bytes for work, setup in zip(works, setups, strict=True)]
+    weights = [count_parameters(setup.model) * setup.item_bytes for setup in setups]
     for (name, there), here in zip(cluster.families.items(), made.cluster.families.values(), strict=True):
         dtype = "bf16" if name == "a100" else "fp16"
         models = [DeviceModel(name, there), DeviceModel(name, here)]

@@ -10,9 +10,9 @@ from hpctrain.cluster_file import parse_cluster
 from hpctrain.job import load_job
 from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.even import resolve_plan
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.uniform import resolve_plan
 
 NODE = """
 [families.{name}]

@@ -22,7 +22,6 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.pools import pools_of
 from hpctrain.planner.predict import Predictor, predict
-from hpctrain.planner.proportional import Work, parties_of, proportional_candidates
 from hpctrain.planner.search import Limits, Search, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
@@ -203,16 +202,13 @@ def test_the_answer_depends_on_the_budget_alone():
 
 
 @pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
-def test_what_is_found_for_a_ready_cluster_can_run_and_beats_the_plan_by_speed(name):
+def test_what_is_found_for_a_ready_cluster_can_run(name):
     made = ready_miniature(name)
     job, cluster = made.job, made.cluster
     setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
     found = search(setup, job.train.global_batch, cluster, limits=Limits(weighed=400, timed=4))
     for timed in found.plans:
         check_runs(job, timed.plan, "what was found")
-    work = Work(job.model, job.data.sequence_length, job.train.global_batch)
-    by_speed = proportional_candidates(work, parties_of(cluster, "fp32"), cluster.num_devices)[0]
-    assert found.best.seconds <= predict(setup, by_speed.plan, cluster).step_seconds * 1.001
 
 
 def test_a_limit_in_seconds_still_finds_a_plan():
@@ -271,7 +267,9 @@ def test_the_command_prints_a_plan_file_or_a_summary(tmp_path):
 
 
 def test_the_command_refuses_what_makes_no_sense(tmp_path):
-    assert "--json, --seconds and --budget are of a search" in run(tmp_path, "--uniform", "--json").output
+    drawn = run(tmp_path, "--uniform", "--json", "--set", "plan.data=4")
+    assert "--json, --seconds and --budget are of a search" in drawn.output
+    assert run(tmp_path, "--uniform", "--proportional").exit_code == 2
     assert "give JOB and --cluster CLUSTER, to search for a plan" in CliRunner().invoke(command, ["tiny"]).output
     result = run(tmp_path, "--set", "train.dtype=bf16")
     assert isinstance(result.exception, TopologyError)

@@ -1,60 +1,15 @@
-"""From what a job asks for to a plan: the even plan, the best even one of a cluster, and errors with the numbers."""
+"""From what a job asks for to a plan: uniform layouts, and errors with the numbers."""
 
 import pytest
 
-from hpctrain.cluster_file import parse_cluster
 from hpctrain.errors import HpctrainError, PlanError
 from hpctrain.job import load_job
-from hpctrain.plan_checks import check_tiling
 from hpctrain.plan_file import dump_plan
-from hpctrain.planner.even import best_even, resolve_plan
+from hpctrain.planner.uniform import resolve_plan
 
 
 def job(*overrides: str):
     return load_job("tiny", ["model.vocab_size=1024", *overrides])
-
-
-def cluster_of(num_devices: int, memory_bytes: float = 6e9):
-    return parse_cluster(
-        f"""
-        [families.cpu]
-        kind = "cpu"
-        origin = "datasheet"
-        memory_bytes = {int(memory_bytes)}
-        memory_bytes_per_second = 1e10
-        peak_flops_per_second = {{fp32 = 5e10}}
-        [[nodes]]
-        origin = "datasheet"
-        devices = {{cpu = {num_devices}}}
-        link_latency_seconds = 1e-5
-        link_bytes_per_second = 5e9
-        """,
-        "cluster.toml",
-    )
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 16])
-def test_the_best_even_plan_uses_all_ranks_and_says_why(num_ranks):
-    resolved = best_even(job("train.dtype=fp32", "train.global_batch=48"), cluster_of(num_ranks))
-    check_tiling(resolved.plan, job().model.num_items)
-    assert len(resolved.plan.ranks) == num_ranks
-    assert "the least predicted of the even plans" in resolved.reasons["plan"]
-    assert resolved.plan.microbatches * resolved.plan.rows == 48
-
-
-def test_the_best_even_plan_cuts_what_would_not_fit_whole():
-    small = job("train.dtype=fp32")
-    whole = best_even(small, cluster_of(4)).plan
-    cut = best_even(small, cluster_of(4, memory_bytes=40e6)).plan
-    assert len(whole.tiles) == 4, "replicas, where each has room for everything"
-    assert cut != whole
-    with pytest.raises(PlanError, match=r"no even plan of 4 cpu on 1 node fits; the nearest: .* lacks [0-9.]+ MiB"):
-        best_even(small, cluster_of(4, memory_bytes=1e6))
-
-
-def test_an_even_plan_that_does_not_divide_is_refused():
-    with pytest.raises(PlanError, match=r"no even plan of 37 cpu on 1 node fits; the nearest: .* not divisible"):
-        best_even(job("train.dtype=fp32"), cluster_of(37))
 
 
 def test_a_plan_that_is_open_needs_a_machine():

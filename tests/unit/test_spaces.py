@@ -1,0 +1,269 @@
+"""Restricted spaces of the search: even plans, plans by speed, a family alone; and the yardstick made of them."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from hpctrain.errors import PlanError
+from hpctrain.holders import check_zero
+from hpctrain.intervals import Interval
+from hpctrain.job import load_job
+from hpctrain.jobs.common import Described, check_runs, ready_miniature
+from hpctrain.jobs.yardstick import tell_yardstick, yardstick
+from hpctrain.plan import Plan, even_plan
+from hpctrain.plan_checks import check_tiling
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predict import predict
+from hpctrain.planner.search import EVERY_PLAN, Limits, Search, search
+from hpctrain.planner.space import Space, by_speed_space, even_space
+from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.timing import CLOSED_FORM_ERROR
+from tests.tilings import grids_of
+from tests.unit.small_searches import EVERYTHING, FAST_NETWORK, cases, cluster_of, setup_of
+
+MINIATURE = ready_miniature("a100-80-40", load_job("mixed", ["train.global_batch=24"]))
+JOB, CLUSTER = MINIATURE.job, MINIATURE.cluster
+SETUP = Setup(JOB.model, JOB.data.sequence_length, "fp32", HPCTRAIN)
+RUN_ON = Described(CLUSTER, "a100-80-40", is_rehearsed=True)
+FAMILY = "a100-40"
+
+
+def every_even_plan():
+    """All grids, stages, replicas, microbatches and ZeRO stages of the four devices of the family."""
+    ranks = [device.rank for device in CLUSTER.devices if device.family == FAMILY]
+    for size, depth, recompute, zero in itertools.product((1, 2, 4), (1, 2, 4), ("none", "full"), (1, 3)):
+        replicas = len(ranks) // size // depth
+        for grid in grids_of(JOB.model, size) if replicas else ():
+            for microbatches in (1, 3, 6, 12, 24):
+                rows = JOB.train.global_batch // microbatches
+                if rows % replicas or rows // replicas < grid.z:
+                    continue
+                options = {"family": FAMILY, "recompute": recompute, "zero": zero}
+                plan = even_plan(JOB.model.num_items, grid, depth, replicas, microbatches, rows, **options)
+                tiles = tuple(replace(t, ranks=tuple(ranks[r] for r in t.ranks)) for t in plan.tiles)
+                yield replace(plan, tiles=tiles, unused=tuple(sorted(set(range(CLUSTER.num_devices)) - set(ranks))))
+
+
+@pytest.mark.parametrize("space", [Space(), even_space()])
+def test_no_even_plan_of_a_family_is_faster_than_what_is_found(space):
+    found = search(SETUP, JOB.train.global_batch, CLUSTER, [FAMILY], space, EVERY_PLAN)
+    predicted = [predict(SETUP, plan, CLUSTER) for plan in every_even_plan()]
+    fitting = [each.step_seconds for each in predicted if each.fits]
+    assert len(fitting) > 50
+    assert found.best.seconds <= min(fitting) * 1.001
+
+
+def test_a_family_alone_uses_its_devices_only():
+    own = {device.rank for device in CLUSTER.devices if device.family == FAMILY}
+    found = search(SETUP, JOB.train.global_batch, CLUSTER, [FAMILY], limits=EVERY_PLAN)
+    assert len(found.plans) >= 5
+    for timed in found.plans:
+        check_runs(JOB, timed.plan, "alone")
+        assert {rank for tile in timed.plan.tiles for rank in tile.ranks} <= own
+        assert set(range(CLUSTER.num_devices)) - own <= set(timed.plan.unused)
+
+
+# ---- even plans ------------------------------------------------------------------------------------------------------
+
+
+def check_even(plan: Plan, num_blocks: int) -> None:
+    """Check that all tiles are alike, and that each of them has as much to do as any other, but for whole blocks."""
+    assert not plan.unused
+    assert len({tile.tensor for tile in plan.tiles}) == 1
+    assert len({tile.rows.sizes for tile in plan.tiles}) == 1 and plan.period == 1
+    depths = {tile.items: plan.depth_to_loss(tile) for tile in plan.tiles}
+    stages = sorted(depths, key=lambda items: items.start)
+    assert [depths[items] for items in stages] == list(range(len(stages)))[::-1], "every pipeline has the same stages"
+    blocks = [items.intersect(Interval(1, num_blocks + 1)).size for items in stages]
+    assert sum(blocks) == num_blocks and max(blocks) - min(blocks) <= 1
+    replicas = [sum(tile.items == items for tile in plan.tiles) for items in stages]
+    assert len(set(replicas)) == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_an_even_plan_is_even(case):
+    setup, batch, cluster, space = case
+    try:
+        found = search(setup, batch, cluster, None, replace(even_space(), zero=space.zero), EVERYTHING)
+    except PlanError as error:
+        assert "no even plan of" in str(error) and "uses all devices" in str(error)
+        devices = cluster.num_devices
+        assert batch % devices, "replicas alone would do"
+        assert setup.model.num_layers < devices, "and so would a pipeline of all devices"
+        return
+    for timed in found.plans:
+        check_even(timed.plan, setup.model.num_layers)
+
+
+@pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
+def test_restricted_plans_of_a_ready_cluster_can_run_and_are_not_faster_than_all(name):
+    made = ready_miniature(name)
+    job, cluster, limits = made.job, made.cluster, Limits(weighed=400, timed=4)
+    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
+    best, by_speed, even = (
+        search(setup, job.train.global_batch, cluster, space=space, limits=limits)
+        for space in (Space(), by_speed_space(), even_space())
+    )
+    for timed in (*by_speed.plans, *even.plans):
+        check_runs(job, timed.plan, "a restricted plan")
+        assert not timed.plan.unused
+        assert timed.prediction.fits
+    for timed in even.plans:
+        check_even(timed.plan, job.model.num_layers)
+    assert best.best.seconds <= by_speed.best.seconds * (1 + CLOSED_FORM_ERROR)
+    assert best.best.seconds <= even.best.seconds * (1 + CLOSED_FORM_ERROR)
+    assert by_speed.best.seconds <= even.best.seconds * (1 + CLOSED_FORM_ERROR)
+
+
+def test_what_cannot_be_cut_evenly_is_refused_with_the_numbers():
+    cluster = cluster_of([("a", 7, 1), ("b", 6, 1)])
+    with pytest.raises(
+        PlanError, match=r"no even plan of 7 a and 6 b on 13 nodes, by ib for 8 rows of a step and 4 bl"
+    ):
+        search(setup_of(4), 8, cluster, space=even_space())
+    assert search(setup_of(4), 8, cluster).best.prediction.fits
+
+
+def test_an_even_plan_that_does_not_fit_is_told_with_the_numbers():
+    with pytest.raises(PlanError, match=r"no plan of 2 a and 1 b on 3 nodes, by ib fits in memory; the nearest \("):
+        search(setup_of(4), 6, cluster_of([("a", 2, 1), ("b", 1, 1)], memory=120_000), space=even_space())
+
+
+# ---- plans by speed --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_by_speed_no_other_cut_is_done_earlier_by_the_speeds(case):
+    """Against every other cut of the same shape, into whole rows of a rank or whole blocks."""
+    setup, batch, cluster, space = case
+    space = by_speed_space(microbatches=space.microbatches, largest_grid=space.largest_grid, recompute=("none",))
+    searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
+    try:
+        searching.run()
+    except PlanError as error:
+        assert "no by speed plan of" in str(error)
+        return
+    speed = searching.weigher.speed
+
+    def seconds(pool: int, choice, blocks: int, rows: int, ends) -> float:
+        """Return what a stage takes if it computes by one speed of its devices."""
+        at_once = math.ceil(math.ceil(rows / choice.replicas) / choice.grid.z)
+        at_end = [item for item, is_there in zip((0, setup.model.num_items - 1), ends, strict=True) if is_there]
+        items = [(1, blocks), *((item, 1) for item in at_end)]
+        return sum(times * at_once / speed(pool, item) for item, times in items) / choice.grid.x / choice.grid.y
+
+    for layout in searching.layouts[:20]:
+        used = [(len(row), sum(map(len, layout.shape.pipelines))) for row in layout.shape.pipelines]
+        assert all(own in (1, whole) for own, whole in used), "in one pipeline, or side by side"
+        for rows, stages in zip(layout.rows, layout.stages, strict=True):
+            ends = [(i == 0, i == len(stages) - 1) for i in range(len(stages))]
+
+            def slowest(blocks, rows=rows, stages=stages, ends=ends) -> float:
+                placed = zip(stages, blocks, ends, strict=True)
+                return max(seconds(s.pool, s.choice, count, rows, at) for s, count, at in placed)
+
+            own = [placed.blocks for placed in stages]
+            for source, target in itertools.permutations(range(len(own)), 2):
+                other = [n - (i == source) + (i == target) for i, n in enumerate(own)]
+                if min(other) >= 1:
+                    assert slowest(own) <= slowest(other) * (1 + 1e-9)
+
+
+def test_by_speed_rows_and_blocks_are_in_proportion():
+    """Of devices of which one is three times as fast as the other, where networks cost nothing."""
+    cluster = cluster_of([("a", 1, 1), ("b", 1, 1)], speeds={"a": 1e9, "b": 3e9}, **FAST_NETWORK)
+    setup = setup_of(16, vocabulary=2)
+    found = Search(setup, 32, cluster, None, by_speed_space(microbatches=(1, 8), zero=(1,)), EVERYTHING, lambda: 0.0)
+    found.run()
+    rows = [dict(zip(at.shape.pipelines, at.rows, strict=True)) for at in found.layouts if at.shape.microbatches == 1]
+    assert {((0,), 8), ((1,), 24)} == {pair for cut in rows if len(cut) == 2 for pair in cut.items()}
+    for layout in found.layouts:
+        if len(layout.stages) == 1 and all(c.stages == 1 for row in layout.shape.choices for c in row):
+            assert {placed.pool: placed.blocks for placed in layout.all_stages} == {0: 4, 1: 12}
+
+
+def test_by_speed_memory_is_not_considered_when_cutting():
+    """The fast device has no memory for its share: the search gives it less, the plan by speed does not fit."""
+    cluster, setup = cluster_of([("a", 1, 1), ("c", 1, 1)]), setup_of(16)
+    space = {"largest_grid": 1, "microbatches": (16,), "recompute": ("none",)}
+    roomy = search(setup, 16, cluster, space=by_speed_space(**space), limits=EVERYTHING).best
+    needed = max(stage.memory.total for stage in roomy.prediction.memory if stage.tile.family == "c")
+    small = cluster.families["c"].model_copy(update={"memory_bytes": int(needed * 0.8)})
+    cluster = cluster.model_copy(update={"families": cluster.families | {"c": small}})
+    found = search(setup, 16, cluster, space=Space(**space), limits=EVERYTHING).best
+    assert found.prediction.fits
+    try:
+        by_speed = search(setup, 16, cluster, space=by_speed_space(**space), limits=EVERYTHING).best.seconds
+    except PlanError as error:
+        by_speed, told = float("inf"), str(error)
+        assert "fits in memory" in told
+    assert found.seconds < by_speed
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_of_unlike_families_get_rows_by_speed_in_every_zero_stage(zero):
+    """Poplar (arXiv 2408.12596): 1.02 to 3.92 times as fast as even batches. One block cannot be cut."""
+    cluster, setup = (
+        cluster_of([("a", 1, 1), ("c", 1, 1)], memory=2_000_000, **FAST_NETWORK),
+        setup_of(1, vocabulary=512),
+    )
+    found = search(setup, 48, cluster, space=Space(zero=(zero,), turns=False), limits=EVERYTHING).best
+    even = search(setup, 48, cluster, space=even_space(zero=(zero,)), limits=EVERYTHING).best
+    check_tiling(found.plan, 3)
+    check_zero(found.plan, "a plan")
+    assert {tile.zero for tile in (*found.plan.tiles, *even.plan.tiles)} == {zero}
+    rows = {tile.family: tile.rows.most() * found.plan.microbatches for tile in found.plan.tiles}
+    assert rows["c"] / rows["a"] == pytest.approx(3.7, rel=0.2)
+    assert 1.5 < even.seconds / found.seconds < 3.92
+
+
+def test_where_two_fabrics_meet_over_a_slow_one_the_pipeline_crosses_it():
+    """Holmes (arXiv 2312.03549): sums of gradients stay inside a fabric, activations go between them.
+
+    Behind computation the slow network would have time enough here, with all rows in one microbatch.
+    """
+    made = ready_miniature("ib-roce")
+    setup = Setup(made.job.model, made.job.data.sequence_length, "fp32", HPCTRAIN, bucket_bytes=None)
+    best = search(setup, made.job.train.global_batch, made.cluster, space=by_speed_space()).best.plan
+    fabric_of = {device.rank: device.table for device in made.cluster.devices}
+    for item in range(setup.model.num_items):
+        tables = {fabric_of[rank] for tile in best.tiles if tile.holds(item) for rank in tile.ranks}
+        assert len(tables) == 1, best.describe()
+
+
+# ---- the yardstick ---------------------------------------------------------------------------------------------------
+
+
+def test_a_family_that_cannot_hold_the_model_is_named():
+    large = JOB.model_copy(update={"model": JOB.model.model_copy(update={"num_layers": 90})})
+    with pytest.raises(PlanError, match="fits in memory"):
+        search(replace(SETUP, model=large.model), 24, CLUSTER, [FAMILY], limits=EVERY_PLAN)
+    told = yardstick(large, RUN_ON, 1000.0)
+    assert told["no_ratio"] == "a100-40 alone cannot hold the model" and "of_sum" not in told
+    assert "a100-40 cannot hold the model tokens/s" not in (said := tell_yardstick(told, RUN_ON))
+    assert "no ratio: a100-40 alone cannot hold the model" in said
+    assert f"{told['of_even']:.2f} times the job cut evenly" in said, "over all devices there is room"
+    larger = large.model_copy(update={"model": large.model.model_copy(update={"num_layers": 110})})
+    told = yardstick(larger, RUN_ON, 1000.0)
+    assert "cut evenly the job does not fit" in tell_yardstick(told, RUN_ON) and "of_even" not in told
+
+
+def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
+    told = yardstick(JOB, RUN_ON, 1000.0)
+    alone = told["predicted_alone"]
+    assert set(alone) == {"a100-80", "a100-40"}
+    assert told["of_sum"] == pytest.approx(1000.0 / sum(alone.values()))
+    assert told["of_best_family"] == pytest.approx(1000.0 / max(alone.values()))
+    said = tell_yardstick(told, RUN_ON)
+    assert told["of_even"] == pytest.approx(1000.0 / told["predicted_even"])
+    assert 0.7 * sum(alone.values()) < told["predicted_even"] < sum(alone.values()), "they are about as fast"
+    assert f", {told['of_even']:.2f} times the job cut evenly;" in said
+    assert f"this run is {told['of_sum']:.2f} of their sum" in said and "`hpctrain bench mixed a100-80-40`" in said
+    real = Described(CLUSTER, "ours.toml", is_rehearsed=False)
+    assert yardstick(JOB, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
+    assert tell_yardstick(told, real).endswith("times the job cut evenly"), "what is real is not rehearsed"
