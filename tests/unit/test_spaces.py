@@ -220,6 +220,11 @@ def test_replicas_of_unlike_families_get_rows_by_speed_in_every_zero_stage(zero)
     rows = {tile.family: tile.rows.most() * found.plan.microbatches for tile in found.plan.tiles}
     assert rows["c"] / rows["a"] == pytest.approx(3.7, rel=0.2)
     assert 1.5 < even.seconds / found.seconds < 3.92
+    slower = search(
+        setup, 48, cluster_of([("a", 1, 1), ("c", 1, 1)], nic=2e7), space=Space(zero=(zero,), turns=False)
+    ).best
+    assert slower.seconds > 1.01 * found.seconds
+    assert slower.layout.seconds == pytest.approx(slower.seconds, rel=0.05), "the closed form knows what they exchange"
 
 
 def test_where_two_fabrics_meet_over_a_slow_one_the_pipeline_crosses_it():
