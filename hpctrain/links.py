@@ -25,6 +25,8 @@ class PairLink(NamedTuple):
     """What all messages of the sender's NIC together get; without limit where there is none."""
     times: tuple[Time, ...] = ()
     """As measured, where it was."""
+    is_measured: bool = False
+    """Whether its bandwidth was measured, by the cluster's own words."""
 
 
 def nic_of(cluster: Cluster, rank: int, fabric: str) -> tuple[int, Nic] | None:
@@ -46,14 +48,19 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
         return PairLink("device", None, 0.0, copy, math.inf)
     if here.node == there.node:
         assert nodes.link_latency_seconds is not None and nodes.link_bytes_per_second is not None
-        found = PairLink("node", None, nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf)
+        is_measured = nodes.origin_of("link_bytes_per_second") == "measured"
+        figures = nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf
+        found = PairLink("node", None, *figures, is_measured=is_measured)
     else:
         found = _across_nodes(cluster, source, target)
     described = cluster.links_by_key.get((found.fabric, tuple(sorted((here.family, there.family)))))
     if described is None:
         return found
     return found._replace(
-        latency_seconds=described.latency_seconds, bytes_per_second=described.bytes_per_second, times=described.times
+        latency_seconds=described.latency_seconds,
+        bytes_per_second=described.bytes_per_second,
+        times=described.times,
+        is_measured=described.origin_of("bytes_per_second") == "measured",
     )
 
 
@@ -62,14 +69,18 @@ def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
     for name, fabric in cluster.fabrics.items():
         out, into = nic_of(cluster, source, name), nic_of(cluster, target, name)
         if out and into:
-            cap = fabric.bytes_per_second or math.inf
-            bandwidth = min(out[1].send_bytes_per_second, into[1].receive_bytes_per_second, cap)
-            found.append((-bandwidth, fabric.latency_seconds, name))
+            bandwidth, origin = min(
+                (out[1].send_bytes_per_second, out[1].origin_of("send_bytes_per_second")),
+                (into[1].receive_bytes_per_second, into[1].origin_of("receive_bytes_per_second")),
+                (fabric.bytes_per_second or math.inf, fabric.origin_of("bytes_per_second")),
+                key=lambda pair: pair[0],
+            )
+            found.append((-bandwidth, fabric.latency_seconds, name, origin == "measured"))
     if not found:  # a `Cluster` is never like this
         raise TopologyError(f"ranks {source} and {target} are on nodes without a fabric in common")
-    negative, latency, name = min(found)
+    negative, latency, name, is_measured = min(found)
     alike = name in _fastest_fabrics(cluster, source) and name in _fastest_fabrics(cluster, target)
-    return PairLink("fabric" if alike else "across", name, latency, -negative, -negative)
+    return PairLink("fabric" if alike else "across", name, latency, -negative, -negative, is_measured=is_measured)
 
 
 def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
@@ -79,14 +90,23 @@ def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
     return [fabric for fabric, speed in zip(cluster.fabrics, speeds, strict=True) if speed == max(speeds)]
 
 
-def message_seconds(link: PairLink, num_bytes: int, flows: int = 1) -> float:
+def efficiency(link: PairLink, num_bytes: int, link_share: float) -> float:
+    """Return what share of its bandwidth a link gives a message of so many bytes: all of it where that was measured.
+
+    The one place where a data sheet's bandwidth is discounted. `link_share` is what the software reaches.
+    """
+    return 1.0 if link.is_measured else link_share
+
+
+def message_seconds(link: PairLink, num_bytes: int, flows: int = 1, link_share: float = 1.0) -> float:
     """Return how long a message takes with `flows` like it under way at once: as measured, else by its bandwidth.
 
     Straight lines between what was measured, in bytes and in flows; more flows than were measured share what the most
     got together.
     """
     if not link.times:
-        return link.latency_seconds + num_bytes / min(link.bytes_per_second, link.shared_bytes_per_second / flows)
+        bandwidth = min(link.bytes_per_second, link.shared_bytes_per_second / flows)
+        return link.latency_seconds + num_bytes / (bandwidth * efficiency(link, num_bytes, link_share))
     counts = sorted({time.flows for time in link.times})
     below = max((count for count in counts if count <= flows), default=counts[0])
     above = min((count for count in counts if count >= flows), default=below)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from hpctrain.comm.communicator import Backend
-from hpctrain.comm.costs import cheapest_flat
 from hpctrain.comm.device.collectives import ByMemory, StreamedCollectives
 from hpctrain.comm.device.native import NativeCollectives, find_native_library
 from hpctrain.comm.device.table import Devices, device_route, message_route
 from hpctrain.comm.device.transport import DeviceTransport
 from hpctrain.comm.flat import Choose, FlatCollectives
 from hpctrain.comm.hierarchy import Collectives, HierarchicalCollectives
+from hpctrain.comm.network import cheapest_flat
 from hpctrain.comm.rehearsal.clock import Pace
 from hpctrain.comm.rehearsal.shaped import Rehearsal, ShapedTransport
 from hpctrain.comm.shared import SharedCollectives

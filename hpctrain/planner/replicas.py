@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from hpctrain.cluster import ITEM_BYTES, Cluster
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.parameters import item_parameters
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.allocate import Allocation, Replica, allocate, allocate_in_step
 from hpctrain.planner.curves import FamilyCurves
-from hpctrain.planner.network import ClusterNetwork
 
 GRADIENT_BYTES = 4  # fp32
 

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from hpctrain.cluster_file import dump_cluster, parse_cluster
-from hpctrain.comm.costs import MOST_DOUBLED_BYTES, cheapest_flat
 from hpctrain.comm.flat import FlatCollectives
 from hpctrain.comm.hierarchy import HierarchicalCollectives
+from hpctrain.comm.network import MOST_DOUBLED_BYTES, ClusterNetwork, cheapest_flat
 from hpctrain.comm.rehearsal.network import network_of
 from hpctrain.intervals import cut_evenly
 from hpctrain.job import Link
 from hpctrain.jobs.common import ready_miniature
-from hpctrain.planner.network import ClusterNetwork
 from tests.unit.small_searches import cluster_of
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 

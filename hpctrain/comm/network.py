@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.cluster import Cluster
-from hpctrain.comm.costs import cheapest_flat, flat_seconds
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.errors import LaunchError
 from hpctrain.job import Link
@@ -22,6 +21,8 @@ from hpctrain.links import PairLink, link_between, links_of, message_seconds, ni
 MESSAGE_OVERHEAD_SECONDS = 0.0
 """That each further message under way costs its sender; 0: links' latencies have the software's share."""
 KEPT = 1 << 16
+MOST_DOUBLED_BYTES = 1 << 20
+"""Of a tensor: doubling has two more copies of it, others need room for a part; beyond, rounds are cheap."""
 
 
 class Form(NamedTuple):
@@ -62,9 +63,10 @@ class Crowd:
 
 
 class ClusterNetwork:
-    """The links of a cluster, and what collectives take on them. `link_share` is of a link's bandwidth."""
+    """The links of a cluster, and what messages and collectives take on them."""
 
     def __init__(self, cluster: Cluster, link_share: float = 1.0):
+        """`link_share` is what collectives reach of a data sheet's bandwidth: see `hpctrain.links.efficiency`."""
         self.cluster, self._share = cluster, link_share
         self._topology = Topology(places_of(cluster), shares_memory=False)
         self._links = links_of(cluster)
@@ -105,8 +107,7 @@ class ClusterNetwork:
         link = self._numbered[number]
         if link.between == "device":
             return 0.0
-        whole = message_seconds(link, int(num_bytes), flows)
-        return link.latency_seconds + max(whole - link.latency_seconds, 0.0) / self._share
+        return message_seconds(link, int(num_bytes), flows, self._share)
 
     def flows(self, rank: int, ranks: Iterable[int], target: int) -> int:
         """Return how many of some ranks share the NIC by which this one sends to `target`, if all of them send by that
@@ -250,3 +251,25 @@ def least_slope(places: Sequence[float], values: Sequence[float]) -> float:
     """Return the least slope between neighbours of ascending places."""
     ends = itertools.pairwise(zip(places, values, strict=True))
     return min((after - before) / (right - left) for (left, before), (right, after) in ends)
+
+
+def flat_seconds(operation: str, algorithm: str, num_bytes: int, num_ranks: int, link: Link, overhead: float):
+    """Return what a flat collective of `num_bytes` (the whole tensor's) over `num_ranks` takes, in seconds."""
+    latency, share = link.latency_seconds, num_bytes * (num_ranks - 1) / num_ranks / link.bandwidth_bytes_per_second
+    passes = 2 if operation == "all_reduce" else 1
+    match algorithm:
+        case "doubling":
+            whole = num_bytes / link.bandwidth_bytes_per_second
+            rounds = (num_ranks - 1).bit_length() + (2 if num_ranks & (num_ranks - 1) else 0)
+            return rounds * (latency + overhead + whole)
+        case "ring":
+            return passes * ((num_ranks - 1) * (latency + overhead) + share)
+        case _:
+            return passes * (latency + (num_ranks - 1) * overhead + share)
+
+
+def cheapest_flat(operation: str, num_bytes: int, num_ranks: int, link: Link, overhead: float) -> str:
+    """Return the algorithm that takes the least time: exchange, ring, or for small all-reduces doubling."""
+    may_double = operation == "all_reduce" and num_bytes <= MOST_DOUBLED_BYTES
+    candidates = ["exchange", "ring"] + (["doubling"] if may_double else [])
+    return min(candidates, key=lambda a: flat_seconds(operation, a, num_bytes, num_ranks, link, overhead))
