@@ -6,10 +6,15 @@ from typing import Literal, NamedTuple
 
 from hpctrain.cluster import Cluster, Nic, Time
 from hpctrain.errors import TopologyError
-from hpctrain.job import Link, Links
 
 COMPARED_BYTES = 1 << 20
 """The slowest of several links is the one on which a message of this size takes longest."""
+HOST_OVERHEAD_SECONDS = 10e-6
+"""What each further message costs that a CPU rank sends and receives at the same time. Measured: 9 to 13 us for each of
+2 to 32 messages of 64 bytes between two ranks of a host, by `hpctrain.comm.transport`."""
+DEVICE_OVERHEAD_SECONDS = 1e-6
+"""The same between accelerators, whose library starts a collective at once. Assumed: the order of magnitude that
+measurements of LogGP parameters find for InfiniBand."""
 
 
 class PairLink(NamedTuple):
@@ -27,6 +32,13 @@ class PairLink(NamedTuple):
     """As measured, where it was."""
     is_measured: bool = False
     """Whether its bandwidth was measured, by the cluster's own words."""
+    overhead_seconds: float = 0.0
+    """What each further message that is under way at the same time costs its sender."""
+
+    @property
+    def message_bytes_per_second(self) -> float:
+        """What a message gets that has the sender's NIC for itself."""
+        return min(self.bytes_per_second, self.shared_bytes_per_second)
 
 
 def nic_of(cluster: Cluster, rank: int, fabric: str) -> tuple[int, Nic] | None:
@@ -53,6 +65,8 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
         found = PairLink("node", None, *figures, is_measured=is_measured)
     else:
         found = _across_nodes(cluster, source, target)
+    is_host = "cpu" in (cluster.families[here.family].kind, cluster.families[there.family].kind)
+    found = found._replace(overhead_seconds=HOST_OVERHEAD_SECONDS if is_host else DEVICE_OVERHEAD_SECONDS)
     described = cluster.links_by_key.get((found.fabric, tuple(sorted((here.family, there.family)))))
     if described is None:
         return found
@@ -129,38 +143,18 @@ def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
     return seconds + (num_bytes - size) * slope
 
 
-def links_of(cluster: Cluster) -> Links:
-    """Return what `[comm] links` of a job wants: of the pairs inside a node the slowest, and of those across.
-
-    Where there are no such pairs, what is usual.
-    """
-    usual, slowest = Links(), {}
+def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
+    """Return the slowest link `inside` nodes and the slowest `across` them, as far as there are such pairs."""
+    slowest: dict[str, tuple[float, PairLink]] = {}
     some = _representatives(cluster)
     for source in some:
         for target in some:
             if source != target:
                 link = link_between(cluster, source, target)
-                inside = link.between == "node"
-                seconds = message_seconds(link, COMPARED_BYTES)
-                slowest[inside] = max(slowest.get(inside, (0.0, link)), (seconds, link), key=lambda pair: pair[0])
-    if False not in slowest:
-        return Links(inside=_as_link(slowest[True][1])) if True in slowest else usual
-    across = _as_link(slowest[False][1])
-    inside = _as_link(slowest[True][1]) if True in slowest else usual.inside
-    return Links(inside=inside, across=across, overhead_seconds=overhead_of(across))
-
-
-def overhead_of(across: Link) -> float:
-    """Return what a message costs its sender: half of a short one's time is spent by the processors of its ends.
-
-    As is usual for TCP on host memory.
-    """
-    return across.latency_seconds / 2
-
-
-def _as_link(link: PairLink) -> Link:
-    bandwidth = min(link.bytes_per_second, link.shared_bytes_per_second)
-    return Link(latency_seconds=max(link.latency_seconds, 1e-9), bandwidth_bytes_per_second=bandwidth)
+                where = "inside" if link.between == "node" else "across"
+                found = message_seconds(link, COMPARED_BYTES), link
+                slowest[where] = max(slowest.get(where, found), found, key=lambda pair: pair[0])
+    return {where: link for where, (_, link) in slowest.items()}
 
 
 def _representatives(cluster: Cluster) -> list[int]:

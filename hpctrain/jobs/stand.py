@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from hpctrain.cluster import Cluster
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.rehearsal.device import RehearsedAccelerator
 from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
@@ -16,7 +17,6 @@ from hpctrain.engine.phases import phases_of
 from hpctrain.engine.trainer import Trainer
 from hpctrain.errors import PlanError
 from hpctrain.job import Job
-from hpctrain.links import links_of
 from hpctrain.observe.console import QUOTED_OVERRUN
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.estimate import Work
@@ -146,7 +146,7 @@ class Stand:
         self.work = Work(model, job.data.sequence_length, train.global_batch)
         self._room = Room(self.work, cluster)
         self._measured: list[Measured] = []
-        world.preferences = Preferences(job.comm.route, job.comm.algorithm, job.comm.links or links_of(cluster))
+        world.preferences = Preferences(job.comm.route, job.comm.algorithm, ClusterNetwork(cluster))
         world.enter(phases_of(job.observe).first_step)
 
     def timed(
