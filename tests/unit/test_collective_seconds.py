@@ -134,3 +134,12 @@ def test_all_reduces_with_no_part_for_each_rank_are_not_those_of_domains():
     assert network.algorithm("all_reduce", 56, everybody) in ("exchange", "doubling")
     assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES, everybody) == "domains"
     assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES, everybody, by_domains=False) == "exchange"
+
+
+def test_who_communicates_beside_changes_what_a_group_takes_and_not_what_it_chooses():
+    """Its ranks do not know of other groups: four groups of a rank of each node here, which share its NIC."""
+    network, ranks = ClusterNetwork(cluster_of([("a", 4, 4)], nic=1e9)), (0, 4, 8, 12)
+    assert network.algorithm("all_reduce", 40_000, ranks) == "doubling"
+    doubling, exchange = 2 * (1e-5 + 40_000 / 0.25e9), 2 * (1e-5 + 2 * 1e-5 + 30_000 / 0.25e9)
+    beside = network.group_seconds("all_reduce", 40_000, ranks, network.crowd(tuple(range(16))))
+    assert beside == pytest.approx(doubling) and exchange < doubling
