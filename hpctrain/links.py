@@ -33,7 +33,7 @@ class PairLink(NamedTuple):
     is_measured: bool = False
     """Whether its bandwidth was measured, by the cluster's own words."""
     overhead_seconds: float = 0.0
-    """What each further message that is under way at the same time costs its sender."""
+    """What each further message that is under way at the same time costs its sender: part of its latency."""
 
     @property
     def message_bytes_per_second(self) -> float:
@@ -65,17 +65,17 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
         found = PairLink("node", None, *figures, is_measured=is_measured)
     else:
         found = _across_nodes(cluster, source, target)
-    is_host = "cpu" in (cluster.families[here.family].kind, cluster.families[there.family].kind)
-    found = found._replace(overhead_seconds=HOST_OVERHEAD_SECONDS if is_host else DEVICE_OVERHEAD_SECONDS)
     described = cluster.links_by_key.get((found.fabric, tuple(sorted((here.family, there.family)))))
-    if described is None:
-        return found
-    return found._replace(
-        latency_seconds=described.latency_seconds,
-        bytes_per_second=described.bytes_per_second,
-        times=described.times,
-        is_measured=described.origin_of("bytes_per_second") == "measured",
-    )
+    if described:
+        found = found._replace(
+            latency_seconds=described.latency_seconds,
+            bytes_per_second=described.bytes_per_second,
+            times=described.times,
+            is_measured=described.origin_of("bytes_per_second") == "measured",
+        )
+    is_host = "cpu" in (cluster.families[here.family].kind, cluster.families[there.family].kind)
+    overhead = HOST_OVERHEAD_SECONDS if is_host else DEVICE_OVERHEAD_SECONDS
+    return found._replace(overhead_seconds=min(overhead, found.latency_seconds))
 
 
 def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:

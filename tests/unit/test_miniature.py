@@ -18,6 +18,7 @@ from hpctrain.planner.estimate import Work
 from hpctrain.planner.memory import item_kept, message_bytes
 from hpctrain.planner.predict import predict
 from hpctrain.rehearsal.miniature import choose_width, miniature
+from hpctrain.rehearsal.scaled import with_exact_links
 
 CLUSTER = """
 [families.a100]
@@ -162,7 +163,7 @@ def test_a_small_job_stays_as_it_is():
     job = load_job("tiny", ["model.vocab_size=1024", "train.dtype=fp32"])
     made = made_of(job)
     assert made.job == job and not made.is_job_scaled
-    real = parse_cluster(CLUSTER, "a test")
+    real = with_exact_links(parse_cluster(CLUSTER, "a test"))
     assert made.cluster.nodes == real.nodes and made.cluster.fabrics == real.fabrics
     assert made.cluster.families["a100"].memory_bytes == 80_000_000_000
     speed = DeviceModel("a100", real.families["a100"]).speed("fp32")
