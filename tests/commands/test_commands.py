@@ -57,6 +57,7 @@ def test_what_is_auto_becomes_a_value_with_a_reason(hpctrain, folder):
     arguments[3] = "train.steps=2"  # what can change a bit is that of the checkpoint, whatever the clock says now
     again = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=folder)
     assert f"chosen products.ways: {len(ways)} of {len(ways)} products as they were" in again.out
+    assert "chosen comm.algorithm: none: ranks share one host's memory, by the links of auto/checkpoints/" in again.out
     assert tomllib.loads((folder / "auto" / "resolved.toml").read_text())["products"]["ways"]["cpu"] == ways
 
 
