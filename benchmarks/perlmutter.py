@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from scale import cluster_of, nodes_of
 
 from hpctrain.cluster import Cluster
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.errors import PlanError
 from hpctrain.job import Model
 from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.presets import PRESETS

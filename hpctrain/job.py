@@ -243,31 +243,11 @@ class Observe(Table):
     """How many steps are traced, from where the run starts or goes on."""
 
 
-class Link(Table):
-    """A pair of ranks' path."""
-
-    latency_seconds: Annotated[float, Field(gt=0)]
-    bandwidth_bytes_per_second: Annotated[float, Field(gt=0)]
-
-
-class Links(Table):
-    """The classes of pairs that collectives tell apart; until they are measured, those of a common machine."""
-
-    inside: Link = Link(latency_seconds=5e-6, bandwidth_bytes_per_second=5e9)
-    """Of one host."""
-    across: Link = Link(latency_seconds=50e-6, bandwidth_bytes_per_second=1.1e9)
-    """Between hosts."""
-    overhead_seconds: Annotated[float, Field(ge=0)] = 10e-6
-    """What a message costs its sender beside being under way."""
-
-
 class Comm(Table):
     route: Literal["auto", "messages", "hierarchical"] = "auto"
     """auto: shared memory in a host; by family and host, then across; or forced, where a group could do otherwise."""
     algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
-    """Of collectives over messages; auto: the cheapest for the size and the links."""
-    links: Annotated[Links | None, AUTO] = None
-    """auto: measured at the start. It can change a bit of the result, and is kept when a run is continued."""
+    """Of collectives over messages; auto: the cheapest by size and by the links of the cluster."""
 
 
 class Job(Table):

@@ -6,10 +6,15 @@ from typing import Literal, NamedTuple
 
 from hpctrain.cluster import Cluster, Nic, Time
 from hpctrain.errors import TopologyError
-from hpctrain.job import Link, Links
 
 COMPARED_BYTES = 1 << 20
 """The slowest of several links is the one on which a message of this size takes longest."""
+HOST_OVERHEAD_SECONDS = 10e-6
+"""What each further message costs that a CPU rank sends and receives at the same time. Measured: 9 to 13 us for each of
+2 to 32 messages of 64 bytes between two ranks of a host, by `hpctrain.comm.transport`."""
+DEVICE_OVERHEAD_SECONDS = 1e-6
+"""The same between accelerators, whose library starts a collective at once. Assumed: the order of magnitude that
+measurements of LogGP parameters find for InfiniBand."""
 
 
 class PairLink(NamedTuple):
@@ -25,6 +30,15 @@ class PairLink(NamedTuple):
     """What all messages of the sender's NIC together get; without limit where there is none."""
     times: tuple[Time, ...] = ()
     """As measured, where it was."""
+    is_measured: bool = False
+    """Whether its bandwidth was measured, by the cluster's own words."""
+    overhead_seconds: float = 0.0
+    """What each further message that is under way at the same time costs its sender: part of its latency."""
+
+    @property
+    def message_bytes_per_second(self) -> float:
+        """What a message gets that has the sender's NIC for itself."""
+        return min(self.bytes_per_second, self.shared_bytes_per_second)
 
 
 def nic_of(cluster: Cluster, rank: int, fabric: str) -> tuple[int, Nic] | None:
@@ -46,15 +60,22 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
         return PairLink("device", None, 0.0, copy, math.inf)
     if here.node == there.node:
         assert nodes.link_latency_seconds is not None and nodes.link_bytes_per_second is not None
-        found = PairLink("node", None, nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf)
+        is_measured = nodes.origin_of("link_bytes_per_second") == "measured"
+        figures = nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf
+        found = PairLink("node", None, *figures, is_measured=is_measured)
     else:
         found = _across_nodes(cluster, source, target)
     described = cluster.links_by_key.get((found.fabric, tuple(sorted((here.family, there.family)))))
-    if described is None:
-        return found
-    return found._replace(
-        latency_seconds=described.latency_seconds, bytes_per_second=described.bytes_per_second, times=described.times
-    )
+    if described:
+        found = found._replace(
+            latency_seconds=described.latency_seconds,
+            bytes_per_second=described.bytes_per_second,
+            times=described.times,
+            is_measured=described.origin_of("bytes_per_second") == "measured",
+        )
+    is_host = "cpu" in (cluster.families[here.family].kind, cluster.families[there.family].kind)
+    overhead = HOST_OVERHEAD_SECONDS if is_host else DEVICE_OVERHEAD_SECONDS
+    return found._replace(overhead_seconds=min(overhead, found.latency_seconds))
 
 
 def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
@@ -62,14 +83,18 @@ def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
     for name, fabric in cluster.fabrics.items():
         out, into = nic_of(cluster, source, name), nic_of(cluster, target, name)
         if out and into:
-            cap = fabric.bytes_per_second or math.inf
-            bandwidth = min(out[1].send_bytes_per_second, into[1].receive_bytes_per_second, cap)
-            found.append((-bandwidth, fabric.latency_seconds, name))
+            bandwidth, origin = min(
+                (out[1].send_bytes_per_second, out[1].origin_of("send_bytes_per_second")),
+                (into[1].receive_bytes_per_second, into[1].origin_of("receive_bytes_per_second")),
+                (fabric.bytes_per_second or math.inf, fabric.origin_of("bytes_per_second")),
+                key=lambda pair: pair[0],
+            )
+            found.append((-bandwidth, fabric.latency_seconds, name, origin == "measured"))
     if not found:  # a `Cluster` is never like this
         raise TopologyError(f"ranks {source} and {target} are on nodes without a fabric in common")
-    negative, latency, name = min(found)
+    negative, latency, name, is_measured = min(found)
     alike = name in _fastest_fabrics(cluster, source) and name in _fastest_fabrics(cluster, target)
-    return PairLink("fabric" if alike else "across", name, latency, -negative, -negative)
+    return PairLink("fabric" if alike else "across", name, latency, -negative, -negative, is_measured=is_measured)
 
 
 def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
@@ -79,14 +104,23 @@ def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
     return [fabric for fabric, speed in zip(cluster.fabrics, speeds, strict=True) if speed == max(speeds)]
 
 
-def message_seconds(link: PairLink, num_bytes: int, flows: int = 1) -> float:
+def efficiency(link: PairLink, num_bytes: int, link_share: float) -> float:
+    """Return what share of its bandwidth a link gives a message of so many bytes: all of it where that was measured.
+
+    The one place where a data sheet's bandwidth is discounted. `link_share` is what the software reaches.
+    """
+    return 1.0 if link.is_measured else link_share
+
+
+def message_seconds(link: PairLink, num_bytes: int, flows: int = 1, link_share: float = 1.0) -> float:
     """Return how long a message takes with `flows` like it under way at once: as measured, else by its bandwidth.
 
     Straight lines between what was measured, in bytes and in flows; more flows than were measured share what the most
     got together.
     """
     if not link.times:
-        return link.latency_seconds + num_bytes / min(link.bytes_per_second, link.shared_bytes_per_second / flows)
+        bandwidth = min(link.bytes_per_second, link.shared_bytes_per_second / flows)
+        return link.latency_seconds + num_bytes / (bandwidth * efficiency(link, num_bytes, link_share))
     counts = sorted({time.flows for time in link.times})
     below = max((count for count in counts if count <= flows), default=counts[0])
     above = min((count for count in counts if count >= flows), default=below)
@@ -109,38 +143,18 @@ def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
     return seconds + (num_bytes - size) * slope
 
 
-def links_of(cluster: Cluster) -> Links:
-    """Return what `[comm] links` of a job wants: of the pairs inside a node the slowest, and of those across.
-
-    Where there are no such pairs, what is usual.
-    """
-    usual, slowest = Links(), {}
+def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
+    """Return the slowest link `inside` nodes and the slowest `across` them, as far as there are such pairs."""
+    slowest: dict[str, tuple[float, PairLink]] = {}
     some = _representatives(cluster)
     for source in some:
         for target in some:
             if source != target:
                 link = link_between(cluster, source, target)
-                inside = link.between == "node"
-                seconds = message_seconds(link, COMPARED_BYTES)
-                slowest[inside] = max(slowest.get(inside, (0.0, link)), (seconds, link), key=lambda pair: pair[0])
-    if False not in slowest:
-        return Links(inside=_as_link(slowest[True][1])) if True in slowest else usual
-    across = _as_link(slowest[False][1])
-    inside = _as_link(slowest[True][1]) if True in slowest else usual.inside
-    return Links(inside=inside, across=across, overhead_seconds=overhead_of(across))
-
-
-def overhead_of(across: Link) -> float:
-    """Return what a message costs its sender: half of a short one's time is spent by the processors of its ends.
-
-    As is usual for TCP on host memory.
-    """
-    return across.latency_seconds / 2
-
-
-def _as_link(link: PairLink) -> Link:
-    bandwidth = min(link.bytes_per_second, link.shared_bytes_per_second)
-    return Link(latency_seconds=max(link.latency_seconds, 1e-9), bandwidth_bytes_per_second=bandwidth)
+                where = "inside" if link.between == "node" else "across"
+                found = message_seconds(link, COMPARED_BYTES), link
+                slowest[where] = max(slowest.get(where, found), found, key=lambda pair: pair[0])
+    return {where: link for where, (_, link) in slowest.items()}
 
 
 def _representatives(cluster: Cluster) -> list[int]:

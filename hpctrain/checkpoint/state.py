@@ -20,6 +20,8 @@ from hpctrain.checkpoint.format import (
     write_index,
     write_part,
 )
+from hpctrain.cluster import Cluster
+from hpctrain.cluster_file import parse_cluster
 from hpctrain.comm.world import World
 from hpctrain.errors import CheckpointError, describe_os_error
 from hpctrain.job import Job
@@ -134,14 +136,15 @@ def read_job(index: Index) -> Job:
         ) from None
 
 
-def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job, Plan]:
-    """Refuse a checkpoint that this job cannot go on from; return the job and the plan that wrote it.
+def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job, Plan, Cluster | None]:
+    """Refuse a checkpoint that this job cannot go on from; return the job and the plan that wrote it, and the cluster
+    whose links chose its algorithms, where it was a run's.
 
     Raises CheckpointError that names the first key that differs, with both values.
     """
     with Index(checkpoint) as index:
         their_job, plan = read_job(index), parse_plan(index.about["plan"], f"{checkpoint}: plan")
-        their_data = index.about["data"]
+        their_data, cluster = index.about["data"], index.about.get("cluster")
     theirs = json.loads(their_job.model_dump_json())
     ours = json.loads(job.model_dump_json())
     for key in [f"model.{k}" for k in ours["model"] if k != "preset"] + list(SAME_TO_RESUME):
@@ -157,4 +160,4 @@ def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job,
             f"{checkpoint}: was trained on other data ({their_data}, where the job's are {data_identity}); set"
             " data.tokens and data.validation_fraction as they were, or start a new run with another --run"
         )
-    return their_job, plan
+    return their_job, plan, parse_cluster(cluster, f"{checkpoint}: cluster") if cluster else None

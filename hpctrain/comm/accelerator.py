@@ -11,7 +11,6 @@ from hpctrain.comm.accelerators.find import DEVICE_VARIABLE, FAMILY_VARIABLE, fa
 from hpctrain.comm.device.learn import learn_devices
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
-from hpctrain.dtypes import choose_dtype
 from hpctrain.errors import TopologyError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -102,21 +101,6 @@ def choose_device(topology: Topology, visible: Sequence[Sequence[str]], rank: in
             return free[0]
         taken.add(visible[peer][free[0]])
     raise AssertionError(f"rank {rank} is not among those with a device")
-
-
-def agree_on_dtype(world: World, accelerator: Accelerator) -> tuple[str, str]:
-    """Measure which dtype computes best; return its name and the reason. All ranks must call, with devices bound."""
-    own = {name: accelerator.products_per_second(dtype) for name, dtype in DTYPES.items()}
-    speeds: dict[str, dict[str, float]] = {}
-    for place, measured in zip(world.topology.places, _of_all(world, own), strict=True):
-        of_family = speeds.setdefault(place.family, measured)
-        speeds[place.family] = {name: min(of_family[name], speed) for name, speed in measured.items()}
-    chosen = choose_dtype(speeds, {place.family: place.kind for place in world.topology.places})
-    if chosen is None:
-        raise TopologyError(
-            f"families {', '.join(speeds)} have no dtype in common to train in ({' or '.join(DTYPES)}); leave some out"
-        )
-    return chosen
 
 
 def _of_all(world: World, value) -> list:

@@ -6,7 +6,7 @@ domains once: 2 (D - 1) / D of the tensor leave a domain in an all-reduce over D
 Shards of domains of unlike size meet by intersecting intervals.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -44,14 +44,23 @@ class Collectives(Protocol):
 class HierarchicalCollectives:
     """Collectives of a group made of `domains`; each lists positions in the group, in ascending order."""
 
-    def __init__(self, inner: Collectives | None, across: Collectives, transport: Transport, domains: Sequence):
-        """`inner` is this rank's domain's, None where it is alone; `across`, over the whole group, is for small things.
+    def __init__(
+        self,
+        inner: Collectives | None,
+        across: Collectives,
+        transport: Transport,
+        domains: Sequence,
+        choose: Callable[[str, int], str],
+    ):
+        """`inner` is this rank's domain's, None where it is alone; `across` is over the whole group.
 
-        `across` and `transport` may share one communicator of MPI.
+        An all-reduce that `choose` does not name `domains` is that of `across`. `across` and `transport` may share one
+        communicator of MPI.
         """
         self.rank, self.size = transport.rank, transport.size
         self.name = f"{inner.name if inner else 'alone'} inside, {transport.name} across"
         self._inner, self._across, self._transport = inner, across, transport
+        self._choose = choose
         self._domains = [tuple(domain) for domain in domains]
         self._mine = next(i for i, domain in enumerate(self._domains) if self.rank in domain)
         self._place = self._domains[self._mine].index(self.rank)
@@ -94,7 +103,7 @@ class HierarchicalCollectives:
         yield from self._across.barrier()
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        if flat.numel() < self.size:
+        if self._choose("all_reduce", flat.numel() * flat.element_size()) != "domains":
             yield from self._across.all_reduce(flat, op)
             return
         cuts = self._packed_evenly(flat.numel())

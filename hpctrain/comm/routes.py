@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from hpctrain.comm.communicator import Backend
-from hpctrain.comm.costs import cheapest_flat
 from hpctrain.comm.device.collectives import ByMemory, StreamedCollectives
 from hpctrain.comm.device.native import NativeCollectives, find_native_library
 from hpctrain.comm.device.table import Devices, device_route, message_route
 from hpctrain.comm.device.transport import DeviceTransport
-from hpctrain.comm.flat import Choose, FlatCollectives
+from hpctrain.comm.flat import FlatCollectives
 from hpctrain.comm.hierarchy import Collectives, HierarchicalCollectives
 from hpctrain.comm.rehearsal.clock import Pace
 from hpctrain.comm.rehearsal.shaped import Rehearsal, ShapedTransport
@@ -74,7 +73,7 @@ class RouteMaker:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
         pace = self._pace()
         transport = self._device_transport(ranks) if self._has_devices(ranks) else self.transport(ranks, pace)
-        flat = FlatCollectives(transport, self._chooser(ranks))
+        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
         return Backend(flat, transport, transport.name, self._topology.ranks_on_host(self.rank), pace)
 
     def _pace(self) -> Pace | None:
@@ -95,14 +94,15 @@ class RouteMaker:
         route = self._topology.route(ranks, asked)
         if route.kind == "shared":
             return SharedCollectives(self.mpi, self.sub_communicator(ranks))
-        flat = FlatCollectives(transport, self._chooser(ranks))
+        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
         if route.kind == "messages":
             return flat
         members = self._members(ranks, route.domains)
         inner = None
         if len(members) > 1:
             inner = self._collectives(members, self.transport(members, pace), "auto", pace)
-        return HierarchicalCollectives(inner, flat, transport, route.domains)
+        choose = self._preferences.chooser(ranks, by_domains=True)
+        return HierarchicalCollectives(inner, flat, transport, route.domains, choose)
 
     def _members(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:
         """Return the ranks of this rank's domain."""
@@ -126,7 +126,7 @@ class RouteMaker:
 
     def _device_collectives(self, ranks: Sequence[int], transport: DeviceTransport) -> Collectives:
         """Make the collectives of a group with devices: its families' own inside, messages across."""
-        flat = FlatCollectives(transport, self._chooser(ranks))
+        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
         if self._preferences.route == "messages":
             return flat
         families = self._topology.domains(ranks, "family")
@@ -141,7 +141,8 @@ class RouteMaker:
         if domains is None:
             return flat
         members = self._members(ranks, domains)
-        return HierarchicalCollectives(self._inside(members), flat, transport, domains)
+        choose = self._preferences.chooser(ranks, by_domains=True)
+        return HierarchicalCollectives(self._inside(members), flat, transport, domains, choose)
 
     def _inside(self, members: Sequence[int]) -> Collectives | None:
         if len(members) == 1:
@@ -156,18 +157,3 @@ class RouteMaker:
         if len(names) == 1:
             return device_route(one, one)[1]
         return "; ".join(f"{n}: {device_route(one, self._devices.families[n])[1]}" for n in names if n != one.name)
-
-    def _chooser(self, ranks: Sequence[int]) -> Choose:
-        preferences, num_ranks = self._preferences, len(ranks)
-        asked = preferences.algorithm
-        inside = len(self._topology.domains(ranks, "host")) == 1
-        link = preferences.links.inside if inside else preferences.links.across
-
-        def choose(operation: str, num_bytes: int) -> str:
-            if asked == "doubling" and operation != "all_reduce":
-                return "exchange"
-            if asked != "auto":
-                return asked
-            return cheapest_flat(operation, num_bytes, num_ranks, link, preferences.links.overhead_seconds)
-
-        return choose

@@ -1,14 +1,22 @@
 """Where ranks are, and by which route a group of them communicates: pure functions, no MPI needed."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.cluster import Cluster
-from hpctrain.job import Links
+
+if TYPE_CHECKING:
+    from hpctrain.comm.network import ClusterNetwork
 
 ROUTES = ("auto", "messages", "hierarchical")
 ALGORITHMS = ("auto", "exchange", "ring", "doubling")
+MOST_DOUBLED_BYTES = 1 << 20
+"""Of a tensor: doubling has two more copies of it, others need room for a part; beyond, rounds are cheap."""
+LEAST_PART_BYTES = 8
+"""Of a tensor for each rank: one with less has no part for each of them, and is not reduced by domains."""
+KEPT_CHOICES = 256
 
 
 class Place(NamedTuple):
@@ -25,6 +33,20 @@ def places_of(cluster: Cluster) -> tuple[Place, ...]:
     return tuple(Place(f"node{device.node}", device.family) for device in cluster.devices)
 
 
+def candidates(operation: str, num_bytes: int, num_ranks: int, by_domains: bool) -> list[str]:
+    """Return the algorithms from which a group may choose; the first one where nothing is known of its links.
+
+    `by_domains` says whether it has domains. A ring sends the same bytes as an exchange, and takes a latency more for
+    each rank: it is taken where a job asks for it.
+    """
+    if operation != "all_reduce":
+        return ["domains" if by_domains else "exchange"]
+    found = ["domains"] if by_domains and num_bytes >= LEAST_PART_BYTES * num_ranks else []
+    if not found or num_bytes <= MOST_DOUBLED_BYTES:
+        found.append("exchange")
+    return found + (["doubling"] if num_bytes <= MOST_DOUBLED_BYTES else [])
+
+
 @dataclass(frozen=True)
 class Preferences:
     """What decides between routes and algorithms, the same on all ranks, since it can change a bit of the result."""
@@ -32,8 +54,25 @@ class Preferences:
     route: str = "auto"
     """auto, or for the groups that could do otherwise: messages (all alike far), hierarchical (by family and host)."""
     algorithm: str = "auto"
-    """auto (by `links`), exchange, ring or doubling, for collectives over messages."""
-    links: Links = field(default_factory=Links)
+    """auto (by `network`), exchange, ring or doubling, for collectives over messages."""
+    network: "ClusterNetwork | None" = None
+    """Of the cluster that the ranks are; None until it is known."""
+
+    def chooser(self, ranks: Sequence[int], by_domains: bool = False) -> Callable[[str, int], str]:
+        """Return what names the algorithm of a group's collective, by operation and bytes; `by_domains` as in
+        `candidates`. It names the same one on all ranks of the group."""
+        ranks, asked = tuple(ranks), self.algorithm
+
+        @lru_cache(KEPT_CHOICES)
+        def choose(operation: str, num_bytes: int) -> str:
+            first = candidates(operation, num_bytes, len(ranks), by_domains)[0]
+            if asked != "auto" and first != "domains":
+                return "exchange" if asked == "doubling" and operation != "all_reduce" else asked
+            if asked != "auto" or self.network is None:
+                return first
+            return self.network.algorithm(operation, num_bytes, ranks, by_domains)
+
+        return choose
 
 
 @dataclass(frozen=True)
@@ -74,11 +113,9 @@ class Topology:
     def ranks_on_host(self, rank: int) -> int:
         return sum(place.host == self.places[rank].host for place in self.places)
 
-    def is_near(self, one: int, other: int, links: Links) -> bool:
-        """Say whether a message between two ranks stays where links are fast: on one host, or anywhere where hosts'
-        own links are no faster than those between."""
-        inside, across = links.inside.bandwidth_bytes_per_second, links.across.bandwidth_bytes_per_second
-        return self.places[one].host == self.places[other].host or inside <= across
+    def are_together(self, one: int, other: int) -> bool:
+        """Say whether two ranks are on one host."""
+        return self.places[one].host == self.places[other].host
 
     def domains(self, ranks: Sequence[int], by: str) -> tuple[tuple[int, ...], ...]:
         """Return positions in `ranks` that agree in `by` (family or host), in the order in which each first appears."""

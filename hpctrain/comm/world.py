@@ -106,7 +106,8 @@ class World:
 
     def is_near(self, one: int, other: int) -> bool:
         """Say whether a message between two ranks stays where links are fast; all ranks say the same."""
-        return self.topology.is_near(one, other, self.preferences.links)
+        network = self.preferences.network
+        return network.is_near(one, other) if network else self.topology.are_together(one, other)
 
     def enter(self, phase: Phase) -> None:
         """Begin another part of the run. All ranks should, at about the same time; nobody waits."""

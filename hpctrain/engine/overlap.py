@@ -102,9 +102,7 @@ def resolve_on(
     return overlap, reasons | why
 
 
-def resolve_forward(
-    job: Job, plan: Plan, topology: Topology, cluster: Cluster | None
-) -> tuple[Overlap, dict[str, str]]:
+def resolve_forward(job: Job, plan: Plan, topology: Topology, cluster: Cluster) -> tuple[Overlap, dict[str, str]]:
     """Return the overlaps with a value for `forward`, and its reason if it was `auto`: what a prediction says. Pure.
 
     The rest of the job is resolved. It pays where sums take longer than products of fewer rows cost.
@@ -120,8 +118,6 @@ def resolve_forward(
         reason = (
             "norms are summed over x meanwhile, and collectives of several groups may wait for each other on a device"
         )
-    elif cluster is None:
-        reason = "no cluster is given that would tell whether halves of rows pay (see --cluster, bench overlap --pairs)"
     else:
         try:
             setups = [Setup.of_job(switched(job, {"forward": each})) for each in (False, True)]

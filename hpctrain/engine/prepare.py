@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster_file import parse_cluster
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.topology import Preferences
 from hpctrain.engine.overlap import continued, crossings, resolve_forward, resolve_overlap
 from hpctrain.errors import HpctrainError, JobError, LaunchError, TopologyError
@@ -56,9 +57,9 @@ class Prepared:
     validation: "Sequences | None"
     data_identity: str
     """Tells token files and their training parts apart; a run that is continued must have the same."""
-    described: Described | None = None
+    described: Described
     prediction: "Prediction | None" = None
-    """Of a step; on rank 0, where the machine is described."""
+    """Of a step; on rank 0."""
 
 
 def prepare_run(
@@ -72,7 +73,7 @@ def prepare_run(
 
     With `resume_from` (a checkpoint) values that can change a bit of the result are taken from it, as long as the ranks
     are those of its plan. `described` is what the ranks run on, where that is given; with `fresh_probe` what is known
-    of the machine is measured anew.
+    of the machine is measured anew. Groups made afterwards choose their algorithms by the links of what is described.
 
     Raises JobError, DataError, CheckpointError, TopologyError, LaunchError; PlanError also where the plan is predicted
     not to fit into memory.
@@ -89,6 +90,8 @@ class _Resolver:
         self.reasons: dict[str, str] = {}
         self.families = [place.family for place in world.topology.places]
         self.plan: Plan | None = None
+        self._choosing: Cluster | None = None
+        """Whose links chose the algorithms of the run that is continued."""
 
     def run(self) -> Prepared:
         source, training, validation = self._open_data()
@@ -112,7 +115,7 @@ class _Resolver:
             self.reasons["vocabulary"] = vocabulary
         prediction = self._predict()
         self._tune_products()
-        self._measure_links()
+        self._choose_algorithms()
         return Prepared(
             self.job,
             self.plan,
@@ -152,7 +155,7 @@ class _Resolver:
         from hpctrain.checkpoint.state import check_same_run
 
         job, where = self.job, self.resume_from
-        theirs, plan = check_same_run(where, job, data_identity)
+        theirs, plan, cluster = check_same_run(where, job, data_identity)
         if job.train.dtype is None:
             self._set("train", dtype=theirs.train.dtype)
             self.reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
@@ -164,8 +167,8 @@ class _Resolver:
             return
         if job.plan is None:
             self.plan, self.reasons["plan"] = plan, f"{plan.describe()}: that of {where}"
-        if job.comm.links is None:
-            self._set("comm", links=theirs.comm.links)
+        if cluster and [device.family for device in cluster.devices] == self.families:
+            self._choosing = cluster
         overlap, taken = continued(job.overlap, theirs.overlap)
         self.job = self.job.model_copy(update={"overlap": overlap})
         self.reasons |= {key: f"{value}: that of {where}" for key, value in taken.items()}
@@ -188,18 +191,16 @@ class _Resolver:
         self.reasons |= resolved.reasons
 
     def _know_machine(self) -> None:
-        """Find the description of these devices, where none is given; where a plan is to be found, make one."""
+        """Find the description of these devices, where none is given, or make one."""
         world = self.world
         if self.described is None:
             from hpctrain.comm.probe.machine import describe_machine
 
-            machine = describe_machine(world, self._accelerator(), self.plan is None, self.is_fresh)
-            if machine:
-                self.described = Described(machine.cluster, str(machine.path), path=machine.path)
-                self.reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
+            machine = describe_machine(world, self._accelerator(), self.is_fresh)
+            self.described = Described(machine.cluster, str(machine.path), path=machine.path)
+            self.reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
         with world.all_or_none():
-            if self.described:
-                check_ranks_are_devices(self.described, self.families)
+            check_ranks_are_devices(self.described, self.families)
 
     def _accelerator(self) -> "Accelerator":
         from hpctrain.comm.accelerator import bind_accelerator  # the first thing that needs torch
@@ -209,17 +210,12 @@ class _Resolver:
     def _choose_dtype(self) -> None:
         if self.job.train.dtype is not None:
             return
-        if self.described:
-            from hpctrain.planner.choose import dtype_on
+        from hpctrain.planner.choose import dtype_on
 
-            with self.world.all_or_none():
-                used = self.plan and [self.families[rank] for rank in self.plan.ranks]
-                families = list(dict.fromkeys(used or self.families))
-                dtype, reason = dtype_on(self.job, self.described.cluster, families, self.described.name)
-        else:
-            from hpctrain.comm.accelerator import agree_on_dtype
-
-            dtype, reason = agree_on_dtype(self.world, self._accelerator())
+        with self.world.all_or_none():
+            used = self.plan and [self.families[rank] for rank in self.plan.ranks]
+            families = list(dict.fromkeys(used or self.families))
+            dtype, reason = dtype_on(self.job, self.described.cluster, families, self.described.name)
         self.reasons["train.dtype"] = reason
         self._set("train", dtype=dtype)
 
@@ -234,7 +230,7 @@ class _Resolver:
         job = job.model_copy(update={"overlap": getattr(self, "_open_overlap", job.overlap)})
         overlap, why = resolve_overlap(job.overlap, world.topology, crossings(world, job, plan))
         job, self.reasons = job.model_copy(update={"overlap": overlap}), self.reasons | why
-        what = job, plan, world.topology, self.described and self.described.cluster
+        what = job, plan, world.topology, self.described.cluster
         overlap, why = world.broadcast_object(resolve_forward(*what) if world.rank == 0 else None)
         self.job, self.reasons = job.model_copy(update={"overlap": overlap}), self.reasons | why
 
@@ -271,7 +267,7 @@ class _Resolver:
         """Predict a step, and refuse a plan that is predicted not to fit."""
         prediction, world = None, self.world
         with world.all_or_none():
-            if world.rank == 0 and self.described:
+            if world.rank == 0:
                 from hpctrain.planner.choose import check_fits
                 from hpctrain.planner.cost import Setup
                 from hpctrain.planner.predict import predict
@@ -292,14 +288,19 @@ class _Resolver:
         products, why = tune_products(self.world, self.job, self.plan)
         self.job, self.reasons = self.job.model_copy(update={"products": products}), self.reasons | why
 
-    def _measure_links(self) -> None:
-        if self.job.comm.links is None:
-            from hpctrain.comm.links import measure_links
-
-            links, self.reasons["comm.links"] = measure_links(self.world)
-            self._set("comm", links=links)
-        comm = self.job.comm
-        self.world.preferences = Preferences(comm.route, comm.algorithm, comm.links)
+    def _choose_algorithms(self) -> None:
+        """Let groups choose their algorithms by the links that the plan was found with, or those of the checkpoint."""
+        comm, world = self.job.comm, self.world
+        cluster = self._choosing or self.described.cluster.model_copy(update={"profiles": ()})
+        network = ClusterNetwork(cluster)
+        world.preferences = Preferences(comm.route, comm.algorithm, network)
+        if comm.algorithm == "auto":
+            everybody = range(world.size)
+            is_shared = world.topology.route(everybody, comm.route).kind in ("alone", "shared")
+            told = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
+            self.reasons["comm.algorithm"] = (
+                f"{told}, by the links of {self.resume_from if self._choosing else self.described.name}"
+            )
 
 
 def with_values(job: Job, section: str, **values) -> Job:

@@ -112,7 +112,7 @@ def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | N
 
     path = find_cluster(reference)
     cluster, truth = load_cluster(path), load_truth(path)
-    if not is_finished(cluster, truth) or (truth and truth.width_scale > 1):
+    if truth is None or not is_finished(cluster, truth) or truth.width_scale > 1:
         job = _with_any_vocabulary(job)
     return miniature(cluster, truth, job, cores, time_scale)
 

@@ -125,14 +125,12 @@ def _cluster(path: Path) -> dict:
     from hpctrain.cluster import guessed_figures
     from hpctrain.cluster_file import filled_figures, load_cluster
     from hpctrain.cluster_fill import describe_sources
-    from hpctrain.links import links_of
+    from hpctrain.links import slowest_links
 
     cluster = load_cluster(path)
     told = {"cluster": cluster.describe(), "devices": cluster.num_devices, "nodes": cluster.num_nodes}
-    links = links_of(cluster)
-    for name, link in (("inside", links.inside), ("across", links.across)):
-        if name == "inside" or cluster.num_nodes > 1:
-            told[f"slowest_link_{name}"] = f"{link.latency_seconds} s, {link.bandwidth_bytes_per_second} bytes/s"
+    for where, link in slowest_links(cluster).items():
+        told[f"slowest_link_{where}"] = f"{link.latency_seconds} s, {link.message_bytes_per_second} bytes/s"
     for number, line in enumerate(describe_sources(filled_figures(path)), 1):
         told[f"filled_{number}"] = line
     return told | {"guessed": ", ".join(guessed_figures(cluster)) or "nothing"}

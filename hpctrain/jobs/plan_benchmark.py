@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from hpctrain.cluster import Cluster
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.rehearsal.device import RehearsedAccelerator
 from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
@@ -16,7 +17,6 @@ from hpctrain.engine.phases import phases_of
 from hpctrain.engine.trainer import Trainer
 from hpctrain.errors import PlanError
 from hpctrain.job import Job
-from hpctrain.links import links_of
 from hpctrain.observe.console import QUOTED_OVERRUN
 from hpctrain.plan import Plan
 from hpctrain.plan_checks import check_plan
@@ -106,7 +106,7 @@ class PlanBenchmark:
         self._device = world.accelerator
         self._device.overcommits = True  # an overflow is a finding here
         self._measured: list[Measured] = []
-        world.preferences = Preferences(job.comm.route, job.comm.algorithm, job.comm.links or links_of(cluster))
+        world.preferences = Preferences(job.comm.route, job.comm.algorithm, ClusterNetwork(cluster))
         world.enter(phases_of(job.observe).first_step)
 
     def search(self, name: str, families: Sequence[str], space: Space, limits: Limits) -> list[Candidate]:

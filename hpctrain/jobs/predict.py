@@ -9,6 +9,7 @@ import click
 
 from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, is_pretended, load_cluster
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.dtypes import TRAINED_DTYPES
 from hpctrain.engine.overlap import resolve_on
 from hpctrain.job import Job, load_job
@@ -20,7 +21,6 @@ from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.choose import dtype_on
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.layers import LayeredPredictor, load_layers
-from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.stack import HPCTRAIN, STACKS

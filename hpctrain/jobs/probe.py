@@ -10,7 +10,7 @@ import click
 from hpctrain.cluster_file import dump_cluster, load_cluster, write_cluster_text
 from hpctrain.errors import JobError
 from hpctrain.jobs.common import started_world
-from hpctrain.links import links_of
+from hpctrain.links import slowest_links
 
 
 @click.command("probe")
@@ -70,10 +70,7 @@ def report(path: Path) -> str:
         told = ", ".join(f"{dtype} {speed / 1e9:,.1f} GFLOP/s" for dtype, speed in speeds.items())
         memory = f"{family.memory_bytes / 1e9:,.1f} GB at {family.memory_bytes_per_second / 1e9:,.1f} GB/s"
         lines.append(f"{name:12} {told}, {memory}")
-    links = links_of(cluster)
-    for name, link in (("inside", links.inside), ("across", links.across)):
-        if name == "across" and cluster.num_nodes == 1:
-            continue
-        latency, bandwidth = link.latency_seconds * 1e6, link.bandwidth_bytes_per_second / 1e9
-        lines.append(f"{name:12} {latency:,.1f} us, {bandwidth:,.2f} GB/s: the slowest pair")
+    for where, link in slowest_links(cluster).items():
+        latency, bandwidth = link.latency_seconds * 1e6, link.message_bytes_per_second / 1e9
+        lines.append(f"{where:12} {latency:,.1f} us, {bandwidth:,.2f} GB/s: the slowest pair")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from hpctrain.cluster_file import dump_cluster
 from hpctrain.engine.prepare import Described, prepare_run
 from hpctrain.job import Job
 from hpctrain.jobs.yardstick import tell_yardstick, yardstick
@@ -84,17 +85,15 @@ class Run:
         made: list[Observer] = []
         if self.job.observe.trace:
             made.append(RunTrace(self._world, accelerator, self.path, self.job.observe.trace_steps))
-        if self._described:
-            what = self._prepared.prediction, self._prepared.plan, self._described.name, self.path
-            made.append(Expectation(self._world, accelerator, *what))
+        what = self._prepared.prediction, self._prepared.plan, self._described.name, self.path
+        made.append(Expectation(self._world, accelerator, *what))
         return made
 
     def _introduce(self) -> None:
         prepared, done = self._prepared, self._trainer.steps_done
         with self._world.all_or_none():
             if self._folder:
-                cluster = self._described and self._described.cluster
-                self._folder.describe(self.job, prepared.plan, prepared.reasons, cluster)
+                self._folder.describe(self.job, prepared.plan, prepared.reasons, self._described.cluster)
                 self._folder.rewind_metrics(done)
                 self._console.start(self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint)
 
@@ -134,12 +133,13 @@ class Run:
 
     def _save(self) -> None:
         tokenizer = self._prepared.source.tokenizer_json or ""
-        about = {"tokenizer": tokenizer, "data": self._prepared.data_identity}
+        chosen_by = dump_cluster(self._world.preferences.network.cluster)
+        about = {"tokenizer": tokenizer, "data": self._prepared.data_identity, "cluster": chosen_by}
         self.checkpoint = self._trainer.save(self.path, about)
 
     def _yardstick(self, tokens_per_second: float) -> dict:
         """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
-        told = self._described and yardstick(self.job, self._described, tokens_per_second)
+        told = yardstick(self.job, self._described, tokens_per_second)
         if not told:
             return {}
         self._console.say(tell_yardstick(told, self._described))

@@ -2,9 +2,9 @@
 
 resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
 plan.toml        the plan
-cluster.toml     the description of the machine that the plan and its prediction are for, where there is one
+cluster.toml     the description of the machine that the plan and its prediction are for
 metrics.jsonl    one line a logged step; losses have all their digits
-drift.json       steps compared with their prediction, where the machine is described (hpctrain.observe.drift)
+drift.json       steps compared with their prediction (hpctrain.observe.drift)
 checkpoints/     see hpctrain.checkpoint
 """
 
@@ -66,11 +66,10 @@ class RunFolder:
                 f"{path}: the run folder cannot be written: {describe_os_error(error)}; choose another with --run"
             ) from None
 
-    def describe(self, job: Job, plan: Plan, reasons: dict[str, str], cluster: Cluster | None = None) -> None:
+    def describe(self, job: Job, plan: Plan, reasons: dict[str, str], cluster: Cluster) -> None:
         """Save the resolved job, the plan and what they are for. Raises TrainingError where the disk refuses."""
         with _writing(self.path):
-            if cluster:
-                (self.path / CLUSTER).write_text(dump_cluster(cluster))
+            (self.path / CLUSTER).write_text(dump_cluster(cluster))
             (self.path / PLAN).write_text(dump_plan(plan))
             (self.path / RESOLVED).write_text(dump_job(job, reasons, self.path / PLAN))
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.network import ClusterNetwork
 from hpctrain.transfers import everywhere, gathers, receives
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpctrain.cluster import Cluster
+from hpctrain.comm.network import ClusterNetwork, Crowd
 from hpctrain.errors import PlanError
 from hpctrain.holders import Holding, Holdings, holdings_of
 from hpctrain.intervals import Interval, cut_evenly
@@ -20,7 +21,6 @@ from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops,
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, memory_of, waiting_share
 from hpctrain.planner.messages import arrivals
-from hpctrain.planner.network import ClusterNetwork, Crowd
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate, slowed_by
 from hpctrain.schedule import Instruction, one_f_one_b, under_way, weight_delay

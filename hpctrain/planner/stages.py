@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.cluster import Cluster
+from hpctrain.comm.network import ClusterNetwork, Crowd, least_slope
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval
 from hpctrain.parameters import box_size, check_grid, item_units
@@ -29,7 +30,6 @@ from hpctrain.planner.memory import (
     item_kept,
     message_bytes,
 )
-from hpctrain.planner.network import ClusterNetwork, Crowd, least_slope
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predict import pass_cost
 from hpctrain.schedule import splits_freely

@@ -18,7 +18,15 @@ from hpctrain.planner.cost import Setup, model_flops
 from hpctrain.planner.devices import SLOWEST_WITH_TILES
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.uniform import resolve_plan
-from hpctrain.rehearsal.scaled import Scale, own_truth, scale_cluster, scale_truth, speed_of, with_speeds
+from hpctrain.rehearsal.scaled import (
+    Scale,
+    own_truth,
+    scale_cluster,
+    scale_truth,
+    speed_of,
+    with_exact_links,
+    with_speeds,
+)
 from hpctrain.truth import Truth
 
 SMALL_HIDDEN = 512
@@ -126,7 +134,7 @@ def miniature(
         own = scale_truth(own_truth(cluster, dtypes), truth, dtypes, scale)
         given = truth.time_scale if truth and "time_scale" in truth.model_fields_set else None
     seconds = time_scale or given or choose_time_scale(found, own, scaled, cores)
-    return Miniature(found, own.model_copy(update={"time_scale": seconds}), scaled, scale, job)
+    return Miniature(with_exact_links(found), own.model_copy(update={"time_scale": seconds}), scaled, scale, job)
 
 
 def dtypes_of(cluster: Cluster, job: Job) -> dict[str, str]:

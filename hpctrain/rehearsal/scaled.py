@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.cluster import Cluster, Family, LinkClass
+from hpctrain.cluster import Cluster, Family, Figures, LinkClass
 from hpctrain.errors import TopologyError
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.tables import Table
@@ -79,6 +79,23 @@ def scale_cluster(cluster: Cluster, dtypes: Mapping[str, str], scale: Scale) -> 
             "nodes": nodes,
             "links": tuple(_link(link, scale) for link in cluster.links),
             "profiles": (),
+        },
+    )
+
+
+def with_exact_links(cluster: Cluster) -> Cluster:
+    """Return the cluster with bandwidths of links that count as measured: a pretended network gives all of them."""
+
+    def measured(table: Figures, **values):
+        bandwidths = [figure for figure in table.given if figure.endswith("bytes_per_second")]
+        return _remade(table, {"origins": table.origins | dict.fromkeys(bandwidths, "measured"), **values})
+
+    return _remade(
+        cluster,
+        {
+            "fabrics": {name: measured(fabric) for name, fabric in cluster.fabrics.items()},
+            "nodes": tuple(measured(each, nics=tuple(map(measured, each.nics))) for each in cluster.nodes),
+            "links": tuple(map(measured, cluster.links)),
         },
     )
 

@@ -42,7 +42,7 @@ def test_train_says_what_it_did_and_where_things_are(whole_run, folder):
 
 @pytest.mark.timeout(60)
 def test_what_is_auto_becomes_a_value_with_a_reason(hpctrain, folder):
-    """The defaults of a job: dtype, plan, vocabulary and links are all left open."""
+    """The defaults of a job: dtype, plan, vocabulary and algorithms are all left open."""
     arguments = ["--set", "train.dtype=auto", "--set", "train.steps=1", "--run", "auto"]
     arguments += ["--set", "products.tune=auto"]
     done = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=folder)
@@ -50,14 +50,14 @@ def test_what_is_auto_becomes_a_value_with_a_reason(hpctrain, folder):
     resolved = tomllib.loads((folder / "auto" / "resolved.toml").read_text())
     assert resolved["train"]["dtype"] in ("fp32", "bf16")
     assert resolved["model"]["vocab_size"] == 256
-    assert resolved["comm"]["links"]["across"]["latency_seconds"] > 0
-    for key in ("train.dtype", "plan", "comm.links", "products.ways"):
+    for key in ("train.dtype", "plan", "comm.algorithm", "products.ways"):
         assert f"chosen {key}: " in done.out
     ways = resolved["products"]["ways"]["cpu"]
     assert len(ways) >= 12 and all(name.split("-")[1] == resolved["train"]["dtype"] for name in ways)
     arguments[3] = "train.steps=2"  # what can change a bit is that of the checkpoint, whatever the clock says now
     again = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=folder)
     assert f"chosen products.ways: {len(ways)} of {len(ways)} products as they were" in again.out
+    assert "chosen comm.algorithm: none: ranks share one host's memory, by the links of auto/checkpoints/" in again.out
     assert tomllib.loads((folder / "auto" / "resolved.toml").read_text())["products"]["ways"]["cpu"] == ways
 
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from hpctrain.cluster_file import load_cluster
-from hpctrain.links import link_between, links_of
+from hpctrain.links import link_between, slowest_links
 from tests.commands.conftest import BIN, Finished
 
 PLACES = ({"HPCTRAIN_HOST": "alpha", "HPCTRAIN_FAMILY": "fast"}, {"HPCTRAIN_HOST": "beta", "HPCTRAIN_FAMILY": "slow"})
@@ -44,7 +44,7 @@ def test_two_families_on_two_hosts_become_a_cluster(tmp_path):
     assert sizes == sorted(sizes)
     assert sizes[0] == 1 << 10
     assert sizes[-1] >= 1 << 18
-    assert links_of(cluster).across.latency_seconds > 0
+    assert slowest_links(cluster)["across"].latency_seconds > 0
     text = (tmp_path / "cluster.toml").read_text()
     assert "# 2 ranks; figures are the median rank's." in text
     assert "2 ranks of a host measured at once." in text

@@ -46,6 +46,46 @@ def test_a_rehearsal_needs_a_rank_for_each_device(hpctrain, folder, cluster):
     assert not (folder / "nowhere").exists()
 
 
+FOUR_NODES = """
+[families.slow]
+origin = "datasheet"
+kind = "cpu"
+memory_bytes = 50_000_000
+memory_bytes_per_second = 2e9
+peak_flops_per_second = {fp32 = 2e9}
+
+[fabrics.ib]
+origin = "datasheet"
+latency_seconds = 1e-3
+
+[[nodes]]
+count = 4
+devices = {slow = 1}
+nics = [{fabric = "ib", send_bytes_per_second = SPEED, receive_bytes_per_second = SPEED, origin = "datasheet"}]
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_continued_keeps_the_algorithms_it_began_with(hpctrain, folder, tmp_path):
+    """Sums over y are doubled by fast NICs and exchanged by slow ones: their bits differ."""
+    for name, speed in (("fast", "1e9"), ("slow", "1e7")):
+        (tmp_path / f"{name}.toml").write_text(FOUR_NODES.replace("SPEED", speed))
+
+    def train(run: str, cluster: str, *more: str) -> str:
+        plan = ["--set", "plan.tensor.y=4", "--set", "train.steps=4", "--sample", "0", "--run", f"runs/{run}"]
+        done = hpctrain("train", "job.toml", *plan, "--rehearse", tmp_path / cluster, *more, ranks=4, cwd=folder)
+        assert done.code == 0, done.err
+        return done.out
+
+    assert "chosen comm.algorithm: all-reduces of 4 ranks by doubling up to " in train("by-fast", "fast.toml")
+    train("by-slow", "slow.toml")
+    train("moved", "fast.toml", "--stop-after", "2")
+    told = train("moved", "slow.toml")
+    assert "by the links of runs/moved/checkpoints/" in told
+    assert hpctrain("compare", "runs/by-fast", "runs/moved", "--exact", cwd=folder).code == 0
+    assert hpctrain("compare", "runs/by-fast", "runs/by-slow", "--exact", cwd=folder).code == 1
+
+
 REAL_SIZE = """
 [families.a100]
 kind = "cuda"

@@ -148,7 +148,7 @@ def _hierarchical(inner, across):
     from hpctrain.comm.hierarchy import HierarchicalCollectives
 
     flat = [FlatCollectives(transport, lambda *_: "exchange") for transport in (inner, across)]
-    return HierarchicalCollectives(*flat, across, [(0, 1), (2, 3)])
+    return HierarchicalCollectives(*flat, across, [(0, 1), (2, 3)], lambda *_: "domains")
 
 
 @pytest.mark.timeout(60)

@@ -216,7 +216,7 @@ def test_a_hierarchical_all_reduce_takes_what_the_fluid_predicts(world):
 
     def collectives(inner, across):
         flat = [FlatCollectives(transport, lambda *_: "exchange") for transport in (inner, across)]
-        return HierarchicalCollectives(*flat, across, domains)
+        return HierarchicalCollectives(*flat, across, domains, lambda *_: "domains")
 
     def contribution(rank: int) -> torch.Tensor:
         return torch.randn(num_elements, generator=torch.Generator().manual_seed(rank))

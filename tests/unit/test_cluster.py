@@ -7,8 +7,8 @@ import pytest
 
 from hpctrain.cluster import Cluster, Fabric, Family, Nic, Nodes, guessed_figures
 from hpctrain.cluster_file import parse_cluster
-from hpctrain.job import Links
-from hpctrain.links import link_between, links_of, message_seconds, nic_of
+from hpctrain.comm.network import ClusterNetwork
+from hpctrain.links import link_between, message_seconds, nic_of, slowest_links
 from tests.unit.described import FAMILY, NODE, TEXT
 
 
@@ -78,12 +78,46 @@ def test_a_message_takes_what_was_measured_and_lines_between(cluster):
     assert message_seconds(described, 25_000_000, flows=4) == pytest.approx(4.002e-3)
 
 
-def test_links_of_a_cluster_are_those_of_the_slowest_pairs(cluster):
-    links = links_of(cluster)
-    assert (links.inside.latency_seconds, links.inside.bandwidth_bytes_per_second) == (2e-6, 50e9)
-    assert (links.across.latency_seconds, links.across.bandwidth_bytes_per_second) == (40e-6, 1e9)
-    assert links.overhead_seconds == 20e-6
-    assert links_of(parse_cluster(FAMILY + NODE, "cluster.toml")) == Links()
+def test_the_slowest_links_of_a_cluster_are_found(cluster):
+    links = slowest_links(cluster)
+    assert {where: (link.latency_seconds, link.message_bytes_per_second) for where, link in links.items()} == {
+        "inside": (2e-6, 50e9),
+        "across": (40e-6, 1e9),
+    }
+    assert slowest_links(parse_cluster(FAMILY + NODE, "cluster.toml")) == {}
+
+
+IB = '{origin = "datasheet", fabric = "ib", count = 4, send'
+MEASURABLE = {
+    "a node's link": ((0, 1), 'devices = {a100 = 8}\norigin = "datasheet"'),
+    "NICs": ((0, 8), IB),
+    "pairs across": ((0, 8), '[[links]]\nfamilies = ["a100", "a100"]\nfabric = "ib"\norigin = "datasheet"'),
+    "pairs of a node": ((0, 1), '[[links]]\nfamilies = ["a100", "a100"]\norigin = "datasheet"'),
+}
+
+
+@pytest.mark.parametrize("what", MEASURABLE)
+def test_a_measured_link_is_never_discounted(what):
+    """Only a data sheet's bandwidth is: by the software's share, in messages and in collectives."""
+    pair, table = MEASURABLE[what]
+    text = TEXT if table in TEXT else f"{TEXT}{table}\nlatency_seconds = 1e-6\nbytes_per_second = 10e9\n"
+    num_bytes = 1 << 24
+    for origin, times in (("datasheet", 2.0), ("measured", 1.0)):
+        cluster = parse_cluster(text.replace(table, table.replace("datasheet", origin)), "cluster.toml")
+        link = link_between(cluster, *pair)
+        networks = [ClusterNetwork(cluster, link_share) for link_share in (1.0, 0.5)]
+        for taken in (
+            [message_seconds(link, num_bytes, 8, link_share) for link_share in (1.0, 0.5)],
+            [network.seconds(*pair, num_bytes) for network in networks],
+            [network.group_seconds("all_gather", num_bytes, pair) for network in networks],
+        ):
+            full, shared = (seconds - link.latency_seconds for seconds in taken)
+            assert shared == pytest.approx(times * full)
+
+
+def test_times_that_were_measured_are_never_discounted(cluster):
+    link = link_between(cluster, 3, 20)
+    assert link.times and message_seconds(link, 10**6, 2, 0.5) == message_seconds(link, 10**6, 2)
 
 
 def test_what_was_guessed_is_listed(cluster):
@@ -130,7 +164,7 @@ def test_4096_devices_answer_at_once():
     assert {kind: kinds.count(kind) for kind in sorted(set(kinds))} == {
         "across": 2048, "device": 1, "fabric": 2048 - 8, "node": 7
     }  # fmt: skip
-    assert links_of(cluster).across.bandwidth_bytes_per_second == 1e9
+    assert slowest_links(cluster)["across"].message_bytes_per_second == 1e9
     assert time.process_time() - start < 1.0
 
 

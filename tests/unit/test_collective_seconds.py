@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from hpctrain.cluster_file import dump_cluster, parse_cluster
-from hpctrain.comm.costs import MOST_DOUBLED_BYTES, cheapest_flat
 from hpctrain.comm.flat import FlatCollectives
 from hpctrain.comm.hierarchy import HierarchicalCollectives
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.rehearsal.network import network_of
+from hpctrain.comm.topology import MOST_DOUBLED_BYTES
 from hpctrain.intervals import cut_evenly
-from hpctrain.job import Link
 from hpctrain.jobs.common import ready_miniature
-from hpctrain.planner.network import ClusterNetwork
 from tests.unit.small_searches import cluster_of
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 
@@ -33,7 +32,7 @@ def taken(cluster, groups, operation: str) -> float:
                 flat = [
                     FlatCollectives(transport, lambda *_: "exchange") for transport in (inside[place], everyone[at])
                 ]
-                collectives = HierarchicalCollectives(*flat, everyone[at], places)
+                collectives = HierarchicalCollectives(*flat, everyone[at], places, lambda *_: "domains")
                 steps.append(steps_of(collectives, operation, cuts, at))
     return virtual.run(steps)
 
@@ -105,7 +104,42 @@ def test_ranks_of_all_groups_share_their_nodes_nics(name, operation):
     assert predicted == pytest.approx(taken(cluster, groups, operation), rel=1e-3)
 
 
+def all_reduce_seconds(cluster, algorithm: str, num_bytes: int) -> float:
+    """Return what an all-reduce of all devices takes by the steps of their ranks, which send no other messages."""
+    virtual, ranks = VirtualRanks(network_of(cluster)), range(cluster.num_devices)
+    transports = VirtualTransports(virtual, ranks)
+    flat = [FlatCollectives(transports[rank], lambda *_: algorithm) for rank in ranks]
+    return virtual.run([each.all_reduce(torch.ones(num_bytes // 4), "sum") for each in flat])
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4])
+@pytest.mark.parametrize("num_bytes", [1 << 12, 1 << 19])
+def test_the_algorithm_that_is_chosen_is_the_fastest_and_takes_what_is_predicted(num_nodes, num_bytes):
+    cluster = cluster_of([("a", num_nodes, 1)], nic=1e8, latency=2e-3)
+    network, ranks = ClusterNetwork(cluster), range(num_nodes)
+    taken = {each: all_reduce_seconds(cluster, each, num_bytes) for each in ("exchange", "doubling", "ring")}
+    chosen = network.algorithm("all_reduce", num_bytes, ranks)
+    assert taken[chosen] <= 1.01 * min(taken.values())
+    assert network.group_seconds("all_reduce", num_bytes, ranks) == pytest.approx(taken[chosen], rel=0.02)
+
+
 def test_small_all_reduces_double_and_large_ones_need_no_room_for_it():
-    link = Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9)
-    assert cheapest_flat("all_reduce", MOST_DOUBLED_BYTES, 2, link, 0.0) == "doubling"
-    assert cheapest_flat("all_reduce", MOST_DOUBLED_BYTES + 1, 2, link, 0.0) != "doubling"
+    network = ClusterNetwork(cluster_of([("a", 2, 1)]))
+    assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES, (0, 1)) == "doubling"
+    assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES + 4, (0, 1)) == "exchange"
+
+
+def test_all_reduces_with_no_part_for_each_rank_are_not_those_of_domains():
+    network, everybody = ClusterNetwork(cluster_of([("a", 1, 4), ("b", 1, 4)], link=1e9)), range(8)
+    assert network.algorithm("all_reduce", 56, everybody) in ("exchange", "doubling")
+    assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES, everybody) == "domains"
+    assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES, everybody, by_domains=False) == "exchange"
+
+
+def test_who_communicates_beside_changes_what_a_group_takes_and_not_what_it_chooses():
+    """Its ranks do not know of other groups: four groups of a rank of each node here, which share its NIC."""
+    network, ranks = ClusterNetwork(cluster_of([("a", 4, 4)], nic=1e9)), (0, 4, 8, 12)
+    assert network.algorithm("all_reduce", 40_000, ranks) == "doubling"
+    doubling, exchange = 2 * (1e-5 + 40_000 / 0.25e9), 2 * (1e-5 + 2 * 1e-5 + 30_000 / 0.25e9)
+    beside = network.group_seconds("all_reduce", 40_000, ranks, network.crowd(tuple(range(16))))
+    assert beside == pytest.approx(doubling) and exchange < doubling

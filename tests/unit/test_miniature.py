@@ -6,8 +6,10 @@ import pytest
 
 from hpctrain.cluster import ITEM_BYTES
 from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.errors import TopologyError
 from hpctrain.job import Job, Model, load_job
+from hpctrain.jobs.common import ready_miniature
 from hpctrain.parameters import check_grid, count_parameters
 from hpctrain.plan import TensorGrid, even_plan
 from hpctrain.planner.cost import Setup, model_flops
@@ -15,6 +17,7 @@ from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import item_kept, message_bytes
 from hpctrain.planner.predict import predict
 from hpctrain.rehearsal.miniature import choose_width, miniature
+from hpctrain.rehearsal.scaled import with_exact_links
 
 CLUSTER = """
 [families.a100]
@@ -158,7 +161,7 @@ def test_a_small_job_stays_as_it_is():
     job = load_job("tiny", ["model.vocab_size=1024", "train.dtype=fp32"])
     made = made_of(job)
     assert made.job == job and not made.is_job_scaled
-    real = parse_cluster(CLUSTER, "a test")
+    real = with_exact_links(parse_cluster(CLUSTER, "a test"))
     assert made.cluster.nodes == real.nodes and made.cluster.fabrics == real.fabrics
     assert made.cluster.families["a100"].memory_bytes == 80_000_000_000
     speed = DeviceModel("a100", real.families["a100"]).speed("fp32")
@@ -231,3 +234,11 @@ def test_the_dtype_decides_what_is_scaled():
         made_of(job_of("llama-8b", "train.dtype=bf16"), only_fp32)
     with pytest.raises(TopologyError, match="truth.memory_scale is of finished miniatures"):
         made_of(job_of("llama-8b"), CLUSTER + TRUTH.replace("memory_times", "memory_scale"))
+
+
+def test_a_pretended_network_gives_all_of_its_bandwidth():
+    """What a data sheet says of links is discounted for real clusters alone."""
+    made = ready_miniature("ib-roce").cluster
+    for pair in ((0, 1), (0, 4)):
+        full, shared = (ClusterNetwork(made, link_share).seconds(*pair, 1 << 20) for link_share in (1.0, 0.5))
+        assert full == shared

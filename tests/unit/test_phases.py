@@ -58,6 +58,6 @@ def test_the_key_of_earlier_versions_is_told():
 
 
 def test_unknown_keys_of_every_section_are_told():
-    for key in ("comm.rout", "comm.links.insid", "plan.tensor.w", "nam"):
+    for key in ("comm.rout", "comm.link", "plan.tensor.w", "nam"):
         with pytest.raises(JobError, match=f"{key}: unknown key"):
             load_job("tiny", [f"{key}=1"])

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from hpctrain.cluster import Cluster, Nodes
 from hpctrain.cluster_file import dump_cluster, parse_cluster
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.errors import LaunchError, PlanError, TopologyError
 from hpctrain.intervals import Interval
 from hpctrain.job import load_job
@@ -20,7 +21,6 @@ from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.messages import _Messages
-from hpctrain.planner.network import ClusterNetwork
 from hpctrain.planner.predict import predict
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.planner.stack import HPCTRAIN, STACKS

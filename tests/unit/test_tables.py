@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.errors import JobError
-from hpctrain.job import Checkpoint, Comm, Data, Job, Links, Model, Observe, PlanRequest, TensorSizes, Train, load_job
+from hpctrain.job import Checkpoint, Comm, Data, Job, Model, Observe, PlanRequest, TensorSizes, Train, load_job
 
 SECTIONS = {
     "": Job,
@@ -14,7 +14,6 @@ SECTIONS = {
     "plan.tensor": TensorSizes,
     "checkpoint": Checkpoint,
     "comm": Comm,
-    "comm.links": Links,
     "observe": Observe,
 }
 

@@ -63,21 +63,18 @@ def fingerprint(world: World, accelerator: Accelerator) -> str:
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
-def describe_machine(
-    world: World, accelerator: Accelerator, may_probe: bool = True, fresh: bool = False
-) -> Machine | None:
+def describe_machine(world: World, accelerator: Accelerator, fresh: bool = False) -> Machine:
     """Return the description of these ranks' devices, the same on all ranks. All ranks must call.
 
     It is read from the folder of descriptions; where there is none, or `fresh` is set, it is measured in about
-    `SHORT_PROBE_SECONDS` and kept there. None where there is none and it `may_probe` not. Raises TopologyError where
-    names of families or fabrics cannot be used.
+    `SHORT_PROBE_SECONDS` and kept there. Raises TopologyError where names of families or fabrics cannot be used.
     """
     path = cache_folder() / "machines" / f"{fingerprint(world, accelerator)}.toml"
     found = None
     if world.rank == 0 and not fresh:
         found = _read(path)
     found = world.broadcast_object(found)
-    if found or not (may_probe or fresh):
+    if found:
         return found
     start = time.monotonic()
     topology = world.topology

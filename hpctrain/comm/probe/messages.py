@@ -1,5 +1,6 @@
 """Measures messages between ranks: of each class of pairs, by size and by how many are under way at once."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -8,7 +9,6 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.links import bandwidth, round_trip
 from hpctrain.comm.probe.devices import Schedule
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
@@ -169,3 +169,29 @@ class _Meter:
         seconds = round_trip(self._comm, *pair, self._memory[:num_bytes], self._answer, repeats)
         self._accelerator.synchronize()
         return seconds
+
+
+def bandwidth(num_bytes: int, seconds: float, latency_seconds: float) -> float:
+    """Return the bytes per second of a message that takes `seconds` to its end, and its first byte the latency.
+
+    Both were measured, and a machine has other things to do: so at least half of the time counts.
+    """
+    return num_bytes / max(seconds - latency_seconds, seconds / 2)
+
+
+def round_trip(
+    comm: Communicator, source: int, target: int, message: torch.Tensor, answer: torch.Tensor, repeats: int = 1
+) -> float:
+    """Return the mean seconds of a message and the answer to it. Both positions of the group must call, nobody else.
+
+    An answer of one byte comes back after a latency: what is left is the time of the message, one way.
+    """
+    start = time.perf_counter()
+    for _ in range(repeats):
+        if comm.rank == source:
+            comm.send(message, target)
+            comm.receive(answer, target)
+        else:
+            comm.receive(message, source)
+            comm.send(answer, source)
+    return (time.perf_counter() - start) / repeats

@@ -1,27 +1,50 @@
-"""How long messages and collectives take on a described cluster, by the routes that hpctrain.comm takes. Pure.
+"""How long messages and collectives take on a described cluster, and which algorithm a collective takes. Pure.
+
+The planner prices with it and the communicator chooses by it: the same links, the same overhead, the same decision.
 
 A group on one node, or with one rank on each, communicates flat; one with several families, or several ranks on several
 nodes, domain by domain: reduce-scatter inside, exchange of shards across, all-gather inside (`comm/hierarchy.py`).
 Ranks of a node that go through the same NIC at the same time share it. A group is reckoned with by its form: what is
 alike in it counts once, and groups that are alike have their times in common.
+
+Flat algorithms are those of Thakur, Rabenseifner and Gropp (2005): a message of n bytes takes latency + n / bandwidth.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hpctrain.cluster import Cluster
-from hpctrain.comm.costs import cheapest_flat, flat_seconds
-from hpctrain.comm.topology import Topology, places_of
+from hpctrain.comm.topology import MOST_DOUBLED_BYTES, Topology, candidates, places_of
 from hpctrain.errors import LaunchError
-from hpctrain.job import Link
-from hpctrain.links import PairLink, link_between, links_of, message_seconds, nic_of
+from hpctrain.links import PairLink, link_between, message_seconds, nic_of, slowest_links
 
-MESSAGE_OVERHEAD_SECONDS = 0.0
-"""That each further message under way costs its sender; 0: links' latencies have the software's share."""
 KEPT = 1 << 16
+
+
+class Line(NamedTuple):
+    """What messages take on a link, as far as a flat collective goes by it."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    overhead_seconds: float
+
+
+def flat_seconds(algorithm: str, operation: str, num_bytes: int, num_ranks: int, line: Line) -> float:
+    """Return what a flat collective of `num_bytes` (the whole tensor's) takes: an exchange, or doubling."""
+    if algorithm == "doubling":
+        rounds = (num_ranks - 1).bit_length() + (2 if num_ranks & (num_ranks - 1) else 0)
+        return rounds * (line.latency_seconds + num_bytes / line.bytes_per_second)
+    once = line.latency_seconds + (num_ranks - 2) * line.overhead_seconds
+    share = num_bytes * (num_ranks - 1) / num_ranks / line.bytes_per_second
+    return (2 if operation == "all_reduce" else 1) * (once + share)
+
+
+Flows = tuple[int, int]
+"""How many ranks share a NIC: those of the group alone, and those of groups beside included."""
+ALONE, BESIDE = 0, 1
 
 
 class Form(NamedTuple):
@@ -30,8 +53,8 @@ class Form(NamedTuple):
     size: int
     links: tuple[int, ...]
     """Between neighbours, for who communicates flat; those that are alike once."""
-    flows: int = 1
-    """How many ranks then share a NIC, those of groups beside included."""
+    flows: Flows = (1, 1)
+    """The most that these links' messages meet."""
     domains: tuple["Form", ...] = ()
     """For who does it by domains; those that are alike once."""
     num_domains: int = 0
@@ -42,8 +65,8 @@ class Form(NamedTuple):
 class Across(NamedTuple):
     size: int
     """Of the domain that sends."""
-    links: tuple[tuple[int, int, int], ...]
-    """By which it sends: to how many domains, and how many ranks share a NIC."""
+    links: tuple[tuple[int, int, Flows], ...]
+    """By which it sends, and to how many domains."""
 
 
 class OnNode(NamedTuple):
@@ -62,12 +85,12 @@ class Crowd:
 
 
 class ClusterNetwork:
-    """The links of a cluster, and what collectives take on them. `link_share` is of a link's bandwidth."""
+    """The links of a cluster, and what messages and collectives take on them."""
 
     def __init__(self, cluster: Cluster, link_share: float = 1.0):
+        """`link_share` is what collectives reach of a data sheet's bandwidth: see `hpctrain.links.efficiency`."""
         self.cluster, self._share = cluster, link_share
         self._topology = Topology(places_of(cluster), shares_memory=False)
-        self._links = links_of(cluster)
         self._numbers: dict[PairLink, int] = {}
         self._numbered: list[PairLink] = []
         self._number = lru_cache(KEPT)(self._number_of_link)
@@ -93,9 +116,16 @@ class ClusterNetwork:
             self._numbered.append(link)
         return self._numbers[link]
 
+    @cached_property
+    def _is_even(self) -> bool:
+        """Whether nodes' own links are no faster than those between nodes."""
+        speeds = {where: link.message_bytes_per_second for where, link in slowest_links(self.cluster).items()}
+        return len(speeds) < 2 or speeds["inside"] <= speeds["across"]
+
     def is_near(self, one: int, other: int) -> bool:
-        """Say whether a message between two ranks stays where links are fast, as all ranks will say of it."""
-        return self._topology.is_near(one, other, self._links)
+        """Say whether a message between two ranks stays where links are fast, as all ranks will say of it: on one node,
+        or anywhere where nodes' own links are no faster than those between."""
+        return self._is_even or self._topology.are_together(one, other)
 
     def seconds(self, source: int, target: int, num_bytes: float, flows: int = 1) -> float:
         """Return what a message takes with `flows` like it through the same NIC."""
@@ -105,8 +135,7 @@ class ClusterNetwork:
         link = self._numbered[number]
         if link.between == "device":
             return 0.0
-        whole = message_seconds(link, int(num_bytes), flows)
-        return link.latency_seconds + max(whole - link.latency_seconds, 0.0) / self._share
+        return message_seconds(link, int(num_bytes), flows, self._share)
 
     def flows(self, rank: int, ranks: Iterable[int], target: int) -> int:
         """Return how many of some ranks share the NIC by which this one sends to `target`, if all of them send by that
@@ -118,6 +147,16 @@ class ClusterNetwork:
         others = (r for r in ranks if self.cluster.devices[r].node == device.node)
         return max(1, sum(self._nic(r, fabric) == own for r in others))
 
+    def describe_choice(self, ranks: Sequence[int]) -> str:
+        """Say which algorithm all-reduces of a group take, by their size."""
+        if len(ranks) < 2:
+            return "none, for a single rank"
+        sizes = [1 << power for power in range(3, MOST_DOUBLED_BYTES.bit_length() + 1)]
+        chosen = itertools.groupby(sizes, lambda num_bytes: self.algorithm("all_reduce", num_bytes, ranks))
+        found = [(name, max(of_name)) for name, of_name in chosen]
+        told = [f"{name} up to {num_bytes:,} bytes" for name, num_bytes in found[:-1]]
+        return f"all-reduces of {len(ranks)} ranks by {', '.join([*told, found[-1][0]])}"
+
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def group_seconds(
@@ -127,14 +166,23 @@ class ClusterNetwork:
         groups like this one, which is one of them."""
         if len(ranks) < 2:
             return 0.0
-        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), beside))
+        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), beside), BESIDE)
+
+    def algorithm(self, operation: str, num_bytes: int, ranks: Sequence[int], by_domains: bool = True) -> str:
+        """Return the algorithm that takes the least time: domains, exchange or doubling.
+
+        It is chosen as if the group were alone, for its ranks do not know who else communicates. Without `by_domains`
+        it is chosen among the flat ones.
+        """
+        form = self._form(tuple(ranks), None)
+        return self._cheapest(operation, num_bytes, form if by_domains else form._replace(domains=()))
 
     def least_byte_seconds(
         self, operation: str, sizes: Sequence[int], ranks: Sequence[int], beside: Crowd | None = None
     ) -> float:
         """Return what one more byte takes at the least, of tensors of some sizes, ascending; see `group_seconds`."""
         form = self._form(tuple(ranks), beside)
-        return least_slope(sizes, [self._collective_seconds(operation, num_bytes, form) for num_bytes in sizes])
+        return least_slope(sizes, [self._collective_seconds(operation, num_bytes, form, BESIDE) for num_bytes in sizes])
 
     def _form_of(self, ranks: tuple[int, ...], beside: Crowd | None) -> Form:
         """Return the form of a group.
@@ -144,16 +192,16 @@ class ClusterNetwork:
         own = self._crowd_of(ranks)
         every = beside or own
         num_groups = min(-(-every.of_family.get(f, n) // n) for f, n in own.of_family.items())
-        known: dict[tuple, int] = {}
+        known: dict[tuple, Flows] = {}
 
-        def flows(rank: int, target: int) -> int:
+        def flows(rank: int, target: int) -> Flows:
             device = self.cluster.devices[rank]
             mine = own.of_node[device.node]
             all_of_node = every.of_node.get(device.node, mine)
             like = device.table, device.index, self._number(rank, target), mine.indices, all_of_node.indices
             if like not in known:
-                most = num_groups * self.flows(rank, mine.ranks, target)
-                known[like] = min(self.flows(rank, all_of_node.ranks, target), most)
+                alone = self.flows(rank, mine.ranks, target)
+                known[like] = alone, min(self.flows(rank, all_of_node.ranks, target), num_groups * alone)
             return known[like]
 
         return self._with_flows(ranks, flows)
@@ -168,59 +216,75 @@ class ClusterNetwork:
         devices = self.cluster.devices
         return Crowd({n: OnNode(r, tuple(devices[rank].index for rank in r)) for n, r in of_node.items()}, of_family)
 
-    def _with_flows(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> Form:
+    def _with_flows(self, ranks: tuple[int, ...], flows: Callable[[int, int], Flows]) -> Form:
         """Return the form of a group, or of a domain in one, whose ranks send so many flows to a target."""
-        route = self._topology.route(ranks)
+        route, neighbours = self._topology.route(ranks), list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+        links = tuple(dict.fromkeys(self._number(*pair) for pair in neighbours))
+        flat = Form(len(ranks), links, _most(flows(*pair) for pair in neighbours))
         if route.kind != "hierarchical":
-            neighbours = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-            links = tuple(dict.fromkeys(self._number(*pair) for pair in neighbours))
-            return Form(len(ranks), links, max(flows(*pair) for pair in neighbours))
+            return flat
         domains = [tuple(ranks[position] for position in domain) for domain in route.domains]
         sources: dict[tuple, tuple[int, ...]] = {}
         for domain, other in zip(domains, (*domains[1:], domains[0]), strict=True):
             table = self.cluster.devices[domain[0]].table
-            sources.setdefault((table, len(domain), max(flows(rank, other[0]) for rank in domain)), domain)
+            sources.setdefault((table, len(domain), _most(flows(rank, other[0]) for rank in domain)), domain)
         across = (self._across(domain, domains, flows) for domain in sources.values())
         alike = tuple(dict.fromkeys(self._of_domain(domain, flows) for domain in domains))
-        return Form(len(ranks), (), 1, alike, len(domains), tuple(dict.fromkeys(across)))
+        return flat._replace(domains=alike, num_domains=len(domains), across=tuple(dict.fromkeys(across)))
 
     def _across(
-        self, domain: tuple[int, ...], domains: Sequence[tuple[int, ...]], flows: Callable[[int, int], int]
+        self, domain: tuple[int, ...], domains: Sequence[tuple[int, ...]], flows: Callable[[int, int], Flows]
     ) -> Across:
         targets: dict[int, list[int]] = {}
         for other in domains:
             if other is not domain:
                 targets.setdefault(self._number(domain[0], other[0]), []).append(other[0])
-        shared = {link: max(flows(rank, to[0]) for rank in domain) for link, to in targets.items()}
+        shared = {link: _most(flows(rank, to[0]) for rank in domain) for link, to in targets.items()}
         return Across(len(domain), tuple((link, len(to), shared[link]) for link, to in targets.items()))
 
-    def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], int]) -> Form:
+    def _of_domain(self, ranks: tuple[int, ...], flows: Callable[[int, int], Flows]) -> Form:
         """Return the form of a domain; of one that needs no NIC it is the same for whatever group."""
         is_on_node = len({self.cluster.devices[rank].node for rank in ranks}) == 1
         return self._form(ranks, None) if is_on_node else self._with_flows(ranks, flows)
 
-    def _collective_seconds(self, operation: str, num_bytes: int, form: Form) -> float:
+    def _collective_seconds(self, operation: str, num_bytes: int, form: Form, beside: int) -> float:
         if form.size == 1 or not num_bytes:
             return 0.0
-        if not form.domains:
-            return self._flat(operation, num_bytes, form)
+        return self._seconds_by(self._cheapest(operation, num_bytes, form), operation, num_bytes, form, beside)
+
+    def _cheapest(self, operation: str, num_bytes: int, form: Form) -> str:
+        found = candidates(operation, num_bytes, form.size, bool(form.domains))
+        if len(found) == 1:
+            return found[0]
+        return min(found, key=lambda each: self._seconds_by(each, operation, num_bytes, form, ALONE))
+
+    def _seconds_by(self, algorithm: str, operation: str, num_bytes: int, form: Form, beside: int) -> float:
+        """Return what a collective takes by an algorithm, alone or beside other groups."""
+        if algorithm == "domains":
+            return self._by_domains(operation, num_bytes, form, beside)
+        message_bytes = num_bytes if algorithm == "doubling" else num_bytes // form.size + 1
+        line = self._slowest(form.links, message_bytes, form.flows[beside])
+        return flat_seconds(algorithm, operation, num_bytes, form.size, line)
+
+    def _by_domains(self, operation: str, num_bytes: int, form: Form, beside: int) -> float:
         if operation == "all_reduce":
-            return sum(self._seconds_of(part, num_bytes, form) for part in ("reduce_scatter", "all_gather"))
+            return sum(self._seconds_of(part, num_bytes, form, beside) for part in ("reduce_scatter", "all_gather"))
         # Inside part by part, one for each domain; across one exchange of shards: each rank sends, of what its domain
         # summed, what others own.
         count = form.num_domains
         part = num_bytes // count + 1
-        inside = max(self._seconds_of(operation, part, domain) for domain in form.domains)
+        inside = max(self._seconds_of(operation, part, domain, beside) for domain in form.domains)
         one = every = 0.0
         for size, links in form.across:
             of_fabric: dict[str | None, float] = {}  # each by NICs of its own
             for link, to, flows in links:
-                one = max(one, self._message_seconds(link, part / size, flows))
+                one = max(one, self._message_seconds(link, part / size, flows[beside]))
                 fabric = self._numbered[link].fabric
-                sent = self._message_seconds(link, to * part / size, flows)
+                sent = self._message_seconds(link, to * part / size, flows[beside])
+                sent += (to - 1) * self._numbered[link].overhead_seconds
                 of_fabric[fabric] = of_fabric.get(fabric, 0.0) + sent
             every = max(every, *of_fabric.values())
-        across = self._fabrics(form._replace(domains=()))
+        across = self._fabrics(form._replace(links=(), domains=()))
         if any(across & self._fabrics(domain) for domain in form.domains):  # whose NICs have to do both
             return count * inside + every
         if operation == "reduce_scatter":  # each part leaves when it is summed, while the next one is; its own last
@@ -233,17 +297,18 @@ class ClusterNetwork:
         found = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
         return found.union(*map(self._fabrics, form.domains))
 
-    def _flat(self, operation: str, num_bytes: int, form: Form) -> float:
-        link = self._slowest(form.links, num_bytes // form.size + 1, form.flows)
-        algorithm = cheapest_flat(operation, num_bytes, form.size, link, MESSAGE_OVERHEAD_SECONDS)
-        return flat_seconds(operation, algorithm, num_bytes, form.size, link, MESSAGE_OVERHEAD_SECONDS)
-
-    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> Link:
+    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> Line:
         """Return the slowest of some links, as a line through messages of no bytes and of `num_bytes`."""
         seconds = [self._message_seconds(number, num_bytes, flows) for number in links]
         slowest = max(seconds)
-        latency = max(self._numbered[links[seconds.index(slowest)]].latency_seconds, 1e-12)
-        return Link(latency_seconds=latency, bandwidth_bytes_per_second=num_bytes / max(slowest - latency, 1e-15))
+        link = self._numbered[links[seconds.index(slowest)]]
+        latency = max(link.latency_seconds, 1e-12)
+        return Line(latency, num_bytes / max(slowest - latency, 1e-15), link.overhead_seconds)
+
+
+def _most(flows: Iterable[Flows]) -> Flows:
+    alone, beside = zip(*flows, strict=True)
+    return max(alone), max(beside)
 
 
 def least_slope(places: Sequence[float], values: Sequence[float]) -> float:

@@ -1,0 +1,123 @@
+"""Engine and predictor take the same algorithm: for all groups and sizes of plans for the ready clusters."""
+
+from types import SimpleNamespace
+
+import pytest
+from hpctrain.planner.even import resolve_plan
+
+from hpctrain.comm.network import BESIDE, ClusterNetwork
+from hpctrain.comm.routes import RouteMaker
+from hpctrain.comm.topology import Preferences, Topology, places_of
+from hpctrain.engine.overlap import resolve_on
+from hpctrain.job import Job, PlanRequest, TensorSizes
+from hpctrain.jobs.common import ready_miniature
+from hpctrain.planner.choose import find_best
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predict import Predictor
+from hpctrain.planner.search import Limits
+from hpctrain.role import role_of
+from tests.unit.test_ready_clusters import DEVICES
+
+PLANS = 100
+"""That a search scores: few, for any plan has groups."""
+GRIDS = {
+    "x, y and data": PlanRequest(tensor=TensorSizes(x=2, y=2), data=2, microbatch=4),
+    "y, z and stages": PlanRequest(tensor=TensorSizes(y=2, z=2), pipeline=2, microbatch=4),
+    "y of all devices": PlanRequest(tensor=TensorSizes(y=8), microbatch=4),
+}
+"""Plans with other groups than those that are found, whose tensor grids sum over families and nodes too."""
+SIZES = [1 << power for power in range(3, 22)]
+
+
+class Priced(ClusterNetwork):
+    """Notes by which algorithm each collective is priced, by group."""
+
+    def __init__(self, cluster):
+        super().__init__(cluster)
+        self._by: dict[tuple, str] = {}
+        self._asked: dict[tuple[int, ...], set[tuple]] = {}
+
+    def group_seconds(self, operation, num_bytes, ranks, beside=None):
+        seconds = super().group_seconds(operation, num_bytes, ranks, beside)
+        if seconds:
+            form = self._form(tuple(ranks), beside)
+            self._asked.setdefault(tuple(ranks), set()).add((operation, int(num_bytes), form))
+        return seconds
+
+    def _seconds_by(self, algorithm, operation, num_bytes, form, beside):
+        if beside == BESIDE:
+            self._by[operation, num_bytes, form] = algorithm
+        return super()._seconds_by(algorithm, operation, num_bytes, form, beside)
+
+    def exchanged(self, num_ranks: int) -> set[tuple[str, int]]:
+        """Return operation and bytes of what groups of this size exchange: of groups of a tile one is priced."""
+        return {key[:2] for ranks, asked in self._asked.items() for key in asked if len(ranks) == num_ranks}
+
+    def priced(self, ranks: tuple[int, ...]) -> set[tuple[str, int, str]]:
+        """Return operation, bytes and algorithm of what a group was priced for."""
+        return {(*key[:2], self._by[key]) for key in self._asked[ranks]}
+
+
+class Unconnected(RouteMaker):
+    """Makes a rank's collectives as in a rehearsal, over transports that lead nowhere."""
+
+    def __init__(self, cluster, rank: int, preferences: Preferences):
+        topology = Topology(places_of(cluster), shares_memory=False)
+        super().__init__(None, SimpleNamespace(rank=rank), topology, preferences)
+
+    def transport(self, ranks, pace=None):
+        return SimpleNamespace(rank=ranks.index(self.rank), size=len(ranks), name="messages")
+
+    def algorithm(self, operation: str, num_bytes: int, ranks: tuple[int, ...]) -> str:
+        """Return the algorithm that the group's collectives take, as they ask for it."""
+        made = self._collectives(ranks, self.transport(ranks), self._preferences.route)
+        if hasattr(made, "_across"):
+            chosen = made._choose(operation, num_bytes)
+            return chosen if chosen == "domains" else made._across._choose(operation, num_bytes)
+        return made._choose(operation, num_bytes)
+
+
+def resolved(job: Job, cluster, plan=None) -> Job:
+    return job.model_copy(update={"overlap": resolve_on(job, cluster, True, plan)[0]})
+
+
+def found_plan(name: str, job: Job, cluster):
+    return find_best(resolved(job, cluster), cluster, Limits(weighed=PLANS, seconds=60), name).best.plan
+
+
+def even_plan(job: Job, cluster, request: PlanRequest):
+    families = [device.family for device in cluster.devices]
+    return resolve_plan(job.model_copy(update={"plan": request}), cluster.num_devices, families).plan
+
+
+def groups_of(job: Job, plan) -> set[tuple[int, ...]]:
+    """Return each axis of each tensor grid, each set of ranks that hold the same weights, and all ranks."""
+    found = {tuple(plan.ranks)}
+    for rank in plan.ranks:
+        role = role_of(job.model, plan, rank, job.overlap.bucket_bytes)
+        found |= set(role.axes.values()) | {holding.ranks for holding in role.held.holdings}
+    return {ranks for ranks in found if len(ranks) > 1}
+
+
+@pytest.mark.parametrize("grid", [None, *GRIDS])
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_engine_takes_the_algorithm_that_was_priced(name, grid):
+    """For what the job exchanges by the plan that a search finds, or by another; and for all-reduces of other sizes."""
+    made = ready_miniature(name)
+    cluster, job = made.cluster, made.job
+    plan = even_plan(job, cluster, GRIDS[grid]) if grid else found_plan(name, job, cluster)
+    job = resolved(job, cluster, plan)
+    network = Priced(cluster)
+    Predictor(Setup.of_job(job), plan, cluster, network=network).predict()
+    preferences = Preferences(job.comm.route, job.comm.algorithm, ClusterNetwork(cluster))
+    crowd = network.crowd(tuple(plan.ranks))
+    for ranks in sorted(groups_of(job, plan)):
+        exchanged = network.exchanged(len(ranks))
+        assert exchanged, f"nothing that {len(ranks)} ranks exchange is priced"
+        for operation, num_bytes in exchanged | {("all_reduce", size) for size in SIZES}:
+            network.group_seconds(operation, num_bytes, ranks, crowd)
+        priced = network.priced(ranks)
+        for rank in ranks:
+            engine = Unconnected(cluster, rank, preferences)
+            taken = {(operation, n, engine.algorithm(operation, n, ranks)) for operation, n, _ in priced}
+            assert taken == priced, f"rank {rank} of {ranks}"
