@@ -48,10 +48,14 @@ Positive = Annotated[float, Field(gt=0, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, strict=True)]
 
 
+MANY_ROWS = 64
+"""The rows of products whose speed is the sustained one, for each of `half_speed_rows`."""
+
+
 class Figures(Table):
     """A table of figures, each of which says where it is from."""
 
-    UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times")
+    UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "half_speed_rows")
 
     origin: Origin | None = None
     """Of all figures of the table, but for those in `origins`; may be left out where there are none."""
@@ -111,10 +115,18 @@ class Family(Figures):
     sustained_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
     """Of the best of the `products`."""
     products: tuple[Product, ...] = ()
+    half_speed_rows: Annotated[float, Field(ge=0, strict=True)] | None = None
+    """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
+    many have the sustained speed. Left out: by the tiles of the catalogue's model."""
     overlap_times: Annotated[float, Field(ge=1, strict=True)] | None = None
     """How many times as long it computes while it communicates; left out: as long as beside nothing."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
+
+    def slower_by_rows(self, rows: int) -> float:
+        """Return how many times as long as at the sustained speed a product takes that has so many rows."""
+        half = self.half_speed_rows
+        return (1 + half / rows) / (1 + 1 / MANY_ROWS) if half else 1.0
 
     @property
     def reserve_bytes(self) -> int:

@@ -44,7 +44,9 @@ class DeviceModel:
     @cached_property
     def efficiency(self) -> Efficiency:
         known = self.fitted or efficiency_of(self.family.kind, self.family.model)
-        return replace(known, processors=1, overlap_times=1.0) if self._is_scaled_down else known
+        if self._is_scaled_down:
+            return replace(known, processors=1, overlap_times=1.0)
+        return known if self.family.half_speed_rows is None else replace(known, processors=1)
 
     @cached_property
     def _is_scaled_down(self) -> bool:
@@ -103,7 +105,8 @@ class DeviceModel:
         speed, processors = self.speed(dtype), self.efficiency.processors
         moved = ITEM_BYTES[dtype] * batch * (m * k + k * n + m * n) / self.memory_bytes_per_second
         if processors == 1:
-            return max(2.0 * batch * m * k * n / speed, moved) + self.efficiency.launch_seconds
+            slower = self.family.slower_by_rows(m)
+            return max(2.0 * batch * m * k * n / speed * slower, moved) + self.efficiency.launch_seconds
         best = math.inf
         for rows, columns, share in TILES:
             tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)

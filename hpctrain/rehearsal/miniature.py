@@ -45,7 +45,7 @@ CORE_FLOPS_PER_SECOND = 40e9
 UPDATE_SHARE = 0.05
 """Share of a step that the updates at its end may take. Many small operations come at once there, and none to wait for.
 Of a job with a small batch it decides (4 ranks, 16 rows, 4 layers: overrun 16 % at 1.6 s, 1.3 % at 4 s)."""
-BUSY_SHARE = 0.4
+BUSY_SHARE = 0.33
 """Share of the cores' time that real work may take. Otherwise ranks miss their deadlines."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.cluster import Cluster, Family, Figures, LinkClass
+from hpctrain.cluster import MANY_ROWS, Cluster, Family, Figures, LinkClass
 from hpctrain.errors import TopologyError
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.tables import Table
@@ -13,8 +13,6 @@ TILE = 128
 """Rows and columns of the result that an accelerator computes at once, where nothing is said."""
 HALF_SPEED_ROWS = 256.0
 """Rows of the result at which a product reaches half of its speed, where nothing is said."""
-MEASURED_ROWS = 16384
-"""Rows of the products whose speed a sustained figure is."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,8 @@ def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> 
     devices = {}
     for name, family in cluster.families.items():
         model = DeviceModel(name, family)
-        half = HALF_SPEED_ROWS if tile > 1 else 0.0
-        speed = speed_of(name, family, dtypes[name]) * (1 + half / MEASURED_ROWS)
+        half = half_speed_rows(family) if tile > 1 else family.half_speed_rows or 0.0
+        speed = speed_of(name, family, dtypes[name]) * (1 + 1 / MANY_ROWS if half else 1.0)
         devices[name] = PretendDevice(
             memory_bytes=family.memory_bytes,
             memory_bytes_per_second=model.memory_bytes_per_second,
@@ -120,6 +118,11 @@ def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> 
             overlap_times=model.overlap_times,
         )
     return Truth(devices=devices)
+
+
+def half_speed_rows(family: Family) -> float:
+    """Return at how many rows of the result a family's products have half of their speed."""
+    return HALF_SPEED_ROWS if family.half_speed_rows is None else family.half_speed_rows
 
 
 def scale_truth(own: Truth, given: Truth | None, dtypes: Mapping[str, str], scale: Scale) -> Truth:
@@ -183,6 +186,10 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
         if product.dtype == dtype and min(shape) > 0:
             speed = product.flops_per_second * scale.flops
             products[shape] = product.model_copy(update={"dtype": "fp32", "shape": shape, "flops_per_second": speed})
+    half = family.half_speed_rows
+    if half is None and not products:  # in place of the catalogue's model of tiles, which is of real size
+        half = HALF_SPEED_ROWS
+        origins["half_speed_rows"] = "guessed"
     return _remade(
         family,
         {
@@ -191,6 +198,7 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
             "peak_flops_per_second": {"fp32": peak * scale.flops} if peak else {},
             "sustained_flops_per_second": {"fp32": model.speed(dtype) * scale.flops},
             "products": tuple(products.values()),
+            "half_speed_rows": None if half is None else half / scale.width,
             "overlap_times": model.overlap_times,
         },
     )
