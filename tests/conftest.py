@@ -20,7 +20,7 @@ PATIENCE = 2.5
 """How many times longer than on an idle machine a test may take before it is taken for one that hangs."""
 
 
-def pytest_collection_modifyitems(config, items):
-    for item in items if config.pluginmanager.hasplugin("timeout") else ():
+def pytest_collection_modifyitems(items):
+    for item in items:
         if marker := item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(PATIENCE * marker.args[0]), append=False)

@@ -2,9 +2,6 @@
 
 A test on several ranks that fails may leave them out of step. Its ranks end there, and new ones do the tests after it.
 Ranks that crash or hang count as a failure of the test that they were in.
-
-Tests of one process use what the ranks leave idle: they run at the lowest priority while the other stages run, and
-what they have not finished by then runs at the end.
 """
 
 import os
@@ -33,7 +30,6 @@ class Stage:
     commands: tuple[tuple[str, ...], ...]
     """Programs of the virtual environment, one after the other."""
     keeps_results: bool = True
-    in_background: bool = False
 
     @property
     def is_on_ranks(self) -> bool:
@@ -43,13 +39,12 @@ class Stage:
 PYTEST = ("python", "-m", "pytest", "-p", "tests.results", "--durations", "10", "--durations-min", "5")
 # A rank that hangs inside MPI sees no signal: a thread ends it, and so its mpirun, after the test's timeout.
 ON_RANKS = (*PYTEST, "--with-mpi", "--maxfail=1", "--timeout-method=thread", "tests/ranks")
-NO_TIMEOUTS = ("-p", "no:timeout", "-p", "no:warnings")  # and no warnings that their marks are unknown
 SOURCES = ("hpctrain", "tests", "benchmarks")
 STAGES = {
     stage.name: stage
     for stage in (
         Stage("lint", (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES)), keeps_results=False),
-        Stage("unit", ((*PYTEST, "-n", "2", "tests/unit"),), in_background=True),
+        Stage("unit", ((*PYTEST, "-n", "2", "tests/unit"),)),
         Stage("commands", ((*PYTEST, "-n", "2", "--dist", "loadfile", "tests/commands"),)),
         *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
         Stage("hosts", ((*PYTEST, "tests/hosts"),)),
@@ -76,7 +71,7 @@ class Report:
 
 def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
     """Return the exit code of a program and, where it was stopped, why. All that it started ends with it."""
-    program = _find_program(command)
+    program = [str(BIN / word) if word in ("python", "mpirun", "ruff") else word for word in command]
     print(f"+ {' '.join(command)}", flush=True)
     process = subprocess.Popen(program, cwd=ROOT, start_new_session=True)
     begun = time.time()
@@ -89,38 +84,6 @@ def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
     finally:
         _stop(process)
     return process.returncode, ""
-
-
-def _find_program(command: tuple[str, ...]) -> list[str]:
-    return [str(BIN / word) if word in ("python", "mpirun", "ruff") else word for word in command]
-
-
-class Background:
-    """A stage's tests at the lowest priority. None has a timeout: on a busy machine they may get no time at all."""
-
-    def __init__(self, stage: Stage, folder: Path):
-        self.stage, self._output = stage, folder / f"{stage.name}.out"
-        command = (*stage.commands[0], "--results", str(folder / f"{stage.name}.jsonl"), *NO_TIMEOUTS)
-        print(f"\n==== {stage.name}, in the background ====\n+ {' '.join(command)}", flush=True)
-        with self._output.open("w") as output:
-            self._process = subprocess.Popen(
-                _find_program(command), cwd=ROOT, start_new_session=True, stdout=output, stderr=output
-            )
-        _lower_priority(self._process.pid)
-
-    def stop(self) -> None:
-        """End what still runs, and print what it printed."""
-        _stop(self._process)
-        if text := self._output.read_text(errors="replace"):
-            print(f"\n==== {self.stage.name}: what ran in the background ====\n{text}", flush=True)
-            self._output.write_text("")
-
-
-def _lower_priority(pid: int) -> None:
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.setpriority(os.PRIO_PROCESS, pid, 19)
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -165,7 +128,7 @@ def run_stage(stage: Stage, folder: Path) -> Report:
     return Report(stage, after.verdicts, time.monotonic() - begun)
 
 
-def print_summary(reports: list[Report], seconds: float) -> None:
+def print_summary(reports: list[Report]) -> None:
     print("\n==== summary ====")
     for report in reports:
         print(report.format())
@@ -176,7 +139,7 @@ def print_summary(reports: list[Report], seconds: float) -> None:
                     print(f"{outcome.upper()} [{report.stage.name}] {test}: {verdict['reason']}")
     total = {name: sum(report.count(name) for report in reports) for name in ("passed", "failed", "skipped")}
     shown = [f"{count} {name}" for name, count in total.items() if count or name == "passed"]
-    print(f"{', '.join(shown)} in {seconds:.0f} s", flush=True)
+    print(f"{', '.join(shown)} in {sum(report.seconds for report in reports):.0f} s", flush=True)
 
 
 def main(names: list[str]) -> int:
@@ -184,25 +147,12 @@ def main(names: list[str]) -> int:
         print(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
-    stages = [STAGES[name] for name in names or STAGES]
-    begun = time.monotonic()
+    reports = []
     with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder:
-        reports = run_stages(stages, Path(folder))
-    print_summary(reports, time.monotonic() - begun)
+        for name in names or STAGES:
+            reports.append(run_stage(STAGES[name], Path(folder)))
+    print_summary(reports)
     return int(any(report.count("failed") for report in reports))
-
-
-def run_stages(stages: list[Stage], folder: Path) -> list[Report]:
-    """Run all; those of the background last, for what is left of them."""
-    foreground = [stage for stage in stages if not stage.in_background]
-    background = [stage for stage in stages if stage.in_background]
-    running = [Background(stage, folder) for stage in background if foreground]
-    try:
-        reports = [run_stage(stage, folder) for stage in foreground]
-    finally:
-        for stage in running:
-            stage.stop()
-    return reports + [run_stage(stage, folder) for stage in background]
 
 
 if __name__ == "__main__":

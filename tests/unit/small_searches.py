@@ -110,7 +110,7 @@ def every_plan(setup: Setup, batch: int, cluster: Cluster, space: Space):
             for zero in zeros:
                 if plan := plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero):
                     yield plan
-                    least = min(tile.rows.most() // tile.tensor.z for tile in plan.tiles)
+                    least = min(tile.rows.size // tile.tensor.z for tile in plan.tiles)
                     for pieces in piece_counts(least, least) if zero > 1 and len(pipelines) > 1 else ():
                         yield replace(plan, tiles=tuple(replace(tile, substeps=pieces) for tile in plan.tiles))
 

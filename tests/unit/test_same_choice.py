@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from hpctrain.planner.even import resolve_plan
 
 from hpctrain.comm.network import BESIDE, ClusterNetwork
 from hpctrain.comm.routes import RouteMaker
@@ -15,6 +14,7 @@ from hpctrain.planner.choose import find_best
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.search import Limits
+from hpctrain.planner.uniform import resolve_plan
 from hpctrain.role import role_of
 from tests.unit.test_ready_clusters import DEVICES
 

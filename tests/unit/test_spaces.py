@@ -73,7 +73,7 @@ def check_even(plan: Plan, num_blocks: int) -> None:
     """Check that all tiles are alike, and that each of them has as much to do as any other, but for whole blocks."""
     assert not plan.unused
     assert len({tile.tensor for tile in plan.tiles}) == 1
-    assert len({tile.rows.sizes for tile in plan.tiles}) == 1 and plan.period == 1
+    assert len({tile.rows.size for tile in plan.tiles}) == 1
     depths = {tile.items: plan.depth_to_loss(tile) for tile in plan.tiles}
     stages = sorted(depths, key=lambda items: items.start)
     assert [depths[items] for items in stages] == list(range(len(stages)))[::-1], "every pipeline has the same stages"
@@ -212,17 +212,15 @@ def test_replicas_of_unlike_families_get_rows_by_speed_in_every_zero_stage(zero)
         cluster_of([("a", 1, 1), ("c", 1, 1)], memory=2_000_000, **FAST_NETWORK),
         setup_of(1, vocabulary=512),
     )
-    found = search(setup, 48, cluster, space=Space(zero=(zero,), turns=False), limits=EVERYTHING).best
+    found = search(setup, 48, cluster, space=Space(zero=(zero,)), limits=EVERYTHING).best
     even = search(setup, 48, cluster, space=even_space(zero=(zero,)), limits=EVERYTHING).best
     check_tiling(found.plan, 3)
     check_zero(found.plan, "a plan")
     assert {tile.zero for tile in (*found.plan.tiles, *even.plan.tiles)} == {zero}
-    rows = {tile.family: tile.rows.most() * found.plan.microbatches for tile in found.plan.tiles}
+    rows = {tile.family: tile.rows.size * found.plan.microbatches for tile in found.plan.tiles}
     assert rows["c"] / rows["a"] == pytest.approx(3.7, rel=0.2)
     assert 1.5 < even.seconds / found.seconds < 3.92
-    slower = search(
-        setup, 48, cluster_of([("a", 1, 1), ("c", 1, 1)], nic=2e7), space=Space(zero=(zero,), turns=False)
-    ).best
+    slower = search(setup, 48, cluster_of([("a", 1, 1), ("c", 1, 1)], nic=2e7), space=Space(zero=(zero,))).best
     assert slower.seconds > 1.01 * found.seconds
     assert slower.layout.seconds == pytest.approx(slower.seconds, rel=0.05), "the closed form knows what they exchange"
 
