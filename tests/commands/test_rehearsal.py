@@ -72,14 +72,14 @@ def test_a_run_that_is_continued_keeps_the_algorithms_it_began_with(hpctrain, fo
         (tmp_path / f"{name}.toml").write_text(FOUR_NODES.replace("SPEED", speed))
 
     def train(run: str, cluster: str, *more: str) -> str:
-        plan = ["--set", "plan.tensor.y=4", "--set", "train.steps=4", "--sample", "0", "--run", f"runs/{run}"]
+        plan = ["--set", "plan.tensor.y=4", "--set", "train.steps=2", "--sample", "0", "--run", f"runs/{run}"]
         done = hpctrain("train", "job.toml", *plan, "--rehearse", tmp_path / cluster, *more, ranks=4, cwd=folder)
         assert done.code == 0, done.err
         return done.out
 
     assert "chosen comm.algorithm: all-reduces of 4 ranks by doubling up to " in train("by-fast", "fast.toml")
     train("by-slow", "slow.toml")
-    train("moved", "fast.toml", "--stop-after", "2")
+    train("moved", "fast.toml", "--stop-after", "1")
     told = train("moved", "slow.toml")
     assert "by the links of runs/moved/checkpoints/" in told
     assert hpctrain("compare", "runs/by-fast", "runs/moved", "--exact", cwd=folder).code == 0

@@ -9,7 +9,7 @@ import torch
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Preferences
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.prepare import Prepared
+from hpctrain.engine.prepare import Described, Prepared
 from hpctrain.engine.trainer import Trainer
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
@@ -28,6 +28,7 @@ from tests.ranks.small_runs import (
     parametrize_by_turns,
     rehearsed_world,
 )
+from tests.unit.small_searches import cluster_of
 
 STEPS = 3
 SMALL = 3000  # bytes of a bucket: a block is in two or more of them
@@ -187,7 +188,8 @@ def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, token
     source, training, validation = open_datasets(job.data, job.train.seed)
     plan = resolve_plan(job, 2).plan
     reasons = {"overlap.tensor": "off: a reason"}
-    prepared = Prepared(overlapped(job, data=True), plan, reasons, source, training, validation, "")
+    described = Described(cluster_of([("a", 1, 2)]), "a test")
+    prepared = Prepared(overlapped(job, data=True), plan, reasons, source, training, validation, "", described)
     started = []
     trained = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self, *args: started.append(self) or trained(self, *args))

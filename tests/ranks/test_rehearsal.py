@@ -88,7 +88,7 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
             found[way] = [each[key] for each in metrics for key in ("loss", "grad_norm")]
             overruns.append(own.accelerator.overrun)
             seconds[way] = own.largest(min(each["step_seconds"] for each in metrics))
-            transfers = trainer.layout.transfers[0][0]
+            transfers = trainer.layout.transfers[0]
             own_pieces = transfers.send_activation + transfers.send_gradient
             elements = sum(piece.rows.size * piece.features.size for piece in own_pieces)
             sent[way] = sum(own.broadcast_object(own.gather_objects(elements)))
