@@ -61,7 +61,7 @@ test-all-layouts: install
 	for n in 2 4 8; do $(MPIRUN) -n $$n $(BIN)/python -m pytest --with-mpi -x tests/ranks/test_parity.py --all-layouts || exit 1; done
 
 bench: install
-	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf $(VENV) build *.egg-info tokens runs

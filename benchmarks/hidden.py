@@ -1,10 +1,10 @@
 """How much of the communication that can be hidden is hidden: 8 pretended devices, each on a node of its own.
 
-    python benchmarks/hidden.py
-    python benchmarks/hidden.py "y 2 z 2 data 2" --scale 8
+    python -m benchmarks.hidden
+    python -m benchmarks.hidden "y 2 z 2 data 2" --scale 8
 
 Links have the bandwidth at which communication is 40 % of a step that exposes all of it; printed is what
-`hpctrain bench overlap --rehearse` tells of each layout. Quote it where the overrun is small.
+`python -m benchmarks.overlap_variants --rehearse` tells of each layout. Quote it where the overrun is small.
 """
 
 import argparse
@@ -13,10 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mixed import call
-
+from benchmarks.mixed import call
+from benchmarks.overlap_variants import ALL_AND_FORWARD
 from hpctrain.cluster_file import dump_cluster, parse_cluster
-from hpctrain.jobs.bench_overlap import ALL_AND_FORWARD
 from hpctrain.jobs.common import generate_tokens
 from hpctrain.truth import PretendDevice, Truth
 

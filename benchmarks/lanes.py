@@ -1,6 +1,6 @@
 """How to let an all-reduce go on while a rank computes: three ways, in one run.
 
-mpirun -n 4 python benchmarks/lanes.py
+mpirun -n 4 python -m benchmarks.lanes
 
 lane    hpctrain's: steps that one thread of the rank moves, and whoever waits
 thread  a thread for each lane, in MPI's blocking all-reduce, on a communicator of its own

@@ -1,10 +1,10 @@
 """What mixed clusters do, rehearsed: `hpctrain bench mixed` on every ready cluster, as one table.
 
-    python benchmarks/mixed.py                    all of them
-    python benchmarks/mixed.py v100-t4 ib-roce    some
-    python benchmarks/mixed.py --networks         InfiniBand and RoCE with Ethernet between, against all of one kind
-    python benchmarks/mixed.py --parity           20 steps by speed on each, against one rank
-    python benchmarks/mixed.py --memory           a job for which families alone are short of memory, the mix is not
+    python -m benchmarks.mixed                    all of them
+    python -m benchmarks.mixed v100-t4 ib-roce    some
+    python -m benchmarks.mixed --networks         InfiniBand and RoCE with Ethernet between, against all of one kind
+    python -m benchmarks.mixed --parity           20 steps by speed on each, against one rank
+    python -m benchmarks.mixed --memory           a job for which families alone are short of memory, the mix is not
 
 A larger --time-scale helps where a plan has more small operations than the cores can keep up with (a high overrun).
 Times are the rehearsed clusters', so that runs may be compared where their overrun is small.

@@ -1,7 +1,7 @@
 """hpctrain against stock PyTorch: the same model, batch and layouts, in one run on one machine.
 
-    python benchmarks/peers.py --rounds 5
-    python benchmarks/peers.py --layouts ddp,pipeline2_data2 --json
+    python -m benchmarks.peers --rounds 5
+    python -m benchmarks.peers --layouts ddp,pipeline2_data2 --json
 
 Each round runs every layout on both sides, one after the other, and alternates which goes first, so that a machine
 whose speed drifts treats both alike. Quoted are medians over rounds: tokens/s, hpctrain/stock (the two speeds of one

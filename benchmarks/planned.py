@@ -1,8 +1,8 @@
 """What the searched plan of each ready cluster gains on the even one and on that by speed.
 
-    python benchmarks/planned.py                       all of them, as predicted
-    python benchmarks/planned.py v100-t4 ib-roce       some
-    python benchmarks/planned.py v100-t4 --measure     rehearsed too: these three, and the next best of the search
+    python -m benchmarks.planned                       all of them, as predicted
+    python -m benchmarks.planned v100-t4 ib-roce       some
+    python -m benchmarks.planned v100-t4 --measure     rehearsed too: these three, and the next best of the search
 
 The job is that of `hpctrain bench mixed`. A rehearsal measures all plans of a cluster one after the other on the same
 ranks; its times are the rehearsed cluster's. What is `auto` of `[overlap]` is on there, and counted so by the search.

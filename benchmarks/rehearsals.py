@@ -1,6 +1,6 @@
 """Scores the predictor against rehearsals of clusters that nothing was fitted to.
 
-    python benchmarks/rehearsals.py [--steps 3] [--only KIND]
+    python -m benchmarks.rehearsals [--steps 3] [--only KIND]
 
 Each kind of cluster has four pretended devices. The predictor is told what a probe would have found: the speed of
 products by shape, memory, links; never what pretended devices really do with a shape that was not measured. For each
@@ -15,9 +15,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from mixed import call
-from probed import probed
-
+from benchmarks.mixed import call
+from benchmarks.probed import probed
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.cluster_file import dump_cluster
 from hpctrain.truth import PretendDevice, Truth

@@ -1,6 +1,6 @@
 """Predicts steps at scales that nobody here can run, beside what others published of them.
 
-    python benchmarks/scale.py
+    python -m benchmarks.scale
 
 Everything is from data sheets and the predictor's shipped constants; what is assumed is printed with each table. 4D
 layouts against Megatron-style ones are in `perlmutter.py`.

@@ -1,6 +1,6 @@
 """How long the planner's search takes, what memory it needs, and how far its plans may be from the best.
 
-    python benchmarks/search.py
+    python -m benchmarks.search
 
 Clusters are made of the catalogue's accelerators and networks: 8 devices a node, with a NIC each; families on unlike
 fabrics reach each other by Ethernet. Each case runs in a process of its own, on one core.

@@ -1,6 +1,6 @@
 """Stock PyTorch on one fixed Llama shape and several layouts: what hpctrain is measured against.
 
-    python benchmarks/stock.py ddp --steps 3 --warmup 1
+    python -m benchmarks.stock ddp --steps 3 --warmup 1
 
 starts the ranks of the layout on this machine (gloo, fp32, one thread a rank), trains on random tokens, and prints one
 JSON line last. Public PyTorch alone, written as its own users write it: eager, fused AdamW, gradients synchronised once

@@ -2,7 +2,7 @@
 
 Which of several trainers was made first makes a difference of its own; so the order of the kinds is there both ways.
 
-mpirun -n 2 python benchmarks/trace.py tiny --set plan.tensor.z=2 --set comm.route=messages
+mpirun -n 2 python -m benchmarks.trace tiny --set plan.tensor.z=2 --set comm.route=messages
 """
 
 import json

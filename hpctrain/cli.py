@@ -13,11 +13,10 @@ COMMANDS = {
     "train": "train a job; start it with mpirun or srun",
     "plan": "write a plan for a job, or draw one",
     "predict": "predict how long a step of a plan takes on a cluster, and its memory",
-    "calibrate": "fit the predictor to steps that were measured",
     "generate": "write text with a trained model",
     "inspect": "tell what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "compare": "compare the losses (and weights) of two runs",
-    "bench": "measure the speed of a job's training step, of collectives, or of plans for a mixed cluster",
+    "bench": "measure the speed of a job's training step, or of plans for a mixed cluster",
     "doctor": "tell what this machine has: versions, ranks, devices, and by which routes they communicate",
     "probe": "measure devices and links, and write a cluster file; start it with mpirun or srun",
     "profile": "measure what a job's rows take on each family of devices, and how many fit; start it with mpirun",
@@ -54,15 +53,15 @@ def root():
     """
 
 
-def main() -> None:
-    """Run the command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.errors)."""
+def main(command: click.Command = root) -> None:
+    """Run a command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.errors)."""
     from hpctrain.comm.launcher import promised_rank
 
     speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
     if not speaks and {"-h", "--help", "--version"} & set(sys.argv):
         sys.exit(0)
     try:
-        root(standalone_mode=False)
+        command(standalone_mode=False)
     except click.exceptions.Exit as exit_request:
         sys.exit(exit_request.exit_code)
     except click.ClickException as error:

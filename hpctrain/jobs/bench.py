@@ -6,7 +6,7 @@ import statistics
 import click
 
 from hpctrain.engine.prepare import prepare_run
-from hpctrain.jobs import bench_comm, bench_mixed, bench_overlap, bench_products
+from hpctrain.jobs import bench_mixed
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -65,7 +65,4 @@ def train(job, overrides, steps, warmup, rehearse, time_scale, as_json):
             print(json.dumps(told) if as_json else "\n".join(f"{k:18} {v}" for k, v in told.items()), flush=True)
 
 
-command.add_command(bench_comm.command)
 command.add_command(bench_mixed.command)
-command.add_command(bench_overlap.command)
-command.add_command(bench_products.command)

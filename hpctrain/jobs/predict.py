@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -10,22 +9,15 @@ import click
 from hpctrain.cluster import Cluster
 from hpctrain.cluster_file import find_cluster, is_pretended, load_cluster
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.dtypes import TRAINED_DTYPES
 from hpctrain.engine.overlap import resolve_on
 from hpctrain.job import Job, load_job
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.plan import Plan
 from hpctrain.plan_file import load_plan
-from hpctrain.planner.calibrate import SHIPPED, Parameters, load_parameters
-from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.choose import dtype_on
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.layers import LayeredPredictor, load_layers
-from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.predict import Prediction, predict
 from hpctrain.planner.rows_fit import memory_warnings
-from hpctrain.planner.stack import HPCTRAIN, STACKS
-
-PREDICTED_DTYPES = (*TRAINED_DTYPES, "fp16", "tf32")
 
 
 @click.command("predict")
@@ -33,30 +25,8 @@ PREDICTED_DTYPES = (*TRAINED_DTYPES, "fp16", "tf32")
 @override_option
 @click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or the name of a ready one.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), required=True, help="A plan file.")
-@click.option("--layers", type=click.Path(path_type=Path), help="A table of measured layers, in place of data sheets.")
-@click.option("--layers-of", metavar="MODEL", help="Which model of the table; needed where it has several.")
-@click.option("--parameters", type=click.Path(path_type=Path), help="What `hpctrain calibrate` has written.")
-@click.option("--stack", type=click.Choice(list(STACKS)), default=HPCTRAIN.name, help="Which software trains.")
-@click.option("--dtype", type=click.Choice(PREDICTED_DTYPES), help="With another --stack: in place of the job's.")
-@click.option("--sequence-parallel", is_flag=True, help="With another --stack: norms and residuals are cut over y too.")
-@click.option(
-    "--interleave", type=click.IntRange(1), default=1, help="With another --stack: pieces of the model a rank."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def command(
-    job,
-    overrides,
-    cluster,
-    plan_file,
-    layers,
-    layers_of,
-    parameters,
-    stack,
-    dtype,
-    sequence_parallel,
-    interleave,
-    as_json,
-):
+def command(job, overrides, cluster, plan_file, as_json):
     """Predict a training step of JOB by a plan on a cluster: seconds by part, memory by stage.
 
     \b
@@ -65,27 +35,15 @@ def command(
     CLUSTER is a file, or the name of a ready one. Figures that were measured count more than those of data sheets; what
     was guessed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
     """
-    if stack == HPCTRAIN.name and (dtype or sequence_parallel or interleave > 1):
-        raise click.UsageError(
-            "--dtype, --sequence-parallel and --interleave are of other software: say which by --stack;"
-            " what hpctrain does is in the job and the plan"
-        )
     loaded, plan, path = with_vocabulary(load_job(job, overrides)), load_plan(plan_file), find_cluster(cluster)
     machine, loaded = load_cluster(path), scaled_for(cluster, loaded)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
-    dtype, reason = (dtype, "") if dtype else dtype_on(loaded, machine, used, cluster)
-    known, chosen = load_parameters(parameters) if parameters else SHIPPED, {}
+    dtype, reason = dtype_on(loaded, machine, used, cluster)
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
-    if stack == HPCTRAIN.name:  # `[overlap]` is of our engine
-        loaded, chosen = with_overlap(loaded, machine, path, dtype, plan)
-    software = known.stacks[stack]
-    if sequence_parallel:
-        software = replace(software, sequence_parallel=True)
-    setup = Setup.of_job(loaded, dtype, software)
-    arguments = setup, plan, machine, efficiencies_of(machine, known)
-    predictor = LayeredPredictor(load_layers(layers, layers_of), *arguments) if layers else Predictor(*arguments)
-    told = describe(predictor.predict(interleave), dtype) | {
+    loaded, chosen = with_overlap(loaded, machine, path, dtype, plan)
+    setup = Setup.of_job(loaded, dtype)
+    told = describe(predict(setup, plan, machine), dtype) | {
         "chosen": chosen,
         "warnings": memory_warnings(setup, machine),
     }
@@ -104,13 +62,6 @@ def with_overlap(
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
     overlap, chosen = resolve_on(job, cluster, is_pretended(path), plan)
     return job.model_copy(update={"overlap": overlap}), chosen
-
-
-def efficiencies_of(cluster: Cluster, parameters: Parameters) -> dict[str, Efficiency]:
-    """Return the parameter sets of a cluster's families, of those whose model has one."""
-    found = {name: parameters.efficiency_of(family.model) for name, family in cluster.families.items()}
-    shipped = {name: SHIPPED.efficiency_of(cluster.families[name].model) for name in found}
-    return {name: each for name, each in found.items() if each != shipped[name]}
 
 
 def describe(prediction: Prediction, dtype: str) -> dict:

@@ -1,7 +1,7 @@
 """How near accelerators of the catalogue (`hpctrain.catalogue`) come to their data sheets.
 
 `Efficiency` is one parameter set for each family: two shares are fitted to published measurements by
-`benchmarks/predictor.py`, or are those of a family like it, the rest is told where it stands.
+`benchmarks/evidence/predictor.py`, or are those of a family like it, the rest is told where it stands.
 """
 
 from dataclasses import dataclass

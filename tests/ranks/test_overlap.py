@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measure
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Preferences
 from hpctrain.data.order import open_datasets
@@ -13,7 +14,6 @@ from hpctrain.engine.prepare import Described, Prepared
 from hpctrain.engine.trainer import Trainer
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
-from hpctrain.jobs.bench_overlap import VARIANTS, compare, compare_pairs, measure
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.planner.uniform import resolve_plan
 from hpctrain.truth import PretendDevice, Truth

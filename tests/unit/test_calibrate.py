@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.evidence.calibrate import SHIPPED, Measured, changes, dump_parameters, fit, load_parameters
+from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.fit_runs import command
 from hpctrain.errors import PlanError
-from hpctrain.jobs.calibrate import command
-from hpctrain.planner.calibrate import SHIPPED, Measured, changes, dump_parameters, fit, load_parameters
-from hpctrain.planner.described import DescribedRun
 
 RUNS = [
     DescribedRun(hidden, 12, 16, 1024, tensor, pipeline, 1, microbatch, 8, "H100", stack="megatron-core")

@@ -1,14 +1,12 @@
 """Tables of measured layers take the place of data sheets."""
 
-import json
-
 import pytest
 
+from benchmarks.evidence.layers import LayeredPredictor, load_layers
 from hpctrain.errors import PlanError
-from hpctrain.planner.layers import LayeredPredictor, load_layers
 from hpctrain.planner.predict import Predictor
 from tests.pretended import CLUSTER
-from tests.unit.test_predict import NUM_ITEMS, SETUP, plan_of, run_command
+from tests.unit.test_predict import NUM_ITEMS, SETUP, plan_of
 
 HEAD = "model,device,microbatch,tensor,layer,forward_seconds,backward_seconds,update_seconds"
 LAST = NUM_ITEMS - 1
@@ -57,7 +55,7 @@ def test_what_a_table_does_not_have_is_told(tmp_path):
     with pytest.raises(PlanError, match="layers.csv has no layers of slow by tensor 1; known are: fast"):
         predicted(tmp_path, plan_of(), {"fast": 0.5})
     (tmp_path / "two.csv").write_text(table({"fast": 0.5}) + table({"fast": 0.5}, model="b").split("\n", 1)[1])
-    with pytest.raises(PlanError, match="two.csv has layers of b, tiny; say of which model with --layers-of"):
+    with pytest.raises(PlanError, match="two.csv has layers of b, tiny; name one of them as `model`"):
         load_layers(tmp_path / "two.csv")
     assert load_layers(tmp_path / "two.csv", "b")
     (tmp_path / "bad.csv").write_text(table({"fast": 0.5}).replace("0.001", "soon", 1))
@@ -68,17 +66,10 @@ def test_what_a_table_does_not_have_is_told(tmp_path):
         load_layers(tmp_path / "bad.csv")
 
 
-def test_the_command_takes_tables_in_sailors_words_too(tmp_path):
+def test_tables_in_sailors_words_are_read_too(tmp_path):
     names = "model,gpu,mbs,tp,layer,fwd_s,bwd_s,update_s"
-    (tmp_path / "layers.csv").write_text(table({"fast": 0.5, "slow": 0.5}).replace(HEAD, names))
-    plain = json.loads(run_command(tmp_path, "--json").stdout)
-    told = json.loads(run_command(tmp_path, "--json", "--layers", str(tmp_path / "layers.csv")).stdout)
-    assert told["breakdown_seconds"]["compute"] > 5 * plain["breakdown_seconds"]["compute"]
-
-
-def test_the_command_takes_calibrated_parameters(tmp_path):
-    plain = json.loads(run_command(tmp_path, "--json").stdout)
-    (tmp_path / "mine.toml").write_text("[stacks.hpctrain]\nlink_share = 0.5\n")
-    told = json.loads(run_command(tmp_path, "--json", "--parameters", str(tmp_path / "mine.toml")).stdout)
-    assert told["breakdown_seconds"]["data"] > 1.8 * plain["breakdown_seconds"]["data"]
-    assert told["breakdown_seconds"]["compute"] == plain["breakdown_seconds"]["compute"]
+    text = table({"fast": 0.5, "slow": 0.5})
+    (tmp_path / "ours.csv").write_text(text)
+    (tmp_path / "sailors.csv").write_text(text.replace(HEAD, names))
+    ours, sailors = (load_layers(tmp_path / name) for name in ("ours.csv", "sailors.csv"))
+    assert ours.of("fast", 1, 1, NUM_ITEMS).forward(2) == sailors.of("fast", 1, 1, NUM_ITEMS).forward(2) == 1.0

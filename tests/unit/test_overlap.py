@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.overlap_variants import Operation, exposed_seconds, seconds_alone
+from benchmarks.pairs import ratio_of
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.engine.overlap import continued, crossings, resolve_forward, resolve_on, resolve_overlap
 from hpctrain.errors import PlanError
 from hpctrain.holders import holdings_of
 from hpctrain.intervals import Interval
 from hpctrain.job import Job, Model, Overlap
-from hpctrain.jobs.bench_overlap import Operation, exposed_seconds, seconds_alone
-from hpctrain.jobs.pairs import ratio_of
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.schedule import Instruction, Op, check_no_deadlock, one_f_one_b
 from tests.pretended import CLUSTER, cluster_with

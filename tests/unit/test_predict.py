@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.evidence.described import DescribedRun
 from hpctrain.cluster import Cluster, Nodes
 from hpctrain.cluster_file import dump_cluster, parse_cluster
 from hpctrain.comm.network import ClusterNetwork
@@ -18,12 +19,11 @@ from hpctrain.jobs.predict import command
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.plan_file import dump_plan
 from hpctrain.planner.cost import Setup, item_cost
-from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.messages import _Messages
 from hpctrain.planner.predict import predict
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
-from hpctrain.planner.stack import HPCTRAIN, STACKS
+from hpctrain.planner.stack import HPCTRAIN, MEGATRON, STACKS
 from hpctrain.schedule import one_f_one_b
 from hpctrain.truth import Truth
 from tests.pretended import CLUSTER
@@ -353,42 +353,23 @@ def test_the_command_hides_what_the_job_says_and_what_a_run_there_would(tmp_path
     assert pretended["chosen"][f"overlap.{switch}"].startswith("on: a rehearsal's devices")
 
 
-def test_other_software_is_told_by_the_command_on_any_cluster(tmp_path):
-    """On unlike families in one pipeline: a dtype, sequence parallelism and interleaving that are not ours."""
-    text = dump_cluster(CLUSTER).replace("fp32 =", "fp16 =")
-    (tmp_path / "cluster.toml").write_text(text)
+def test_other_software_is_predicted_on_unlike_families_in_one_pipeline():
+    """A dtype, sequence parallelism and interleaving that are not ours."""
+    cluster = parse_cluster(dump_cluster(CLUSTER).replace("fp32 =", "fp16 ="), "c.toml")
     plan = even_plan(6, TensorGrid(y=2), 2, 1, 8, 4, family="fast")
     fast, slow = plan.tiles
-    (tmp_path / "plan.toml").write_text(dump_plan(replace(plan, tiles=(fast, replace(slow, family="slow")))))
-    base = [
-        "tiny",
-        "--set",
-        "model.num_layers=4",
-        "--set",
-        "model.vocab_size=512",
-        "--cluster",
-        str(tmp_path / "cluster.toml"),
-        "--json",
-    ]
-    base += ["--plan", str(tmp_path / "plan.toml")]
+    plan = replace(plan, tiles=(fast, replace(slow, family="slow")))
+    job = load_job("tiny", ["model.num_layers=4", "model.vocab_size=512"])
 
-    def told(*more):
-        done = CliRunner().invoke(command, [*base, "--stack", "megatron-lm", "--dtype", "fp16", *more])
-        assert done.exit_code == 0, done.output + str(done.exception)
-        return json.loads(done.output)
+    def predicted(stack=MEGATRON, interleave: int = 1):
+        return predict(Setup.of_job(job, "fp16", stack), plan, cluster, interleave)
 
-    plain, interleaved, cut = told(), told("--interleave", "2"), told("--sequence-parallel")
-    assert plain["dtype"] == "fp16"
-    assert interleaved["breakdown_seconds"]["bubble"] == pytest.approx(plain["breakdown_seconds"]["bubble"] / 2)
-    assert cut["memory_bytes"][0]["activations"] < plain["memory_bytes"][0]["activations"]
+    plain, interleaved = predicted(), predicted(interleave=2)
+    assert interleaved.breakdown_seconds["bubble"] == pytest.approx(plain.breakdown_seconds["bubble"] / 2)
+    cut = predicted(replace(MEGATRON, sequence_parallel=True))
+    assert cut.memory[0].memory.activations < plain.memory[0].memory.activations
     with pytest.raises(PlanError, match="no more pieces, here 8, than the model has items, 6"):
-        raise (
-            CliRunner()
-            .invoke(command, [*base, "--stack", "megatron-lm", "--dtype", "fp16", "--interleave", "4"])
-            .exception
-        )
-    refused = CliRunner().invoke(command, [*base, "--dtype", "fp16"])
-    assert refused.exit_code == 2 and "are of other software: say which by --stack" in refused.output
+        predicted(interleave=4)
 
 
 def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):

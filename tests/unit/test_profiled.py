@@ -7,6 +7,7 @@ from functools import cached_property
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.evidence.layers import LayeredPredictor, load_layers
 from hpctrain.cluster import Cluster, Profile, RowTimes
 from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
 from hpctrain.intervals import Interval
@@ -22,7 +23,6 @@ from hpctrain.planner import predict as predict_module
 from hpctrain.planner.cost import Setup, item_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.layers import LayeredPredictor, load_layers
 from hpctrain.planner.options import ROW_SPEED, _every_count, rates_of
 from hpctrain.planner.predict import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models

@@ -1,27 +1,15 @@
 """The predictor against published measurements: the small sets whole, of the others some rows.
 
-`python benchmarks/predictor.py` scores all of them.
+`python -m benchmarks.evidence.predictor` scores all of them.
 """
 
-import importlib
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 
-from hpctrain.planner.calibrate import SHIPPED
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def published():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("published")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+from benchmarks.evidence import published
+from benchmarks.evidence.calibrate import SHIPPED
+from benchmarks.evidence.described import predict_run
 
 
 @pytest.mark.parametrize(
@@ -34,7 +22,7 @@ def published():
         ("foundry", 6, 64, 0.08, 0.05),
     ],
 )
-def test_steps_are_near_what_was_measured(published, name, every, most_devices, mean_error, bias):
+def test_steps_are_near_what_was_measured(name, every, most_devices, mean_error, bias):
     rows = [row for row in getattr(published, name)().rows[::every] if row.run.num_devices <= most_devices]
     assert len(rows) >= 6
     off = [SHIPPED.predict(row).step_seconds / row.seconds - 1 for row in rows]
@@ -42,18 +30,18 @@ def test_steps_are_near_what_was_measured(published, name, every, most_devices, 
     assert abs(statistics.mean(off)) < bias
 
 
-def test_few_runs_of_fsdp_and_at_scale_are_near_what_was_measured_each(published):
+def test_few_runs_of_fsdp_and_at_scale_are_near_what_was_measured_each():
     for row in (*published.torch_fsdp().rows, published.llama3().rows[0]):
         assert SHIPPED.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.06), row.name
 
 
-def test_what_ran_on_whole_devices_fits(published):
+def test_what_ran_on_whole_devices_fits():
     full = [row for row in published.foundry().rows if row.run.num_devices == 8][::4]
     assert all(stage.fits for row in full for stage in row.run.memory())
     assert any(stage.memory.total > 0.93 * stage.available_bytes for row in full for stage in row.run.memory())
 
 
-def test_what_ran_at_scale_fits_and_what_ran_out_of_memory_does_not(published):
+def test_what_ran_at_scale_fits_and_what_ran_out_of_memory_does_not():
     found = published.bigscience()
     memory = {row.name: max(row.run.memory(), key=lambda stage: stage.memory.total) for row in found.rows[::3]}
     assert all(stage.fits for stage in memory.values())
@@ -64,15 +52,23 @@ def test_what_ran_at_scale_fits_and_what_ran_out_of_memory_does_not(published):
     assert len(missed) <= 1
 
 
-def test_memory_is_near_what_was_published_part_by_part(published):
+def test_memory_is_near_what_was_published_part_by_part():
     for name, told, found in published.korthikanti_memory():
         assert found == pytest.approx(told, rel=0.05), name
 
 
-def test_time_and_memory_follow_from_profiles_of_layers(published):
+def test_time_and_memory_follow_from_profiles_of_layers():
     rows = [row for row in published.sailor().rows if row.run.num_devices <= 16]
     found = [SHIPPED.predict(row) for row in rows]
     assert statistics.mean(abs(p.step_seconds / row.seconds - 1) for p, row in zip(found, rows, strict=True)) < 0.1
     memory = [max(stage.memory.total for stage in p.memory) for p in found]
     assert statistics.median(abs(m / row.memory_bytes - 1) for m, row in zip(memory, rows, strict=True)) < 0.05
     assert all(p.fits for p in found), "they ran"
+
+
+def test_one_function_predicts_a_described_run():
+    row = published.korthikanti().rows[0]
+    outcome, prediction = predict_run(row.run), row.run.predict()
+    assert outcome.step_seconds == prediction.step_seconds
+    assert outcome.memory_bytes == max(stage.memory.total for stage in prediction.memory)
+    assert outcome.fits

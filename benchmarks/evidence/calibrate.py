@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.layers import LayerTimes
 from hpctrain.catalogue import ACCELERATORS
 from hpctrain.errors import PlanError, did_you_mean
 from hpctrain.planner.catalogue import EFFICIENCIES, Efficiency, efficiency_name
-from hpctrain.planner.described import DescribedRun
-from hpctrain.planner.layers import LayerTimes
 from hpctrain.planner.predict import Prediction
 from hpctrain.planner.stack import FITTED, STACKS, Stack
 

@@ -1,4 +1,4 @@
-"""`hpctrain calibrate`: fit what the predictor knows to steps that were measured. Needs neither ranks nor torch."""
+"""Fits the predictor to steps that were measured, or tells how well it predicts them. Needs neither ranks nor torch."""
 
 import json
 from collections.abc import Sequence
@@ -7,12 +7,13 @@ from statistics import mean
 
 import click
 
+from benchmarks.evidence.calibrate import SHIPPED, Measured, Parameters, changes, dump_parameters, fit, load_parameters
+from benchmarks.evidence.measured import load_measured
+from hpctrain.cli import main
 from hpctrain.errors import PlanError
-from hpctrain.planner.calibrate import SHIPPED, Measured, Parameters, changes, dump_parameters, fit, load_parameters
-from hpctrain.planner.measured import load_measured
 
 
-@click.command("calibrate")
+@click.command("benchmarks.evidence.fit_runs")
 @click.argument("measurements", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write what changed. Default: print it.")
 @click.option("--parameters", type=click.Path(path_type=Path), help="A file of parameters to start from.")
@@ -23,8 +24,8 @@ def command(measurements, out, parameters, check, show_rows, as_json):
     """Fit the predictor to MEASUREMENTS, a CSV file of runs: one parameter set a family, three constants a software.
 
     \b
-    hpctrain calibrate runs.csv --out mine.toml
-    hpctrain predict my.toml --cluster cluster.toml --plan plan.toml --parameters mine.toml
+    python -m benchmarks.evidence.fit_runs runs.csv --out mine.toml
+    python -m benchmarks.evidence.fit_runs runs.csv --check --rows
     """
     rows = load_measured(measurements)
     if not check and not any(row.ran for row in rows):
@@ -102,3 +103,7 @@ def _lines(told: dict, show_rows: bool) -> list[str]:
             error = one["after_seconds"] / one["step_seconds"] - 1
             lines.append(f"{one['name'][:39]:40}{found}{one['step_seconds']:12.4g}  {error:+.1%}")
     return lines
+
+
+if __name__ == "__main__":
+    main(command)

@@ -1,11 +1,11 @@
-"""Scores the predictor against published measurements (benchmarks/published.py), beside a trivial baseline.
+"""Scores the predictor against published measurements (`published.py`), beside a trivial baseline.
 
-    python benchmarks/predictor.py --rows
+    python -m benchmarks.evidence.predictor --rows
 
 For each set: the mean and the 95th percentile of the error of a step's time, Kendall's tau, what the plan that is
 predicted to be the fastest loses against the one that was (of runs of the same model, batch and devices), and the
 error of memory. The baseline is one efficiency for all devices, the best for the same set or for all others, and
-(P - 1) / M of bubble. "Fitted without it": with parameters fitted to all other sets (`hpctrain.planner.calibrate`),
+(P - 1) / M of bubble. "Fitted without it": with parameters fitted to all other sets (`benchmarks.evidence.calibrate`),
 starting from values that no set has touched.
 """
 
@@ -15,10 +15,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from published import PublishedSet, all_sets, korthikanti_memory, sailor_single_layers
-
+from benchmarks.evidence.calibrate import SHIPPED, Measured, Parameters, dump_parameters, fit
+from benchmarks.evidence.published import PublishedSet, all_sets, korthikanti_memory, sailor_single_layers
 from hpctrain.catalogue import ACCELERATORS
-from hpctrain.planner.calibrate import SHIPPED, Measured, Parameters, dump_parameters, fit
 from hpctrain.planner.cost import model_flops
 
 MOST_FITTED = 20

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.errors import PlanError, did_you_mean
@@ -16,7 +17,6 @@ from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.layers import LayeredPredictor, LayerTimes
 from hpctrain.planner.memory import StageMemory
 from hpctrain.planner.predict import Prediction, Predictor
 from hpctrain.planner.stack import STACKS, Stack
@@ -178,3 +178,23 @@ class DescribedRun:
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
         arguments = self.setup(stack), self.plan, self.cluster, efficiencies
         return LayeredPredictor(layers, *arguments) if layers else Predictor(*arguments)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is predicted of a run."""
+
+    step_seconds: float
+    memory_bytes: float
+    """Of the rank that needs the most."""
+    fits: bool
+    """Whether every rank has enough memory."""
+
+
+def predict_run(run: DescribedRun) -> Outcome:
+    """Predict one step of a run: its seconds, and the bytes of the rank that needs the most.
+
+    Raises PlanError where the layout does not go with the model.
+    """
+    prediction = run.predict()
+    return Outcome(prediction.step_seconds, max(stage.memory.total for stage in prediction.memory), prediction.fits)

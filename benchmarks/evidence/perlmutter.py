@@ -1,7 +1,7 @@
 """4D layouts with their communication hidden, against Megatron-style ones with it exposed, as predicted for Perlmutter.
 
-    python benchmarks/perlmutter.py              5 B on 64 GPUs to 80 B on 1,024
-    python benchmarks/perlmutter.py gpt-80b --sequences 8192
+    python -m benchmarks.evidence.perlmutter              5 B on 64 GPUs to 80 B on 1,024
+    python -m benchmarks.evidence.perlmutter gpt-80b --sequences 8192
 
 Collectives have the bandwidths that AxoNN found there (Singh et al. 2024, arXiv 2502.08145): by the size of a group and
 by how many groups like it share a node's network cards. Computation is by the data sheet of an A100-40. Both kinds of
@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from scale import cluster_of, nodes_of
-
+from benchmarks.scale import cluster_of, nodes_of
 from hpctrain.cluster import Cluster
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.errors import PlanError

@@ -1,7 +1,7 @@
 """4D layouts with their communication hidden, against Megatron-style ones with it exposed: rehearsed on 16 ranks.
 
-    python benchmarks/perlmutter_small.py
-    python benchmarks/perlmutter_small.py --predict      what would be measured, and what is expected of it
+    python -m benchmarks.evidence.perlmutter_small
+    python -m benchmarks.evidence.perlmutter_small --predict      what would be measured, and what is expected of it
 
 Four nodes of four A100-40 with the links that AxoNN found on Perlmutter (76 GB/s between two GPUs of a node, 20 GB/s of
 network for each GPU), scaled as the ready clusters are; memory is scaled down further, so that 16 devices hold a model
@@ -14,10 +14,9 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from mixed import call
-from perlmutter import Layout, four_d, megatron_style, ways_to_hide
-from probed import probed
-
+from benchmarks.evidence.perlmutter import Layout, four_d, megatron_style, ways_to_hide
+from benchmarks.mixed import call
+from benchmarks.probed import probed
 from hpctrain.cluster import Cluster, Nodes
 from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, load_truth
 from hpctrain.job import Job, load_job

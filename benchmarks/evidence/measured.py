@@ -5,9 +5,9 @@ import math
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from benchmarks.evidence.calibrate import Measured
+from benchmarks.evidence.described import DescribedRun
 from hpctrain.errors import PlanError, did_you_mean
-from hpctrain.planner.calibrate import Measured
-from hpctrain.planner.described import DescribedRun
 
 OUT_OF_MEMORY = "oom"
 """In place of seconds."""

@@ -80,7 +80,7 @@ def load_layers(path: Path, model: str | None = None) -> LayerTimes:
         seconds = [_number(row, name, where, float) for name in COLUMNS[4:]]
         points.setdefault((row["device"], tensor), {}).setdefault(layer, []).append((rows, *seconds))
     if model is None and len(models) > 1:
-        raise PlanError(f"{path} has layers of {', '.join(sorted(models))}; say of which model with --layers-of")
+        raise PlanError(f"{path} has layers of {', '.join(sorted(models))}; name one of them as `model`")
     if not points:
         raise PlanError(f"{path} has no layers of '{model}'{did_you_mean(model or '', sorted(models))}")
     layers = {key: {n: _layer(sorted(found)) for n, found in by.items()} for key, by in points.items()}

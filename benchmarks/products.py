@@ -1,4 +1,4 @@
-"""`hpctrain bench products`: what measuring products at the start brings to a step."""
+"""what measuring products at the start brings to a step."""
 
 import json
 import statistics
@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import click
 
+from benchmarks.pairs import Ratio, measure_pairs
+from hpctrain.cli import main
 from hpctrain.engine.prepare import prepare_run
 from hpctrain.jobs.common import load_job_on, override_option, started_world
-from hpctrain.jobs.pairs import Ratio, measure_pairs
 
 
-@click.command("products")
+@click.command("benchmarks.products")
 @click.argument("job")
 @override_option
 @click.option("--pairs", default=20, show_default=True, type=click.IntRange(2), help="Pairs of steps that are timed.")
@@ -24,7 +25,7 @@ def command(job, overrides, pairs, as_json):
     confidence interval, and which products go by which way. `ways` and what came of them are as in the job.
 
     \b
-    mpirun -n 4 hpctrain bench products tiny --set plan.data=4
+    mpirun -n 4 python -m benchmarks.products tiny --set plan.data=4
     """
     with started_world() as world:
         prepared = prepare_run(world, load_job_on(world, job, overrides))
@@ -57,3 +58,7 @@ def table(told: dict) -> str:
         lines += [f"    {family} {name}: {way}" for name, way in ways.items() if way != "plain"]
         lines += [f"    {family} others: {Counter(ways.values())['plain']} plain"]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(command)

@@ -1,9 +1,9 @@
 """What overlaps make of a step's time between hosts: network namespaces as hosts, with shaped links.
 
-    python benchmarks/overlap.py --pairs 20        (root, iproute2)
+    python -m benchmarks.overlap_hosts --pairs 20        (root, iproute2)
 
 Four hosts with a rank each, on links of so many Gbit/s: four replicas, tensor y = 4, and z = 4. Printed is what
-`hpctrain bench overlap --pairs` tells on each.
+`python -m benchmarks.overlap_variants --pairs` tells on each.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`hpctrain bench comm`: collectives beside raw MPI and gloo, and what lanes cost."""
+"""collectives beside raw MPI and gloo, and what lanes cost."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli import main
 from hpctrain.comm.topology import ALGORITHMS, ROUTES, Preferences
 from hpctrain.jobs.common import started_world
 
@@ -25,7 +26,7 @@ MEASURE_SECONDS = 0.04
 LATE_SECONDS = 0.5
 
 
-@click.command("comm")
+@click.command("benchmarks.comm")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds, sides taking turns.")
 @click.option("--sizes", default=",".join(map(str, SIZES)), help="Bytes of the whole fp32 tensor. [1 KiB to 64 MiB]")
 @click.option("--collectives", default=",".join(COLLECTIVES), show_default=True)
@@ -40,7 +41,7 @@ def command(rounds, sizes, collectives, route, algorithm, no_gloo, as_json):
     are those of all ranks' parts together.
 
     \b
-    mpirun -n 4 hpctrain bench comm --json
+    mpirun -n 4 python -m benchmarks.comm --json
     """
     with started_world() as world:
         world.preferences = Preferences(route=route, algorithm=algorithm)
@@ -197,3 +198,7 @@ def table(told: dict) -> str:
         lines.append(f"{row['collective']:15}{row['bytes']:>12,} B  {speeds}  {ratios}")
     lines += [f"lanes: {key} {value:.3g}" for key, value in told["lanes"].items()]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(command)

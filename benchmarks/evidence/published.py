@@ -1,4 +1,4 @@
-"""Published measurements (benchmarks/published/), in the predictor's words; each function tells its source.
+"""Published measurements (benchmarks/evidence/published/), in the predictor's words; each function tells its source.
 
 What a paper does not tell is assumed here, and said so.
 """
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.evidence.calibrate import Measured
+from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.layers import LayerTimes, load_layers
+from benchmarks.evidence.measured import load_measured
 from hpctrain.catalogue import ACCELERATORS, GIB
-from hpctrain.planner.calibrate import Measured
-from hpctrain.planner.described import DescribedRun
-from hpctrain.planner.layers import LayerTimes, load_layers
-from hpctrain.planner.measured import load_measured
 from hpctrain.planner.predict import Predictor
 
 FOLDER = Path(__file__).parent / "published"
@@ -134,7 +134,7 @@ def megatron_2020() -> PublishedSet:
     return PublishedSet("Megatron 2020", tuple(found))
 
 
-# ---- sets in the columns of `hpctrain calibrate`; seconds follow from published tokens or FLOP in a second -----------
+# ---- sets in the columns of `measured.py`; seconds follow from published tokens or FLOP in a second --------------
 
 
 def told(name: str, file: str) -> PublishedSet:

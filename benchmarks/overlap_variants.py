@@ -1,4 +1,4 @@
-"""`hpctrain bench overlap`: what hiding communication behind computation brings, on a rehearsed cluster or here."""
+"""what hiding communication behind computation brings, on a rehearsed cluster or here."""
 
 import gc
 import json
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from benchmarks.pairs import Paired, Ratio, measure_pairs
+from hpctrain.cli import main
 from hpctrain.engine.overlap import hidden_groups, switched
 from hpctrain.engine.prepare import prepare_run
 from hpctrain.jobs.common import (
@@ -19,7 +21,6 @@ from hpctrain.jobs.common import (
     start_rehearsal,
     started_world,
 )
-from hpctrain.jobs.pairs import Paired, Ratio, measure_pairs
 
 if TYPE_CHECKING:
     from hpctrain.comm.rehearsal.clock import Paced
@@ -41,7 +42,7 @@ VARIANTS = {
 }
 
 
-@click.command("overlap")
+@click.command("benchmarks.overlap_variants")
 @click.argument("job")
 @override_option
 @rehearse_option
@@ -64,8 +65,8 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
     hide in the plan are left out.
 
     \b
-    mpirun -n 4 hpctrain bench overlap tiny --rehearse cluster.toml --set plan.tensor.y=2 --set plan.data=2 --json
-    mpirun -n 4 hpctrain bench overlap tiny --pairs 20 --set plan.tensor.y=2 --set plan.data=2
+    mpirun -n 4 python -m benchmarks.overlap_variants tiny --rehearse cluster.toml --set plan.tensor.y=4
+    mpirun -n 4 python -m benchmarks.overlap_variants tiny --pairs 20 --set plan.tensor.y=2 --set plan.data=2
     """
     if not (rehearse or pairs):
         raise click.UsageError("say on which rehearsed cluster, --rehearse CLUSTER, or how many pairs here, --pairs 20")
@@ -286,3 +287,7 @@ def table(told: dict) -> str:
     bits = "the same bits" if told["same_bits"] else "OTHER BITS"
     lines.append(f"  {bits}; in halves losses differ by {told['loss_difference']:.1e} at most")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(command)

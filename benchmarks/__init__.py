@@ -1,0 +1,1 @@
+"""What produces the figures in docs/benchmarks.md. Run them from the repository's root: `python -m benchmarks.NAME`."""
