@@ -177,13 +177,6 @@ class ClusterNetwork:
         form = self._form(tuple(ranks), None)
         return self._cheapest(operation, num_bytes, form if by_domains else form._replace(domains=()))
 
-    def least_byte_seconds(
-        self, operation: str, sizes: Sequence[int], ranks: Sequence[int], beside: Crowd | None = None
-    ) -> float:
-        """Return what one more byte takes at the least, of tensors of some sizes, ascending; see `group_seconds`."""
-        form = self._form(tuple(ranks), beside)
-        return least_slope(sizes, [self._collective_seconds(operation, num_bytes, form, BESIDE) for num_bytes in sizes])
-
     def _form_of(self, ranks: tuple[int, ...], beside: Crowd | None) -> Form:
         """Return the form of a group.
 
@@ -309,9 +302,3 @@ class ClusterNetwork:
 def _most(flows: Iterable[Flows]) -> Flows:
     alone, beside = zip(*flows, strict=True)
     return max(alone), max(beside)
-
-
-def least_slope(places: Sequence[float], values: Sequence[float]) -> float:
-    """Return the least slope between neighbours of ascending places."""
-    ends = itertools.pairwise(zip(places, values, strict=True))
-    return min((after - before) / (right - left) for (left, before), (right, after) in ends)

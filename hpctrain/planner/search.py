@@ -152,8 +152,7 @@ class Search:
     @_uncollected()
     def run(self) -> Found:
         plans, is_complete = self.fastest()
-        known = self.costs, self._global_batch, self._space, plans[0].seconds
-        bound = least_seconds(*known, lambda: self._is_over(1.0))
+        bound = least_seconds(self.costs, self._global_batch, self._space, plans[0].seconds)
         return Found(
             plans=tuple(plans),
             pools=self._pools,

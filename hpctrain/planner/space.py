@@ -157,14 +157,11 @@ def stage_counts(most: int, num_blocks: int) -> list[int]:
     return sorted(wanted | set(range(1, min(limit, ALL_COUNTS_UP_TO) + 1)))
 
 
-def choices_of(
-    num_slots: dict[TensorGrid, int], num_blocks: int, rows: int, rounded_up: bool = False
-) -> Iterator[Choice]:
-    """Yield what a pool can become that has so many places for each tensor grid, for `rows` rows of a microbatch, or,
-    `rounded_up`, for as many more as a tensor grid needs to cut them evenly."""
+def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[Choice]:
+    """Yield what a pool can become that has so many places for each tensor grid, for `rows` rows of a microbatch."""
     for grid, slots in num_slots.items():
         for stages in stage_counts(slots, num_blocks):
-            for replicas in replica_counts(slots // stages, -(-rows // grid.z) if rounded_up else rows // grid.z):
+            for replicas in replica_counts(slots // stages, rows // grid.z):
                 yield Choice(grid, stages, replicas)
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.cluster import Cluster
-from hpctrain.comm.network import ClusterNetwork, Crowd, least_slope
+from hpctrain.comm.network import ClusterNetwork, Crowd
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval
-from hpctrain.parameters import box_size, check_grid, item_units
+from hpctrain.parameters import check_grid
 from hpctrain.plan import TensorGrid, Tile
 from hpctrain.planner.cost import Setup, Work, item_cost, unit_elements
 from hpctrain.planner.memory import (
@@ -92,7 +92,6 @@ class StageCosts:
         self.network = ClusterNetwork(cluster, setup.stack.link_share)
         self.last = setup.model.num_items - 1
         self.seconds = lru_cache(None)(self._seconds)
-        self.in_pieces = lru_cache(None)(self._in_pieces)
         self.parts = lru_cache(None)(self._parts)
         self._cost = lru_cache(None)(partial(item_cost, setup))
         self._tile = lru_cache(None)(self._first_tile)
@@ -103,11 +102,7 @@ class StageCosts:
         self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
-        self.ending = lru_cache(None)(self._ending)
         self._crowd = lru_cache(None)(self._all_ranks)
-        self.own_elements = lru_cache(None)(self._own_elements)
-        self._sizes = lru_cache(None)(self._exchanged_sizes)
-        self._of_node = lru_cache(None)(self._places_of_node)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
         self.grids = [self._grids(pool) for pool in pools]
 
@@ -141,11 +136,6 @@ class StageCosts:
             return Seconds(pieces * some.forward, pieces * some.backward)
         others = self.seconds(number, grid, item, least + 1, recompute)
         return Seconds(*((pieces - more) * few + more * many for few, many in zip(some, others, strict=True)))
-
-    def _in_pieces(self, number: int, grid: TensorGrid, rows: int, recompute: str, at_once: int) -> float:
-        """Return what a block takes at the least in pieces of up to `at_once` rows."""
-        counts = (count for count in piece_counts(rows, rows) if -(-rows // count) <= at_once)
-        return min(self.piecewise(number, grid, 1, rows, recompute, count).both for count in counts)
 
     def _parts(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> list[float]:
         """Return the seconds of the parts of a backward pass: until the gradient is sent, and after that."""
@@ -263,10 +253,24 @@ class StageCosts:
             computing = max(head, computing - others[-1] + left)
         return Line(sum(others), block), computing
 
-    def row_bytes(self, grid: TensorGrid, recompute: str) -> float:
-        """Return the bytes of one more row of a block, where rows go in pieces."""
-        kept, computing = self._row(grid, recompute, (False, False), False, True)
-        return kept.each + computing
+    def least_bytes(self, grid: TensorGrid, recompute: str, zero: int, holders: np.ndarray) -> np.ndarray:
+        """Return the least that a rank of a stage needs, in bytes [4, holders]: whatever it has; for each row at once;
+        for each block; and for each block, row at once and microbatch in flight."""
+        two, four = (self.needs_of(grid, 1, recompute, zero, holders, (False, False), 1, rows) for rows in (2, 4))
+        of_row = (four.state.base - two.state.base) / 2
+        parts = two.state.base - 2 * of_row, of_row, two.state.each, two.activations.each / 2
+        return np.array([part + np.zeros(len(holders)) for part in parts])
+
+    def node_bandwidth(self, pool: Pool) -> float:
+        """Return the most bytes per second that can leave a node of the pool for another one of it."""
+        node = max(pool.nodes, key=len)
+        others = [ranks[0] for ranks in pool.nodes if ranks is not node]
+        if not others:
+            return math.inf
+        messages = itertools.product((1 << power for power in range(12, 32, 3)), range(1, len(node) + 1))
+        of_nic = max(n * f / self.network.seconds(node[0], others[0], n, f) for n, f in messages)
+        nics = sum(nic.count for nic in self.cluster.nodes[self.cluster.devices[node[0]].table].nics)
+        return of_nic * min(nics, len(node))
 
     def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.
@@ -289,68 +293,3 @@ class StageCosts:
         """Return the ranks of all places for tensor grids; these are (pool, ranks of one)."""
         places = (slot for number, size in grids for slot in self.pools[number].slots(size))
         return self.network.crowd(tuple(itertools.chain(*places)))
-
-    def _own_elements(self, grid: TensorGrid, item: int, is_alone: bool) -> float:
-        """Return how many weights of an item a rank exchanges by itself: without those that ranks of its grid have in
-        common, where these may exchange them together. Its pipeline `is_alone`, or meets other grids."""
-        cut = set() if is_alone else {axis for axis, size in (("x", grid.x), ("y", grid.y)) if size > 1}
-        parameters = (p for unit in item_units(self.setup.model, grid, item) for p in unit.parameters)
-        own = (p for p in parameters if not p.is_shared_over_y(grid) and cut <= set(p.split))
-        return sum(box_size(p.box(grid, 0, 0)) for p in own) / grid.z
-
-    def _exchanged_sizes(self, size: int) -> list[int]:
-        """Return sizes of what ranks of a grid exchange at once, in bytes: from their part of a block to all blocks.
-
-        By twos where it was measured how fast links are at what size; else times bend at the ends, if at all.
-        """
-        block = self._unit(TensorGrid(), 1)
-        least, most = block * self.setup.item_bytes // size + 1, block * GRADIENT_BYTES * self.setup.model.num_layers
-        count = (most // least).bit_length() + 2
-        powers = range(count) if any(link.times for link in self.cluster.links) else (0, 1, count, count + 1)
-        return [least << power for power in powers]
-
-    def _ending(self, number: int, size: int, replicas: int, num_pipelines: int) -> float:
-        """Return what replicas exchange at the end of a step for each weight, of gradients and weights, at the least.
-
-        Nothing where stages of a pool may lie unlike each other. By bandwidth, for a stage's items go in one message.
-        """
-        if not self.lies_alike(number, size, replicas):
-            return 0.0
-        ranks = [slot[0] for slot in self.pools[number].slots(size)[:replicas]]
-        # Beside other pipelines, whose grids may be unlike, it is not certain who else shares a NIC.
-        beside = self._crowd(((number, size),)) if num_pipelines == 1 else None
-        across = self._across_seconds(number, size, replicas, num_pipelines) / replicas
-        sizes, found = self._sizes(size), 0.0
-        operations = ("reduce_scatter", self.setup.stack.gradient_bytes), ("all_gather", self.setup.item_bytes)
-        for operation, element_bytes in operations:
-            inside = self.network.least_byte_seconds(operation, sizes, ranks, beside) if replicas > 1 else 0.0
-            # What each of the pipelines owns goes across while what the next one owns goes on inside.
-            found += max(inside, inside / num_pipelines + across) * element_bytes
-        return found
-
-    def _across_seconds(self, number: int, size: int, replicas: int, num_pipelines: int) -> float:
-        """Return what it takes at the least, for each byte, that each rank of a stage exchanges with other pipelines.
-
-        By the fastest way; 0 where pools have families or nodes in common.
-        """
-        families = [family for pool in self.pools for family in pool.families]
-        nodes = [self.cluster.devices[ranks[0]].node for pool in self.pools for ranks in pool.nodes]
-        if num_pipelines == 1 or len(set(families)) < len(families) or len(set(nodes)) < len(nodes):
-            return 0.0
-        own, sizes, each = self.pools[number], self._sizes(size), math.inf
-        senders = [slot[0] for slot in own.slots(size)[:replicas] if slot[0] in own.nodes[0]]
-        for target in (pool.nodes[0][0] for pool in self.pools if pool is not own):
-            way = senders[0], target
-            flows = self.network.flows(senders[0], senders, target)
-            each = min(each, least_slope(sizes, [self.network.seconds(*way, n, flows) for n in sizes]))
-        return each * (num_pipelines - 1) / num_pipelines
-
-    def lies_alike(self, number: int, size: int, replicas: int) -> bool:
-        """Say whether all stages of so many replicas, of `size` ranks each, lie alike on the nodes of a pool."""
-        of_node = self._of_node(number, size)
-        return of_node > 0 and (replicas % of_node == 0 or of_node % replicas == 0)
-
-    def _places_of_node(self, number: int, size: int) -> int:
-        """Return how many tensor grids have room on each node of a pool; 0 where nodes, or devices, are not alike."""
-        counts = {len(ranks) // size for ranks in self.pools[number].nodes}
-        return counts.pop() if len(counts) == 1 and len(self.pools[number].families) == 1 else 0
