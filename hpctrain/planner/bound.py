@@ -30,8 +30,6 @@ from hpctrain.planner.stages import StageCosts
 
 HALVINGS = 10
 """How often the range of times is halved: the bound is exact to 0.1 % of the best plan's step time."""
-UPDATE_SHARE = 0.9
-"""The share of the update that is certain: weights are not cut evenly to the last one."""
 ROW_COUNTS = 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 1 << 16
 """Numbers of rows whose seconds are looked up. By the formula, no number has more rows per second than very many."""
 ROUNDING = 1 + 1e-9
@@ -41,24 +39,27 @@ class _Pool:
     """What a pool can do. Arrays are over modes (recompute, ZeRO) and options (tensor grid, stages, replicas)."""
 
     def __init__(self, costs: StageCosts, space: Space, number: int):
-        pool, stack, num_blocks = costs.pools[number], costs.setup.stack, costs.setup.model.num_layers
+        pool, setup = costs.pools[number], costs.setup
         grids = [grid for grid in costs.grids[number] if grid.size <= (space.largest_grid or math.inf)]
-        modes = list(itertools.product((space.recompute[0], space.recompute[-1]), {1, max(1, *space.zero)}))
+        zeros = sorted({1, max(1, *space.zero)})
+        modes = list(itertools.product((space.recompute[0], space.recompute[-1]), zeros))
         profiled = pool.device.profiled.profile.times[-1].rows if pool.device.profiled else 0
         self._counts = np.array(sorted({*ROW_COUNTS, *range(1, profiled + 1)}))
 
-        def table(item: int, how: str) -> np.ndarray:
+        def table(item: int, how: str, zero: int) -> np.ndarray:
+            known = [(grid, zero if grid.z > 1 else 1) for grid in grids]  # of others it changes nothing
             counts = self._counts.tolist()
-            return np.array([[costs.seconds(number, grid, item, n, how).both for n in counts] for grid in grids])
+            return np.array([[costs.seconds(number, g, item, n, how, z).both for n in counts] for g, z in known])
 
-        self._seconds = np.array([table(1, how) for how, _ in modes])
+        self._chunk_rows = np.array([1, *self._counts[:-1] + 1])  # at least, of chunks of up to `_counts` rows
+        self._seconds = np.array([table(1, *mode) for mode in modes])
         self._row_seconds = np.minimum.accumulate(self._seconds / self._counts, axis=2)
-        self._head_seconds = (table(costs.last, modes[0][0]) / self._counts).min(axis=1)
+        self._head_seconds = (table(costs.last, space.recompute[0], zeros[-1]) / self._counts).min(axis=1)
         self._memory_bytes, options, needed = pool.memory_bytes, [], []
         for index, grid in enumerate(grids):
             places, in_node = len(pool.slots(grid.size)), pool.largest_grid // grid.size
             classes = [(0, in_node), *((in_node << n, in_node << n + 1) for n in range(places.bit_length()))]
-            for stages, (few, many) in itertools.product(stage_counts(places, num_blocks), classes):
+            for stages, (few, many) in itertools.product(stage_counts(places, setup.model.num_layers), classes):
                 if few < places // stages:  # more replicas than `few`, of which a node has `in_node` at most
                     outside = 1 - min(1.0, in_node / (few + 1))
                     options.append((index, stages, min(places // stages, many), grid.z, outside))
@@ -67,36 +68,33 @@ class _Pool:
             needed.append([costs.least_bytes(grid, *mode, holders) for mode in modes])
         self._grid, self._stages, replicas, z, outside = map(np.array, zip(*options, strict=True))
         self._parts, self._bytes = replicas * z, np.concatenate(needed, axis=2).transpose(1, 0, 2)
-        leaving = costs.elements_of(TensorGrid(), 1) * stack.gradient_bytes / costs.node_bandwidth(pool)
-        self._exchange = np.array([[leaving * (zero > 1)] for _, zero in modes]) * outside
-        self.speed = max(
-            len(pool.slots(g.size)) * g.z / s for g, s in zip(grids, self._row_seconds[0, :, -1], strict=True)
-        )
+        gradients = costs.elements_of(TensorGrid(), 1) * setup.stack.gradient_bytes / costs.node_bandwidth(pool)
+        self._exchange = np.array([[gradients * (zero > 1)] for _, zero in modes]) * outside
+        self._least = self._row_seconds[:, self._grid, -1]
+        self.speed = (self._stages * self._parts / self._least[0]).max()
         """How many rows go through a block in a second, at most."""
 
     def most_blocks(self, rows: int, m: int, seconds: float, wanted: float) -> tuple[float, float]:
         """Return how many blocks the pool can do, without and with the head, in a pipeline with so many rows of a
         microbatch. Options with fewer than are wanted do not count, nor those whose first stage does not fit."""
-        own, least = -(-rows // self._parts), self._row_seconds[:, self._grid, -1]
-        is_fast = self._stages * seconds * ROUNDING >= wanted * m * own * least[0]
-        fits = self._fit(self._bytes, own, np.minimum(self._stages, m)).max(axis=0) >= 1
-        which = np.flatnonzero(is_fast & (fits | (self._stages == 1)))
+        own = -(-rows // self._parts)
+        which = np.flatnonzero(self._stages * seconds * ROUNDING >= wanted * m * own * self._least[0])
+        fits = self._fit(self._bytes[:, :, which], own[which], np.minimum(self._stages[which], m)).max(axis=0) >= 1
+        which = which[fits | (self._stages[which] == 1)]
         if not which.size:
             return 0.0, 0.0
-        own, stages, grid, exchange = own[which], self._stages[which], self._grid[which], self._exchange[:, which]
+        own, stages, grid = own[which], self._stages[which], self._grid[which]
+        needed, exchange = self._bytes[:, :, which, None], self._exchange[:, which, None]
+        at = np.searchsorted(self._counts, own, side="right") - 1
+        block = np.maximum(self._seconds[:, grid, at], own * self._least[:, which])[:, :, None]
         in_flight = np.arange(1, min(m, stages.max()) + 1)
         times = np.where(in_flight < m, stages[:, None] >= in_flight, np.maximum(stages[:, None] - m + 1, 0))
-        fit = self._fit(self._bytes[:, :, which, None], own[:, None], in_flight)
-        at = np.searchsorted(self._counts, own, side="right") - 1
-        block = self._seconds[:, grid, at]
-        block = np.where(self._counts[at] == own, block, np.maximum(block, own * least[:, which])) + exchange
-        blocks = _whole(seconds / (m * block[:, :, None]), fit)
-        left = seconds / m - own * self._head_seconds[grid]
-        last = _whole(left / block, fit[:, :, 0])
-        for i, (fewer, most) in enumerate(itertools.pairwise((0, *self._counts))):  # rows of a chunk
-            chunks = own * self._row_seconds[:, grid, i] + exchange * np.ceil(own / most)
-            fit = self._fit(self._bytes[:, :, which], fewer + 1, 1)
-            last = np.where(own > fewer + 1, np.maximum(last, _whole(left / chunks, fit)), last)
+        fit = self._fit(needed, own[:, None], in_flight)
+        blocks = _whole(seconds / (m * (block + exchange)), fit)
+        left = (seconds / m - own * self._head_seconds[grid])[:, None]
+        chunks = own[:, None] * self._row_seconds[:, grid] + exchange * np.ceil(own[:, None] / self._counts)
+        fits = np.where(own[:, None] > self._chunk_rows, self._fit(needed, self._chunk_rows, 1), 0)
+        last = np.maximum(_whole(left / (block + exchange), fit[:, :, :1]), _whole(left / chunks, fits)).max(axis=1)
         every = (blocks * times).sum(axis=1)
         return every.max(), (every - blocks[:, 0] + last).max()
 
@@ -117,7 +115,7 @@ def least_seconds(costs: StageCosts, global_batch: int, space: Space, best_secon
     every, num_blocks, setup = range(len(pools)), costs.setup.model.num_layers, costs.setup
     weights = count_parameters(setup.model)
     updates = sum(pool.num_devices / update_seconds(setup, pool.device, weights) for pool in costs.pools)
-    end = UPDATE_SHARE / updates + costs.agree_seconds + setup.stack.step_seconds
+    end = 1 / updates + costs.agree_seconds + setup.stack.step_seconds
     partitions = {frozenset(map(frozenset, p)) for p in arrangements(len(pools)) if sum(map(len, p)) == len(pools)}
 
     def is_possible(m: int, seconds: float) -> bool:
@@ -145,12 +143,9 @@ def least_seconds(costs: StageCosts, global_batch: int, space: Space, best_secon
 
         return any(sum(map(most_rows, pipelines)) >= all_rows for pipelines in partitions)
 
-    bound = best_seconds
-    for m in space.microbatch_counts(global_batch):
-        if is_possible(m, bound):
-            low, high = 0.0, bound
-            for _ in range(HALVINGS):
-                middle = (low + high) / 2
-                low, high = (low, middle) if is_possible(m, middle) else (middle, high)
-            bound = low
-    return bound
+    low, high, left = 0.0, best_seconds, space.microbatch_counts(global_batch)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        possible = [m for m in left if is_possible(m, middle)]
+        low, high, left = (low, middle, possible) if possible else (middle, high, left)
+    return low

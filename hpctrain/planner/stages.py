@@ -121,9 +121,9 @@ class StageCosts:
         """Return the items that a stage's figures are made of: a block, which stands for all, and those at its ends."""
         return [1, *([0] if ends[0] else []), *([self.last] if ends[1] else [])]
 
-    def _seconds(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> Seconds:
+    def _seconds(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str, zero: int = 1) -> Seconds:
         """Return what an item takes on a grid of a pool, each of whose ranks has `rows`; without ZeRO's exchange."""
-        cost = self._cost(grid, item, rows, recompute)
+        cost = self._cost(grid, item, rows, recompute, zero)
         return Seconds(*self._passes(number, grid, (cost.forward, cost.backward)))
 
     def piecewise(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str, pieces: int) -> Seconds:

@@ -20,10 +20,10 @@ from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.plan_file import dump_plan
 from hpctrain.planner import pools as pools_module
 from hpctrain.planner import predict as predict_module
+from hpctrain.planner.bound import _Pool
 from hpctrain.planner.cost import Setup, item_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.options import ROW_SPEED, _every_count, rates_of
 from hpctrain.planner.predict import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.rows_fit import memory_warnings
@@ -250,27 +250,24 @@ def test_families_with_the_same_sheet_and_unlike_profiles_are_two_pools():
     assert len(pools_module.pools_of(profiled(text), ["fast", "slow"], SETUP)) == 2
 
 
-@pytest.mark.parametrize("most", [1, 2, 64, 4096])
-def test_the_bound_looks_at_rows_near_each_other(most):
-    """What was measured need not be smooth: powers of two do not stand for the rows between."""
-    counts = _every_count(most)
-    assert counts[0] == 1 and counts[-1] == most
-    assert all(after == before + 1 or after <= before * ROW_SPEED for before, after in itertools.pairwise(counts))
-
-
-def test_no_rows_are_faster_than_the_bound_thinks():
-    """Two rows take about as long as three here, and four much longer: powers of two do not stand for three."""
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_no_rows_are_faster_than_the_bound_allows(rows):
+    """Two rows take about as long as three here, and four much longer: other numbers do not stand for three."""
     seconds = {1: 1.0, 2: 2.0, 3: 2.1, 4: 8.0, 8: 16.0}
-    pair = {rows: (each, 2 * each) for rows, each in seconds.items()}
     times = tuple(
-        RowTimes(rows=rows, embedding_seconds=each, block_seconds=each, head_seconds=each)
-        for rows, each in pair.items()
+        RowTimes(rows=rows, **dict.fromkeys(("embedding_seconds", "block_seconds", "head_seconds"), (each, 2 * each)))
+        for rows, each in seconds.items()
     )
-    cluster, space = profiled(times=times), Space(largest_grid=2)
+    cluster = profiled(times=times)
     costs = StageCosts(SETUP, cluster, pools_module.pools_of(cluster, ["fast", "slow"], SETUP))
-    for grid, rate in rates_of(costs, space, 0, 8).items():
-        for rows in range(1, 9):
-            assert rate.block >= rows / costs.seconds(0, grid, 1, rows, "none").both, (grid, rows)
+    pool, devices, num_blocks = _Pool(costs, Space(), 0), costs.pools[0].num_devices, SETUP.model.num_layers
+    for grid in costs.grids[0]:
+        every = num_blocks * costs.seconds(0, grid, 1, rows, "none").both
+        head = costs.seconds(0, grid, costs.last, rows, "none").both
+        of_microbatch = rows * grid.z * (devices // grid.size)
+        without, _ = pool.most_blocks(of_microbatch, 1, every, num_blocks)
+        _, at_end = pool.most_blocks(of_microbatch, 1, every + head, num_blocks)
+        assert without >= num_blocks and at_end >= num_blocks, grid
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
