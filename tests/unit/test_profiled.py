@@ -258,7 +258,7 @@ def test_no_rows_are_faster_than_the_bound_allows(rows):
         RowTimes(rows=rows, **dict.fromkeys(("embedding_seconds", "block_seconds", "head_seconds"), (each, 2 * each)))
         for rows, each in seconds.items()
     )
-    cluster = profiled(times=times)
+    cluster = profiled(WRONG.replace("memory_bytes = 15_625_000", "memory_bytes = 1_000_000_000"), times=times)
     costs = StageCosts(SETUP, cluster, pools_module.pools_of(cluster, ["fast", "slow"], SETUP))
     pool, devices, num_blocks = _Pool(costs, Space(), 0), costs.pools[0].num_devices, SETUP.model.num_layers
     for grid in costs.grids[0]:
