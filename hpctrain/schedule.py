@@ -3,18 +3,17 @@
 Ranks have one tile, or several, their chunks, between which they alternate. The first stands for them where schedules
 are listed by tile, and each instruction says which chunk it is for.
 
-The engine executes them, a person can print them, and `check_no_deadlock` proves before anything starts that they
-end. Messages between two tiles arrive in the order in which they were sent. A receive waits for its message; a send
-waits only while `channel_depth` messages are on their way, each in a slot that both ends made for it.
+The engine executes them, a person can print them, and `hpctrain.schedule_run` proves before anything starts that they
+end. At most `channel_depth` messages of a kind are on their way between two tiles, each in a slot that both ends made
+for it.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
-from hpctrain.errors import PlanError
 from hpctrain.plan import Plan, Tile
 
 
@@ -41,6 +40,7 @@ COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 ADDING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 """What adds to the gradients of weights."""
 RECEIVING = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+SENDING = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 EXPECTED_AHEAD = 2
 """How many receives of a rank have memory before it comes to them: in the steady state one of each kind."""
 
@@ -65,6 +65,10 @@ class Instruction:
         text = f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
         text += f" of chunk {self.chunk}" if self.chunk else ""
         return f"{text} and start to reduce" if self.starts_reducing else text
+
+
+Schedule = Sequence[Instruction]
+"""What the ranks of a tile do in a step."""
 
 
 def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
@@ -242,10 +246,23 @@ def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     return tuple(step for chunk, m in forward for step in forward_part(plan, tiles[chunk], m, chunk))
 
 
-def check_schedules(plan: Plan, reduce_early: bool = False) -> None:
-    """Refuse a plan by which a step of training or validation would wait for ever. Raises PlanError."""
-    check_no_deadlock(plan, {tile: schedule_of(plan, tile, reduce_early) for tile in plan.first_tiles})
-    check_no_deadlock(plan, {tile: forward_only(plan, tile) for tile in plan.first_tiles})
+def schedules_of(plan: Plan, make: Callable[[Plan, Tile], Schedule]) -> dict[Tile, Schedule]:
+    """Return the schedules that `make` returns for the ranks of a plan, by their first tiles.
+
+    Ranks with equal schedules share one object, made once.
+    """
+    made: dict[tuple, Schedule] = {}
+    schedules = {}
+    for first in plan.first_tiles:
+        shapes = [
+            (bool(plan.upstream(t)), bool(plan.downstream(t)), t.substeps, weight_delay(plan, t))
+            for t in plan.chunks(first)
+        ]
+        key = _place(plan, first), *shapes
+        if key not in made:
+            made[key] = make(plan, first)
+        schedules[first] = made[key]
+    return schedules
 
 
 def items_in_order(schedule: Sequence[Instruction], tiles: Sequence[Tile]) -> Iterator[int]:
@@ -256,114 +273,3 @@ def items_in_order(schedule: Sequence[Instruction], tiles: Sequence[Tile]) -> It
             yield from range(*tiles[instruction.chunk].items)
         elif instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             yield from reversed(range(*tiles[instruction.chunk].items))
-
-
-def check_no_deadlock(plan: Plan, schedules: dict[Tile, tuple[Instruction, ...]]) -> None:
-    """Run all ranks' instructions, by their first tiles, against each other; raise PlanError where they would wait for
-    ever.
-
-    No step may end with a message that nobody took, a message must be the one that its receiver expects, and a
-    reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be. Tiles with ZeRO 2
-    and 3 exchange in every forward and backward pass, and take each of these steps together. What is started early
-    waits for nobody, but must be final and be waited for: by the last pass that adds to gradients, before the
-    reduction. Gradients are added in the order of microbatches and substeps, so that no schedule changes a bit.
-    """
-    for tile, steps in schedules.items():
-        for chunk, own in enumerate(plan.chunks(tile)):
-            _check_order_of_gradients(own, [step for step in steps if step.chunk == chunk])
-            _check_early_reduction(own, [step for step in steps if step.chunk == chunk or step.microbatch < 0])
-    at = dict.fromkeys(schedules, 0)
-    together = {
-        tile: [t for t in schedules if t is not tile and t.items == tile.items] if tile.zero >= 2 else []
-        for tile in schedules
-    }
-    wires: dict[tuple[Tile, Tile, Op], deque[int]] = {}
-    pairs = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
-
-    def ready(first: Tile, step: Instruction) -> bool:
-        tile = plan.chunks(first)[step.chunk]
-        match step.op:
-            case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
-                following = step.op is Op.SEND_ACTIVATION
-                peers = (plan.downstream if following else plan.upstream)(tile)
-                queues = [wires.setdefault((tile, peer, step.op), deque()) for peer in peers]
-                depths = [channel_depth(plan, tile, peer) for peer in peers]
-                if any(len(queue) >= depth for queue, depth in zip(queues, depths, strict=True)):
-                    return False
-                for queue in queues:
-                    queue.append(step.microbatch)
-            case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
-                forward = step.op is Op.RECEIVE_ACTIVATION
-                peers = (plan.upstream if forward else plan.downstream)(tile)
-                queues = [wires.get((peer, tile, pairs[step.op])) for peer in peers]
-                if not all(queues):
-                    return False
-                for queue in queues:
-                    if (got := queue.popleft()) != step.microbatch:
-                        raise PlanError(f"{_name(tile)} expects microbatch {step.microbatch} and is sent {got}")
-            case op if op in COMPUTING:
-                for other in together[first]:
-                    if (theirs := schedules[other][at[first]]) != step:
-                        raise PlanError(f"{_name(tile)} exchanges in '{step}' while {_name(other)} is at '{theirs}'")
-                return all(at[other] >= at[first] for other in together[first])
-            case Op.REDUCE_GRADIENTS:
-                return all(at[t] >= at_reduce[t] for t in schedules)
-        return True
-
-    at_reduce = {
-        tile: next((i for i, s in enumerate(steps) if s.op is Op.REDUCE_GRADIENTS), len(steps))
-        for tile, steps in schedules.items()
-    }
-    unfinished = [tile for tile, steps in schedules.items() if steps]
-    while unfinished:
-        moved = False
-        for tile in unfinished:
-            while at[tile] < len(schedules[tile]) and ready(tile, schedules[tile][at[tile]]):
-                at[tile] += 1
-                moved = True
-        unfinished = [tile for tile in unfinished if at[tile] < len(schedules[tile])]
-        if unfinished and not moved:
-            stuck = [(schedules[t][at[t]], plan.chunks(t)) for t in unfinished[:4]]
-            waits = "; ".join(f"{_name(tiles[step.chunk])} waits at '{step}'" for step, tiles in stuck)
-            raise PlanError(f"the schedule deadlocks: {waits}")
-    for (sender, receiver, op), queue in wires.items():
-        if queue:
-            raise PlanError(f"{_name(sender)}: '{op.value} {queue[0]}' to {_name(receiver)} is never received")
-
-
-def _check_order_of_gradients(tile: Tile, steps: Sequence[Instruction]) -> None:
-    kept: set[tuple[int, int]] = set()
-    added = (-1, 0)
-    for step in steps:
-        at = step.microbatch, step.substep
-        if step.op is Op.BACKWARD_INPUT:
-            kept.add(at)
-        elif step.op is Op.BACKWARD_WEIGHT and at not in kept:
-            raise PlanError(f"{_name(tile)}: '{step}' comes before its input pass")
-        if step.op in ADDING:
-            if at <= added:
-                raise PlanError(
-                    f"{_name(tile)}: '{step}' comes after microbatch {added[0]}, substep {added[1]} was added to the"
-                    " gradients; add them in order"
-                )
-            kept.discard(at)
-            added = at
-    if kept:
-        raise PlanError(f"{_name(tile)}: '{Instruction(Op.BACKWARD_INPUT, *min(kept))}' has no weight pass")
-
-
-def _check_early_reduction(tile: Tile, steps: Sequence[Instruction]) -> None:
-    starts = [i for i, step in enumerate(steps) if step.starts_reducing]
-    if not starts:
-        return
-    later = [step for step in steps[starts[0] + 1 :] if step.op in ADDING or step.starts_reducing]
-    if later:
-        raise PlanError(f"{_name(tile)}: '{steps[starts[0]]}' comes before '{later[0]}', which adds to the gradients")
-    if Instruction(Op.REDUCE_GRADIENTS) not in steps[starts[0] :]:
-        raise PlanError(
-            f"{_name(tile)}: what '{steps[starts[0]]}' starts is never waited for: nothing reduces after it"
-        )
-
-
-def _name(tile: Tile) -> str:
-    return f"tile items {list(tile.items)} rows {list(tile.rows)}"

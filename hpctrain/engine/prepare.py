@@ -17,7 +17,7 @@ from hpctrain.intervals import cut_evenly
 from hpctrain.job import Job
 from hpctrain.parameters import padded_vocabulary
 from hpctrain.plan import Plan
-from hpctrain.schedule import check_schedules
+from hpctrain.schedule_run import check_schedules
 
 if TYPE_CHECKING:
     from hpctrain.cluster import Cluster

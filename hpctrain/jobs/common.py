@@ -19,7 +19,7 @@ from hpctrain.job import Job, load_job
 from hpctrain.plan import Plan
 from hpctrain.plan_checks import check_plan
 from hpctrain.presets import PRESETS
-from hpctrain.schedule import check_schedules
+from hpctrain.schedule_run import check_schedules
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

@@ -23,7 +23,7 @@ from hpctrain.plan_checks import check_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import Limits, search
 from hpctrain.planner.space import Space
-from hpctrain.schedule import check_schedules
+from hpctrain.schedule_run import check_schedules
 
 REPEATS = 1
 """How often a plan is measured again whose overrun was higher."""

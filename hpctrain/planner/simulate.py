@@ -12,16 +12,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hpctrain.errors import PlanError
-from hpctrain.plan import Plan, Tile, joined
-from hpctrain.schedule import COMPUTING, Instruction, Op, channel_depth
+from hpctrain.plan import Plan, Tile
+from hpctrain.schedule import COMPUTING, Instruction, Schedule
+from hpctrain.schedule_run import Runner, ScheduleRun, Wire
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
 """Where a rank stands, as a clock beside it would find: waits belong to what is waited for."""
 PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
 """The field of `TileCost` for each."""
-SENDS = {Op.RECEIVE_ACTIVATION: Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT: Op.SEND_GRADIENT}
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,29 @@ class Costs:
         )
 
 
-@dataclass
-class _Clock:
+@dataclass(eq=False)
+class _Clock(Runner):
+    """The ranks of a tensor grid, and where their time goes."""
+
+    costs: tuple[TileCost, ...] = ()
+    """The costs of their chunks."""
     now: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED, 0.0))
+    done: list[float] = field(default_factory=list)
+    """When each chunk did something for the last time."""
+    gathers: dict[int, list[tuple[float, float, float]]] = field(default_factory=dict)
+    """The weights of each chunk that are gathered with overlap: the seconds taken, when they are there, and how long
+    after the beginning of the first forward pass they are needed."""
+
+    def __post_init__(self) -> None:
+        self.done = [0.0] * len(self.chunks)
+        self.opening = next((step for step in self.schedule if step.op in PASSES), None)
+        self.closing = next((step for step in reversed(self.schedule) if step.op in PASSES), None)
+
+    def copy_progress(self, other: "_Clock") -> None:
+        super().copy_progress(other)
+        self.now, self.parts, self.exposed, self.done = other.now, dict(other.parts), dict(other.exposed), other.done
 
     def spend(self, part: str, seconds: float) -> None:
         self.now += seconds
@@ -156,20 +173,15 @@ class _Clock:
         return waited
 
 
-@dataclass
-class _Wire:
-    """Messages of one kind from a tile to another; each of these stands for the first tile of its ranks."""
-
-    source: Tile
-    target: Tile
-    depth: int
-    seconds: float
-    arriving: deque[tuple[int, float]] = field(default_factory=deque)
+@dataclass(eq=False)
+class _Wire(Wire):
+    seconds: float = 0.0
+    arrivals: deque[float] = field(default_factory=deque)
+    """When each message arrives that was sent and not received."""
     free_at: float = 0.0
     """When the last one has left."""
-    taken: deque[float] = field(default_factory=deque)
+    free_slots: deque[float] = field(default_factory=deque)
     """When slots became free again."""
-    under_way: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,202 +197,106 @@ class Simulated:
     """Where each tile stood (`EXPOSED`); adds up to the step too."""
 
 
-def simulate(plan: Plan, schedules: Mapping[Tile, tuple[Instruction, ...]], costs: Costs) -> Simulated:
+def simulate(plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs) -> Simulated:
     """Run a step. Raises PlanError where the schedule deadlocks."""
-    return _Simulation(plan, schedules, costs).run()
+    return _Simulation(plan, schedules, costs).simulated()
 
 
-def _alike(plan: Plan, costs: Costs) -> dict[Tile, Tile]:
-    """Return for each tile the one in whose place it is in the first pipeline that takes as long.
+class _Simulation(ScheduleRun):
+    """The run of a plan's schedules with clocks and prices."""
 
-    Replicas that are alike are run once, which makes the time of even plans independent of how many there are.
-    """
-    first: dict[tuple, list[Tile]] = {}
-    like: dict[Tile, Tile] = {}
-    for tiles in joined(plan):
-        number = {tile: i for i, tile in enumerate(tiles)}
-        each = tuple((costs.tiles[t], t.substeps, plan.warm_up(t), number[plan.chunks(t)[0]]) for t in tiles)
-        ways = tuple(
-            (number[a], number[b], costs.messages[a, b], costs.messages[b, a])
-            for a in tiles
-            for b in plan.downstream(a)
-        )
-        like |= dict(zip(tiles, first.setdefault((each, ways), tiles), strict=True))
-    return like
+    passes_together = False
 
+    def __init__(self, plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs):
+        self._costs = costs
+        super().__init__(plan, schedules)
+        self._clocks: list[_Clock] = list(self.runners.values())
+        self._start_gathers()
 
-class _Simulation:
-    def __init__(self, plan: Plan, schedules: Mapping[Tile, tuple[Instruction, ...]], costs: Costs):
-        self._plan, self._schedules, self._costs = plan, schedules, costs
-        self._own = {tile: plan.chunks(tile) for tile in schedules}
-        self._first = {tile: first for first, tiles in self._own.items() for tile in tiles}
-        self._clocks = {tile: _Clock() for tile in schedules}
-        self._done = dict.fromkeys(self._first, 0.0)
-        """When each tile did something for the last time."""
-        self._at = dict.fromkeys(schedules, 0)
-        self._wires: dict[tuple[Tile, Tile, Op], _Wire] = {}
-        self._ends: dict[int, tuple[int, int]] = {}
-        self._found_wires: dict[tuple[Tile, Op], tuple[_Wire, ...]] = {}
-        self._gathers = self._start_gathers()
+    def runner(self, chunks: tuple[Tile, ...], schedule: Schedule) -> _Clock:
+        return _Clock(chunks, schedule, costs=tuple(self._costs.tiles[tile] for tile in chunks))
 
-    def run(self) -> Simulated:
-        like = _alike(self._plan, self._costs)
-        runnable = deque(tile for tile in self._schedules if like.get(tile, tile) is tile)
-        waiting = set(runnable)
-        while runnable:
-            tile = runnable.popleft()
-            waiting.discard(tile)
-            for woken in self._advance(tile):
-                if woken not in waiting:
-                    waiting.add(woken)
-                    runnable.append(woken)
-        for tile, other in like.items():
-            self._done[tile] = self._done[other]
-            if other is not tile and tile in self._clocks:
-                self._at[tile] = self._at[other]
-                like_it = self._clocks[other]
-                self._clocks[tile] = _Clock(like_it.now, dict(like_it.parts), dict(like_it.exposed))
-        stuck = [t for t, at in self._at.items() if at < len(self._schedules[t]) and not self._is_at_end(t)]
-        if stuck:
-            tile = stuck[0]
-            raise PlanError(
-                f"the schedule deadlocks: tile items {list(tile.items)} rows {list(tile.rows)} waits at"
-                f" '{self._schedules[tile][self._at[tile]]}'"
-            )
-        busy = {tile: clock.now for tile, clock in self._clocks.items()}
-        self._finish()
-        end = max(clock.now for clock in self._clocks.values())
-        for clock in self._clocks.values():
-            clock.parts["bubble"] += clock.wait_until(end)
-        parts, exposed = ({t: getattr(c, name) for t, c in self._clocks.items()} for name in ("parts", "exposed"))
-        return Simulated(end, parts, busy, exposed)
+    def wire(self, ends: tuple[Tile, Tile], *rest) -> _Wire:
+        return _Wire(ends, *rest, seconds=self._costs.messages[ends])
 
-    def _is_at_end(self, tile: Tile) -> bool:
-        return self._schedules[tile][self._at[tile]].op in (Op.REDUCE_GRADIENTS, Op.UPDATE)
+    def prices(self, tiles: Sequence[Tile]) -> object:
+        pairs = ((a, b) for a in tiles for b in self._plan.downstream(a))
+        messages = tuple((self._costs.messages[a, b], self._costs.messages[b, a]) for a, b in pairs)
+        return tuple(self._costs.tiles[tile] for tile in tiles), messages
 
-    def _advance(self, first: Tile) -> set[Tile]:
-        """Execute what the ranks of a tile can; return the tiles whose ranks may go on because of it."""
-        woken: set[Tile] = set()
-        schedule, clock, chunks = self._schedules[first], self._clocks[first], self._own[first]
-        opening, closing = self._passes_of(schedule)
-        for place in range(self._at[first], len(schedule)):
-            self._at[first] = place
-            step = schedule[place]
-            tile = chunks[step.chunk]
-            match step.op:
-                case op if name := PASSES.get(op):
-                    cost = self._costs.tiles[tile]
-                    one = getattr(cost, name)[step.substep]
-                    if place == opening:
-                        clock.spend("tensor", max(0.0, cost.before_seconds - clock.now))
-                    if tile in self._gathers:
-                        self._await_weights(clock, cost.overlap_times, self._gathers.pop(tile))
-                    clock.spend("compute", one.compute)
-                    if one.tensor or one.data:
-                        clock.spend("tensor", one.tensor)
-                        clock.spend("data", one.data)
-                    if place == closing:
-                        clock.spend("tensor", cost.after_seconds)
-                case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
-                    wires = self._wires_of(tile, step)
-                    if not self._send(clock, step.microbatch, wires):
-                        return woken
-                    woken.update(wire.target for wire in wires)
-                case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
-                    wires = self._wires_of(tile, step)
-                    if not self._receive(clock, step.microbatch, wires):
-                        return woken
-                    woken.update(wire.source for wire in wires)
-                case _:
-                    return woken
-            self._done[tile] = clock.now
-        self._at[first] = len(schedule)
-        return woken - {first}
+    def compute(self, clock: _Clock, step: Instruction) -> None:
+        cost = clock.costs[step.chunk]
+        one: PassCost = getattr(cost, PASSES[step.op])[step.substep]
+        if step is clock.opening:
+            clock.spend("tensor", max(0.0, cost.before_seconds - clock.now))
+        if step.chunk in clock.gathers:
+            self._await_weights(clock, cost.overlap_times, clock.gathers.pop(step.chunk))
+        clock.spend("compute", one.compute)
+        if one.tensor or one.data:
+            clock.spend("tensor", one.tensor)
+            clock.spend("data", one.data)
+        if step is clock.closing:
+            clock.spend("tensor", cost.after_seconds)
+        clock.done[step.chunk] = clock.now
 
-    def _passes_of(self, schedule: tuple[Instruction, ...]) -> tuple[int, int]:
-        """Return the places of the first and the last pass of a schedule, found once for tiles that have the same."""
-        if id(schedule) not in self._ends:
-            places = [place for place, step in enumerate(schedule) if step.op in PASSES]
-            self._ends[id(schedule)] = (places[0], places[-1]) if places else (-1, -1)
-        return self._ends[id(schedule)]
-
-    def _wires_of(self, tile: Tile, step: Instruction) -> tuple[_Wire, ...]:
-        """Return the wires by which a tile sends or receives in an instruction."""
-        key = tile, step.op
-        if key not in self._found_wires:
-            downstream = step.op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT)
-            peers = (self._plan.downstream if downstream else self._plan.upstream)(tile)
-            is_sent = step.op not in SENDS
-            ends = ((tile, peer, step.op) if is_sent else (peer, tile, SENDS[step.op]) for peer in peers)
-            self._found_wires[key] = tuple(self._wire(*each) for each in ends)
-        return self._found_wires[key]
-
-    def _wire(self, source: Tile, target: Tile, op: Op) -> _Wire:
-        key = source, target, op
-        if key not in self._wires:
-            depth, seconds = channel_depth(self._plan, source, target), self._costs.messages[source, target]
-            self._wires[key] = _Wire(self._first[source], self._first[target], depth, seconds)
-        return self._wires[key]
-
-    def _send(self, clock: _Clock, microbatch: int, wires: Sequence[_Wire]) -> bool:
-        if any(wire.under_way >= wire.depth and not wire.taken for wire in wires):
-            return False
+    def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
         for wire in wires:
-            if wire.under_way >= wire.depth:
-                clock.parts["bubble"] += clock.wait_until(wire.taken.popleft())
-                wire.under_way -= 1
-            wire.under_way += 1
+            if len(wire.arrivals) + len(wire.free_slots) >= wire.depth:
+                clock.parts["bubble"] += clock.wait_until(wire.free_slots.popleft())
             wire.free_at = max(clock.now, wire.free_at) + wire.seconds
-            wire.arriving.append((microbatch, wire.free_at))
+            wire.arrivals.append(wire.free_at)
         if self._costs.blocking_sends:
             clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))
-        return True
+        clock.done[step.chunk] = clock.now
 
-    def _receive(self, clock: _Clock, microbatch: int, wires: Sequence[_Wire]) -> bool:
-        if not all(wire.arriving for wire in wires):
-            return False
+    def receive(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
         longest, arrival = 0.0, clock.now
         for wire in wires:
-            got, arrives = wire.arriving.popleft()
-            if got != microbatch:
-                items = list(wire.target.items)
-                raise PlanError(f"tile items {items} expects microbatch {microbatch} and is sent {got}")
             longest = max(longest, wire.seconds)
-            arrival = max(arrival, arrives)
+            arrival = max(arrival, wire.arrivals.popleft())
         waited = clock.wait_until(arrival)
         seen = min(waited, longest)
         clock.parts["pipeline"] += longest
         clock.parts["hidden"] -= longest - seen
         clock.parts["bubble"] += waited - seen
         for wire in wires:
-            wire.taken.append(clock.now)
-        return True
+            wire.free_slots.append(clock.now)
+        clock.done[step.chunk] = clock.now
+
+    def simulated(self) -> Simulated:
+        """Run the step to its end. Raises PlanError where the schedules deadlock."""
+        self.run()
+        busy = {tile: clock.now for tile, clock in self.runners.items()}
+        self._finish()
+        end = max(clock.now for clock in self._clocks)
+        for clock in self._clocks:
+            clock.parts["bubble"] += clock.wait_until(end)
+        parts, exposed = ({t: getattr(c, name) for t, c in self.runners.items()} for name in ("parts", "exposed"))
+        return Simulated(end, parts, busy, exposed)
 
     def _finish(self) -> None:
         """Sum gradients, agree, update, gather weights: all tiles together, as all ranks call it in one order."""
-        clocks = self._clocks
         self._reduce()
-        together = max(clock.now for clock in clocks.values())
-        for tile, clock in clocks.items():
+        together = max(clock.now for clock in self._clocks)
+        for clock in self._clocks:
             clock.parts["bubble"] += clock.wait_until(together)
-            clock.spend("optimizer", self._costs.agree_seconds + self._costs.tiles[tile].update_seconds)
+            clock.spend("optimizer", self._costs.agree_seconds + clock.costs[0].update_seconds)
         for sharing in self._costs.sharings:
             if sharing.needed_seconds is None:
                 self._exchange(sharing.tiles, sharing.gather_seconds)
 
-    def _start_gathers(self) -> dict[Tile, list[tuple[float, float, float]]]:
-        """Return for each tile of the weights that are gathered beside: seconds taken, when they are there, and how
-        long after the beginning of the first forward pass they are needed."""
-        lane = dict.fromkeys(self._schedules, 0.0)
-        found: dict[Tile, list[tuple[float, float, float]]] = {}
+    def _start_gathers(self) -> None:
+        """Schedule the gathers that are overlapped with the first forward pass, for each clock one after the other."""
+        ends = dict.fromkeys(self._clocks, 0.0)
         for sharing in self._costs.sharings:
             if sharing.needed_seconds is None or not sharing.gather_seconds:
                 continue
-            end = max(lane[self._first[tile]] for tile in sharing.tiles) + sharing.gather_seconds
-            for tile in sharing.tiles:
-                lane[self._first[tile]] = end
-                found.setdefault(tile, []).append((sharing.gather_seconds, end, sharing.needed_seconds[tile]))
-        return found
+            clocks = [self.runner_of[tile] for tile in sharing.tiles]
+            end = max(ends[clock] for clock in clocks) + sharing.gather_seconds
+            for tile, clock in zip(sharing.tiles, clocks, strict=True):
+                ends[clock] = end
+                gather = sharing.gather_seconds, end, sharing.needed_seconds[tile]
+                clock.gathers.setdefault(clock.chunks.index(tile), []).append(gather)
 
     def _await_weights(self, clock: _Clock, times: float, gathers: Sequence[tuple[float, float, float]]) -> None:
         """Wait in the first forward pass, which computes what it can before, and `times` as long while weights come."""
@@ -401,30 +317,29 @@ class _Simulation:
 
         What is made first, by the last items, is summed first, and slows what is computed then.
         """
-        lane = dict.fromkeys(self._clocks, 0.0)
-        taken, slowed = dict.fromkeys(self._clocks, 0.0), dict.fromkeys(self._clocks, 0.0)
+        lane, taken, slowed = (dict.fromkeys(self._clocks, 0.0) for _ in range(3))
         for sharing in sorted(self._costs.sharings, key=self._order_of_sums):
             if not sharing.reduce_seconds:
                 continue
-            firsts = [self._first[tile] for tile in sharing.tiles]
+            clocks = {tile: self.runner_of[tile] for tile in sharing.tiles}
             ready = sharing.ready_seconds
             made = (
-                slowed[first] + (self._done[tile] - ready[tile] if ready else self._clocks[first].now)
-                for tile, first in zip(sharing.tiles, firsts, strict=True)
+                slowed[clock] + (clock.done[clock.chunks.index(tile)] - ready[tile] if ready else clock.now)
+                for tile, clock in clocks.items()
             )
-            start = max(*made, *(lane[first] for first in firsts))
-            for tile, first in zip(sharing.tiles, firsts, strict=True):
-                lane[first] = start + sharing.reduce_seconds
-                taken[first] += sharing.reduce_seconds
-                beside = min(sharing.reduce_seconds, max(0.0, self._clocks[first].now + slowed[first] - start))
+            start = max(*made, *(lane[clock] for clock in clocks.values()))
+            for tile, clock in clocks.items():
+                lane[clock] = start + sharing.reduce_seconds
+                taken[clock] += sharing.reduce_seconds
+                beside = min(sharing.reduce_seconds, max(0.0, clock.now + slowed[clock] - start))
                 times = self._costs.tiles[tile].overlap_times
-                slowed[first] += slowed_by(beside, sharing.reduce_seconds, times)
-        for first, clock in self._clocks.items():
-            clock.spend("compute", slowed[first])
-            self._wait_beside(clock, taken[first], max(0.0, lane[first] - clock.now))
+                slowed[clock] += slowed_by(beside, sharing.reduce_seconds, times)
+        for clock in self._clocks:
+            clock.spend("compute", slowed[clock])
+            self._wait_beside(clock, taken[clock], max(0.0, lane[clock] - clock.now))
 
     def _order_of_sums(self, sharing: Sharing) -> tuple[int, float]:
-        chunk = max(self._own[self._first[tile]].index(tile) for tile in sharing.tiles)
+        chunk = max(self.runner_of[tile].chunks.index(tile) for tile in sharing.tiles)
         return -chunk, -max(sharing.ready_seconds.values(), default=0.0)
 
     @staticmethod
@@ -440,7 +355,7 @@ class _Simulation:
     def _exchange(self, tiles: tuple[Tile, ...], seconds: float) -> None:
         if not seconds:
             return
-        clocks = [self._clocks[self._first[tile]] for tile in tiles]
+        clocks = [self.runner_of[tile] for tile in tiles]
         start = max(clock.now for clock in clocks)
         for clock in clocks:
             clock.parts["bubble"] += clock.wait_until(start, "data")

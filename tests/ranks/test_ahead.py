@@ -15,7 +15,7 @@ from hpctrain.plan_checks import check_plan
 from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Predictor
-from hpctrain.schedule import check_schedules
+from hpctrain.schedule_run import check_schedules
 from hpctrain.truth import PretendDevice, Truth
 from tests.ranks.small_runs import curve_and_weights, make_job, rehearsed_world
 

@@ -10,7 +10,7 @@ from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.plan_checks import check_plan
 from hpctrain.planner.uniform import resolve_plan
-from hpctrain.schedule import check_schedules
+from hpctrain.schedule_run import check_schedules
 from hpctrain.truth import Truth
 from tests.ranks.small_runs import (
     curve_and_weights,

@@ -15,7 +15,8 @@ from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.plan_checks import check_plan
 from hpctrain.planner.uniform import resolve_plan
-from hpctrain.schedule import Op, check_schedules, one_f_one_b, schedule_of
+from hpctrain.schedule import Op, one_f_one_b, schedule_of
+from hpctrain.schedule_run import check_schedules
 from hpctrain.truth import PretendDevice, Truth
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (

@@ -15,7 +15,8 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.plan_checks import check_plan
-from hpctrain.schedule import check_no_deadlock, forward_only, one_f_one_b
+from hpctrain.schedule import forward_only, one_f_one_b
+from hpctrain.schedule_run import check_no_deadlock
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (
     Alone,

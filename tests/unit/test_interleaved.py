@@ -18,18 +18,8 @@ from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.predict import Predictor, predict
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.schedule import (
-    ADDING,
-    Instruction,
-    Op,
-    check_no_deadlock,
-    check_schedules,
-    forward_only,
-    one_f_one_b,
-    passes,
-    schedule_of,
-    under_way,
-)
+from hpctrain.schedule import ADDING, Instruction, Op, forward_only, one_f_one_b, passes, schedule_of, under_way
+from hpctrain.schedule_run import check_no_deadlock, check_schedules
 from tests.pretended import CLUSTER
 from tests.tilings import stages_of_unlike_degree
 

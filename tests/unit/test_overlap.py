@@ -15,7 +15,8 @@ from hpctrain.holders import holdings_of
 from hpctrain.intervals import Interval
 from hpctrain.job import Job, Model, Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.schedule import Instruction, Op, check_no_deadlock, one_f_one_b
+from hpctrain.schedule import Instruction, Op, one_f_one_b
+from hpctrain.schedule_run import check_no_deadlock
 from tests.pretended import CLUSTER, cluster_with
 
 MODEL = Model(architecture="llama", num_layers=6, hidden_size=16, num_heads=4, vocab_size=64)

@@ -14,18 +14,8 @@ from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.plan_checks import check_tiling
 from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
-from hpctrain.schedule import (
-    ADDING,
-    Instruction,
-    Op,
-    check_no_deadlock,
-    check_schedules,
-    forward_only,
-    one_f_one_b,
-    schedule_of,
-    under_way,
-    weight_delay,
-)
+from hpctrain.schedule import ADDING, Instruction, Op, forward_only, one_f_one_b, schedule_of, under_way, weight_delay
+from hpctrain.schedule_run import check_no_deadlock, check_schedules
 from tests.tilings import going_ahead, tilings
 from tests.unit.test_plan import uneven_plan
 

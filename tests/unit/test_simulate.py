@@ -12,6 +12,7 @@ from hpctrain.job import Model
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
 from hpctrain.schedule import one_f_one_b, schedule_of
+from hpctrain.schedule_run import ScheduleRun
 from tests.tilings import tilings
 
 MODEL = Model(architecture="llama", num_layers=5, hidden_size=16, num_heads=4, vocab_size=64)
@@ -60,15 +61,15 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "_alike", lambda *_: {})
+        patch.setattr(simulation._Simulation, "copies", lambda _: {})
         apart = simulate(plan, schedules, costs)
     assert merged == apart
 
 
 def test_a_copy_is_run_once(monkeypatch):
     ran = []
-    advance = simulation._Simulation._advance
-    monkeypatch.setattr(simulation._Simulation, "_advance", lambda self, tile: ran.append(tile) or advance(self, tile))
+    advance = ScheduleRun._advance
+    monkeypatch.setattr(ScheduleRun, "_advance", lambda self, each: ran.append(each.chunks[0]) or advance(self, each))
     first = [Tile(Interval(0, 3), Interval(row, row + 1), (row,)) for row in (0, 1)]
     meeting = Plan((*first, Tile(Interval(3, 7), Interval(0, 2), (2,))), 4, 2)
     plan, _ = beside_itself(meeting)
