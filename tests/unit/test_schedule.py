@@ -14,7 +14,17 @@ from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.plan_checks import check_tiling
 from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
-from hpctrain.schedule import ADDING, Instruction, Op, forward_only, one_f_one_b, schedule_of, under_way, weight_delay
+from hpctrain.schedule import (
+    ADDING,
+    Instruction,
+    Op,
+    channel_depth,
+    forward_only,
+    one_f_one_b,
+    schedule_of,
+    under_way,
+    weight_delay,
+)
 from hpctrain.schedule_run import check_no_deadlock, check_schedules
 from tests.tilings import going_ahead, tilings
 from tests.unit.test_plan import uneven_plan
@@ -65,6 +75,24 @@ def test_waiting_for_each_other_is_found():
     first = schedules[plan.tiles[0]]
     first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_GRADIENT, 0))))
     with pytest.raises(PlanError, match=r"deadlocks: .*items \[0, 2\].* waits at 'receive gradient 0'"):
+        check_no_deadlock(plan, schedules)
+
+
+def test_a_send_waits_while_its_channel_is_full():
+    """Both stages send all their messages before they take any: no channel holds as many."""
+    plan = even_plan(4, TensorGrid(), 2, 1, 6, 1)
+    first, last = plan.tiles
+    assert channel_depth(plan, first, last) < plan.microbatches
+    ends = [Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE)]
+
+    def steps(*ops: Op) -> list[Instruction]:
+        return [Instruction(op, microbatch) for op in ops for microbatch in range(plan.microbatches)] + ends
+
+    schedules = {
+        first: steps(Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT),
+        last: steps(Op.SEND_GRADIENT, Op.RECEIVE_ACTIVATION),
+    }
+    with pytest.raises(PlanError, match="deadlocks: .* waits at 'send activation 2'; .* waits at 'send gradient 2'"):
         check_no_deadlock(plan, schedules)
 
 
