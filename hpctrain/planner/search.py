@@ -152,11 +152,10 @@ class Search:
     @_uncollected()
     def run(self) -> Found:
         plans, is_complete = self.fastest()
-        bound = least_seconds(self.costs, self._global_batch, self._space, plans[0].seconds)
         return Found(
             plans=tuple(plans),
             pools=self._pools,
-            lower_bound_seconds=bound,
+            lower_bound_seconds=least_seconds(self.costs, self._global_batch, self._space),
             searched={
                 "groups": self._num_groups,
                 "weighed": self._num_weighed,

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-import numpy as np
-
 from hpctrain.cluster import Cluster
 from hpctrain.comm.network import ClusterNetwork, Crowd
 from hpctrain.errors import PlanError
@@ -34,7 +32,6 @@ from hpctrain.planner.pools import Pool
 from hpctrain.planner.predict import pass_cost
 from hpctrain.schedule import splits_freely
 
-Numbers = int | np.ndarray
 AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
 
 
@@ -96,7 +93,7 @@ class StageCosts:
         self._cost = lru_cache(None)(partial(item_cost, setup))
         self._tile = lru_cache(None)(self._first_tile)
         self.exchange = lru_cache(None)(self._exchange)
-        self.needs = lru_cache(None)(self.needs_of)  # of numbers, not arrays
+        self.needs = lru_cache(None)(self._needs)
         self.elements = lru_cache(None)(self._elements)
         self.splits = lru_cache(None)(self._splits)
         self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
@@ -192,27 +189,24 @@ class StageCosts:
             base += self._unit(grid, 0)
         return Line(base / grid.z, self._unit(grid, 1) / grid.z)
 
-    def needs_of(
+    def _needs(
         self,
         grid: TensorGrid,
-        rows: Numbers,
+        rows: int,
         recompute: str,
         zero: int,
-        holders: Numbers,
+        holders: int,
         ends: tuple[bool, bool],
-        least_blocks: int = 2,
-        at_once: Numbers | None = None,
+        at_once: int | None = None,
         meets_unlike: bool = False,
     ) -> Needs:
-        """Return what a rank of a stage needs; see `memory_of`. Rows and holders may be arrays, the latter of 1 where
-        `zero` is 1 at the most.
+        """Return what a rank of a stage needs; see `memory_of`.
 
-        There are whole weights of two items at once, if it has two: `least_blocks` of 1 is for who may have one, and
-        be alone. At the loss it may go through its rows in pieces, and keep so many `at_once`. Who `meets_unlike` grids
-        has weights packed for these, too.
+        There are whole weights of two items at once. At the loss it may go through its rows in pieces, and keep so many
+        `at_once`. Who `meets_unlike` grids has weights packed for these, too.
         """
         setup, b = self.setup, self.setup.item_bytes
-        zero = min(zero, 1) if zero > 1 and np.max(holders) == 1 else zero
+        zero = min(zero, 1) if zero > 1 and holders == 1 else zero
         share = 1 / holders if zero else 1.0
         state = b * (share if zero == 3 else 1) + GRADIENT_BYTES * (share if zero >= 2 else 1)
         state += (MOMENT_BYTES + (MASTER_BYTES if b < MASTER_BYTES else 0)) * share
@@ -221,16 +215,16 @@ class StageCosts:
         if zero == 1:
             state = state + GRADIENT_BYTES * share * (holders > 1)
         stored = self.elements(grid, *ends)
-        messages = 1 if all(ends) or least_blocks < 2 else 1 + setup.stack.expected_messages
+        messages = 1 if all(ends) else 1 + setup.stack.expected_messages
         buffers = messages * message_bytes(setup, grid, rows)
         splits = not ends[0] and at_once is None and self.splits(grid, recompute, zero)
         rows = rows if at_once is None else at_once
-        kept, computing = self._row(grid, recompute, ends, splits, bool(np.max(rows) > 1))
+        kept, computing = self._row(grid, recompute, ends, splits, rows > 1)
         buffers = buffers + rows * computing
         gathered = 0.0
         if grid.z > 1 or zero >= 2:
             sizes = [self._unit(grid, item) for item in self.items(ends)]
-            largest = sizes[0] + max(sizes if least_blocks > 1 else sizes[1:], default=0)
+            largest = sizes[0] + max(sizes)
             gathered = largest * (GRADIENT_BYTES + (b if grid.z > 1 or zero == 3 else 0))
             shares = (1 / grid.z if grid.z > 1 else 0) + (1 / (grid.z * holders) if zero >= 2 else 0)
             gathered += (largest if splits else max(sizes)) * shares * GRADIENT_BYTES
@@ -252,25 +246,6 @@ class StageCosts:
             left = item_deferred(self.setup, grid, self.last) if splits else 0.0
             computing = max(head, computing - others[-1] + left)
         return Line(sum(others), block), computing
-
-    def least_bytes(self, grid: TensorGrid, recompute: str, zero: int, holders: np.ndarray) -> np.ndarray:
-        """Return the least that a rank of a stage needs, in bytes [4, holders]: whatever it has; for each row at once;
-        for each block; and for each block, row at once and microbatch in flight."""
-        two, four = (self.needs_of(grid, 1, recompute, zero, holders, (False, False), 1, rows) for rows in (2, 4))
-        of_row = (four.state.base - two.state.base) / 2
-        parts = two.state.base - 2 * of_row, of_row, two.state.each, two.activations.each / 2
-        return np.array([part + np.zeros(len(holders)) for part in parts])
-
-    def node_bandwidth(self, pool: Pool) -> float:
-        """Return the most bytes per second that can leave a node of the pool for another one of it."""
-        node = max(pool.nodes, key=len)
-        others = [ranks[0] for ranks in pool.nodes if ranks is not node]
-        if not others:
-            return math.inf
-        messages = itertools.product((1 << power for power in range(12, 32, 3)), range(1, len(node) + 1))
-        of_nic = max(n * f / self.network.seconds(node[0], others[0], n, f) for n, f in messages)
-        nics = sum(nic.count for nic in self.cluster.nodes[self.cluster.devices[node[0]].table].nics)
-        return of_nic * min(nics, len(node))
 
     def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import hpctrain.planner.cut as cut
 from hpctrain.errors import PlanError
 from hpctrain.plan_checks import check_tiling
-from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cut import MANY_ROWS, Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predict import Predictor
@@ -32,8 +31,7 @@ def lie_the_same(pool: Pool, size: int, replicas: int) -> bool:
 def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
     setup, batch, cluster, space = case
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
-    # No time is impossible that a plan needs: those above the best one's too could be.
-    least = least_seconds(searching.costs, batch, space, 1.5 * searching.run().best.seconds)
+    least = searching.run().lower_bound_seconds
     for layout in searching.layouts[:20]:
         seconds = step_seconds(setup, searching.weigher.plan(layout), cluster)
         assert searching.weigher.bound(layout) <= seconds * (1 + 1e-9)
@@ -58,11 +56,10 @@ def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
     cluster = cluster.model_copy(update={"families": tight})
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
     try:
-        best = searching.run().best
+        least = searching.run().lower_bound_seconds
     except PlanError as error:
         assert "MiB too few" in str(error)
         return
-    least = least_seconds(searching.costs, batch, space, 1.5 * best.seconds)
     for layout in searching.layouts[:20]:
         plan = searching.weigher.plan(layout)
         check_tiling(plan, setup.model.num_items)

@@ -20,7 +20,7 @@ from hpctrain.plan import Plan, TensorGrid, Tile
 from hpctrain.plan_file import dump_plan
 from hpctrain.planner import pools as pools_module
 from hpctrain.planner import predict as predict_module
-from hpctrain.planner.bound import _Pool
+from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup, item_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
@@ -258,16 +258,16 @@ def test_no_rows_are_faster_than_the_bound_allows(rows):
         RowTimes(rows=rows, **dict.fromkeys(("embedding_seconds", "block_seconds", "head_seconds"), (each, 2 * each)))
         for rows, each in seconds.items()
     )
-    cluster = profiled(WRONG.replace("memory_bytes = 15_625_000", "memory_bytes = 1_000_000_000"), times=times)
-    costs = StageCosts(SETUP, cluster, pools_module.pools_of(cluster, ["fast", "slow"], SETUP))
-    pool, devices, num_blocks = _Pool(costs, Space(), 0), costs.pools[0].num_devices, SETUP.model.num_layers
-    for grid in costs.grids[0]:
-        every = num_blocks * costs.seconds(0, grid, 1, rows, "none").both
-        head = costs.seconds(0, grid, costs.last, rows, "none").both
-        of_microbatch = rows * grid.z * (devices // grid.size)
-        without, _ = pool.most_blocks(of_microbatch, 1, every, num_blocks)
-        _, at_end = pool.most_blocks(of_microbatch, 1, every + head, num_blocks)
-        assert without >= num_blocks and at_end >= num_blocks, grid
+    cluster, batch = profiled(times=times), 1 << 20
+    pools = pools_module.pools_of(cluster, ["fast", "slow"], SETUP)
+    costs = StageCosts(SETUP, cluster, pools)
+    least = least_seconds(costs, batch, Space())  # of so many rows that agreeing and updating are next to nothing
+    for grids in itertools.product(*costs.grids):
+        speed = 0.0
+        for number, (pool, grid) in enumerate(zip(pools, grids, strict=True)):
+            block, head = (costs.seconds(number, grid, item, rows, "none").both for item in (1, costs.last))
+            speed += rows * grid.z * len(pool.slots(grid.size)) / (SETUP.model.num_layers * block + head)
+        assert least <= batch / speed * (1 + 1e-3), grids
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
