@@ -10,7 +10,7 @@ from hpctrain.holders import Holdings, holdings_of
 from hpctrain.job import Model
 from hpctrain.plan import Plan, Tile
 from hpctrain.schedule import channel_depth
-from hpctrain.transfers import Near, Transfer, everywhere, gathers, receives, sends
+from hpctrain.transfers import Near, RowShape, Transfer, everywhere, gathers, receives, sends
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ChannelNeed:
     item: int
     """The first one of the tile that follows: activations go to it, gradients come from it."""
     elements: int
-    """Of the largest message: rows x hidden features; each is `positions` numbers."""
+    """Of the largest message."""
     depth: int
     """Messages under way at once."""
 
@@ -62,19 +62,24 @@ class Role:
     channels: list[ChannelNeed]
 
 
-def role_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None, near: Near = everywhere) -> Role:
-    """Return what a rank takes part in; `bucket_bytes` as in `holdings_of`, `near` as in `hpctrain.transfers`.
+def role_of(
+    model: Model, positions: int, plan: Plan, rank: int, bucket_bytes: int | None = None, near: Near = everywhere
+) -> Role:
+    """Return what a rank takes part in, with rows of so many positions.
+
+    `bucket_bytes` is that of `holdings_of`, `near` that of `hpctrain.transfers`.
 
     Takes time and memory by the rank's own groups, not by all pairs of ranks."""
     tiles = plan.tiles_of(rank)
-    transfers = tuple(_transfers(model, plan, tile, rank, near) for tile in tiles)
+    row = RowShape(positions, model.hidden_size)
+    transfers = tuple(_transfers(row, plan, tile, rank, near) for tile in tiles)
     axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in "xyz"}
     held = holdings_of(model, plan, rank, bucket_bytes)
     return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
 
 
-def _transfers(model: Model, plan: Plan, tile: Tile, rank: int, near: Near) -> Transfers:
-    of = plan, tile, rank, model.hidden_size
+def _transfers(row: RowShape, plan: Plan, tile: Tile, rank: int, near: Near) -> Transfers:
+    of = plan, tile, rank, row
     return Transfers(
         receive_activation=receives(*of, forward=True, near=near),
         send_activation=sends(*of, forward=True, near=near),
@@ -97,7 +102,7 @@ def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[C
                 if peer == rank:
                     continue
                 key = peer, item
-                largest[key] = max(largest.get(key, 0), piece.rows.size * piece.features.size)
+                largest[key] = max(largest.get(key, 0), piece.num_elements)
                 if key not in depth:
                     near = (plan.upstream if is_before else plan.downstream)(tile)
                     depth[key] = channel_depth(plan, tile, next(each for each in near if peer in each.ranks))

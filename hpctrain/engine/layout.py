@@ -54,17 +54,16 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     for somebody who waits for him, and 4,096 ranks make no more than they use.
     """
     overlap = job.overlap
-    role = role_of(job.model, plan, world.rank, overlap.bucket_bytes, world.is_near)
+    role = role_of(job.model, job.data.sequence_length, plan, world.rank, overlap.bucket_bytes, world.is_near)
     everyone = world.group(plan.ranks, "everyone")
     x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
     axes = Axes(x, y, world.group(role.axes["z"], "z", overlapped=bool(overlap.z)))
     sets = dict.fromkeys(holding.ranks for holding in role.held.holdings)
     made = {ranks: world.group(ranks, "data", overlapped=bool(overlap.data)) for ranks in sets}
     groups = [made[holding.ranks] for holding in role.held.holdings]
-    element_bytes = job.data.sequence_length * dtype.itemsize
     channels = {
         (need.peer, need.item): world.channel(
-            need.peer, need.elements * element_bytes, need.depth, f"before item {need.item}"
+            need.peer, need.elements * dtype.itemsize, need.depth, f"before item {need.item}"
         )
         for need in role.channels
     }

@@ -1,6 +1,5 @@
 """What a rank's tiles exchange with those before and after them, as its schedule says."""
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from hpctrain.comm.channel import Channel
 from hpctrain.engine.layout import Layout
 from hpctrain.intervals import cut_evenly
 from hpctrain.schedule import EXPECTED_AHEAD, RECEIVING, Instruction, Op
-from hpctrain.transfers import Transfer, held
+from hpctrain.transfers import RowShape, Transfer, held
 
 
 class Place(NamedTuple):
@@ -50,7 +49,8 @@ class Messages:
     def __init__(self, layout: Layout, hidden_size: int, positions: int, device: torch.device):
         self._layout, self._positions, self._device = layout, positions, device
         tile = layout.tiles[0]  # rows and pieces of them are those of all
-        self.rows, self._features = held(tile, layout.rank, hidden_size)
+        self.rows = tile.rows_at(layout.coordinate[2])
+        self._tokens, self._features = held(tile, layout.rank, RowShape(positions, hidden_size))
         self.given: dict[Place, torch.Tensor] = {}
         """Activations, later gradients, that are there for tiles of this rank."""
         self._to_come: deque[Instruction] = deque()
@@ -80,7 +80,7 @@ class Messages:
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         pieces = []
         for transfer in found:
-            target = value[self._inside(transfer)]
+            target = self._piece(value, transfer)
             buffer = target if target.is_contiguous() else target.new_empty(target.shape)
             channel = self._layout.channels[transfer.sender, item]
             channel.expect(buffer)
@@ -99,8 +99,8 @@ class Messages:
             if buffer is not target:
                 target.copy_(buffer)
         if gathers:
-            y, (num_rows, *row) = self._layout.axes.y, value.shape
-            y.all_gather(value.view(-1), [cut.scale(math.prod(row)) for cut in cut_evenly(num_rows, y.size)])
+            y, num_features = self._layout.axes.y, self._features.size
+            y.all_gather(value.view(-1), [cut.scale(num_features) for cut in cut_evenly(self._tokens.size, y.size)])
         self.given[Place(instruction.chunk, instruction.microbatch)] = value
 
     def send(self, instruction: Instruction, value: torch.Tensor) -> None:
@@ -112,9 +112,9 @@ class Messages:
             if transfer.receiver == self._layout.rank:  # which then has all of it
                 self.given[Place(to, microbatch)] = value
                 continue
-            part = value[self._inside(transfer)].contiguous()
-            self._layout.channels[transfer.receiver, item].send(part)
+            self._layout.channels[transfer.receiver, item].send(self._piece(value, transfer).contiguous())
 
-    def _inside(self, transfer: Transfer) -> tuple[slice, slice, slice]:
-        rows = transfer.rows.shift(-self.rows.start)
-        return slice(*rows), slice(None), slice(*transfer.features.shift(-self._features.start))
+    def _piece(self, value: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        """Return what of a value, rows x positions x features, a message carries: tokens x features."""
+        tokens, features = transfer.tokens.shift(-self._tokens.start), transfer.features.shift(-self._features.start)
+        return value.flatten(0, 1)[slice(*tokens), slice(*features)]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan import Plan, Tile
 from hpctrain.planner.cost import Setup
-from hpctrain.transfers import everywhere, gathers, receives
+from hpctrain.transfers import RowShape, everywhere, gathers, receives
 
 
 def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], float]:
@@ -82,23 +82,24 @@ class _Messages:
 
     def _arriving(self, tile: Tile, sources: Sequence[Tile], rank: int, forward: bool) -> dict[Tile, float]:
         """Return by source what it takes until a rank has what it is sent of a microbatch."""
-        element = self._setup.positions * self._setup.item_bytes
+        row = RowShape(self._setup.positions, self._setup.model.hidden_size)
         source_of = {sender: source for source in sources for sender in source.ranks}
         arriving: dict[Tile, float] = {}
         how = forward, self._network.is_near if self._setup.stack.gathers_pieces else everywhere
-        for piece in receives(self._plan, tile, rank, self._setup.model.hidden_size, *how):
+        for piece in receives(self._plan, tile, rank, row, *how):
             source = source_of[piece.sender]
             if piece.sender == rank:  # a tile of its own
                 arriving[source] = 0.0
                 continue
-            num_bytes = piece.rows.size * piece.features.size * element
+            num_bytes = piece.num_elements * self._setup.item_bytes
             item = tile.items.start if forward else tile.items.stop
             flows = self._flows(piece.sender, rank, item, forward)
             seconds = self._network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
         if gathers(self._plan, tile, *how):
             _, _, z = tile.coordinate(rank)
-            num_bytes = tile.rows_at(z).size * self._setup.model.hidden_size // tile.tensor.x * element
+            num_elements = tile.rows_at(z).size * row.positions * (row.hidden_size // tile.tensor.x)
+            num_bytes = num_elements * self._setup.item_bytes
             beside = self._network.crowd(tile.ranks)
             gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), beside)
             arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later

@@ -407,7 +407,7 @@ class Weigher:
         costs, into = self.costs, target.choice.grid
         each = min(rank_rows(source.choice, rows), rank_rows(target.choice, rows))
         num_bytes = each * costs.setup.positions * (self._model.hidden_size // into.x) * costs.setup.item_bytes
-        has_pieces = self.costs.setup.stack.gathers_pieces and rank_rows(target.choice, rows) >= into.y > 1
+        has_pieces = self.costs.setup.stack.gathers_pieces and into.y > 1
         return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes, has_pieces)
 
     def _message_between(

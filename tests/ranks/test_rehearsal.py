@@ -90,7 +90,7 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
             seconds[way] = own.largest(min(each["step_seconds"] for each in metrics))
             transfers = trainer.layout.transfers[0]
             own_pieces = transfers.send_activation + transfers.send_gradient
-            elements = sum(piece.rows.size * piece.features.size for piece in own_pieces)
+            elements = sum(piece.num_elements for piece in own_pieces)
             sent[way] = sum(own.broadcast_object(own.gather_objects(elements)))
     if world.rank == 0:
         print(f"sent {sent}, seconds of a step {seconds}")

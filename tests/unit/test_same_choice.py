@@ -94,7 +94,7 @@ def groups_of(job: Job, plan) -> set[tuple[int, ...]]:
     """Return each axis of each tensor grid, each set of ranks that hold the same weights, and all ranks."""
     found = {tuple(plan.ranks)}
     for rank in plan.ranks:
-        role = role_of(job.model, plan, rank, job.overlap.bucket_bytes)
+        role = role_of(job.model, job.data.sequence_length, plan, rank, job.overlap.bucket_bytes)
         found |= set(role.axes.values()) | {holding.ranks for holding in role.held.holdings}
     return {ranks for ranks in found if len(ranks) > 1}
 

@@ -26,7 +26,7 @@ if sys.argv[1] == "unlike":  # every other tile by another grid, so that every w
 families = ["a100"] * 1024 + ["v100"] * 2048 + ["mi250x"] * 1024
 places = tuple(Place(f"node{rank // 8}", family) for rank, family in enumerate(families))
 topology = Topology(places)
-role = role_of(model, plan, 2077)
+role = role_of(model, 2048, plan, 2077)
 groups = [tuple(plan.ranks), *role.axes.values(), *(holding.ranks for holding in role.held.holdings)]
 groups += [tuple(sorted((2077, need.peer))) for need in role.channels]
 routes = [topology.route(ranks).kind for ranks in groups]
