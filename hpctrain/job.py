@@ -248,6 +248,9 @@ class Comm(Table):
     """auto: shared memory in a host; by family and host, then across; or forced, where a group could do otherwise."""
     algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
     """Of collectives over messages; auto: the cheapest by size and by the links of the cluster."""
+    gather_messages: bool = True
+    """The y of a stage each receive a part of what comes over a slow link, and gather the whole behind it. Off: each
+    receives the whole. The numbers are the same."""
 
 
 class Job(Table):

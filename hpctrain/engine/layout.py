@@ -15,6 +15,7 @@ from hpctrain.model.store import Store
 from hpctrain.model.ways import Ways
 from hpctrain.plan import Plan, Tile
 from hpctrain.role import Transfers, role_of
+from hpctrain.transfers import everywhere
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     for somebody who waits for him, and 4,096 ranks make no more than they use.
     """
     overlap = job.overlap
-    role = role_of(job.model, job.data.sequence_length, plan, world.rank, overlap.bucket_bytes, world.is_near)
+    near = world.is_near if job.comm.gather_messages else everywhere
+    role = role_of(job.model, job.data.sequence_length, plan, world.rank, overlap.bucket_bytes, near)
     everyone = world.group(plan.ranks, "everyone")
     x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
     axes = Axes(x, y, world.group(role.axes["z"], "z", overlapped=bool(overlap.z)))

@@ -129,6 +129,8 @@ class Setup:
         if stack.name != HPCTRAIN.name:
             return cls(job.model, job.data.sequence_length, dtype, stack, frozenset({"z"}))
         overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
+        if not job.comm.gather_messages:
+            stack = replace(stack, gathers_pieces=False)
         return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.beside_bytes)
 
     @property

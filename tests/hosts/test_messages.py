@@ -1,0 +1,51 @@
+"""What a stage sends to the next one over a slow link, by the counters of the interfaces."""
+
+import subprocess
+
+import pytest
+
+from tests.ranks.small_runs import write_tokens
+from tests.started import BIN, SMALL_MODEL
+
+ROWS, POSITIONS, HIDDEN, STEPS = 8, 256, 256, 2
+JOB = f"""
+{SMALL_MODEL.replace("hidden_size = 32", f"hidden_size = {HIDDEN}")}
+vocab_size = 512
+[data]
+tokens = "tokens.bin"
+sequence_length = {POSITIONS}
+[train]
+steps = {STEPS}
+global_batch = {ROWS}
+dtype = "fp32"
+validate_every = 0
+[products]
+tune = false
+"""
+OTHER_BYTES = 200_000
+"""What else the ranks of a host send to the other one, at the most: to start and to agree."""
+HEADERS = 1.08
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("y", [2, 4])
+def test_one_copy_crosses_the_slow_link_however_few_rows_a_microbatch_has(network, tmp_path, y):
+    """Each host is a stage of y ranks, and each microbatch is one row: whole messages would cross y times."""
+    write_tokens(tmp_path / "tokens.bin")
+    (tmp_path / "job.toml").write_text(JOB)
+    layout = (f"plan.tensor.y={y}", "plan.pipeline=2", "plan.microbatch=1")
+    crossed = {}
+    for gathers in ("true", "false"):
+        command = [BIN / "hpctrain", "train", "job.toml", "--run", gathers, "--sample", "0"]
+        command += [part for setting in (*layout, f"comm.gather_messages={gathers}") for part in ("--set", setting)]
+        done = network.run(command, y, hosts=("alpha-0", "beta-0"), cwd=tmp_path, timeout_seconds=90)
+        assert done.code == 0, done.out + done.err
+        crossed[gathers] = [link.sent for link in done.traffic.clusters.values()]
+    copy = STEPS * ROWS * POSITIONS * HIDDEN * 4
+    print(f"y = {y}: a copy is {copy:,} bytes; sent by the hosts {crossed}")
+    for parts, whole in zip(crossed["true"], crossed["false"], strict=True):
+        assert copy <= parts <= HEADERS * copy + OTHER_BYTES
+        assert y * copy <= whole <= HEADERS * y * copy + OTHER_BYTES
+    compare = [BIN / "hpctrain", "compare", "true", "false", "--exact"]
+    said = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert said.returncode == 0, said.stdout + said.stderr
