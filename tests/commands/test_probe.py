@@ -34,7 +34,7 @@ def test_two_families_on_two_hosts_become_a_cluster(tmp_path):
     for family in cluster.families.values():
         assert family.origin == "measured"
         assert family.measured_at_once == 2
-        assert 1 <= family.overlap_times < 20
+        assert family.overlap_times >= 1, "how much more depends on what else the machine does"
         assert family.sustained_flops_per_second["fp32"] > 0
     inside, across = link_between(cluster, 0, 1), link_between(cluster, 0, 2)
     assert (inside.between, across.between, across.fabric) == ("node", "fabric", "network")
