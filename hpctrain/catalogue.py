@@ -199,6 +199,7 @@ NETWORKS: dict[str, Network] = {
     "RoCE-400": Network(50e9, 6e-6, "RoCE v2 on Ethernet of 400 Gb/s"),
     "EFA-100": Network(12.5e9, 15e-6, "AWS Elastic Fabric Adapter, 100 Gb/s"),
     "OPA-100": Network(12.5e9, 3e-6, "Omni-Path, 100 Gb/s"),
+    "Ethernet-50": Network(6.25e9, 30e-6, "Ethernet, 50 Gb/s"),
     "Ethernet-25": Network(3.125e9, 30e-6, "Ethernet, 25 Gb/s"),
     "Ethernet-10": Network(1.25e9, 40e-6, "Ethernet, 10 Gb/s"),
 }

@@ -13,6 +13,7 @@ from benchmarks.evidence.calibrate import Measured
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.layers import LayerTimes, load_layers
 from benchmarks.evidence.measured import load_measured
+from benchmarks.evidence.mixed_runs import MixedRun, NodeGroup
 from hpctrain.catalogue import ACCELERATORS, GIB
 from hpctrain.planner.predict import Predictor
 
@@ -171,6 +172,36 @@ def llama3() -> PublishedSet:
     return told("Llama 3", "llama3_h100.csv")
 
 
+def mcore() -> PublishedSet:
+    """GPT-3 175B, Nemotron 15B and 340B by NeMo on Megatron-Core, DGX H100 (NVIDIA/dgxc-benchmarking: nemo_megatron/
+    README_175b.md and nemotron/README_15b.md at 0b71cfd, README_340b.md). Told elsewhere (NeMo's recipes): a distributed
+    optimizer, sequence parallelism, collectives of the tensor grid overlapped."""
+    return told("Megatron-Core, 16 to 2,048 H100", "mcore_h100.csv")
+
+
+def vtrain_multi() -> PublishedSet:
+    """Megatron-DeepSpeed on 64 to 512 A100 (vTrain, Bang et al. 2024, data/ground_truth_multi.csv at f8dda84). Nodes of
+    eight share four ports of 200 Gb/s. Vocabulary and memory size are not told: assumed."""
+    return told("vTrain, 64 to 512 A100", "vtrain_multi_a100.csv")
+
+
+def amp_t4() -> PublishedSet:
+    """A GPT-2 by Megatron-DeepSpeed on 4 nodes of 4 T4 each, 50 Gb/s between nodes and inside (AMP, Li et al. 2022,
+    results/homogeneous_results.txt at cf0a32a). `stages` are its partitions: two layers before the blocks, four
+    after."""
+    return told("AMP, 16 T4", "amp_t4.csv")
+
+
+def amp_mixed() -> PublishedSet:
+    """The same on 3 nodes of 4 V100, 10 Gb/s a node, and one of 4 T4, 50 Gb/s (src/results/het_cluster_results.txt at
+    62fc27d). What NVLink of such a node gives is not told: four links for each V100, which reach the other three."""
+    v100 = NodeGroup("V100", 4, 3, 100e9, 1.25e9)
+    t4 = NodeGroup("T4", 4, 1, 6.25e9, 6.25e9)
+    found = told("AMP, 12 V100 and 4 T4", "amp_v100_t4.csv")
+    rows = tuple(replace(row, run=MixedRun.of(row.run, v100, t4)) for row in found.rows)
+    return replace(found, rows=rows)
+
+
 # ---- Sailor (Strati et al. 2025) -------------------------------------------------------------------------------------
 
 SAILOR_POSITIONS, SAILOR_TENSOR = 2048, 4  # sequences of its scripts; its nodes have 4 devices
@@ -267,4 +298,15 @@ def sailor_single_layers() -> list[LayerRow]:
 
 
 def all_sets() -> list[PublishedSet]:
-    return [vtrain(), korthikanti(), sc21(), megatron_2020(), sailor(), foundry(), torch_fsdp(), bigscience(), llama3()]
+    measured = [
+        vtrain(),
+        korthikanti(),
+        sc21(),
+        megatron_2020(),
+        sailor(),
+        foundry(),
+        torch_fsdp(),
+        bigscience(),
+        llama3(),
+    ]
+    return [*measured, mcore(), vtrain_multi(), amp_t4(), amp_mixed()]
