@@ -174,8 +174,8 @@ def llama3() -> PublishedSet:
 
 def mcore() -> PublishedSet:
     """GPT-3 175B, Nemotron 15B and 340B by NeMo on Megatron-Core, DGX H100 (NVIDIA/dgxc-benchmarking: nemo_megatron/
-    README_175b.md and nemotron/README_15b.md at 0b71cfd, README_340b.md). Told elsewhere (NeMo's recipes): a distributed
-    optimizer, sequence parallelism, collectives of the tensor grid overlapped."""
+    README_175b.md and nemotron/README_15b.md at 0b71cfd, README_340b.md). Told elsewhere (NeMo's recipes): sequence
+    parallelism, a distributed optimizer."""
     return told("Megatron-Core, 16 to 2,048 H100", "mcore_h100.csv")
 
 

@@ -135,7 +135,11 @@ class ClusterNetwork:
         link = self._numbered[number]
         if link.between == "device":
             return 0.0
-        return message_seconds(link, int(num_bytes), flows, self._share)
+        return message_seconds(link, int(num_bytes), flows, self.share_of(link))
+
+    def share_of(self, link: PairLink) -> float:
+        """Return the share of a data sheet's bandwidth that a link gives."""
+        return self._share
 
     def flows(self, rank: int, ranks: Iterable[int], target: int) -> int:
         """Return how many of some ranks share the NIC by which this one sends to `target`, if all of them send by that
@@ -256,8 +260,14 @@ class ClusterNetwork:
         if algorithm == "domains":
             return self._by_domains(operation, num_bytes, form, beside)
         message_bytes = num_bytes if algorithm == "doubling" else num_bytes // form.size + 1
-        line = self._slowest(form.links, message_bytes, form.flows[beside])
-        return flat_seconds(algorithm, operation, num_bytes, form.size, line)
+        link, line = self._slowest(form.links, message_bytes, form.flows[beside])
+        return self.flat_seconds(algorithm, operation, num_bytes, form.size, link, line)
+
+    def flat_seconds(
+        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: Line
+    ) -> float:
+        """Return what a flat collective takes whose slowest link is `link`, on which messages take what `line` says."""
+        return flat_seconds(algorithm, operation, num_bytes, num_ranks, line)
 
     def _by_domains(self, operation: str, num_bytes: int, form: Form, beside: int) -> float:
         if operation == "all_reduce":
@@ -290,13 +300,13 @@ class ClusterNetwork:
         found = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
         return found.union(*map(self._fabrics, form.domains))
 
-    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> Line:
-        """Return the slowest of some links, as a line through messages of no bytes and of `num_bytes`."""
+    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> tuple[PairLink, Line]:
+        """Return the slowest of some links, and a line through its messages of no bytes and of `num_bytes`."""
         seconds = [self._message_seconds(number, num_bytes, flows) for number in links]
         slowest = max(seconds)
         link = self._numbered[links[seconds.index(slowest)]]
         latency = max(link.latency_seconds, 1e-12)
-        return Line(latency, num_bytes / max(slowest - latency, 1e-15), link.overhead_seconds)
+        return link, Line(latency, num_bytes / max(slowest - latency, 1e-15), link.overhead_seconds)
 
 
 def _most(flows: Iterable[Flows]) -> Flows:

@@ -131,7 +131,7 @@ class Predictor:
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._beside = setup.bucket_bytes is not None
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
-        self.network = network or ClusterNetwork(cluster, setup.stack.link_share)
+        self.network = network or setup.stack.network(cluster, setup.stack.link_share)
         self.network.check_ranks(len(plan.ranks))
         self._devices = device_models(cluster, setup, efficiencies)
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}

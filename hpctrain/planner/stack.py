@@ -5,9 +5,11 @@ its source tells, and three constants that are fitted. Two facts that nobody tel
 Composer's attention is, and what Megatron-DeepSpeed loses of a device's memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from hpctrain.cluster import Cluster
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.schedule import EXPECTED_AHEAD
 
 
@@ -85,8 +87,10 @@ class Stack:
     """For how many messages between stages a rank has room before it comes to receive them."""
     dispatch_seconds: float = 8e-6
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
-    link_share: float = 0.8
-    """Of a link's bandwidth that its collectives reach."""
+    network: Callable[[Cluster, float], ClusterNetwork] = ClusterNetwork
+    """Makes what prices its messages and collectives, of a cluster and of `link_share`."""
+    link_share: float = 1.0
+    """Of what a link gives its collectives."""
     reserved_bytes: float = 0.0
     """Of a device's memory that its libraries take before there is a model."""
     lost_share: float = 0.0
@@ -116,7 +120,6 @@ HPCTRAIN = Stack(
     copies_shards=True,
     gathers_pieces=True,
     expected_messages=EXPECTED_AHEAD,
-    link_share=1.0,
 )
 
 # Fused kernels of Megatron-LM (Shoeybi et al. 2019, Narayanan et al. 2021): norms read and write once; bias, dropout
@@ -133,7 +136,6 @@ MEGATRON = Stack(
     block_operations=(30, 50),
     gradient_bytes=4,
     dispatch_seconds=10e-6,
-    link_share=0.6,
 )
 # The same kernels, started by a heavier engine, which keeps gradients of fp16 as they are, and of bf16 a sum in fp32
 # beside them. What it loses of a device is what 31 readings of nvidia-smi have more than the rest, 13 GiB of 79 in the
@@ -143,7 +145,6 @@ DEEPSPEED = replace(
     name="megatron-deepspeed",
     kept_gradient_bytes={"fp16": 2, "bf16": 6},
     dispatch_seconds=24e-6,
-    link_share=0.5,
     lost_share=0.165,
     blocking_sends=True,
 )
@@ -167,7 +168,6 @@ EAGER = Stack(
     dropped_scores=False,
     kept_gradient_bytes={"fp32": 8, "tf32": 8},
     blocking_sends=True,
-    link_share=0.56,
     reserved_bytes=4.6e9,
 )
 # torch's FSDP (Zhao et al. 2023) as torchtitan uses it: weights gathered in half precision one layer ahead, gradients
@@ -182,7 +182,6 @@ FSDP = Stack(
     dropped_scores=False,
     stores_halves=False,
     dispatch_seconds=10e-6,
-    link_share=0.75,
 )
 # MosaicML's Composer with FSDP and autocast: the residual stream and what is gathered are fp32 and cast at each use,
 # the loss is computed once more for metrics; attention by a kernel in Triton, which is slower: a third of a large

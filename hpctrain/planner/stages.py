@@ -86,7 +86,7 @@ class StageCosts:
 
     def __init__(self, setup: Setup, cluster: Cluster, pools: Sequence[Pool]):
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
-        self.network = ClusterNetwork(cluster, setup.stack.link_share)
+        self.network = setup.stack.network(cluster, setup.stack.link_share)
         self.last = setup.model.num_items - 1
         self.seconds = lru_cache(None)(self._seconds)
         self.parts = lru_cache(None)(self._parts)

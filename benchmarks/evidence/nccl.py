@@ -1,0 +1,78 @@
+"""What a collective of NCCL, or of a library like it, takes of a link whose data sheet is known. Pure.
+
+A wire gives its collectives a share of its bandwidth; an operation takes a start and a while for each step of its ring;
+small tensors go by a protocol that starts sooner and carries less, large ones by one that fills pipelines first (NCCL
+src/graph/tuning.cc, `baseLat` and `hwLat`). Shares and starts are those of published runs of nccl-tests:
+
+8 A100 by NVLink: all-reduce on the bus 48, 138, 191, 221, 232 GB/s of 1 MiB, 16 MiB, 64 MiB, 512 MiB, 4 GiB. 8 H100:
+67, 237, 362, 437, 477, as their switches sum (NVIDIA/dgxc-benchmarking, nccl/README.md); what is not summed 370 of 450
+(NVIDIA/nccl-tests, issue 212). PCIe 3 12 of 15.75 GB/s (NCCL src/graph/topo.h). Ports of RDMA 41.5 of 50 GB/s at 32 MiB
+(nccl-tests, issue 232), 600 of 800 Gb/s (nccl, issue 495). TCP at most 60 % of 32 Gb/s, 4 to 6 GB/s of 100 Gb/s (nccl,
+issues 209 and 450).
+"""
+
+import math
+from typing import NamedTuple
+
+from hpctrain.comm.network import ClusterNetwork, Line
+from hpctrain.links import PairLink
+
+NVLINK_BYTES_PER_SECOND = 40e9
+"""From which on a link inside a node is no PCIe: x16 of its fourth generation has 32e9."""
+SUMMING_BYTES_PER_SECOND = 400e9
+"""From which on switches between devices sum what passes: NVLink 4 and later."""
+SUMMING_TIMES = 1.33
+SOCKET_SECONDS = 20e-6
+"""Latency from which on a fabric is one of sockets, whose bytes go through memory of the hosts."""
+
+
+class Protocol(NamedTuple):
+    start_seconds: float
+    step_seconds: float
+    share: float
+    """Of what the wire gives."""
+
+
+class Wire(NamedTuple):
+    share: float
+    """Of the link's bandwidth."""
+    protocols: tuple[Protocol, ...]
+
+
+# Start of what fills pipelines: 512 KiB in each of some 24 channels, at the A100's speed.
+NVLINK = Wire(0.80, (Protocol(7e-6, 0.6e-6, 0.25), Protocol(14e-6, 1.9e-6, 0.85), Protocol(110e-6, 3.4e-6, 1.0)))
+PCIE = Wire(0.75, (Protocol(7e-6, 1.0e-6, 0.25), Protocol(8e-6, 5.7e-6, 1.0)))
+RDMA = Wire(0.85, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
+SOCKETS = Wire(0.50, (Protocol(8e-6, 14e-6, 1.0),))
+
+
+def wire_of(link: PairLink) -> Wire:
+    if link.between == "node":
+        return NVLINK if link.bytes_per_second >= NVLINK_BYTES_PER_SECOND else PCIE
+    return RDMA if link.latency_seconds < SOCKET_SECONDS else SOCKETS
+
+
+def collective_seconds(operation: str, num_bytes: float, num_ranks: int, link: PairLink, bandwidth: float) -> float:
+    """Return what a collective of `num_bytes` (the whole tensor's) takes; `bandwidth` is what the wire gives a rank."""
+    wire, passes = wire_of(link), 2 if operation == "all_reduce" else 1
+    if passes == 2 and link.between == "node" and link.bytes_per_second >= SUMMING_BYTES_PER_SECOND and num_ranks > 2:
+        bandwidth *= SUMMING_TIMES
+    moving = passes * num_bytes * (num_ranks - 1) / num_ranks / bandwidth
+    # A tree sums and spreads in twice its depth.
+    steps = min(num_ranks - 1, math.log2(num_ranks) if passes == 2 and link.between != "node" else math.inf)
+    step = link.latency_seconds if link.between != "node" else 0.0
+    return min(p.start_seconds + passes * steps * (p.step_seconds + step) + moving / p.share for p in wire.protocols)
+
+
+class NcclNetwork(ClusterNetwork):
+    """A cluster's links with the collectives of NCCL. A measured link gives all that was measured."""
+
+    def share_of(self, link: PairLink) -> float:
+        return super().share_of(link) * wire_of(link).share
+
+    def flat_seconds(
+        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: Line
+    ) -> float:
+        if link.is_measured:
+            return super().flat_seconds(algorithm, operation, num_bytes, num_ranks, link, line)
+        return collective_seconds(operation, num_bytes, num_ranks, link, line.bytes_per_second)
