@@ -83,6 +83,9 @@ class Stack:
     """Whether `Passes.weight` leaves out that a rank copies its z-shard of weights, and adds to that of gradients."""
     gathers_pieces: bool = False
     """Whether what comes from another host comes in pieces, see `hpctrain.transfers.gathers`."""
+    cuts_messages: bool = False
+    """Whether each rank of y sends its part of a message, however few its rows, and the y of the next stage gather it;
+    where norms are cut over y, nothing else is there to send, and no need to gather."""
     expected_messages: int = 0
     """For how many messages between stages a rank has room before it comes to receive them."""
     dispatch_seconds: float = 8e-6
@@ -132,6 +135,7 @@ _FUSED = {
 MEGATRON = Stack(
     "megatron-lm",
     _FUSED,
+    cuts_messages=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
     update_bytes=40,
     block_operations=(30, 50),
     gradient_bytes=4,
