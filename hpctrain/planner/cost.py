@@ -138,6 +138,11 @@ class Setup:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of a gradient that replicas exchange."""
+        return self.item_bytes if self.dtype in self.stack.plain_gradients else self.stack.gradient_bytes
+
+    @property
     def gathered_bytes(self) -> int:
         """Of a weight that is stored in shards, on its way."""
         return self.stack.gathered_bytes or self.item_bytes
@@ -231,12 +236,12 @@ def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: It
         before.append(Exchange("data", "all_gather", elements // grid.z * setup.gathered_bytes))
     if grid.z > 1:
         before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
-        after.append(Exchange("z", "reduce_scatter", elements * setup.stack.gradient_bytes))
+        after.append(Exchange("z", "reduce_scatter", elements * setup.gradient_bytes))
         if setup.stack.copies_shards:
             placed = 2 * setup.item_bytes * elements / grid.z
-            added = 3 * setup.stack.gradient_bytes * elements / grid.z if zero < 2 else 0.0
+            added = 3 * setup.gradient_bytes * elements / grid.z if zero < 2 else 0.0
     if zero >= 2:
-        after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.stack.gradient_bytes))
+        after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.gradient_bytes))
     gather, scatter = Work(passed_bytes=placed, exchanges=before), Work(passed_bytes=added, exchanges=after)
     return ItemCost(
         Work.joined((gather, cost.forward)),

@@ -94,7 +94,7 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
     items = [item for chunk in plan.chunks(tile) for item in range(*chunk.items)]
     sizes = [unit_elements(setup.model, tile.tensor, item) for item in items]
     largest = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
-    z, of_gradient = tile.tensor.z, setup.stack.gradient_bytes
+    z, of_gradient = tile.tensor.z, setup.gradient_bytes
     weights = setup.gathered_bytes if z > 1 or zero == 3 else 0
     holders = min((len(held_by.ranks) for held_by in held.holdings if held_by.zero >= 2), default=0)
     shares = (1 / z if z > 1 else 0) + (1 / (z * holders) if holders else 0)

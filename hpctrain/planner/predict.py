@@ -358,7 +358,7 @@ class Predictor:
                     continue
                 tile = self.plan.tile_of(rank)
                 stored = self._stored(holding, tile.tensor.z)
-                reduced = stored * self.setup.stack.gradient_bytes
+                reduced = stored * self.setup.gradient_bytes
                 reduce = gather = 0.0
                 if holding.zero < 2:
                     operation = "reduce_scatter" if holding.zero else "all_reduce"

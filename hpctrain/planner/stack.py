@@ -57,6 +57,8 @@ class Stack:
     """Whether norms and residuals are cut over y too (Korthikanti et al. 2022)."""
     gradient_bytes: int = 4
     """Of a gradient that replicas exchange."""
+    plain_gradients: tuple[str, ...] = ()
+    """Dtypes whose gradients replicas exchange as they are."""
     gathered_bytes: int | None = None
     """Of a weight that comes over z; None: of a number of the run's dtype."""
     recomputes_ends: bool = False
@@ -147,6 +149,7 @@ MEGATRON = Stack(
 DEEPSPEED = replace(
     MEGATRON,
     name="megatron-deepspeed",
+    plain_gradients=("fp16",),  # DeepSpeedEngine.communication_data_type
     kept_gradient_bytes={"fp16": 2, "bf16": 6},
     dispatch_seconds=24e-6,
     lost_share=0.165,

@@ -377,7 +377,7 @@ class Weigher:
 
         reduce = gather = 0.0
         if zero < 2:
-            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.stack.gradient_bytes)
+            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes)
         if zero in (1, 2):
             gather = exchange("all_gather", setup.item_bytes)
         return self._waited_for(reduce, gather, buckets, placed, piece) if setup.bucket_bytes else (reduce, gather)
