@@ -365,6 +365,7 @@ def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
 def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     model, passes = setup.model, setup.passes
     tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
+    vocabulary += -vocabulary % setup.stack.vocabulary_multiple
     norm = _norm(setup, grid, tokens)
     sizes = {"x": grid.x, "y": grid.y}
     linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)

@@ -92,6 +92,8 @@ class Stack:
     """For how many messages between stages a rank has room before it comes to receive them."""
     dispatch_seconds: float = 8e-6
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
+    vocabulary_multiple: int = 1
+    """To which the ids of a rank of y are padded."""
     network: Callable[[Cluster, float], ClusterNetwork] = ClusterNetwork
     """Makes what prices its messages and collectives, of a cluster and of `link_share`."""
     link_share: float = 1.0
@@ -137,6 +139,7 @@ _FUSED = {
 MEGATRON = Stack(
     "megatron-lm",
     _FUSED,
+    vocabulary_multiple=128,  # --make-vocab-size-divisible-by
     cuts_messages=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
     update_bytes=40,
     block_operations=(30, 50),
