@@ -9,6 +9,7 @@ layouts against Megatron-style ones are in `perlmutter.py`.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.evidence.stacks import STACKS
 from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.errors import PlanError
@@ -18,7 +19,7 @@ from hpctrain.planner.ahead import further_ahead
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Predictor, predict
 from hpctrain.planner.search import search
-from hpctrain.planner.stack import HPCTRAIN, STACKS
+from hpctrain.planner.stack import HPCTRAIN
 
 BUCKET_BYTES = 4 << 20
 MIXED_DTYPE = "fp16"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
+from benchmarks.evidence.stacks import STACKS
 from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.errors import PlanError, did_you_mean
@@ -19,7 +20,7 @@ from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.memory import StageMemory
 from hpctrain.planner.predict import Prediction, Predictor
-from hpctrain.planner.stack import STACKS, Stack
+from hpctrain.planner.stack import Stack
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that torch's DistributedDataParallel sums at once."""

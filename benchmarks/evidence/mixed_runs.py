@@ -4,12 +4,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Self
 
+from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.layers import LayerTimes
 from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.plan import Plan
 from hpctrain.planner.catalogue import Efficiency
-from benchmarks.evidence.described import DescribedRun
-from benchmarks.evidence.layers import LayerTimes
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.stack import Stack
 

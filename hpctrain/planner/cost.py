@@ -120,17 +120,11 @@ class Setup:
     is computed."""
 
     @classmethod
-    def of_job(cls, job: Job, dtype: str | None = None, stack: Stack = HPCTRAIN) -> Self:
-        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off.
-
-        They are of our engine. Of other software what is over z, which is FSDP there, goes on beside, and nothing else.
-        """
+    def of_job(cls, job: Job, dtype: str | None = None) -> Self:
+        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off."""
         dtype = dtype or job.train.dtype
-        if stack.name != HPCTRAIN.name:
-            return cls(job.model, job.data.sequence_length, dtype, stack, frozenset({"z"}))
         overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
-        if not job.comm.gather_messages:
-            stack = replace(stack, gathers_pieces=False)
+        stack = HPCTRAIN if job.comm.gather_messages else replace(HPCTRAIN, gathers_pieces=False)
         return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.beside_bytes)
 
     @property

@@ -74,13 +74,16 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
             weights += (updated if holding.zero == 3 else stored) * setup.item_bytes
         weights += (packed if holding.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
         gradients += (updated if holding.zero >= 2 else stored) * of_gradient
-        if holding.zero == 1 and len(holding.ranks) > 1:
+        if holding.zero == 1 and len(holding.ranks) > 1 and not setup.stack.sums_in_place:
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
     messages = waiting + _expected(setup, plan, tile)
     buffers = largest + messages * largest_message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
     buffers += int(setup.stack.lost_share * available)
+    others = max((len(holding.ranks) for holding in held.holdings), default=1), tile.tensor.x, tile.tensor.y
+    num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
+    buffers += int(num_groups * setup.stack.communicator_bytes)
     return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, held), buffers)
 
 
@@ -244,7 +247,7 @@ def item_kept(setup: Setup, grid: TensorGrid, item: int, recompute: str) -> floa
     if item == 0:
         return setup.positions * 8  # what it makes is the first block's input
     if recompute == "full":
-        return hidden * b * stack.kept_inputs
+        return hidden * b * stack.kept_inputs / cut
     if item > model.num_layers:
         logits = setup.positions * padded_vocabulary(model, grid) / grid.y
         return hidden * 2 * b + logits * 4

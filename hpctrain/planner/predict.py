@@ -321,8 +321,14 @@ class Predictor:
         key = items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._holdings:
             held = holdings_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
+            if not self.setup.stack.evens_families:
+                held = replace(held, holdings=tuple(self._as_told(holding) for holding in held.holdings))
             self._holdings[key] = held, tile.ranks[0]
         return self._holdings[key]
+
+    def _as_told(self, holding: Holding) -> Holding:
+        """Return a holding in the ZeRO stage of its tiles, also where these are of several families."""
+        return replace(holding, zero=min(holding.zero, max(self.plan.tile_of(rank).zero for rank in holding.ranks)))
 
     @cached_property
     def _holdings(self) -> dict[tuple, tuple[Holdings, int]]:

@@ -1,12 +1,11 @@
 """How a training software carries out what a model says: how often it passes over memory, what it leaves to the host.
 
-What is the same for all software (products, what is exchanged) is in `hpctrain.planner.cost`. A stack has facts, which
-its source tells, and three constants that are fitted. Two facts that nobody tells are read off runs: how fast
-Composer's attention is, and what Megatron-DeepSpeed loses of a device's memory.
+What is the same for all software (products, what is exchanged) is in `hpctrain.planner.cost`. Those of others are in
+`benchmarks/evidence/stacks.py`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from hpctrain.cluster import Cluster
 from hpctrain.comm.network import ClusterNetwork
@@ -72,6 +71,10 @@ class Stack:
     """For each logit, beside what is kept, while the loss is computed; by bytes of a number."""
     dropped_scores: bool = True
     """Whether attention drops scores, and so keeps them twice, and a mask."""
+    evens_families: bool = False
+    """Whether weights that several families hold are updated by one of them each, whatever ZeRO stage is asked for."""
+    sums_in_place: bool = False
+    """Whether a distributed optimizer updates from the very gradients that it has summed, not from a copy of them."""
     stores_halves: bool = True
     """Whether weights in half precision are stored beside their fp32 masters, not cast anew for each use."""
     kept_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -100,6 +103,8 @@ class Stack:
     """Of what a link gives its collectives."""
     reserved_bytes: float = 0.0
     """Of a device's memory that its libraries take before there is a model."""
+    communicator_bytes: float = 0.0
+    """That buffers of each communicator take."""
     lost_share: float = 0.0
     """Of a device's memory that its buffers take, and its allocator cannot use."""
     step_seconds: float = 0.0
@@ -111,13 +116,13 @@ class Stack:
 FLASH_2 = 0.65, 0.57
 
 # Counted by hand in hpctrain/model/functions.py and hpctrain/engine/optimizer.py: one pass for each operation of torch.
-_EAGER = {
+EAGER_PASSES = {
     4: Passes((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (32, 16), 0),
     2: Passes((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (34, 18), 10),
 }
 HPCTRAIN = Stack(
     "hpctrain",
-    _EAGER,
+    EAGER_PASSES,
     update_bytes=48,  # its norm 4, clipped 8, updated 32, zeroed 4
     block_operations=(28, 60),
     flash=FLASH_2,
@@ -127,93 +132,5 @@ HPCTRAIN = Stack(
     copies_shards=True,
     gathers_pieces=True,
     expected_messages=EXPECTED_AHEAD,
+    evens_families=True,
 )
-
-# Fused kernels of Megatron-LM (Shoeybi et al. 2019, Narayanan et al. 2021): norms read and write once; bias, dropout
-# and residual are one kernel; scores are read and written by softmax and by dropout; the
-# loss is computed in fp32, one pass for each operation of torch.
-_FUSED = {
-    2: Passes((4, 6), (14, 12), (4, 4), (6, 8), (9, 11), (38, 14), 8),
-    4: Passes((8, 12), (26, 24), (8, 8), (12, 16), (17, 21), (36, 12), 8),
-}
-MEGATRON = Stack(
-    "megatron-lm",
-    _FUSED,
-    vocabulary_multiple=128,  # --make-vocab-size-divisible-by
-    cuts_messages=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
-    update_bytes=40,
-    block_operations=(30, 50),
-    gradient_bytes=4,
-    dispatch_seconds=10e-6,
-)
-# The same kernels, started by a heavier engine, which keeps gradients of fp16 as they are, and of bf16 a sum in fp32
-# beside them. What it loses of a device is what 31 readings of nvidia-smi have more than the rest, 13 GiB of 79 in the
-# median (BigScience on A100-80).
-DEEPSPEED = replace(
-    MEGATRON,
-    name="megatron-deepspeed",
-    plain_gradients=("fp16",),  # DeepSpeedEngine.communication_data_type
-    kept_gradient_bytes={"fp16": 2, "bf16": 6},
-    dispatch_seconds=24e-6,
-    lost_share=0.165,
-    blocking_sends=True,
-)
-# As it is today: attention in one kernel, norms cut over y.
-MEGATRON_CORE = replace(
-    MEGATRON,
-    name="megatron-core",
-    passes={width: replace(passes, scores=(0, 0)) for width, passes in _FUSED.items()},
-    flash=FLASH_2,
-    sequence_parallel=True,
-)
-# Sailor's runs and profiles (Strati et al. 2025): layers of torch one operation after the other, fp32 throughout. How
-# often scores and logits are passed over is read off the profiles of A100-80, where one layer takes 13 and 66 bytes.
-_SAILOR = Passes((20, 40), (24, 24), (32, 36), (32, 52), (13, 66), (26, 8), 8)
-EAGER = Stack(
-    "eager",
-    {4: _SAILOR, 2: _SAILOR.halved()},
-    update_bytes=60,
-    block_operations=(40, 60),
-    kept_inner=3.0,
-    dropped_scores=False,
-    kept_gradient_bytes={"fp32": 8, "tf32": 8},
-    blocking_sends=True,
-    reserved_bytes=4.6e9,
-)
-# torch's FSDP (Zhao et al. 2023) as torchtitan uses it: weights gathered in half precision one layer ahead, gradients
-# summed in fp32; layers of torch one operation after the other. Each weight is copied out of what was gathered, its
-# gradient into what is scattered.
-FSDP = Stack(
-    "fsdp",
-    {width: replace(passes, weight=8 * width) for width, passes in _EAGER.items()},
-    update_bytes=40,
-    block_operations=(24, 40),
-    flash=FLASH_2,
-    dropped_scores=False,
-    stores_halves=False,
-    dispatch_seconds=10e-6,
-)
-# MosaicML's Composer with FSDP and autocast: the residual stream and what is gathered are fp32 and cast at each use,
-# the loss is computed once more for metrics; attention by a kernel in Triton, which is slower: a third of a large
-# product's speed on A100, as steps of 16 to 64 thousand positions show beside those of 1 thousand.
-COMPOSER = replace(
-    FSDP,
-    name="composer",
-    passes={2: Passes((10, 20), (20, 24), (4, 4), (4, 6), (0, 0), (50, 18), 28), 4: replace(_EAGER[4], weight=32)},
-    flash=(0.40, 0.31),
-    gradient_bytes=2,
-    gathered_bytes=4,
-    kept_inputs=2.0,
-)
-# The same with all in half precision.
-COMPOSER_PURE = replace(
-    COMPOSER,
-    name="composer-pure",
-    passes=COMPOSER.passes | {2: Passes((6, 10), (12, 12), (4, 4), (4, 6), (0, 0), (50, 18), 12)},
-    gathered_bytes=None,
-    kept_inputs=1.0,
-)
-STACKS = {s.name: s for s in (HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER, FSDP, COMPOSER, COMPOSER_PURE)}
-
-FITTED = ("dispatch_seconds", "link_share", "reserved_bytes")
-"""The constants of a stack."""

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from hpctrain.cluster import Cluster
-from hpctrain.comm.network import ClusterNetwork, Crowd
+from hpctrain.comm.network import Crowd
 from hpctrain.errors import PlanError
 from hpctrain.intervals import Interval
 from hpctrain.parameters import check_grid

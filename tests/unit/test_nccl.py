@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from hpctrain.cluster import Cluster, Fabric, Family, Nic, Nodes
-from hpctrain.links import PairLink
 from benchmarks.evidence.nccl import NcclNetwork, collective_seconds, wire_of
+from hpctrain.cluster import Cluster, Fabric, Family, Nic, Nodes
+from hpctrain.comm.network import ClusterNetwork
+from hpctrain.links import PairLink
 
 MIB = 1 << 20
 A100, H100 = (PairLink("node", None, 10e-6, speed, math.inf) for speed in (300e9, 450e9))
@@ -79,14 +80,14 @@ def cluster(origin: str, latency: float = 3e-6) -> Cluster:
 
 def test_a_measured_link_is_never_discounted():
     ours = ClusterNetwork(cluster("measured"))
-    theirs = ClusterNetwork(cluster("measured"), link_share=0.5, is_nccl=True)
+    theirs = NcclNetwork(cluster("measured"), link_share=0.5)
     for ranks in ((0, 1), (0, 2), (0, 1, 2, 3)):
         assert theirs.group_seconds("all_reduce", 1e9, ranks) == ours.group_seconds("all_reduce", 1e9, ranks)
     assert theirs.seconds(0, 2, 1e9) == ours.seconds(0, 2, 1e9)
 
 
 def test_sockets_give_less_of_their_wire_than_rdma_and_nvlink_most_of_its():
-    rdma, sockets = (ClusterNetwork(cluster("datasheet", latency), is_nccl=True) for latency in (3e-6, 30e-6))
+    rdma, sockets = (NcclNetwork(cluster("datasheet", latency)) for latency in (3e-6, 30e-6))
     assert rdma.group_seconds("all_reduce", 1e9, (0, 2)) == pytest.approx(1e9 / 25e9 / 0.85, rel=0.01)
     assert sockets.group_seconds("all_reduce", 1e9, (0, 2)) == pytest.approx(1e9 / 25e9 / 0.5, rel=0.01)
     assert rdma.group_seconds("all_reduce", 1e9, (0, 1)) == pytest.approx(1e9 / 300e9 / 0.8, rel=0.05)

@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.stacks import EAGER, MEGATRON
+from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.cost import Setup, item_cost
-from hpctrain.planner.described import DescribedRun
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.messages import arrivals
-from hpctrain.planner.network import ClusterNetwork
-from hpctrain.planner.stack import EAGER, MEGATRON, Stack
+from hpctrain.planner.predict import Predictor
+from hpctrain.planner.stack import HPCTRAIN, Stack
 
 # Two stages of eight gaming cards each, a node a stage, one slow port a node.
 CARDS = DescribedRun(
@@ -51,3 +53,37 @@ def test_megatron_pads_its_vocabulary_and_others_do_not():
 
     assert columns(MEGATRON) == 50304
     assert columns(EAGER) == 50257
+
+
+def test_recomputing_whole_blocks_keeps_a_part_of_their_inputs_where_norms_are_cut():
+    run = replace(CARDS, recompute="full", microbatch=4, global_batch=32)
+    whole, cut = (replace(run, sequence_parallel=each).memory()[0].memory.activations for each in (False, True))
+    assert cut == pytest.approx(whole / run.tensor, rel=0.02)
+
+
+def test_a_distributed_optimizer_needs_what_megatrons_readme_says():
+    run = replace(CARDS, dtype="bf16", zero=1, data=4, tensor=1, pipeline=1, global_batch=32, stack="megatron-core")
+    memory, weights = run.memory()[0].memory, 12 * 4096**2 * 8 + 2 * 4096 * 51200
+    found = (memory.weights + memory.gradients + memory.moments) / weights
+    assert found == pytest.approx(6 + 12 / 4, rel=0.03)
+
+
+def test_each_communicator_takes_memory():
+    def needed(run: DescribedRun, num_bytes: float) -> int:
+        setup = run.setup(replace(MEGATRON, communicator_bytes=num_bytes))
+        return Predictor(setup, run.plan, run.cluster).memory[0].memory.total
+
+    for data, groups in ((1, 2), (4, 3)):  # of the tensor grid, between stages, of replicas
+        run = replace(CARDS, data=data, global_batch=32)
+        assert needed(run, 1e9) - needed(run, 0.0) == pytest.approx(groups * 1e9)
+
+
+def test_zero_0_of_other_software_stays_0_where_families_hold_the_same():
+    run = replace(CARDS, tensor=1, pipeline=1, data=2, devices_per_node=1, global_batch=8)
+    nodes = [run.cluster.nodes[0].model_copy(update={"count": 1, "devices": {name: 1}}) for name in ("one", "other")]
+    families = {name: run.cluster.families["RTX-3090"] for name in ("one", "other")}
+    cluster = run.cluster.model_copy(update={"families": families, "nodes": tuple(nodes)})
+    tiles = (replace(tile, family=name) for tile, name in zip(run.plan.tiles, families, strict=True))
+    plan = replace(run.plan, tiles=tuple(tiles))
+    ours, theirs = (Predictor(run.setup(stack), plan, cluster).memory[0].memory for stack in (HPCTRAIN, MEGATRON))
+    assert theirs.moments == pytest.approx(2 * ours.moments, rel=0.01)

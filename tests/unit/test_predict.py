@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.stacks import MEGATRON, STACKS
 from hpctrain.cluster import Cluster, Nodes
 from hpctrain.cluster_file import dump_cluster, parse_cluster
 from hpctrain.comm.network import ClusterNetwork
@@ -23,7 +24,7 @@ from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.messages import _Messages
 from hpctrain.planner.predict import predict
 from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
-from hpctrain.planner.stack import HPCTRAIN, MEGATRON, STACKS
+from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.schedule import one_f_one_b
 from hpctrain.truth import Truth
 from tests.pretended import CLUSTER
@@ -362,7 +363,7 @@ def test_other_software_is_predicted_on_unlike_families_in_one_pipeline():
     job = load_job("tiny", ["model.num_layers=4", "model.vocab_size=512"])
 
     def predicted(stack=MEGATRON, interleave: int = 1):
-        return predict(Setup.of_job(job, "fp16", stack), plan, cluster, interleave)
+        return predict(Setup(job.model, 128, "fp16", stack), plan, cluster, interleave)
 
     plain, interleaved = predicted(), predicted(interleave=2)
     assert interleaved.breakdown_seconds["bubble"] == pytest.approx(plain.breakdown_seconds["bubble"] / 2)

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.evidence.layers import LayeredPredictor, load_layers
+from benchmarks.evidence.stacks import MEGATRON
 from hpctrain.cluster import Cluster, Profile, RowTimes
 from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
 from hpctrain.intervals import Interval
@@ -29,7 +30,6 @@ from hpctrain.planner.profiled import device_models
 from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Limits, search
 from hpctrain.planner.space import Space
-from hpctrain.planner.stack import MEGATRON
 from hpctrain.planner.stages import StageCosts
 from hpctrain.truth import Truth
 
