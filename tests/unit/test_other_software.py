@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.nccl import NcclNetwork
 from benchmarks.evidence.stacks import EAGER, MEGATRON
-from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.devices import DeviceModel
@@ -22,7 +22,7 @@ CARDS = DescribedRun(
 
 def message_seconds(run: DescribedRun, stack: Stack) -> float:
     setup: Setup = run.setup(stack)
-    return max(arrivals(setup, run.plan, ClusterNetwork(run.cluster, is_nccl=True)).values())[0]
+    return max(arrivals(setup, run.plan, NcclNetwork(run.cluster)).values())[0]
 
 
 def test_ranks_of_a_stage_share_a_message_and_gather_it_inside_the_node():
