@@ -62,6 +62,8 @@ class DescribedRun:
     """How many items each stage has; left out: blocks cut evenly."""
     beside: bool = False
     """Whether gradients, in half precision, are summed beside the last backward pass, in torch's buckets."""
+    overlaps_tensor: bool = False
+    """Whether collectives of the tensor grid are overlapped with products (Transformer Engine's user buffers)."""
     kept_inner: float | None = None
     """In place of the stack's, where the model's activation function is another one."""
 
@@ -104,7 +106,9 @@ class DescribedRun:
         if self.beside:
             stack = replace(stack, gradient_bytes=ITEM_BYTES[self.dtype])
         bucket_bytes = BUCKET_BYTES if self.beside else None
-        overlaps = frozenset({"z"} if self.zero == 3 else ())
+        overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
+            frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
+        )
         return Setup(self.model, self.positions, self.dtype, stack, overlaps, bucket_bytes)
 
     @cached_property

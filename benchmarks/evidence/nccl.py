@@ -8,7 +8,7 @@ src/graph/tuning.cc, `baseLat` and `hwLat`). Shares and starts are those of publ
 67, 237, 362, 437, 477, as their switches sum (NVIDIA/dgxc-benchmarking, nccl/README.md); what is not summed 370 of 450
 (NVIDIA/nccl-tests, issue 212). PCIe 3 12 of 15.75 GB/s (NCCL src/graph/topo.h). Ports of RDMA 41.5 of 50 GB/s at 32 MiB
 (nccl-tests, issue 232), 600 of 800 Gb/s (nccl, issue 495). TCP at most 60 % of 32 Gb/s, 4 to 6 GB/s of 100 Gb/s (nccl,
-issues 209 and 450).
+issues 209 and 450), nearly all of 10 Gb/s.
 """
 
 import math
@@ -43,13 +43,22 @@ class Wire(NamedTuple):
 NVLINK = Wire(0.80, (Protocol(7e-6, 0.6e-6, 0.25), Protocol(14e-6, 1.9e-6, 0.85), Protocol(110e-6, 3.4e-6, 1.0)))
 PCIE = Wire(0.75, (Protocol(7e-6, 1.0e-6, 0.25), Protocol(8e-6, 5.7e-6, 1.0)))
 RDMA = Wire(0.85, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
-SOCKETS = Wire(0.50, (Protocol(8e-6, 14e-6, 1.0),))
+# Omni-Path leaves the protocol to the hosts' cores (PSM2), as TCP does.
+ONLOADED = Wire(0.45, (Protocol(7e-6, 2.7e-6, 0.25), Protocol(8e-6, 14e-6, 1.0)))
+ONLOADED_FABRICS = ("OPA",)
+# Copies through the hosts' memory end at about so many bytes a second of a NIC, however fast that is.
+SOCKETS_BYTES_PER_SECOND = 3.2e9
+SOCKETS = Wire(0.85, (Protocol(8e-6, 14e-6, 1.0),))
 
 
 def wire_of(link: PairLink) -> Wire:
     if link.between == "node":
         return NVLINK if link.bytes_per_second >= NVLINK_BYTES_PER_SECOND else PCIE
-    return RDMA if link.latency_seconds < SOCKET_SECONDS else SOCKETS
+    if link.fabric and link.fabric.startswith(ONLOADED_FABRICS):
+        return ONLOADED
+    if link.latency_seconds < SOCKET_SECONDS:
+        return RDMA
+    return SOCKETS._replace(share=min(SOCKETS.share, SOCKETS_BYTES_PER_SECOND / link.bytes_per_second))
 
 
 def collective_seconds(operation: str, num_bytes: float, num_ranks: int, link: PairLink, bandwidth: float) -> float:

@@ -27,6 +27,7 @@ MEGATRON = Stack(
     cuts_messages=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
     update_bytes=40,
     network=NcclNetwork,
+    link_share=0.8,
     block_operations=(30, 50),
     gradient_bytes=4,
     sums_in_place=True,  # 6 + 12 / d bytes of a weight (its README, Distributed Optimizer)
@@ -41,6 +42,7 @@ MEGATRON = Stack(
 DEEPSPEED = replace(
     MEGATRON,
     name="megatron-deepspeed",
+    link_share=0.58,
     plain_gradients=("fp16",),  # DeepSpeedEngine.communication_data_type
     kept_gradient_bytes={"fp16": 2, "bf16": 6},
     sums_in_place=False,
@@ -55,6 +57,7 @@ DEEPSPEED = replace(
 MEGATRON_CORE = replace(
     MEGATRON,
     name="megatron-core",
+    link_share=0.9,
     passes={width: replace(passes, scores=(0, 0)) for width, passes in _FUSED.items()},
     flash=FLASH_2,
     sequence_parallel=True,
@@ -66,6 +69,7 @@ EAGER = Stack(
     "eager",
     {4: _SAILOR, 2: _SAILOR.halved()},
     network=NcclNetwork,
+    link_share=0.75,
     update_bytes=60,
     block_operations=(40, 60),
     kept_inner=3.0,
@@ -81,6 +85,7 @@ FSDP = Stack(
     "fsdp",
     {width: replace(passes, weight=8 * width) for width, passes in EAGER_PASSES.items()},
     network=NcclNetwork,
+    link_share=0.9,
     update_bytes=40,
     block_operations=(24, 40),
     flash=FLASH_2,

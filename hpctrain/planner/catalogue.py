@@ -47,12 +47,13 @@ BESIDE_NCCL = 1.19
 # for games sum products of half precision in fp32 at half their tensor cores' rate, and reach nearly all of that, as of
 # tf32 in the profiles. A T4 is held to 70 W, and its clock falls under load: products of 4096 reach 24 TFLOP/s of 65
 # (forums.developer.nvidia.com, thread 264462, confirmed there as power capping), memory 220 GB/s of 320 (Jia et al.
-# 2019, arXiv 1903.07486). A B200 computes all but attention of a training step 1.67 times as fast as an H200, where its
+# 2019, arXiv 1903.07486); whole steps of a GPT-2 on 16 of them (AMP, Li et al. 2022) want 14 % less of the first and
+# 10 % less of the second. A B200 computes all but attention of a training step 1.67 times as fast as an H200, where its
 # sheet says 2.28, and attention 1.87 times (stas00/ml-engineering, insights/when-to-upgrade-gpus, at 2d872ed).
 EFFICIENCIES: dict[str, Efficiency] = {
     "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_times=BESIDE_NCCL),
     "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
-    "t4": Efficiency(0.37, 0.69, 2e-6, 40, 0.55, overlap_times=BESIDE_NCCL),
+    "t4": Efficiency(0.32, 0.62, 2e-6, 40, 0.55, overlap_times=BESIDE_NCCL),
     "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
     "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_times=BESIDE_NCCL),
     "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44, fused_share=0.75, overlap_times=BESIDE_NCCL),
