@@ -24,7 +24,7 @@ MEGATRON = Stack(
     "megatron-lm",
     _FUSED,
     vocabulary_multiple=128,  # --make-vocab-size-divisible-by
-    cuts_messages=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
+    gathers_pieces=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
     update_bytes=40,
     network=NcclNetwork,
     link_share=0.8,

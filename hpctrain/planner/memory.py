@@ -15,6 +15,9 @@ from hpctrain.planner.cost import Setup, goes_in_halves, unit_elements
 from hpctrain.schedule import Op, passes, under_way, weight_delay
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
+INDEX_BYTES, STATISTIC_BYTES = 8, 4
+LOSS_BYTES = 28
+"""For each token while its loss is computed: maxima, sums, and its own logit."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
-    messages = waiting + _expected(setup, plan, tile)
+    messages = waiting + _expected(setup, plan, tile) + _sent(plan, tile)
     buffers = largest + messages * largest_message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
     buffers += int(setup.stack.lost_share * available)
     others = max((len(holding.ranks) for holding in held.holdings), default=1), tile.tensor.x, tile.tensor.y
@@ -88,21 +91,30 @@ def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, w
 
 
 def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
-    """Return the room for whole weights and gradients of two items: those in the making and their largest neighbour's,
-    which are gathered ahead and scattered behind; and for the shard of what is scattered, which is of both where a
-    weight pass has gone before."""
     zero = max((holding.zero for holding in held.holdings), default=0)
-    if tile.is_idle or (tile.tensor.z == 1 and zero < 2):
+    if tile.is_idle:
         return 0
-    items = [item for chunk in plan.chunks(tile) for item in range(*chunk.items)]
-    sizes = [unit_elements(setup.model, tile.tensor, item) for item in items]
-    largest = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
-    z, of_gradient = tile.tensor.z, setup.gradient_bytes
-    weights = setup.gathered_bytes if z > 1 or zero == 3 else 0
+    chunks = plan.chunks(tile)
+    sizes = [unit_elements(setup.model, tile.tensor, item) for chunk in chunks for item in range(*chunk.items)]
+    pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     holders = min((len(held_by.ranks) for held_by in held.holdings if held_by.zero >= 2), default=0)
-    shares = (1 / z if z > 1 else 0) + (1 / (z * holders) if holders else 0)
-    coming = largest if any(_splits(setup, plan, chunk) for chunk in plan.chunks(tile)) else max(sizes)
-    return largest * (weights + of_gradient) + int(coming * shares * of_gradient)
+    splits = any(_splits(setup, plan, chunk) for chunk in chunks)
+    return int(gathered_bytes(setup, tile.tensor.z, zero, holders, max(sizes), pair, splits))
+
+
+def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, pair: int, splits: bool) -> float:
+    """Return the room for whole weights and gradients where a rank stores shards: those of its `largest` item, or of a
+    `pair` of neighbours where those over z are overlapped, since one is gathered ahead and scattered behind.
+
+    The shard of what is scattered comes on top; it is of both where a weight pass has gone before (`splits`).
+    """
+    if z == 1 and zero < 2:
+        return 0.0
+    whole = pair if z > 1 and "z" in setup.overlaps else largest
+    weights = setup.gathered_bytes if z > 1 or zero == 3 else 0
+    shares = (1 / z if z > 1 else 0) + (1 / (z * holders) if zero >= 2 and holders else 0)
+    coming = whole if splits else largest
+    return whole * (weights + setup.gradient_bytes) + coming * shares * setup.gradient_bytes
 
 
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
@@ -179,7 +191,8 @@ def item_computing(setup: Setup, grid: TensorGrid, item: int, again: bool, in_ha
     kept = item_kept(setup, grid, item, "none")
     if item > setup.model.num_layers:
         logits = setup.positions * padded_vocabulary(setup.model, grid) / grid.y
-        beside = max(kept / 2, logits * setup.stack.loss_bytes.get(setup.item_bytes, 0))
+        beside = logits * setup.stack.loss_bytes.get(setup.item_bytes, 0) + setup.positions * LOSS_BYTES
+        beside = max(kept / 2, beside)
     else:
         beside = kept / (4 if in_halves and goes_in_halves(setup, grid) and item else 2)
     return again * kept + beside
@@ -219,6 +232,14 @@ def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:
     return min(setup.stack.expected_messages, kinds * plan.microbatches)
 
 
+def _sent(plan: Plan, tile: Tile) -> int:
+    """Return how many messages of a rank are on their way while it computes: one for each tile that sends any."""
+    return sum(
+        any(other.ranks != tile.ranks for other in (*plan.upstream(chunk), *plan.downstream(chunk)))
+        for chunk in plan.chunks(tile)
+    )
+
+
 def item_deferred(setup: Setup, grid: TensorGrid, item: int) -> float:
     """Return the bytes that an item keeps between its input and its weight pass, for one row of a rank: both operands
     of each product that is a weight's gradient."""
@@ -236,6 +257,11 @@ def item_deferred(setup: Setup, grid: TensorGrid, item: int) -> float:
     return setup.positions * numbers * setup.item_bytes
 
 
+def _norm_statistics(setup: Setup) -> float:
+    """Return the bytes that a norm keeps of a row beside its input: the scale of each token, or mean and scale."""
+    return setup.positions * STATISTIC_BYTES * (1 if setup.model.architecture == "llama" else 2)
+
+
 def item_kept(setup: Setup, grid: TensorGrid, item: int, recompute: str) -> float:
     """Return the bytes that an item keeps for its backward pass, for one row of a rank.
 
@@ -245,19 +271,21 @@ def item_kept(setup: Setup, grid: TensorGrid, item: int, recompute: str) -> floa
     cut = grid.y if stack.sequence_parallel else 1
     hidden = setup.positions * model.hidden_size / grid.x
     if item == 0:
-        return setup.positions * 8  # what it makes is the first block's input
+        return setup.positions * (2 * INDEX_BYTES + 1)  # ids, and where they are; it makes the first block's input
     if recompute == "full":
         return hidden * b * stack.kept_inputs / cut
     if item > model.num_layers:
         logits = setup.positions * padded_vocabulary(model, grid) / grid.y
-        return hidden * 2 * b + logits * 4
+        return hidden * 2 * b + logits * 4 + setup.positions * (2 * INDEX_BYTES + 2) + _norm_statistics(setup)
     query = setup.positions * model.hidden_size / grid.y
     key = setup.positions * max(1, model.kv_heads // grid.y) * model.head_size
     inner = setup.positions * model.ffn / grid.y
     if stack.flash:  # input, normed twice, the middle of the residual stream; queries, keys, values, mixed; gate and up
         gated = 3 if model.architecture == "llama" else 2
         rotated = query + key if model.architecture == "llama" else 0
-        return b * (4 * hidden / cut + 2 * query + 2 * key + rotated + gated * inner)
+        sums = setup.positions * STATISTIC_BYTES * model.num_heads / grid.y  # of exponentials, for each head
+        statistics = 2 * _norm_statistics(setup) + sums
+        return b * (4 * hidden / cut + 2 * query + 2 * key + rotated + gated * inner) + statistics
     masks = 2 * hidden
     of_scores = 2 * b + 1 if stack.dropped_scores else b
     scores = model.num_heads / grid.y * setup.positions**2 * of_scores if recompute == "none" else 0.0

@@ -85,19 +85,20 @@ class _Messages:
         row = RowShape(self._setup.positions, self._setup.model.hidden_size)
         source_of = {sender: source for source in sources for sender in source.ranks}
         arriving: dict[Tile, float] = {}
-        how = forward, self._network.is_near if self._setup.stack.gathers_pieces else everywhere
+        stack = self._setup.stack
+        parts = tile.tensor.y if stack.sequence_parallel else 1  # what is cut over y is sent so, and not gathered
+        how = forward, self._network.is_near if stack.gathers_pieces and parts == 1 else everywhere
         for piece in receives(self._plan, tile, rank, row, *how):
             source = source_of[piece.sender]
             if piece.sender == rank:  # a tile of its own
                 arriving[source] = 0.0
                 continue
-            num_bytes = piece.num_elements * self._setup.item_bytes / self._parts(tile)
+            num_bytes = piece.num_elements * self._setup.item_bytes / parts
             item = tile.items.start if forward else tile.items.stop
             flows = self._flows(piece.sender, rank, item, forward)
             seconds = self._network.seconds(piece.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
-        is_cut = self._parts(tile) > 1 and not self._setup.stack.sequence_parallel and any(arriving.values())
-        if is_cut or gathers(self._plan, tile, *how):
+        if gathers(self._plan, tile, *how):
             _, _, z = tile.coordinate(rank)
             num_elements = tile.rows_at(z).size * row.positions * (row.hidden_size // tile.tensor.x)
             num_bytes = num_elements * self._setup.item_bytes
@@ -105,8 +106,3 @@ class _Messages:
             gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), beside)
             arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later
         return arriving
-
-    def _parts(self, tile: Tile) -> int:
-        """Return into how many parts the y of a tile cut each of its messages."""
-        stack = self._setup.stack
-        return tile.tensor.y if stack.cuts_messages or stack.sequence_parallel else 1

@@ -87,10 +87,7 @@ class Stack:
     copies_shards: bool = False
     """Whether `Passes.weight` leaves out that a rank copies its z-shard of weights, and adds to that of gradients."""
     gathers_pieces: bool = False
-    """Whether what comes from another host comes in pieces, see `hpctrain.transfers.gathers`."""
-    cuts_messages: bool = False
-    """Whether each rank of y sends its part of a message, however few its rows, and the y of the next stage gather it;
-    where norms are cut over y, nothing else is there to send, and no need to gather."""
+    """Whether what comes over a slow link comes in pieces, see `hpctrain.transfers.gathers`."""
     expected_messages: int = 0
     """For how many messages between stages a rank has room before it comes to receive them."""
     dispatch_seconds: float = 8e-6

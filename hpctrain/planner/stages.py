@@ -22,6 +22,7 @@ from hpctrain.planner.memory import (
     GRADIENT_BYTES,
     MASTER_BYTES,
     MOMENT_BYTES,
+    gathered_bytes,
     inner_bytes,
     item_computing,
     item_deferred,
@@ -202,8 +203,8 @@ class StageCosts:
     ) -> Needs:
         """Return what a rank of a stage needs; see `memory_of`.
 
-        There are whole weights of two items at once. At the loss it may go through its rows in pieces, and keep so many
-        `at_once`. Who `meets_unlike` grids has weights packed for these, too.
+        At the loss it may go through its rows in pieces, and keep so many `at_once`. Who `meets_unlike` grids has
+        weights packed for these, too.
         """
         setup, b = self.setup, self.setup.item_bytes
         zero = min(zero, 1) if zero > 1 and holders == 1 else zero
@@ -215,19 +216,14 @@ class StageCosts:
         if zero == 1:
             state = state + GRADIENT_BYTES * share * (holders > 1)
         stored = self.elements(grid, *ends)
-        messages = 1 if all(ends) else 1 + setup.stack.expected_messages
+        messages = 0 if all(ends) else 1 + setup.stack.expected_messages
         buffers = messages * message_bytes(setup, grid, rows)
         splits = not ends[0] and at_once is None and self.splits(grid, recompute, zero)
         rows = rows if at_once is None else at_once
         kept, computing = self._row(grid, recompute, ends, splits, rows > 1)
         buffers = buffers + rows * computing
-        gathered = 0.0
-        if grid.z > 1 or zero >= 2:
-            sizes = [self._unit(grid, item) for item in self.items(ends)]
-            largest = sizes[0] + max(sizes)
-            gathered = largest * (GRADIENT_BYTES + (b if grid.z > 1 or zero == 3 else 0))
-            shares = (1 / grid.z if grid.z > 1 else 0) + (1 / (grid.z * holders) if zero >= 2 else 0)
-            gathered += (largest if splits else max(sizes)) * shares * GRADIENT_BYTES
+        sizes = [self._unit(grid, item) for item in self.items(ends)]
+        gathered = gathered_bytes(setup, grid.z, zero, holders, max(sizes), sizes[0] + max(sizes), splits)
         return Needs(
             Line(stored.base * state + buffers + gathered, stored.each * state),
             Line(rows * kept.base, rows * kept.each),

@@ -31,8 +31,10 @@ def test_steps_are_near_what_was_measured(name, every, most_devices, mean_error,
 
 
 def test_few_runs_of_fsdp_and_at_scale_are_near_what_was_measured_each():
-    for row in (*published.torch_fsdp().rows, published.llama3().rows[0]):
+    for row in published.torch_fsdp().rows:
         assert SHIPPED.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.06), row.name
+    for row in (*published.llama3().rows, *published.mcore().rows[:3]):
+        assert SHIPPED.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.16), row.name
 
 
 def test_what_ran_on_whole_devices_fits():

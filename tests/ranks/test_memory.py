@@ -1,0 +1,56 @@
+"""What ranks need, as the planner says, against the storages that rehearsed ranks really hold at their peak."""
+
+import pytest
+
+from hpctrain.data.order import open_datasets
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predict import Predictor
+from hpctrain.truth import PretendDevice, Truth
+from tests.pretended import CLUSTER
+from tests.ranks.small_runs import make_job, make_trainer, rehearsed_world
+
+LARGE = {"memory_bytes": 10**12, "memory_bytes_per_second": 1e13, "flops_per_second": {"fp32": 1e13}}
+TRUTH = Truth(devices={name: PretendDevice(**LARGE) for name in ("fast", "slow")}, time_scale=1.0)
+SHAPE = {"num_layers": 6, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 176, "vocab_size": 509}
+LAYOUTS = {
+    "replicas": {"data": 4},
+    "replicas, ZeRO 0": {"data": 4, "zero": 0},
+    "replicas, ZeRO 2": {"data": 4, "zero": 2, "microbatch": 2},
+    "replicas, ZeRO 3": {"data": 4, "zero": 3, "microbatch": 2},
+    "z": {"tensor": {"z": 4}},
+    "z, pipeline": {"tensor": {"z": 2}, "pipeline": 2, "microbatch": 4},
+    "y, recompute": {"tensor": {"y": 2}, "data": 2, "recompute": "full"},
+    "y": {"tensor": {"y": 4}},
+    "x": {"tensor": {"x": 2}, "data": 2},
+    "pipeline": {"pipeline": 4, "microbatch": 2},
+    "pipeline, recompute": {"pipeline": 4, "microbatch": 2, "recompute": "full"},
+    "zero-bubble": {"pipeline": 4, "microbatch": 2, "schedule": "zb-h1"},
+    "chunks": {"pipeline": 2, "data": 2, "microbatch": 2, "chunks": 2},
+}
+
+
+OVERLAPPED = ("replicas, ZeRO 2", "replicas, ZeRO 3", "z", "z, pipeline")
+CASES = [(name, False) for name in LAYOUTS] + [(name, True) for name in OVERLAPPED]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("layout", "is_overlapped"), CASES)
+def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout, is_overlapped):
+    job = make_job(tokens, "llama", LAYOUTS[layout], shape=SHAPE | {"max_positions": 64}, steps=2, global_batch=16)
+    overlap = job.overlap.model_copy(update={"z": is_overlapped})
+    data = job.data.model_copy(update={"sequence_length": 64})
+    job = job.model_copy(update={"data": data, "overlap": overlap})
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    with rehearsed_world(world, CLUSTER, TRUTH) as own:
+        trainer = make_trainer(own, job, accelerator=own.accelerator)
+        trainer.initialise()
+        for _ in range(2):
+            trainer.step(training)
+        peaks = own.gather_objects(own.accelerator.memory().peak)
+        plan = trainer.plan
+    setup = Setup.of_job(job)
+    needed = {r: stage.memory for stage in Predictor(setup, plan, CLUSTER).memory for r in stage.tile.ranks}
+    for rank, memory in needed.items():
+        off = peaks[rank] / memory.total - 1
+        assert -0.04 < off < 0.01, f"rank {rank}: {off:+.2%}, {peaks[rank]:,} bytes of {memory}"
