@@ -126,9 +126,9 @@ def test_seconds_stay_what_they_are(preset):
         models = [DeviceModel(name, there), DeviceModel(name, here)]
         speeds = models[0].speed(dtype), models[1].speed("fp32")
         assert flops[1] / speeds[1] == pytest.approx(flops[0] / speeds[0], rel=0.02)
-        for sizes in (kept, weights):
+        for sizes, tolerance in ((kept, 0.05), (weights, 0.02)):  # sums for each head do not become fewer
             seconds = [device.pass_seconds(size) for device, size in zip(models, sizes, strict=True)]
-            assert seconds[1] == pytest.approx(seconds[0], rel=0.02)
+            assert seconds[1] == pytest.approx(seconds[0], rel=tolerance)
     for there, here in zip(cluster.nodes, made.cluster.nodes, strict=True):
         for before, after in (
             (there.link_bytes_per_second, here.link_bytes_per_second),
