@@ -2,7 +2,7 @@
 
 The loop has no clock. Ranks advance through their instructions until they must wait, and run again when what they wait
 for has come. Messages between two tiles arrive in the order in which they were sent. A receive waits for its message; a
-send waits while `channel_depth` messages are on the wire. `REDUCE_GRADIENTS` waits for everybody, so the loop ends
+send waits while `channel_depth` messages are on the wire. All ranks sum gradients and update together, so the loop ends
 there.
 """
 
@@ -28,7 +28,7 @@ from hpctrain.schedule import (
 )
 
 ENDING = (Op.REDUCE_GRADIENTS, Op.UPDATE)
-"""What all ranks do together, after everything else."""
+"""The instructions that all ranks execute together, after all others."""
 
 
 @dataclass(eq=False)
@@ -66,9 +66,9 @@ class Runner:
 class ScheduleRun:
     """One step of all ranks, by the hardest rules and without prices.
 
-    A subclass may price the step: it makes runners and wires that carry clocks and overrides `compute`, `send` and
-    `receive`, which are called when an instruction is done. The order of these calls among runners does not change
-    what any runner sends or receives, since wires are FIFO and each has one sender and one receiver.
+    A subclass may price the step: it makes runners and wires that carry clocks, and overrides `compute`, `send` and
+    `receive`, which are called when an instruction is executed. The order of these calls among runners does not change
+    what any runner sends or receives: wires are FIFO, and each has one sender and one receiver.
     """
 
     passes_together = True
@@ -111,15 +111,30 @@ class ScheduleRun:
             self._advance(self._runnable.popleft())
         for runner, original in copies.items():
             runner.copy_progress(original)
-        stuck = [r for r in self.runners.values() if any(step.op not in ENDING for step in r.schedule[r.place :])]
-        if stuck:
-            steps = [(runner.schedule[runner.place], runner.chunks) for runner in stuck[:4]]
-            waits = "; ".join(f"{_name(chunks[step.chunk])} waits at '{step}'" for step, chunks in steps)
-            raise PlanError(f"the schedule deadlocks: {waits}")
+        self._check_ends()
         for wire in self._wires:
             if wire.microbatches:
                 sender, receiver = map(_name, wire.ends)
                 raise PlanError(f"{sender}: '{wire.op.value} {wire.microbatches[0]}' to {receiver} is never received")
+
+    def _check_ends(self) -> None:
+        """Refuse schedules that did not all come to the same collectives, which end a step."""
+        ends = {runner: runner.schedule[runner.place :] for runner in self.runners.values()}
+        for runner, rest in ends.items():
+            late = next((step for step in rest if step.op not in ENDING), None)
+            if late and rest[0].op in ENDING:
+                raise PlanError(f"{_name(runner.chunks[late.chunk])}: '{late}' comes after '{rest[0]}'")
+        if stuck := [(rest[0], runner.chunks) for runner, rest in ends.items() if rest and rest[0].op not in ENDING]:
+            waits = "; ".join(f"{_name(chunks[step.chunk])} waits at '{step}'" for step, chunks in stuck[:4])
+            raise PlanError(f"the schedule deadlocks: {waits}")
+        first, *others = ends
+        for other in others:
+            if [step.op for step in ends[other]] != [step.op for step in ends[first]]:
+                mine, theirs = (", ".join(map(str, ends[each])) or "no more" for each in (first, other))
+                raise PlanError(
+                    f"the schedule deadlocks: {_name(first.chunks[0])} ends with '{mine}' and {_name(other.chunks[0])}"
+                    f" with '{theirs}', which all ranks do together"
+                )
 
     def copies(self) -> dict[Runner, Runner]:
         """Return by runner the one in whose place it is in the first equivalent pipeline.
@@ -235,11 +250,11 @@ def check_no_deadlock(plan: Plan, schedules: Mapping[Tile, Schedule]) -> None:
     """Run all ranks' instructions, by their first tiles, against each other; raise PlanError where they would wait for
     ever.
 
-    No step may end with a message that nobody took, a message must be the one that its receiver expects, and a
-    reduction needs all tiles that share a parameter: here, all tiles, which is harder than need be. Tiles with ZeRO 2
-    and 3 exchange in every forward and backward pass, and take each of these steps together. What is started early
-    waits for nobody, but must be final and be waited for: by the last pass that adds to gradients, before the
-    reduction. Gradients are added in the order of microbatches and substeps, so that no schedule changes a bit.
+    Every message is received, and is the one that its receiver expects. All tiles sum gradients and update together,
+    which is harder than need be: only those that share a parameter have to. Tiles with ZeRO 2 and 3 exchange in every
+    pass, and take each pass together. A reduction that starts early waits for nobody, but must be final and be waited
+    for: the last pass that adds to gradients starts it, before the reduction. Gradients are added in the order of
+    microbatches and substeps, so that no schedule changes a bit.
     """
     checked: set[int] = set()
     for tile, schedule in schedules.items():

@@ -14,7 +14,7 @@ from hpctrain.errors import PlanError, did_you_mean
 from hpctrain.plan import Tile
 from hpctrain.planner.curves import Curve
 from hpctrain.planner.predict import Predictor
-from hpctrain.planner.simulate import PassCost
+from hpctrain.planner.prices import PassCost
 
 COLUMNS = ("device", "microbatch", "tensor", "layer", "forward_seconds", "backward_seconds", "update_seconds")
 ALIASES = {

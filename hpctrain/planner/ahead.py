@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hpctrain.plan import Plan, Tile
-from hpctrain.planner.simulate import Costs
+from hpctrain.planner.prices import Costs
 
 MOST_AHEAD = 2
 """Of the next tile, beyond 1F1B's."""

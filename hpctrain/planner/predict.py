@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from hpctrain.cluster import Cluster
 from hpctrain.comm.network import ClusterNetwork, Crowd
@@ -21,9 +21,10 @@ from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops,
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, memory_of, waiting_share
 from hpctrain.planner.messages import arrivals
+from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
 from hpctrain.planner.profiled import device_models
-from hpctrain.planner.simulate import PASSES, Costs, PassCost, Sharing, TileCost, simulate, slowed_by
-from hpctrain.schedule import Instruction, one_f_one_b, under_way, weight_delay
+from hpctrain.planner.simulate import simulate
+from hpctrain.schedule import one_f_one_b, schedules_of, under_way, weight_delay
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
 # that were measured, and for those of a data sheet.
@@ -165,7 +166,8 @@ class Predictor:
 
     def predict(self, interleave: int = 1) -> Prediction:
         memory = self.memory_by(interleave)
-        simulated = simulate(self.plan, self._schedules(), self.costs)
+        make = partial(one_f_one_b, splits_backward=self.setup.stack.splits_backward)
+        simulated = simulate(self.plan, schedules_of(self.plan, make), self.costs)
         breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
         step = simulated.step_seconds + self.setup.stack.step_seconds
         breakdown["optimizer"] += self.setup.stack.step_seconds
@@ -190,22 +192,6 @@ class Predictor:
             tuple(family for family in self._used_families if self._devices[family].profiled),
             exposed,
         )
-
-    def _schedules(self) -> dict[Tile, tuple[Instruction, ...]]:
-        """Return the instructions of each tile's ranks, by the first they have, made once for those that have the
-        same."""
-        made: dict[tuple, tuple[Instruction, ...]] = {}
-        found = {}
-        for tile in self.plan.first_tiles:
-            key = tuple(self._schedule_key(chunk) for chunk in self.plan.chunks(tile))
-            if key not in made:
-                made[key] = one_f_one_b(self.plan, tile, splits_backward=self.setup.stack.splits_backward)
-            found[tile] = made[key]
-        return found
-
-    def _schedule_key(self, tile: Tile) -> tuple:
-        ends = bool(self.plan.upstream(tile)), bool(self.plan.downstream(tile))
-        return self.plan.warm_up(tile), ends, tile.substeps, self._weight_delay(tile)
 
     def _weight_delay(self, tile: Tile) -> int | None:
         return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None

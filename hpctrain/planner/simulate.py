@@ -1,139 +1,25 @@
-"""Runs the instructions of `hpctrain.schedule` against a clock: the very lists that the engine executes. Pure.
+"""Runs a step's instructions on clocks, at the prices of `prices.py`: the very lists that the engine executes. Pure.
 
-Time passes for each tile on its own; where ranks have several, for the first of them, which stands for all. A message
-leaves when it is sent and arrives after its seconds, those of a channel one after the other; a receive waits for it; a
-send waits while the channel is full. All tiles meet where gradients are summed and where the step is agreed on. What
-goes on beside computation has a lane: gradients are summed from where the last backward pass has made them, and weights
-gathered while the first forward pass of the next step is on its way to them. Where a tile's time goes is noted part by
-part, so that the parts add up.
+The loop of `hpctrain.schedule_run` says what happens; this says when. Each tile has a clock; where ranks have several
+tiles, they share that of the first. A message leaves when it is sent, after those before it on its channel, and arrives
+after its seconds. A receive waits for it, and a send waits while the channel is full. All tiles meet where gradients
+are summed and where the step is agreed on. Overlapped exchanges have a lane: gradients are summed as soon as the last
+backward pass has computed them, and weights are gathered during the first forward pass of the next step. Each second of
+a tile's clock belongs to one part, so that the parts add up.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hpctrain.plan import Plan, Tile
-from hpctrain.schedule import COMPUTING, Instruction, Schedule
+from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
+from hpctrain.schedule import Instruction, Schedule
 from hpctrain.schedule_run import Runner, ScheduleRun, Wire
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
 """Where a rank stands, as a clock beside it would find: waits belong to what is waited for."""
-PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
-"""The field of `TileCost` for each."""
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """Seconds of one pass over a tile's items, for one piece of its rows."""
-
-    compute: float
-    tensor: float = 0.0
-    """Collectives over the axes of its tensor grid."""
-    data: float = 0.0
-    """Collectives over the holders of its weights, in ZeRO 2 and 3."""
-
-    gathered: float = 0.0
-    """Of the weights that come over z beside computation, all of it."""
-    scattered: float = 0.0
-    """Of their gradients."""
-
-    def __add__(self, other: "PassCost") -> "PassCost":
-        return PassCost(
-            self.compute + other.compute,
-            self.tensor + other.tensor,
-            self.data + other.data,
-            self.gathered + other.gathered,
-            self.scattered + other.scattered,
-        )
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.tensor + self.data
-
-
-def slowed_by(beside: float, moving: float, times: float) -> float:
-    """Return how much longer a rank computes, as its device takes `times` as long while bytes move.
-
-    So many seconds of communication were `beside` its computing, all of it took `moving`: where it is under way when
-    computing would end, it slows what is left of that, too.
-    """
-    return min(moving, beside * times) * (1 - 1 / times)
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """What the same ranks exchange of their gradients and weights in a step."""
-
-    tiles: tuple[Tile, ...]
-    reduce_seconds: float
-    gather_seconds: float
-    ready_seconds: Mapping[Tile, float] = field(default_factory=dict)
-    """How long before the end of a tile's last backward pass its gradients are final; 0 where they are not here."""
-    needed_seconds: Mapping[Tile, float] | None = None
-    """How long after the beginning of a tile's first forward pass it needs the weights; None: they are gathered at the
-    end of a step, and nothing goes on meanwhile."""
-
-
-@dataclass(frozen=True)
-class TileCost:
-    """What the instructions of a tile take for one microbatch, in seconds."""
-
-    forward: tuple[PassCost, ...]
-    """For each substep."""
-    backward: tuple[PassCost, ...]
-    update_seconds: float = 0.0
-    backward_input: tuple[PassCost, ...] = ()
-    """The two parts of `backward`, for schedules that split it."""
-    backward_weight: tuple[PassCost, ...] = ()
-    overlap_times: float = 1.0
-    """How many times as long its ranks compute while they communicate."""
-    before_seconds: float = 0.0
-    """Before a step's first forward pass, of what comes over z, while nothing computes beside."""
-    after_seconds: float = 0.0
-    """After its last backward pass."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a microbatch, there and back."""
-        return sum(each.seconds for each in (*self.forward, *self.backward))
-
-
-@dataclass(frozen=True)
-class Costs:
-    """All that a simulation needs to know of model and machine."""
-
-    tiles: Mapping[Tile, TileCost]
-    """Of each microbatch."""
-    messages: Mapping[tuple[Tile, Tile], float]
-    """Of an activation, or its gradient, from a tile to another."""
-    sharings: tuple[Sharing, ...] = ()
-    """In the order in which all ranks exchange them."""
-    agree_seconds: float = 0.0
-    """Until all ranks agree on the loss and the norm."""
-    blocking_sends: bool = False
-    """Whether a tile computes nothing while it sends."""
-
-    def of(self, tiles: Mapping[Tile, Tile]) -> "Costs":
-        """Return the same for other tiles in the place of these."""
-
-        def placed(seconds: Mapping[Tile, float] | None) -> dict[Tile, float] | None:
-            return None if seconds is None else {tiles[tile]: each for tile, each in seconds.items()}
-
-        return replace(
-            self,
-            tiles={tiles[tile]: cost for tile, cost in self.tiles.items()},
-            messages={(tiles[a], tiles[b]): seconds for (a, b), seconds in self.messages.items()},
-            sharings=tuple(
-                replace(
-                    each,
-                    tiles=tuple(tiles[tile] for tile in each.tiles),
-                    ready_seconds=placed(each.ready_seconds),
-                    needed_seconds=placed(each.needed_seconds),
-                )
-                for each in self.sharings
-            ),
-        )
 
 
 @dataclass(eq=False)
@@ -205,7 +91,7 @@ def simulate(plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs) -> Si
 class _Simulation(ScheduleRun):
     """The run of a plan's schedules with clocks and prices."""
 
-    passes_together = False
+    passes_together = False  # what a pass exchanges is in its price
 
     def __init__(self, plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs):
         self._costs = costs

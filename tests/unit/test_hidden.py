@@ -11,7 +11,8 @@ from hpctrain.plan import TensorGrid, even_plan
 from hpctrain.planner.cost import Work, _block, item_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predict import Predictor, pass_cost, predict
-from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate, slowed_by
+from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, slowed_by
+from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.schedule import one_f_one_b
 from tests.pretended import CLUSTER

@@ -16,7 +16,8 @@ from hpctrain.plan_file import dump_plan, parse_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.predict import Predictor, predict
-from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.planner.prices import Costs, PassCost, TileCost
+from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.schedule import ADDING, Instruction, Op, forward_only, one_f_one_b, passes, schedule_of, under_way
 from hpctrain.schedule_run import check_no_deadlock, check_schedules

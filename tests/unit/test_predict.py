@@ -23,7 +23,8 @@ from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.messages import _Messages
 from hpctrain.planner.predict import predict
-from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.planner.prices import Costs, PassCost, TileCost
+from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.schedule import one_f_one_b
 from hpctrain.truth import Truth

@@ -13,7 +13,8 @@ from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.plan_checks import check_tiling
 from hpctrain.planner.ahead import further_ahead
-from hpctrain.planner.simulate import Costs, PassCost, TileCost, simulate
+from hpctrain.planner.prices import Costs, PassCost, TileCost
+from hpctrain.planner.simulate import simulate
 from hpctrain.schedule import (
     ADDING,
     Instruction,
@@ -120,6 +121,25 @@ def test_tiles_that_exchange_while_they_compute_go_together():
     first.insert(first.index(Instruction(Op.FORWARD, 1)), first.pop(first.index(Instruction(Op.BACKWARD, 0))))
     with pytest.raises(PlanError, match="exchanges in 'backward 0' while tile .* is at 'forward 1'"):
         check_no_deadlock(plan, schedules)
+
+
+def test_all_ranks_end_a_step_together():
+    def refusal(change) -> str:
+        plan, schedules = schedules_of_two_stages()
+        change(schedules[plan.tiles[1]])
+        with pytest.raises(PlanError) as error:
+            check_no_deadlock(plan, schedules)
+        return str(error.value)
+
+    def reduce_before_the_last_message(steps):
+        steps.insert(-2, steps.pop(-2))
+
+    reduce = Instruction(Op.REDUCE_GRADIENTS)
+    assert "rows [0, 1]: 'send gradient 1' comes after 'reduce gradients'" in refusal(reduce_before_the_last_message)
+    without = refusal(lambda steps: steps.remove(reduce))
+    assert "ends with 'reduce gradients, update' and tile items [2, 4] rows [0, 1] with 'update', which all" in without
+    neither = refusal(lambda steps: (steps.pop(), steps.pop()))
+    assert "rows [0, 1] with 'no more', which all ranks do together" in neither
 
 
 def test_substeps_keep_one_at_the_loss():

@@ -10,7 +10,8 @@ import hpctrain.planner.simulate as simulation
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.plan import Plan, Tile
-from hpctrain.planner.simulate import Costs, PassCost, Sharing, TileCost, simulate
+from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost
+from hpctrain.planner.simulate import simulate
 from hpctrain.schedule import one_f_one_b, schedule_of
 from hpctrain.schedule_run import ScheduleRun
 from tests.tilings import tilings
