@@ -53,3 +53,8 @@ def cut_by_shares(size: int, shares: tuple[int, ...]) -> tuple[Interval, ...]:
     total = sum(shares)
     bounds = [size * sum_before // total for sum_before in itertools.accumulate(shares, initial=0)]
     return tuple(Interval(start, stop) for start, stop in itertools.pairwise(bounds))
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, from 1 to itself."""
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -178,7 +178,7 @@ class _Resolver:
 
     def _take_given_plan(self) -> None:
         """Make the plan that the job describes, on one rank for all of them, whatever their hosts are like."""
-        from hpctrain.planner.uniform import resolve_plan
+        from hpctrain.plan_uniform import resolve_plan
 
         if self.job.plan is None:
             return
@@ -310,7 +310,7 @@ def with_values(job: Job, section: str, **values) -> Job:
 
 def is_for(plan: Plan, families: list[str]) -> bool:
     """Say whether a plan is for ranks of these families."""
-    from hpctrain.planner.uniform import families_of
+    from hpctrain.plan_uniform import families_of
 
     tiles = [tile.family for tile in plan.tiles]
     return len(plan.ranks) == len(families) and families_of(plan, families) == tiles

@@ -9,10 +9,10 @@ from hpctrain.errors import JobError, describe_os_error
 from hpctrain.job import load_job
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.plan_checks import check_tiling
+from hpctrain.plan_draw import draw_plan
 from hpctrain.plan_file import dump_plan, load_plan
-from hpctrain.planner.draw import draw_plan
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.planner.space import by_speed_space, even_space
-from hpctrain.planner.uniform import resolve_plan
 
 
 @click.command("plan")

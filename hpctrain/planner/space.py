@@ -33,6 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hpctrain.intervals import divisors
 from hpctrain.plan import TensorGrid
 from hpctrain.planner.pools import Pool
 
@@ -186,10 +187,6 @@ def even_choices(
             divides = all(n % r == 0 for row, r in zip(slots, replicas, strict=True) for n in row)
             if divides and stages <= num_blocks and rows % sum(replicas) == 0 and rows // sum(replicas) >= grid.z:
                 yield tuple(tuple(Choice(grid, n // r, r) for n in row) for row, r in zip(slots, replicas, strict=True))
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def names_of(pipelines: Pipelines, names: Sequence[str]) -> str:

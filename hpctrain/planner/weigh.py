@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.plan import Plan, TensorGrid, Tile, counted
+from hpctrain.plan_uniform import with_families
 from hpctrain.planner.closed_form import Passes, done_after, done_at_the_least
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
@@ -19,7 +20,6 @@ from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.predict import MOST_BUCKETS
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Choice, Shape, Space
 from hpctrain.planner.stages import Line, Seconds, StageCosts, piece_counts
-from hpctrain.planner.uniform import with_families
 
 MANY_ROWS = 8
 """So many rows at once tell a device's speed."""

@@ -14,10 +14,10 @@ from hpctrain.cluster import ITEM_BYTES, Cluster
 from hpctrain.errors import PlanError, TopologyError
 from hpctrain.job import Job, PlanRequest
 from hpctrain.plan import Plan
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.planner.cost import Setup, model_flops
 from hpctrain.planner.devices import SLOWEST_WITH_TILES
 from hpctrain.planner.predict import Predictor
-from hpctrain.planner.uniform import resolve_plan
 from hpctrain.rehearsal.scaled import (
     Scale,
     own_truth,

@@ -21,7 +21,7 @@ from hpctrain.engine.trainer import Trainer
 from hpctrain.job import Job, PlanRequest
 from hpctrain.model.axes import Axis
 from hpctrain.plan import Plan, TensorGrid, even_plan
-from hpctrain.planner.uniform import resolve_plan
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.tracing import UNTRACED
 from hpctrain.truth import Truth
 

@@ -9,7 +9,7 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.plan_checks import check_plan
-from hpctrain.planner.uniform import resolve_plan
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.schedule_run import check_schedules
 from hpctrain.truth import Truth
 from tests.ranks.small_runs import (

@@ -15,7 +15,7 @@ from hpctrain.engine.trainer import Trainer
 from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.planner.uniform import resolve_plan
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.truth import PretendDevice, Truth
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement

@@ -14,7 +14,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.job import Overlap
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.plan_checks import check_plan
-from hpctrain.planner.uniform import resolve_plan
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.schedule import Op, one_f_one_b, schedule_of
 from hpctrain.schedule_run import check_schedules
 from hpctrain.truth import PretendDevice, Truth

@@ -14,7 +14,7 @@ from hpctrain.intervals import Interval
 from hpctrain.job import Overlap
 from hpctrain.observe.trace import SUMMARY, TRACE, RunTrace
 from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.planner.uniform import resolve_plan
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.schedule import schedule_of
 from hpctrain.tracing import UNTRACED
 from hpctrain.truth import PretendDevice, Truth

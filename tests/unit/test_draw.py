@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hpctrain.intervals import Interval
 from hpctrain.job import Model
 from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.planner.draw import draw_plan, ranges
+from hpctrain.plan_draw import draw_plan, ranges
 from tests.tilings import tilings
 
 MODEL = Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13)

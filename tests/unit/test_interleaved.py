@@ -12,9 +12,9 @@ from hpctrain.intervals import Interval
 from hpctrain.job import load_job
 from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
 from hpctrain.plan_checks import check_tiling
+from hpctrain.plan_draw import draw_plan
 from hpctrain.plan_file import dump_plan, parse_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.draw import draw_plan
 from hpctrain.planner.predict import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.simulate import simulate

@@ -8,11 +8,11 @@ import pytest
 
 from hpctrain.cluster_file import parse_cluster
 from hpctrain.job import load_job
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.planner.catalogue import Efficiency
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.uniform import resolve_plan
 
 NODE = """
 [families.{name}]

@@ -10,11 +10,11 @@ from hpctrain.comm.topology import Preferences, Topology, places_of
 from hpctrain.engine.overlap import resolve_on
 from hpctrain.job import Job, PlanRequest, TensorSizes
 from hpctrain.jobs.common import ready_miniature
+from hpctrain.plan_uniform import resolve_plan
 from hpctrain.planner.choose import find_best
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predict import Predictor
 from hpctrain.planner.search import Limits
-from hpctrain.planner.uniform import resolve_plan
 from hpctrain.role import role_of
 from tests.unit.test_ready_clusters import DEVICES
 

@@ -5,7 +5,7 @@ import pytest
 from hpctrain.errors import HpctrainError, PlanError
 from hpctrain.job import load_job
 from hpctrain.plan_file import dump_plan
-from hpctrain.planner.uniform import resolve_plan
+from hpctrain.plan_uniform import resolve_plan
 
 
 def job(*overrides: str):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.errors import LaunchError, PlanError
+from hpctrain.intervals import divisors
 from hpctrain.job import Job, PlanRequest
 from hpctrain.parameters import check_grid
 from hpctrain.plan import Plan, TensorGrid, even_plan
 from hpctrain.plan_checks import check_plan, check_ranks
 from hpctrain.plan_file import load_plan
-from hpctrain.planner.space import divisors
 
 # A pipeline with so many microbatches for each stage has a small bubble; more would make its products small.
 WANTED_MICROBATCHES_PER_STAGE = 4
