@@ -1,12 +1,15 @@
 """How long the planner's search takes, what memory it needs, and how far its plans may be from the best.
 
     python -m benchmarks.search
+    python -m benchmarks.search --table       the searched plan beside the one by speed, the even one and the bound
 
 Clusters are made of the catalogue's accelerators and networks: 8 devices a node, with a NIC each; families on unlike
 fabrics reach each other by Ethernet. Each case runs in a process of its own, on one core.
 """
 
 import argparse
+import itertools
+import math
 import resource
 import subprocess
 import sys
@@ -15,9 +18,11 @@ from dataclasses import dataclass
 
 from hpctrain.catalogue import ACCELERATORS, NETWORKS
 from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.errors import PlanError
 from hpctrain.job import Model, Overlap
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import search
+from hpctrain.planner.space import by_speed_space, even_space
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.presets import PRESETS
 
@@ -111,11 +116,38 @@ def run(name: str) -> None:
     print(f"    {best.layout.describe([pool.name for pool in found.pools])}", flush=True)
 
 
+FAMILIES = (("H100", "NDR"), ("A100-80", "HDR"), ("A100-40", "HDR"), ("MI250X-GCD", "Slingshot-11"))
+SIZES = ((64, "llama-8b", 256), (256, "llama-70b", 1024), (1024, "llama-70b", 4096))
+"""Devices, model, and sequences of a step."""
+
+
+def print_table() -> None:
+    """Print, for each cluster, the predicted seconds of the best plans of three spaces, and the bound."""
+    print("| devices | families | model | searched | by speed | even | bound |\n|--:|--:|---|--:|--:|--:|--:|")
+    for (num_devices, preset, batch), count in itertools.product(SIZES, (2, 4)):
+        nodes = num_devices // count // PER_NODE
+        case = Case(tuple((*each, nodes) for each in FAMILIES[:count]), preset, 4096, batch, math.inf)
+        found = search(case.setup, batch, case.cluster)
+        told = [f"{found.best.seconds:.4g} s"]
+        for space in (by_speed_space(), even_space()):
+            try:
+                seconds = search(case.setup, batch, case.cluster, space=space).best.seconds
+                told.append(f"{seconds:.4g} s ({seconds / found.best.seconds:.2f})")
+            except PlanError:
+                told.append("does not fit")
+        told.append(f"{found.lower_bound_seconds:.4g} s ({found.lower_bound_seconds / found.best.seconds:.2f})")
+        print(f"| {num_devices:,} | {count} | {preset} | {' | '.join(told)} |", flush=True)
+
+
 def main() -> None:
-    """Run all cases, or one."""
+    """Run all cases, or one, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, help="in this process")
+    parser.add_argument("--table", action="store_true", help="beside other plans")
     arguments = parser.parse_args()
+    if arguments.table:
+        print_table()
+        return
     if arguments.case:
         run(arguments.case)
         return
