@@ -4,7 +4,7 @@ Two facts that nobody tells are read off runs: how fast Composer's attention is,
 device's memory.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from benchmarks.evidence.nccl import NcclNetwork
 from hpctrain.planner.stack import EAGER_PASSES, FLASH_2, HPCTRAIN, Passes, Stack
@@ -62,12 +62,20 @@ MEGATRON_CORE = replace(
     flash=FLASH_2,
     sequence_parallel=True,
 )
+
+
+def _halved(passes: Passes) -> Passes:
+    """Return passes over numbers of half as many bytes."""
+    pairs = {f.name: tuple(n / 2 for n in getattr(passes, f.name)) for f in fields(passes) if f.name != "weight"}
+    return Passes(**pairs, weight=passes.weight / 2)
+
+
 # Sailor's runs and profiles (Strati et al. 2025): layers of torch one operation after the other, fp32 throughout. How
 # often scores and logits are passed over is read off the profiles of A100-80, where one layer takes 13 and 66 bytes.
 _SAILOR = Passes((20, 40), (24, 24), (32, 36), (32, 52), (13, 66), (26, 8), 8)
 EAGER = Stack(
     "eager",
-    {4: _SAILOR, 2: _SAILOR.halved()},
+    {4: _SAILOR, 2: _halved(_SAILOR)},
     network=NcclNetwork,
     link_share=0.75,
     update_bytes=60,

@@ -5,7 +5,7 @@ What is the same for all software (products, what is exchanged) is in `hpctrain.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from hpctrain.cluster import Cluster
 from hpctrain.comm.network import ClusterNetwork
@@ -31,11 +31,6 @@ class Passes:
     weight: float
     """Per weight and backward pass, beside the product itself: to add its gradient, and for all copies and casts that
     sharding it takes."""
-
-    def halved(self) -> "Passes":
-        """Return them for numbers of half as many bytes."""
-        pairs = {f.name: tuple(each / 2 for each in getattr(self, f.name)) for f in fields(self) if f.name != "weight"}
-        return Passes(**pairs, weight=self.weight / 2)
 
 
 @dataclass(frozen=True)
