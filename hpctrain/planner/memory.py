@@ -233,11 +233,13 @@ def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:
 
 
 def _sent(plan: Plan, tile: Tile) -> int:
-    """Return how many messages of a rank are on their way while it computes: one for each tile that sends any."""
-    return sum(
+    """Return how many messages a rank holds while it computes: one on its way for each tile that sends any, and the one
+    that it makes."""
+    sending = sum(
         any(other.ranks != tile.ranks for other in (*plan.upstream(chunk), *plan.downstream(chunk)))
         for chunk in plan.chunks(tile)
     )
+    return sending + 1 if sending else 0
 
 
 def item_deferred(setup: Setup, grid: TensorGrid, item: int) -> float:

@@ -461,7 +461,7 @@ class Predictor:
 
     def _waiting(self, tile: Tile) -> int:
         """Return how many activations wait to be sent when a tile has warmed up."""
-        return 1 + math.ceil(self._waiting_share(tile) * (under_way(self.plan, tile) - 1))
+        return math.ceil(self._waiting_share(tile) * (under_way(self.plan, tile) - 1))
 
     def _waiting_share(self, tile: Tile) -> float:
         if tile not in self._shares:

@@ -216,7 +216,7 @@ class StageCosts:
         if zero == 1:
             state = state + GRADIENT_BYTES * share * (holders > 1)
         stored = self.elements(grid, *ends)
-        messages = 0 if all(ends) else 1 + setup.stack.expected_messages
+        messages = 0 if all(ends) else 2 + setup.stack.expected_messages
         buffers = messages * message_bytes(setup, grid, rows)
         splits = not ends[0] and at_once is None and self.splits(grid, recompute, zero)
         rows = rows if at_once is None else at_once
