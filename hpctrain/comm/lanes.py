@@ -68,9 +68,9 @@ class Work:
 
     def advance(self) -> bool:
         """Take steps until it waits or ends; return whether it has ended. For `Progress`."""
-        if self.pending is not None and not self.pending.ready():
-            return False
         try:
+            if self.pending is not None and not self.pending.ready():
+                return False
             for pending in self.steps:
                 self.pending = pending
                 if not pending.ready():

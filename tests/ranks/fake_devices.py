@@ -22,34 +22,39 @@ class FakeEvent:
         self._stream, self._at = stream, at
 
     def query(self) -> bool:
-        if self._stream.done >= self._at:
-            return True
-        self._stream.step()
-        return False
+        return self._stream.step_towards(self._at)
 
     def force(self) -> None:
-        while self._stream.done < self._at:
-            self._stream.step()
+        while not self.query():
+            pass
 
 
 class FakeStream:
-    """A queue of functions."""
+    """A queue of functions. Any thread may call, as with those of a device: lanes have a thread of their own."""
 
     def __init__(self):
         self._queue = deque()
-        self.done = self._added = 0
+        self._done = self._added = 0
+        self._lock = threading.RLock()
 
     def add(self, function) -> FakeEvent:
-        self._queue.append(function)
-        self._added += 1
-        return self.record_event()
+        with self._lock:
+            self._queue.append(function)
+            self._added += 1
+            return self.record_event()
 
-    def step(self) -> None:
-        self._queue.popleft()()
-        self.done += 1
+    def step_towards(self, at: int) -> bool:
+        """Say whether so many functions are done; if not, do one."""
+        with self._lock:
+            if self._done >= at:
+                return True
+            self._queue.popleft()()
+            self._done += 1
+            return False
 
     def record_event(self) -> FakeEvent:
-        return FakeEvent(self, self._added)
+        with self._lock:
+            return FakeEvent(self, self._added)
 
     def wait_event(self, event: FakeEvent) -> None:
         event.force()  # torch's operations on the host are done at once, so they cannot be queued behind it
