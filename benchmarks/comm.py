@@ -44,7 +44,7 @@ def command(rounds, sizes, collectives, route, algorithm, no_gloo, as_json):
     mpirun -n 4 python -m benchmarks.comm --json
     """
     with started_world() as world:
-        world.preferences = Preferences(route=route, algorithm=algorithm)
+        world.configure(preferences=Preferences(route=route, algorithm=algorithm))
         wanted = collectives.split(",")
         if unknown := sorted(set(wanted) - set(COLLECTIVES)):
             raise click.BadParameter(f"no collective {', '.join(unknown)}; there are {', '.join(COLLECTIVES)}")

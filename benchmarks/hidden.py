@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benchmarks.mixed import call
 from benchmarks.overlap_variants import ALL_AND_FORWARD
-from hpctrain.cluster_file import dump_cluster, parse_cluster
+from hpctrain.config.cluster_file import dump_cluster, parse_cluster
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.jobs.common import generate_tokens
-from hpctrain.truth import PretendDevice, Truth
 
 RANKS = 8
 FLOPS_PER_SECOND, MEMORY_BYTES, MEMORY_BYTES_PER_SECOND = 5e8, 200_000_000, 2e9

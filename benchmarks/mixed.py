@@ -18,11 +18,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpctrain.cluster import Cluster, Nodes
-from hpctrain.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
-from hpctrain.job import Job
+from hpctrain.config.cluster import Cluster, Nodes
+from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.job import Job
+from hpctrain.config.truth import Truth
 from hpctrain.jobs.common import generate_tokens, ready_miniature
-from hpctrain.truth import Truth
 
 BIN = Path(sys.executable).parent
 HYBRID = "ib-roce"

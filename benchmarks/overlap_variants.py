@@ -12,8 +12,8 @@ import click
 
 from benchmarks.pairs import Paired, Ratio, measure_pairs
 from hpctrain.cli import main
-from hpctrain.engine.overlap import hidden_groups, switched
-from hpctrain.engine.prepare import prepare_run
+from hpctrain.engine.resolve import prepare_run
+from hpctrain.engine.resolve_overlap import hidden_groups, switched
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -23,10 +23,10 @@ from hpctrain.jobs.common import (
 )
 
 if TYPE_CHECKING:
-    from hpctrain.comm.rehearsal.clock import Paced
     from hpctrain.comm.world import World
-    from hpctrain.engine.prepare import Prepared
-    from hpctrain.plan import Plan
+    from hpctrain.engine.resolve import Prepared
+    from hpctrain.plan.tiling import Plan
+    from hpctrain.rehearsal.clock import Paced
 
 EXPOSED, NOTHING = "exposed", "nothing"
 IN_HALVES, FORWARD, ALL_AND_FORWARD = "exposed, in halves", "forward", "all and forward"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.engine.prepare import Prepared
-    from hpctrain.job import Job
+    from hpctrain.config.job import Job
+    from hpctrain.engine.resolve import Prepared
 
 WARMUP = 2  # steps of each before those that count: the first allocates, the second finds it
 RESAMPLES, CONFIDENCE = 2000, 0.95
@@ -55,7 +55,7 @@ def measure_pairs(world: "World", prepared: "Prepared", jobs: Mapping[str, "Job"
     Both have their weights and groups at the same time, and go through the same batches. Who is first changes from
     pair to pair. All ranks must call.
     """
-    from hpctrain.comm.accelerator import bind_accelerator
+    from hpctrain.comm.accelerators.bind import bind_accelerator
     from hpctrain.engine.phases import phases_of
     from hpctrain.engine.trainer import Trainer
 

@@ -16,13 +16,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, ready_clusters
-from hpctrain.errors import PlanError
+from hpctrain.config.cluster_file import dump_cluster, find_cluster, load_cluster, ready_clusters
+from hpctrain.config.errors import PlanError
 from hpctrain.jobs.bench_mixed import OWN_JOB
 from hpctrain.jobs.common import load_job_on, ready_miniature, start_rehearsal, started_world
 from hpctrain.jobs.find import find_plan
-from hpctrain.plan import Plan
-from hpctrain.plan_file import load_plan
+from hpctrain.plan.file import load_plan
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search import Limits
 from hpctrain.planner.space import BY_SPEED, EVEN, by_speed_space, even_space
 
@@ -76,7 +76,7 @@ def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float
 
 
 def _saved(folder: Path, number: int, named: Named) -> dict:
-    from hpctrain.plan_file import dump_plan
+    from hpctrain.plan.file import dump_plan
 
     path = folder / f"{number}.toml"
     path.write_text(dump_plan(named.plan))
@@ -88,7 +88,7 @@ def rehearse(cluster_name: str, given: Path, steps: int, time_scale: float | Non
     with started_world() as world:
         job, described = start_rehearsal(world, cluster_name, load_job_on(world, OWN_JOB, ()), time_scale)
 
-        from hpctrain.jobs.plan_benchmark import Candidate, PlanBenchmark
+        from hpctrain.engine.plan_benchmark import Candidate, PlanBenchmark
 
         benchmark, told = PlanBenchmark(world, described.cluster, job, steps, lambda text: None), {}
         for name, saved in json.loads(given.read_text()).items():

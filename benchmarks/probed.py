@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from hpctrain.cluster import Family, Product
-from hpctrain.truth import PretendDevice
+from hpctrain.config.cluster import Family, Product
+from hpctrain.config.truth import PretendDevice
 
 
 def probed(kind: str, device: PretendDevice, shapes: Iterable[tuple[int, int, int]]) -> Family:

@@ -9,7 +9,7 @@ import click
 
 from benchmarks.pairs import Ratio, measure_pairs
 from hpctrain.cli import main
-from hpctrain.engine.prepare import prepare_run
+from hpctrain.engine.resolve import prepare_run
 from hpctrain.jobs.common import load_job_on, override_option, started_world
 
 

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.evidence.stacks import STACKS
-from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
-from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.errors import PlanError
-from hpctrain.job import Model
-from hpctrain.plan import TensorGrid, even_plan
-from hpctrain.planner.ahead import further_ahead
+from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Predictor, predict
+from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.sharding.grid import TensorGrid
 
 BUCKET_BYTES = 4 << 20
 MIXED_DTYPE = "fp16"

@@ -16,15 +16,15 @@ import sys
 import time
 from dataclasses import dataclass
 
-from hpctrain.catalogue import ACCELERATORS, NETWORKS
-from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.errors import PlanError
-from hpctrain.job import Model, Overlap
+from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model, Overlap
+from hpctrain.config.presets import PRESETS
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import search
 from hpctrain.planner.space import by_speed_space, even_space
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.presets import PRESETS
 
 PER_NODE = 8
 BETWEEN = "Ethernet-25"

@@ -10,7 +10,7 @@ import statistics
 
 import click
 
-from hpctrain.engine.prepare import prepare_run
+from hpctrain.engine.resolve import prepare_run
 from hpctrain.jobs.common import load_job_on, override_option, started_world
 
 
@@ -22,7 +22,7 @@ def main(job, overrides, steps):
     with started_world() as world:
         prepared = prepare_run(world, load_job_on(world, job, overrides))
 
-        from hpctrain.comm.accelerator import bind_accelerator
+        from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.phases import phases_of
         from hpctrain.engine.trainer import Trainer
         from hpctrain.observe.trace import Recording
@@ -31,7 +31,7 @@ def main(job, overrides, steps):
         recording = Recording(accelerator.moment)
         trainers, untraced = [], world.tracer
         for tracer in (untraced, recording, recording, untraced):
-            world.tracer = tracer
+            world.configure(tracer=tracer)
             trainers.append(Trainer(world, accelerator, prepared.job, prepared.plan))
             trainers[-1].initialise()
         world.enter(phases_of(prepared.job.observe).first_step)

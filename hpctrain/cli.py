@@ -6,7 +6,7 @@ import sys
 import click
 
 from hpctrain import __version__
-from hpctrain.errors import HpctrainError
+from hpctrain.config.errors import HpctrainError
 
 COMMANDS = {
     "prepare": "turn text or source files into a token file",
@@ -54,7 +54,7 @@ def root():
 
 
 def main(command: click.Command = root) -> None:
-    """Run a command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.errors)."""
+    """Run a command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.config.errors)."""
     from hpctrain.comm.launcher import promised_rank
 
     speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough

@@ -1,6 +1,6 @@
 """Clusters for tests of rehearsals: two nodes of two devices, one family twice as fast as the other."""
 
-from hpctrain.cluster_file import parse_cluster
+from hpctrain.config.cluster_file import parse_cluster
 
 NIC_BYTES_PER_SECOND = 5e7
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hpctrain.errors import PlanError
-from hpctrain.intervals import Interval
-from hpctrain.job import Model
-from hpctrain.parameters import check_grid
-from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import check_grid
 
 
 def grids_of(model: Model, size: int) -> list[TensorGrid]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.comm.rehearsal.fluid import Fluid
-from hpctrain.comm.rehearsal.network import Network
 from hpctrain.comm.steps import Ready, Steps
+from hpctrain.rehearsal.fabric import Network
+from hpctrain.rehearsal.fluid import Fluid
 
 NUM_SLOTS = 4096
 

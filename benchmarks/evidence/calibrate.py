@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.layers import LayerTimes
 from benchmarks.evidence.stacks import FITTED, STACKS
-from hpctrain.catalogue import ACCELERATORS
-from hpctrain.errors import PlanError, did_you_mean
-from hpctrain.planner.catalogue import EFFICIENCIES, Efficiency, efficiency_name
-from hpctrain.planner.predict import Prediction
+from hpctrain.config.device_catalogue import ACCELERATORS
+from hpctrain.config.errors import PlanError, did_you_mean
+from hpctrain.planner.efficiency import EFFICIENCIES, Efficiency, efficiency_name
+from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.stack import Stack
 
 SHARES = ("product_share", "memory_share")

@@ -10,17 +10,18 @@ from functools import cached_property
 
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from benchmarks.evidence.stacks import STACKS
-from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
-from hpctrain.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
-from hpctrain.errors import PlanError, did_you_mean
-from hpctrain.intervals import Interval
-from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid, even_plan
-from hpctrain.planner.catalogue import Efficiency
+from hpctrain.config.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
+from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
+from hpctrain.config.errors import PlanError, did_you_mean
+from hpctrain.config.job import Model
+from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory
-from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.predictor import Prediction, Predictor
 from hpctrain.planner.stack import Stack
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that torch's DistributedDataParallel sums at once."""
@@ -28,7 +29,7 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """A run as a paper tells it. `accelerator` and `network` are names of `hpctrain.catalogue`."""
+    """A run as a paper tells it. `accelerator` and `network` are names of `hpctrain.config.device_catalogue`."""
 
     hidden: int
     layers: int

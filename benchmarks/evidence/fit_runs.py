@@ -10,7 +10,7 @@ import click
 from benchmarks.evidence.calibrate import SHIPPED, Measured, Parameters, changes, dump_parameters, fit, load_parameters
 from benchmarks.evidence.measured import load_measured
 from hpctrain.cli import main
-from hpctrain.errors import PlanError
+from hpctrain.config.errors import PlanError
 
 
 @click.command("benchmarks.evidence.fit_runs")

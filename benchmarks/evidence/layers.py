@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.errors import PlanError, did_you_mean
-from hpctrain.plan import Tile
+from hpctrain.config.errors import PlanError, did_you_mean
+from hpctrain.plan.tiling import Tile
 from hpctrain.planner.curves import Curve
-from hpctrain.planner.predict import Predictor
+from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.prices import PassCost
 
 COLUMNS = ("device", "microbatch", "tensor", "layer", "forward_seconds", "backward_seconds", "update_seconds")

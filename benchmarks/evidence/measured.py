@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.evidence.calibrate import Measured
 from benchmarks.evidence.described import DescribedRun
-from hpctrain.errors import PlanError, did_you_mean
+from hpctrain.config.errors import PlanError, did_you_mean
 
 OUT_OF_MEMORY = "oom"
 """In place of seconds."""

@@ -6,11 +6,11 @@ from typing import Self
 
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.layers import LayerTimes
-from hpctrain.catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
-from hpctrain.cluster import Cluster, Fabric, Nic, Nodes
-from hpctrain.plan import Plan
-from hpctrain.planner.catalogue import Efficiency
-from hpctrain.planner.predict import Predictor
+from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
+from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
+from hpctrain.plan.tiling import Plan
+from hpctrain.planner.efficiency import Efficiency
+from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.stack import Stack
 
 

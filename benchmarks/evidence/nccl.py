@@ -15,7 +15,7 @@ import math
 from typing import NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork, Line
-from hpctrain.links import PairLink
+from hpctrain.config.links import PairLink
 
 NVLINK_BYTES_PER_SECOND = 40e9
 """From which on a link inside a node is no PCIe: x16 of its fourth generation has 32e9."""

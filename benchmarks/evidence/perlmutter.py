@@ -14,16 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.scale import cluster_of, nodes_of
-from hpctrain.cluster import Cluster
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.errors import PlanError
-from hpctrain.job import Model
-from hpctrain.parameters import check_grid
-from hpctrain.plan import Plan, TensorGrid, even_plan
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.config.presets import PRESETS
+from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.predictor import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.presets import PRESETS
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.parameters import check_grid
 
 DEVICES = {"gpt-5b": 64, "gpt-10b": 128, "gpt-20b": 256, "gpt-40b": 512, "gpt-80b": 1024}
 GPU, GPUS_OF_NODE, BATCH, POSITIONS = "A100-40", 4, 1024, 2048

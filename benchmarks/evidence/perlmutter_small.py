@@ -17,17 +17,17 @@ from pathlib import Path
 from benchmarks.evidence.perlmutter import Layout, four_d, megatron_style, ways_to_hide
 from benchmarks.mixed import call
 from benchmarks.probed import probed
-from hpctrain.cluster import Cluster, Nodes
-from hpctrain.cluster_file import dump_cluster, find_cluster, load_cluster, load_truth
-from hpctrain.job import Job, load_job
+from hpctrain.config.cluster import Cluster, Nodes
+from hpctrain.config.cluster_file import dump_cluster, find_cluster, load_cluster, load_truth
+from hpctrain.config.job import Job, load_job
+from hpctrain.config.truth import Truth
 from hpctrain.observe.console import QUOTED_OVERRUN, trust
-from hpctrain.plan import Plan
-from hpctrain.plan_file import dump_plan
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Prediction, Predictor
+from hpctrain.planner.predictor import Prediction, Predictor
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.rehearsal.miniature import miniature
-from hpctrain.truth import Truth
 
 RANKS, LAYERS, BATCH, FAMILY = 16, 12, 64, "a100-40"
 PAIR_OF_GPUS, NIC = (76e9, 3e-6), 20e9

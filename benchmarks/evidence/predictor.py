@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from benchmarks.evidence.calibrate import SHIPPED, Measured, Parameters, dump_parameters, fit
 from benchmarks.evidence.published import PublishedSet, all_sets, korthikanti_memory, sailor_single_layers
-from hpctrain.catalogue import ACCELERATORS
+from hpctrain.config.device_catalogue import ACCELERATORS
 from hpctrain.planner.cost import model_flops
 
 MOST_FITTED = 20

@@ -14,8 +14,8 @@ from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.layers import LayerTimes, load_layers
 from benchmarks.evidence.measured import load_measured
 from benchmarks.evidence.mixed_runs import MixedRun, NodeGroup
-from hpctrain.catalogue import ACCELERATORS, GIB
-from hpctrain.planner.predict import Predictor
+from hpctrain.config.device_catalogue import ACCELERATORS, GIB
+from hpctrain.planner.predictor import Predictor
 
 FOLDER = Path(__file__).parent / "published"
 A100 = "A100-80"

@@ -20,7 +20,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpctrain.errors import CheckpointError
+from hpctrain.config.errors import CheckpointError
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = 1

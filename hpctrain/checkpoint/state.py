@@ -20,17 +20,17 @@ from hpctrain.checkpoint.format import (
     write_index,
     write_part,
 )
-from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import parse_cluster
 from hpctrain.comm.world import World
-from hpctrain.errors import CheckpointError, describe_os_error
-from hpctrain.job import Job
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.errors import CheckpointError, describe_os_error
+from hpctrain.config.job import Job
+from hpctrain.config.tables import explain
 from hpctrain.model.groups import Piece
 from hpctrain.model.shard import Shard
-from hpctrain.parameters import all_parameters, whole_rows
-from hpctrain.plan import Plan
-from hpctrain.plan_file import dump_plan, parse_plan
-from hpctrain.tables import explain
+from hpctrain.plan.file import dump_plan, parse_plan
+from hpctrain.plan.tiling import Plan
+from hpctrain.sharding.parameters import all_parameters, whole_rows
 
 # What must be the same for a resumed run to go on with the same numbers; model is compared key by key.
 SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")

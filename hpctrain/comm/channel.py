@@ -7,11 +7,11 @@ import torch
 from hpctrain.comm.communicator import Journal, Lane
 from hpctrain.comm.lanes import Progress, Work
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.routes import RouteMaker
+from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.traced import GroupTrace
 from hpctrain.comm.waiting import Patience, wait_until
 from hpctrain.comm.window import SharedWindow
-from hpctrain.errors import CommError
+from hpctrain.config.errors import CommError
 
 
 class SharedChannel:

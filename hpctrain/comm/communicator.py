@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from hpctrain.comm.hierarchy import Collectives
+from hpctrain.comm.collectives.hierarchical import Collectives
+from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.lanes import ENDED, Ended, Progress, Work
-from hpctrain.comm.oversight.recorder import Recorder
 from hpctrain.comm.reduction import as_bytes
-from hpctrain.comm.shared import SharedCollectives
+from hpctrain.comm.routes.transport import Transport
 from hpctrain.comm.steps import Steps, complete, until_all
 from hpctrain.comm.traced import GroupTrace, Timed, TracedWork
-from hpctrain.comm.transport import Transport
 from hpctrain.comm.waiting import Patience, Phase
-from hpctrain.errors import CommError
-from hpctrain.intervals import Interval, cut_evenly
+from hpctrain.comm.watchdog.recorder import Recorder
+from hpctrain.config.errors import CommError
+from hpctrain.sharding.intervals import Interval, cut_evenly
 
 if TYPE_CHECKING:
-    from hpctrain.comm.rehearsal.clock import Pace
+    from hpctrain.comm.settings import Pace
 
 Started = Work | TracedWork | Ended
 OPERATIONS = ("sum", "max", "min")

@@ -2,10 +2,10 @@
 
 The planner prices with it and the communicator chooses by it: the same links, the same overhead, the same decision.
 
-A group on one node, or with one rank on each, communicates flat; one with several families, or several ranks on several
-nodes, domain by domain: reduce-scatter inside, exchange of shards across, all-gather inside (`comm/hierarchy.py`).
-Ranks of a node that go through the same NIC at the same time share it. A group is reckoned with by its form: what is
-alike in it counts once, and groups that are alike have their times in common.
+A group on one node, or with one rank on each node, communicates flat. A group with several families, or with several
+ranks on several nodes, communicates by domains (`comm/collectives/hierarchical.py`): reduce-scatter inside, exchange of
+shards across, all-gather inside. Ranks of a node that use the same NIC at the same time share it. Groups of the same
+form have the same times, which are computed once.
 
 Flat algorithms are those of Thakur, Rabenseifner and Gropp (2005): a message of n bytes takes latency + n / bandwidth.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hpctrain.cluster import Cluster
 from hpctrain.comm.topology import MOST_DOUBLED_BYTES, Topology, candidates, places_of
-from hpctrain.errors import LaunchError
-from hpctrain.links import PairLink, link_between, message_seconds, nic_of, slowest_links
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.errors import LaunchError
+from hpctrain.config.links import PairLink, link_between, message_seconds, nic_of, slowest_links
 
 KEPT = 1 << 16
 
@@ -88,7 +88,7 @@ class ClusterNetwork:
     """The links of a cluster, and what messages and collectives take on them."""
 
     def __init__(self, cluster: Cluster, link_share: float = 1.0):
-        """`link_share` is what collectives reach of a data sheet's bandwidth: see `hpctrain.links.efficiency`."""
+        """`link_share`: what collectives reach of a data sheet's bandwidth, see `config.links.efficiency`."""
         self.cluster, self._share = cluster, link_share
         self._topology = Topology(places_of(cluster), shares_memory=False)
         self._numbers: dict[PairLink, int] = {}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.intervals import Interval
+from hpctrain.sharding.intervals import Interval
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -10,11 +10,11 @@ import torch
 
 from hpctrain.comm.communicator import ENDLESS, Backend, Communicator, Lane
 from hpctrain.comm.lanes import Progress
-from hpctrain.comm.rehearsal.clock import Clock, Pace
+from hpctrain.comm.settings import Rehearsal
 from hpctrain.comm.steps import Steps
-from hpctrain.errors import CommError
-from hpctrain.intervals import Interval
-from hpctrain.tracing import UNTRACED
+from hpctrain.comm.tracing import UNTRACED
+from hpctrain.config.errors import CommError
+from hpctrain.sharding.intervals import Interval
 
 
 class SilentCollectives:
@@ -64,10 +64,10 @@ class Solo:
 
     tracer = UNTRACED
 
-    def __init__(self, rank: int, size: int, clock: Clock | None = None):
-        """`clock` is that of a pretended device, which is not charged for what collectives move."""
+    def __init__(self, rank: int, size: int, rehearsal: Rehearsal | None = None):
+        """In a `rehearsal` the pretended device is not charged for what collectives move."""
         self.rank, self.size = rank, size
-        self._clock = clock
+        self._rehearsal = rehearsal
 
     def is_near(self, one: int, other: int) -> bool:
         return True  # nothing is sent
@@ -83,7 +83,7 @@ class Solo:
         return Communicator(ranks, self._silent(ranks, name), lane=lane)
 
     def _silent(self, ranks: Sequence[int], name: str) -> Backend:
-        pace = None if self._clock is None else Pace(self._clock, name)
+        pace = self._rehearsal.pace(name) if self._rehearsal else None
         return Backend(SilentCollectives(tuple(ranks).index(self.rank), len(ranks)), None, "alone", 1, pace)
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.cluster import Cluster
+from hpctrain.config.cluster import Cluster
 
 if TYPE_CHECKING:
     from hpctrain.comm.network import ClusterNetwork

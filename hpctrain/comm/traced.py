@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hpctrain.comm.lanes import Work
 from hpctrain.comm.steps import Pending, Steps
-from hpctrain.tracing import Tracer
+from hpctrain.comm.tracing import Tracer
 
 
 class TimedSteps(Protocol):

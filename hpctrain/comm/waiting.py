@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain.errors import CommError
+from hpctrain.config.errors import CommError
 
 # Yielding hands the core to whoever computes on it, and finds a partner that arrives at once; a sleeper wakes 50 to
 # 100 us late, twice for each collective. So: yield, and sleep only where the core is idle. Yields are counted, not

@@ -10,33 +10,31 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpctrain.comm.accelerators.find import find_device
+from hpctrain.comm.accelerators.detect import find_device
 from hpctrain.comm.clocks import offset_to_first
 from hpctrain.comm.launcher import promised_size
-from hpctrain.comm.oversight.flight import write_ranks
-from hpctrain.comm.oversight.oversight import Oversight
-from hpctrain.comm.oversight.watchdog import HEARD_SECONDS
+from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Place, Preferences, Topology
+from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.waiting import Patience, Phase, wait_until
-from hpctrain.errors import HpctrainError, LaunchError, TopologyError
-from hpctrain.tracing import UNTRACED
+from hpctrain.comm.watchdog.flight import write_ranks
+from hpctrain.comm.watchdog.oversight import Oversight
+from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS
+from hpctrain.config.errors import HpctrainError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.channel import Channel
     from hpctrain.comm.communicator import Backend, Communicator, Journal, Lane
-    from hpctrain.comm.device.table import Devices
     from hpctrain.comm.lanes import Progress
-    from hpctrain.comm.rehearsal.clock import Clock
-    from hpctrain.comm.rehearsal.network import Network
-    from hpctrain.comm.rehearsal.shaped import Rehearsal
     from hpctrain.comm.solo import Solo
     from hpctrain.comm.traced import GroupTrace
 
-# What a rank is told about where it is, for tests; of its device see hpctrain.comm.accelerators.find.
+# What a rank is told about where it is, for tests; of its device see hpctrain.comm.accelerators.detect.
 HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
@@ -54,20 +52,12 @@ class World:
         self._failures = self._comm.Dup()
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
-        self.topology = Topology(tuple(places))
-        self.preferences = Preferences()
-        """For groups made from now on; must be the same on all ranks."""
+        self.settings = Settings(Topology(tuple(places)))
         self.patience = Patience(Phase("the start", timeout_seconds, "observe.start_timeout_seconds"))
-        self.accelerator: Accelerator | None = None
-        self.devices: Devices | None = None
-        """Both set by `bind_accelerator`; groups made before are for tensors of the host."""
-        self.tracer = UNTRACED
-        """Takes spans of groups made from now on."""
         self._waits_for_all = False
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
         self._lane = self.oversight.recorder.add_group("world", range(self.size))
         self._hosts = [place.host for place in places]
-        self._rehearsal: Rehearsal | None = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
         self._lanes: list[Lane] = []
@@ -99,6 +89,26 @@ class World:
         found = find_device()
         place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), found.family, found.kind)
         return cls(MPI, ours, MPI.COMM_WORLD.allgather(place), timeout_seconds, watched)
+
+    def configure(self, **changes) -> None:
+        """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
+        self.settings = replace(self.settings, **changes)
+
+    @property
+    def topology(self) -> Topology:
+        return self.settings.topology
+
+    @property
+    def preferences(self) -> Preferences:
+        return self.settings.preferences
+
+    @property
+    def accelerator(self) -> "Accelerator | None":
+        return self.settings.accelerator
+
+    @property
+    def tracer(self) -> Tracer:
+        return self.settings.tracer
 
     @property
     def place(self) -> Place:
@@ -147,26 +157,11 @@ class World:
             made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, trace)
         return self._keep(RecordedChannel(made, journal, trace))
 
-    def rehearse(self, network: "Network", places: Sequence[Place]) -> "Clock":
-        """Let groups made from now on be those of devices of a described network; return this rank's clock.
-
-        `places` are the devices' by rank. All ranks must call. Raises TopologyError on all of them if they are not on
-        one host, or not as many as the network has devices.
-        """
-        from hpctrain.comm.rehearsal.clock import Clock
-        from hpctrain.comm.rehearsal.shaped import Rehearsal, ShapedNetwork
-
-        if len({place.host for place in self.topology.places}) > 1:
-            raise TopologyError("a rehearsal runs on one host: its ranks see each other's messages in its memory")
-        self._rehearsal = Rehearsal(ShapedNetwork(self._mpi, self._comm.Dup(), network), Clock())
-        self.topology = Topology(tuple(places), shares_memory=False)
-        return self._rehearsal.clock
-
     def solo(self) -> "Solo":
         """Return what stands for this world where this rank runs its part of a plan alone. Involves nobody."""
         from hpctrain.comm.solo import Solo
 
-        return Solo(self.rank, self.size, self._rehearsal.clock if self._rehearsal else None)
+        return Solo(self.rank, self.size, self.settings.rehearsal)
 
     @contextmanager
     def freeing(self):
@@ -231,9 +226,9 @@ class World:
         )
 
     def _routes(self):
-        from hpctrain.comm.routes import RouteMaker
+        from hpctrain.comm.routes.maker import RouteMaker
 
-        return RouteMaker(self._mpi, self._comm, self.topology, self.preferences, self.devices, self._rehearsal)
+        return RouteMaker(self._mpi, self._comm, self.settings)
 
     def _moving(self) -> "Progress":
         """Return what moves this rank's lanes; it starts with the first."""
@@ -316,8 +311,8 @@ class World:
         self._free(0)
         if self._progress is not None:
             self._progress.close()
-        if self._rehearsal is not None:
-            self._rehearsal.network.close()
+        if self.settings.rehearsal is not None:
+            self.settings.rehearsal.close()
         self._failures.Free()
         self.oversight.close()
         if self._owns_mpi:

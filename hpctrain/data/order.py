@@ -4,10 +4,10 @@ import hashlib
 
 import numpy as np
 
+from hpctrain.config.errors import DataError
+from hpctrain.config.job import Data
 from hpctrain.data.tokens import TokenSource, open_tokens
-from hpctrain.errors import DataError
-from hpctrain.intervals import Interval
-from hpctrain.job import Data
+from hpctrain.sharding.intervals import Interval
 
 ROUNDS = 16  # of the Feistel network; measured: with 8 some of the 120 orders of 5 sequences are rarer than others
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

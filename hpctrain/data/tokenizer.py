@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.errors import DataError, describe_os_error
+from hpctrain.config.errors import DataError, describe_os_error
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257  # 256 bytes and END_OF_TEXT

@@ -22,9 +22,9 @@ from typing import BinaryIO, NoReturn, Self
 import h5py
 import numpy as np
 
+from hpctrain.config.errors import DataError, describe_os_error
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.errors import DataError, describe_os_error
-from hpctrain.intervals import Interval
+from hpctrain.sharding.intervals import Interval
 
 FORMAT = "hpctrain tokens"
 VERSION = 1

@@ -7,15 +7,15 @@ import torch
 from hpctrain.comm.channel import Channel
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.world import World
-from hpctrain.holders import Holdings
-from hpctrain.job import Job
+from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.model.ways import Ways
-from hpctrain.plan import Plan, Tile
-from hpctrain.role import Transfers, role_of
-from hpctrain.transfers import everywhere
+from hpctrain.plan.holders import Holdings
+from hpctrain.plan.role import Transfers, role_of
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.transfers import everywhere
 
 
 @dataclass(frozen=True)

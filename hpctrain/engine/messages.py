@@ -8,9 +8,9 @@ import torch
 
 from hpctrain.comm.channel import Channel
 from hpctrain.engine.layout import Layout
-from hpctrain.intervals import cut_evenly
-from hpctrain.schedule import EXPECTED_AHEAD, RECEIVING, Instruction, Op
-from hpctrain.transfers import RowShape, Transfer, held
+from hpctrain.plan.schedule import EXPECTED_AHEAD, RECEIVING, Instruction, Op
+from hpctrain.plan.transfers import RowShape, Transfer, held
+from hpctrain.sharding.intervals import cut_evenly
 
 
 class Place(NamedTuple):

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
+from hpctrain.config.job import Train
 from hpctrain.engine.layout import Layout
-from hpctrain.intervals import Interval
-from hpctrain.job import Train
 from hpctrain.model.axes import Work
 from hpctrain.model.shard import Shard, make_shard
+from hpctrain.sharding.intervals import Interval
 
 
 def learning_rate(train: Train, step: int) -> float:

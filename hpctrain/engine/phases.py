@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hpctrain.comm.waiting import Phase
-from hpctrain.job import Observe
+from hpctrain.config.job import Observe
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from hpctrain.comm.tracing import UNTRACED, Tracer
+from hpctrain.config.errors import TrainingError
 from hpctrain.engine.layout import Layout
 from hpctrain.engine.messages import Messages, Place
 from hpctrain.engine.optimizer import Optimizer
-from hpctrain.errors import TrainingError
-from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.stage import Saved, Stage
-from hpctrain.schedule import Instruction, Op, forward_only, items_in_order, schedule_of
-from hpctrain.tracing import UNTRACED, Tracer
+from hpctrain.plan.schedule import Instruction, Op, forward_only, items_in_order, schedule_of
+from hpctrain.sharding.intervals import Interval, cut_evenly
 
 
 class Batch(Protocol):

@@ -20,19 +20,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.cluster import Profile, RowTimes
-from hpctrain.comm.accelerator import DTYPES
 from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.world import World
+from hpctrain.config.cluster import Profile, RowTimes
+from hpctrain.config.errors import TrainingError
+from hpctrain.config.job import Job
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.engine.pipeline import Pipeline
-from hpctrain.errors import TrainingError
-from hpctrain.intervals import Interval
-from hpctrain.job import Job
 from hpctrain.model.stage import Stage
-from hpctrain.plan import Plan, Tile
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, describe_work
+from hpctrain.sharding.intervals import Interval
 
 SEARCH_SHARE = 0.6  # of the time is for the search of how many rows fit, at most
 ROUNDS, SHORT_ROUNDS = 3, 2  # the best counts, since what others do on the machine only adds

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.state import load, save
-from hpctrain.comm.accelerator import DTYPES
 from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.world import World
+from hpctrain.config.errors import TrainingError
+from hpctrain.config.job import Job
 from hpctrain.data.order import Sequences
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.pipeline import Pipeline
-from hpctrain.errors import TrainingError
-from hpctrain.intervals import Interval
-from hpctrain.job import Job
 from hpctrain.model.stage import initialise
 from hpctrain.model.transformer import IGNORED
-from hpctrain.plan import Plan
+from hpctrain.plan.tiling import Plan
+from hpctrain.sharding.intervals import Interval
 
 
 @dataclass(frozen=True)

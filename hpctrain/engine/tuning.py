@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from hpctrain.comm.accelerator import DTYPES, bind_accelerator
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.job import Job, Products
+from hpctrain.comm.accelerators.bind import DTYPES, bind_accelerator
+from hpctrain.config.job import Job, Products
+from hpctrain.model.products import Product, products_of
 from hpctrain.model.ways import WAYS
-from hpctrain.plan import Plan
-from hpctrain.products import Product, products_of
+from hpctrain.plan.tiling import Plan
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World

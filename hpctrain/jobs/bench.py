@@ -5,7 +5,7 @@ import statistics
 
 import click
 
-from hpctrain.engine.prepare import prepare_run
+from hpctrain.engine.resolve import prepare_run
 from hpctrain.jobs import bench_mixed
 from hpctrain.jobs.common import (
     load_job_on,
@@ -42,7 +42,7 @@ def train(job, overrides, steps, warmup, rehearse, time_scale, as_json):
             parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
         prepared = prepare_run(world, parsed, described=described)
 
-        from hpctrain.comm.accelerator import bind_accelerator
+        from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.phases import phases_of
         from hpctrain.engine.trainer import Trainer
 

@@ -11,7 +11,7 @@ from hpctrain.jobs.common import (
     started_world,
     time_scale_option,
 )
-from hpctrain.plan import Plan
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search import EVERY_PLAN, Limits
 from hpctrain.planner.space import BY_SPEED, EVEN, Space, by_speed_space, even_space
 
@@ -42,7 +42,7 @@ def command(cluster, reference, overrides, alone, plans, steps, time_scale, as_j
     with started_world() as world:
         job, described = start_rehearsal(world, cluster, load_job_on(world, reference, overrides), time_scale)
 
-        from hpctrain.jobs.plan_benchmark import PlanBenchmark
+        from hpctrain.engine.plan_benchmark import PlanBenchmark
 
         report = (lambda text: click.echo(text, err=True)) if world.rank == 0 else (lambda text: None)
         benchmark = PlanBenchmark(world, described.cluster, job, steps, report)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from hpctrain.catalogue import ACCELERATORS, NETWORKS
+from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 

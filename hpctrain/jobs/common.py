@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.config.errors import JobError, describe_os_error
+from hpctrain.config.job import Job, load_job
+from hpctrain.config.presets import PRESETS
 from hpctrain.engine.phases import phases_of
-from hpctrain.engine.prepare import Described, with_values
-from hpctrain.errors import JobError, describe_os_error
-from hpctrain.job import Job, load_job
-from hpctrain.plan import Plan
-from hpctrain.plan_checks import check_plan
-from hpctrain.presets import PRESETS
-from hpctrain.schedule_run import check_schedules
+from hpctrain.engine.resolve import Described, with_values
+from hpctrain.plan.checks import check_plan
+from hpctrain.plan.schedule_run import check_schedules
+from hpctrain.plan.tiling import Plan
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -69,7 +69,7 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
 
 def describe(world: "World", reference: str) -> Described:
     """Read a cluster, a file or a ready one's name. All ranks must call."""
-    from hpctrain.cluster_file import find_cluster, load_cluster
+    from hpctrain.config.cluster_file import find_cluster, load_cluster
 
     with world.all_or_none():
         return Described(load_cluster(find_cluster(reference)), reference)
@@ -99,7 +99,7 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
         told = "; trained on generated tokens" if made.is_job_scaled else ""
         click.echo(made.describe(reference) + told, err=True)
 
-    from hpctrain.comm.rehearsal.start import rehearse  # torch, when nothing is wrong with the file
+    from hpctrain.rehearsal.start import rehearse
 
     rehearse(world, made.cluster, made.truth)
     return job, Described(made.cluster, reference, is_rehearsed=True, truth=made.truth)
@@ -107,7 +107,7 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
 
 def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":
     """Return what is rehearsed of a cluster, a file or a ready one's name, and a job. Raises TopologyError."""
-    from hpctrain.cluster_file import find_cluster, load_cluster, load_truth
+    from hpctrain.config.cluster_file import find_cluster, load_cluster, load_truth
     from hpctrain.rehearsal.miniature import is_finished, miniature
 
     path = find_cluster(reference)
@@ -119,7 +119,7 @@ def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | N
 
 def scaled_for(reference: str, job: Job) -> Job:
     """Return the job as it is rehearsed on a cluster file that is a finished miniature; on others as it is."""
-    from hpctrain.cluster_file import find_cluster, load_truth
+    from hpctrain.config.cluster_file import find_cluster, load_truth
     from hpctrain.rehearsal.miniature import scale_for_finished
 
     return scale_for_finished(load_truth(find_cluster(reference)), job)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.errors import JobError
+from hpctrain.config.errors import JobError
 
 DIFFERENT_EXIT_CODE = 1
 

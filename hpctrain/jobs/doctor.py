@@ -32,9 +32,9 @@ def command(as_json):
 
 def examine(world) -> dict:
     """Return what there is, as plain data; rank 0's is complete. All ranks must call."""
-    from hpctrain.comm.accelerator import DTYPES, bind_accelerator
-    from hpctrain.comm.device.table import describe_routes
+    from hpctrain.comm.accelerators.bind import DTYPES, bind_accelerator
     from hpctrain.comm.launcher import promised_size
+    from hpctrain.comm.routes.abilities import describe_routes
     from hpctrain.comm.topology import Route
     from hpctrain.comm.window import SHARED_MEMORY, free_bytes
 
@@ -52,7 +52,7 @@ def examine(world) -> dict:
     }
     gathered = world.gather_objects(device) or []
     _, variable = promised_size()
-    families = world.devices.families if world.topology.has_devices else {}
+    families = world.settings.devices.families if world.topology.has_devices else {}
     everybody = world.topology.route(range(world.size), world.preferences.route)
     if families:
         everybody = Route("devices", "by the routes between families")

@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import filled_figures, find_cluster, load_cluster
-from hpctrain.cluster_fill import describe_sources
-from hpctrain.job import Job
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.cluster_defaults import describe_sources
+from hpctrain.config.cluster_file import filled_figures, find_cluster, load_cluster
+from hpctrain.config.job import Job
 from hpctrain.jobs.common import scaled_for
 from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
-from hpctrain.plan_file import dump_plan
+from hpctrain.plan.file import dump_plan
 from hpctrain.planner.choose import dtype_on, families_in, find_best
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons, runner_up

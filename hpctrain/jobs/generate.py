@@ -20,7 +20,7 @@ def command(path, prompt, num_tokens, temperature, top_k, seed, as_json):
     Runs on one rank, whatever layout trained the model.
     """
     from hpctrain.checkpoint.format import find_checkpoint
-    from hpctrain.engine.generate import Generator
+    from hpctrain.engine.decode import Generator
 
     checkpoint = find_checkpoint(path)
     text = Generator(checkpoint).text(prompt, num_tokens, temperature, top_k, seed)

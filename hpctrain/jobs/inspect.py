@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.errors import CheckpointError, JobError
+from hpctrain.config.errors import CheckpointError, JobError
 
 
 @click.command("inspect")
@@ -60,8 +60,8 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
 
 def _ending(path: Path) -> dict:
     """Tell what a run's flight records say of it; nothing if it ended in order."""
-    from hpctrain.comm.oversight.diagnosis import post_mortem
-    from hpctrain.comm.oversight.flight import FOLDER
+    from hpctrain.comm.watchdog.diagnosis import post_mortem
+    from hpctrain.comm.watchdog.flight import FOLDER
 
     found = post_mortem(path / FOLDER, time.time())
     if found is None:
@@ -103,10 +103,10 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
 
 
 def _described(path: Path) -> dict:
-    from hpctrain.job import load_job
-    from hpctrain.parameters import count_parameters
-    from hpctrain.plan_file import load_plan
-    from hpctrain.tables import parse_toml_once, read_text
+    from hpctrain.config.job import load_job
+    from hpctrain.config.tables import parse_toml_once, read_text
+    from hpctrain.plan.file import load_plan
+    from hpctrain.sharding.parameters import count_parameters
 
     tree, _ = parse_toml_once(read_text(path, JobError), str(path), JobError)
     if "families" in tree:
@@ -122,10 +122,10 @@ def _described(path: Path) -> dict:
 
 
 def _cluster(path: Path) -> dict:
-    from hpctrain.cluster import guessed_figures
-    from hpctrain.cluster_file import filled_figures, load_cluster
-    from hpctrain.cluster_fill import describe_sources
-    from hpctrain.links import slowest_links
+    from hpctrain.config.cluster import guessed_figures
+    from hpctrain.config.cluster_defaults import describe_sources
+    from hpctrain.config.cluster_file import filled_figures, load_cluster
+    from hpctrain.config.links import slowest_links
 
     cluster = load_cluster(path)
     told = {"cluster": cluster.describe(), "devices": cluster.num_devices, "nodes": cluster.num_nodes}

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cluster_file import find_cluster, load_cluster
-from hpctrain.errors import JobError, describe_os_error
-from hpctrain.job import load_job
+from hpctrain.config.cluster_file import find_cluster, load_cluster
+from hpctrain.config.errors import JobError, describe_os_error
+from hpctrain.config.job import load_job
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
-from hpctrain.plan_checks import check_tiling
-from hpctrain.plan_draw import draw_plan
-from hpctrain.plan_file import dump_plan, load_plan
-from hpctrain.plan_uniform import resolve_plan
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.draw import draw_plan
+from hpctrain.plan.file import dump_plan, load_plan
+from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.space import by_speed_space, even_space
 
 

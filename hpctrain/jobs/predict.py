@@ -6,17 +6,17 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import find_cluster, is_pretended, load_cluster
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.engine.overlap import resolve_on
-from hpctrain.job import Job, load_job
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.cluster_file import find_cluster, is_pretended, load_cluster
+from hpctrain.config.job import Job, load_job
+from hpctrain.engine.resolve_overlap import resolve_on
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
-from hpctrain.plan import Plan
-from hpctrain.plan_file import load_plan
+from hpctrain.plan.file import load_plan
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.choose import dtype_on
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Prediction, predict
+from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.rows_fit import memory_warnings
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cluster_file import dump_cluster, load_cluster, write_cluster_text
-from hpctrain.errors import JobError
+from hpctrain.config.cluster_file import dump_cluster, load_cluster, write_cluster_text
+from hpctrain.config.errors import JobError
+from hpctrain.config.links import slowest_links
 from hpctrain.jobs.common import started_world
-from hpctrain.links import slowest_links
 
 
 @click.command("probe")
@@ -32,7 +32,7 @@ def command(out, seconds, force, as_json):
             if world.rank == 0:
                 check_writable(out, force)
 
-        from hpctrain.comm.accelerator import bind_accelerator  # torch, when nothing is wrong
+        from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.comm.probe.survey import probe_cluster
 
         accelerator = bind_accelerator(world)

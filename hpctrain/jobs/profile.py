@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cluster import Profile
-from hpctrain.cluster_file import (
+from hpctrain.config.cluster import Profile
+from hpctrain.config.cluster_file import (
     dump_cluster,
     find_cluster,
     merge_profiles,
@@ -15,10 +15,11 @@ from hpctrain.cluster_file import (
     ready_clusters,
     write_cluster_text,
 )
-from hpctrain.engine.overlap import resolve_overlap
-from hpctrain.engine.prepare import Described, check_ranks_are_devices
-from hpctrain.errors import JobError, TopologyError
-from hpctrain.job import Job
+from hpctrain.config.errors import JobError, TopologyError
+from hpctrain.config.job import Job
+from hpctrain.config.tables import read_text
+from hpctrain.engine.resolve import Described, check_ranks_are_devices
+from hpctrain.engine.resolve_overlap import resolve_overlap
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -29,7 +30,6 @@ from hpctrain.jobs.common import (
 )
 from hpctrain.jobs.probe import check_writable
 from hpctrain.planner.curves import is_profiled, model_seconds, profiles_of
-from hpctrain.tables import read_text
 
 SECONDS = 45.0
 
@@ -82,7 +82,7 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
         with world.all_or_none():
             parsed = with_vocabulary(parsed)
 
-        from hpctrain.comm.accelerator import bind_accelerator  # torch, when nothing is wrong
+        from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.profiler import profile
         from hpctrain.planner.choose import dtype_on
 
@@ -114,7 +114,7 @@ def describe_this(world) -> Path:
 
     All ranks must call. Raises JobError where it cannot be kept.
     """
-    from hpctrain.comm.accelerator import bind_accelerator
+    from hpctrain.comm.accelerators.bind import bind_accelerator
     from hpctrain.comm.probe.machine import CACHE_VARIABLE, describe_machine
 
     path = describe_machine(world, bind_accelerator(world)).path

@@ -2,9 +2,9 @@
 
 import click
 
-from hpctrain.cluster_file import load_cluster, ready_clusters
-from hpctrain.errors import TopologyError
-from hpctrain.tables import read_text
+from hpctrain.config.cluster_file import load_cluster, ready_clusters
+from hpctrain.config.errors import TopologyError
+from hpctrain.config.tables import read_text
 
 
 @click.command("rehearse")

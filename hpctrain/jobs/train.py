@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.engine.run import Run
 from hpctrain.jobs.common import (
     describe,
     load_job_on,
@@ -15,7 +16,6 @@ from hpctrain.jobs.common import (
     started_world,
     time_scale_option,
 )
-from hpctrain.jobs.run import Run
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 

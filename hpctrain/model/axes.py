@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.intervals import Interval
+from hpctrain.sharding.intervals import Interval
 
 
 class Work(Protocol):

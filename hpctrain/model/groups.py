@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.holders import Holding
-from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis, Work
-from hpctrain.parameters import Box, Parameter, UnitLayout
+from hpctrain.plan.holders import Holding
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import Box, Parameter, UnitLayout
 
 
 @dataclass(frozen=True)

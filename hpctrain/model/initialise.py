@@ -10,9 +10,9 @@ import math
 import numpy as np
 import torch
 
-from hpctrain.intervals import Interval
-from hpctrain.job import Model
-from hpctrain.parameters import Box, Parameter, whole_rows
+from hpctrain.config.job import Model
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import Box, Parameter, whole_rows
 
 NUMBERS_PER_COUNT = 4  # a step of Philox's counter yields four 64-bit numbers
 CHUNK = 1 << 22

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.holders import Holding
-from hpctrain.intervals import Interval
 from hpctrain.model.axes import Axis, Work
 from hpctrain.model.groups import Group
+from hpctrain.plan.holders import Holding
+from hpctrain.sharding.intervals import Interval
 
 
 @dataclass

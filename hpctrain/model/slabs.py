@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hpctrain.holders import Holding, Slab
-from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Axis, Work
 from hpctrain.model.groups import Group, Piece, Sharded, UnitArrays
-from hpctrain.parameters import Box, UnitLayout, box_size
+from hpctrain.plan.holders import Holding, Slab
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import Box, UnitLayout, box_size
 
 
 class PackedSlabs:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpctrain.job import Model
+from hpctrain.comm.tracing import UNTRACED, Tracer
+from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
 from hpctrain.model.units import Deferred
 from hpctrain.model.ways import AS_THEY_LIE, Ways
-from hpctrain.plan import Tile
-from hpctrain.tracing import UNTRACED, Tracer
+from hpctrain.plan.tiling import Tile
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Where weights and gradients of a tile live: a few flat arrays, and views into them.
 
-The units (see `hpctrain.parameters`) whose pieces are exchanged among the same ranks form a group (see
+The units (see `hpctrain.sharding.parameters`) whose pieces are exchanged among the same ranks form a group (see
 `hpctrain.model.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each item's
 backward pass. The whole unit is in memory that all of z see, filled after each update, where there is such memory;
 else it is gathered for an item (when, says `hpctrain.model.traffic`).
@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from hpctrain.holders import Holdings
 from hpctrain.model.axes import Axes, Axis, Work
 from hpctrain.model.groups import Group, Sharded, ShardedUnit, UnitArrays, WholeUnits
 from hpctrain.model.slabs import CutUnit, PackedSlabs, ShardedSlabs, Slabs
 from hpctrain.model.traffic import Traffic
 from hpctrain.model.units import Deferred, UnitStore, Weight
+from hpctrain.plan.holders import Holdings
 
 
 class Store:

@@ -10,14 +10,14 @@ from collections.abc import Generator
 import torch
 import torch.nn.functional as F
 
-from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.job import Model
+from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
 from hpctrain.model.store import Store
 from hpctrain.model.ways import Ways
-from hpctrain.parameters import BLOCK_LAYERS, item_parameters, padded_vocabulary
-from hpctrain.plan import TensorGrid
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import BLOCK_LAYERS, item_parameters, padded_vocabulary
 
 IGNORED = -1  # a target that does not count
 

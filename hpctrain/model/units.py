@@ -1,7 +1,7 @@
 """One unit on one rank: the handles by which layers use its weights, and how it is gathered and its gradient scattered.
 
-The units (see `hpctrain.parameters`) of a tile with z > 1 are stored as shards; when they are gathered, and how far
-ahead, says `hpctrain.model.traffic`.
+The units (see `sharding.parameters`) of a tile with z > 1 are stored as shards. `hpctrain.model.traffic` decides when
+they are gathered.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.intervals import Interval, cut_evenly
 from hpctrain.model.axes import Axes, Work
 from hpctrain.model.groups import ShardedUnit
 from hpctrain.model.slabs import CutUnit
-from hpctrain.parameters import UnitLayout
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import UnitLayout
 
 Addition = Callable[..., object]
 """`add(grad, *operands, fresh)` adds to a gradient; where it is `fresh`, what is there counts as zeros, and may be no

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.products import parse_product
+from hpctrain.model.products import parse_product
 
 
 class Way(NamedTuple):

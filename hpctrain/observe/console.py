@@ -5,9 +5,9 @@ import sys
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hpctrain.job import Job
-from hpctrain.parameters import count_parameters
-from hpctrain.plan import Plan
+from hpctrain.config.job import Job
+from hpctrain.plan.tiling import Plan
+from hpctrain.sharding.parameters import count_parameters
 
 # Of a rehearsal: up to the first its ratios are quoted, beyond the second it means nothing.
 QUOTED_OVERRUN, UNTRUSTED_OVERRUN = 0.01, 0.05

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import TrainingError, describe_os_error
-from hpctrain.plan import Plan
-from hpctrain.planner.predict import Prediction
+from hpctrain.comm.tracing import UNTRACED, Tracer
+from hpctrain.config.errors import TrainingError, describe_os_error
+from hpctrain.plan.schedule import COMPUTING, Instruction, Op
+from hpctrain.plan.tiling import Plan
+from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.simulate import EXPOSED
-from hpctrain.schedule import COMPUTING, Instruction, Op
-from hpctrain.tracing import UNTRACED, Tracer
 
 DRIFT = "drift.json"
 LARGE_SHARE = 0.1

@@ -14,12 +14,12 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import dump_cluster
-from hpctrain.errors import JobError, TrainingError, describe_os_error
-from hpctrain.job import Job
-from hpctrain.plan import Plan
-from hpctrain.plan_file import dump_plan
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.cluster_file import dump_cluster
+from hpctrain.config.errors import JobError, TrainingError, describe_os_error
+from hpctrain.config.job import Job
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.tiling import Plan
 
 METRICS = "metrics.jsonl"
 RESOLVED = "resolved.toml"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from hpctrain.errors import TrainingError, describe_os_error
-from hpctrain.tracing import Tracer
+from hpctrain.comm.tracing import Tracer
+from hpctrain.config.errors import TrainingError, describe_os_error
 
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
@@ -77,7 +77,8 @@ class RunTrace:
         """Groups of the world that are made from now on are traced."""
         self._world, self._accelerator, self._folder = world, accelerator, folder
         self._num_steps, self._steps_left = 0, num_steps
-        self._recording = world.tracer = Recording(accelerator.moment)
+        self._recording = Recording(accelerator.moment)
+        world.configure(tracer=self._recording)
 
     def start(self) -> None:
         self._recording.is_running = True

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from hpctrain.cluster import Cluster, guessed_figures
-from hpctrain.plan import Tile
+from hpctrain.config.cluster import Cluster, guessed_figures
+from hpctrain.plan.tiling import Tile
 from hpctrain.planner.devices import DeviceModel
 
 

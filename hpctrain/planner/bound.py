@@ -14,10 +14,10 @@ blocks, and the embedding. Where memory is short, plans recompute or use slower 
 
 from collections.abc import Iterator
 
-from hpctrain.parameters import count_parameters
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.space import Space
 from hpctrain.planner.stages import StageCosts
+from hpctrain.sharding.parameters import count_parameters
 
 EVERY_COUNT_UP_TO, NEXT_COUNT = 16, 1.25
 """Seconds are looked up for each number of rows up to this and all that a profile measured, then for so many times as

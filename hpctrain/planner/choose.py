@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.cluster import Cluster
-from hpctrain.dtypes import TRAINED_DTYPES, choose_dtype
-from hpctrain.errors import PlanError, TopologyError
-from hpctrain.job import Job
-from hpctrain.plan import Plan
-from hpctrain.plan_checks import check_plan
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.dtypes import TRAINED_DTYPES, choose_dtype
+from hpctrain.config.errors import PlanError, TopologyError
+from hpctrain.config.job import Job
+from hpctrain.plan.checks import check_plan
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.explain import runner_up
-from hpctrain.planner.predict import Prediction
+from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.search import Found, Limits, search
 from hpctrain.planner.space import Space
 

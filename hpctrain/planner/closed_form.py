@@ -8,7 +8,7 @@ it are waited for only as far as its own warm-up does not hide them.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpctrain.planner.ahead import Gap, is_hidden, widen
+from hpctrain.planner.extra_warmup import Gap, is_hidden, widen
 
 
 class Passes(NamedTuple):

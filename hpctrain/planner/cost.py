@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
-from hpctrain.cluster import ITEM_BYTES
-from hpctrain.errors import PlanError
-from hpctrain.intervals import cut_evenly
-from hpctrain.job import Job, Model
-from hpctrain.parameters import item_units, padded_vocabulary
-from hpctrain.plan import TensorGrid
+from hpctrain.config.cluster import ITEM_BYTES
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Job, Model
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.stack import HPCTRAIN, Passes, Stack
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import cut_evenly
+from hpctrain.sharding.parameters import item_units, padded_vocabulary
 
 RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpctrain.cluster import Cluster, Profile
-from hpctrain.job import Job, Model
+from hpctrain.config.cluster import Cluster, Profile
+from hpctrain.config.job import Job, Model
 
 PROFILED_ZEROS = (1, 2, 3)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster import ITEM_BYTES, Family
-from hpctrain.errors import PlanError, did_you_mean
-from hpctrain.planner.catalogue import Efficiency, efficiency_of
+from hpctrain.config.cluster import ITEM_BYTES, Family
+from hpctrain.config.errors import PlanError, did_you_mean
+from hpctrain.planner.efficiency import Efficiency, efficiency_of
 
 if TYPE_CHECKING:
     from hpctrain.planner.profiled import ProfiledPasses

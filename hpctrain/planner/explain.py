@@ -1,9 +1,9 @@
 """Why a search chose what it chose, in sentences with the numbers. Pure."""
 
-from hpctrain.plan import Plan, counted
+from hpctrain.plan.tiling import Plan, counted
+from hpctrain.planner.score import Placed
 from hpctrain.planner.search import Found, Timed
 from hpctrain.planner.space import names_of
-from hpctrain.planner.weigh import Placed
 
 MIB = 2**20
 

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.holders import Holdings
-from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.parameters import padded_vocabulary
-from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.plan.holders import Holdings
+from hpctrain.plan.schedule import Op, passes, under_way, weight_delay
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.cost import Setup, goes_in_halves, unit_elements
-from hpctrain.schedule import Op, passes, under_way, weight_delay
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import padded_vocabulary
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 INDEX_BYTES, STATISTIC_BYTES = 8, 4

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpctrain.cluster import Cluster, Nodes
-from hpctrain.plan import TensorGrid
+from hpctrain.config.cluster import Cluster, Nodes
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.profiled import device_models
+from hpctrain.sharding.grid import TensorGrid
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hpctrain.plan import Tile
-from hpctrain.schedule import COMPUTING
+from hpctrain.plan.schedule import COMPUTING
+from hpctrain.plan.tiling import Tile
 
 PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
 """The field of `TileCost` for each kind of pass."""

@@ -11,14 +11,15 @@ changes beside, how wide products are, the formula knows.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hpctrain.cluster import Cluster, Profile
-from hpctrain.parameters import count_parameters
-from hpctrain.plan import TensorGrid, Tile
-from hpctrain.planner.catalogue import Efficiency
+from hpctrain.config.cluster import Cluster, Profile
+from hpctrain.plan.tiling import Tile
 from hpctrain.planner.cost import ItemPass, Setup, item_cost
 from hpctrain.planner.curves import Curve, describe_training
 from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.parameters import count_parameters
 
 ITEMS = "embedding", "block", "head"
 TIMED_ZERO = 1

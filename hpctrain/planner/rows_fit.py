@@ -1,11 +1,11 @@
 """Checks the memory model against how many rows of the whole model fit when the job was profiled. Pure."""
 
-from hpctrain.cluster import Cluster
-from hpctrain.plan import TensorGrid
+from hpctrain.config.cluster import Cluster
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import StageCosts
+from hpctrain.sharding.grid import TensorGrid
 
 CLEAR_SHARE, CLEAR_ROWS = 0.1, 1
 """By more than this share of the rows, and by more than so many, the model contradicts the profile."""

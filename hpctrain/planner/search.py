@@ -1,7 +1,7 @@
 """Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
 
 What is chosen from is in `planner/space.py`. The search goes through *groups* of plans that have the arrangement of
-pools and the number of microbatches in common. A closed form (`planner/weigh.py`) weighs one plan of each, then those
+pools and the number of microbatches in common. A closed form (`planner/score.py`) weighs one plan of each, then those
 of the most promising groups, until a budget is spent; the best by weight are timed by the simulation of their
 instructions, which alone decides, and must fit by `planner/memory.py`. A plan that cannot be faster than the best by
 its bound is not timed. The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from hpctrain.cluster import Cluster
-from hpctrain.errors import PlanError
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.errors import PlanError
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.pools import Pool, pools_of
+from hpctrain.planner.score import Layout, Weigher
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.timing import Timed, Timer, tell_shortage
-from hpctrain.planner.weigh import Layout, Weigher
 
 WEIGHED, TIMED = 2000, 10
 """How many plans are weighed, and timed, unless it is said."""

@@ -3,8 +3,8 @@
 from bisect import insort
 from collections.abc import Sequence
 
+from hpctrain.planner.score import MANY_ROWS, Weigher, rank_rows
 from hpctrain.planner.space import BEST, Choice, Pipelines, choices_of, choices_of_all
-from hpctrain.planner.weigh import MANY_ROWS, Weigher, rank_rows
 
 SLOWEST_SHARE = 0.5
 """Of the speed of a pool's fastest choice, that others must reach to be considered."""

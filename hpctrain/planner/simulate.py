@@ -1,6 +1,6 @@
 """Runs a step's instructions on clocks, at the prices of `prices.py`: the very lists that the engine executes. Pure.
 
-The loop of `hpctrain.schedule_run` says what happens; this says when. Each tile has a clock; where ranks have several
+The loop of `plan.schedule_run` says what happens; this says when. Each tile has a clock; where ranks have several
 tiles, they share that of the first. A message leaves when it is sent, after those before it on its channel, and arrives
 after its seconds. A receive waits for it, and a send waits while the channel is full. All tiles meet where gradients
 are summed and where the step is agreed on. Overlapped exchanges have a lane: gradients are summed as soon as the last
@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.plan import Plan, Tile
+from hpctrain.plan.schedule import Instruction, Schedule
+from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
-from hpctrain.schedule import Instruction, Schedule
-from hpctrain.schedule_run import Runner, ScheduleRun, Wire
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")

@@ -33,9 +33,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpctrain.intervals import divisors
-from hpctrain.plan import TensorGrid
 from hpctrain.planner.pools import Pool
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import divisors
 
 Pipelines = tuple[tuple[int, ...], ...]
 """Numbers of pools: those in a row, for each of the pipelines side by side."""

@@ -7,9 +7,9 @@ What is the same for all software (products, what is exchanged) is in `hpctrain.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.cluster import Cluster
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.schedule import EXPECTED_AHEAD
+from hpctrain.config.cluster import Cluster
+from hpctrain.plan.schedule import EXPECTED_AHEAD
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Stack:
     copies_shards: bool = False
     """Whether `Passes.weight` leaves out that a rank copies its z-shard of weights, and adds to that of gradients."""
     gathers_pieces: bool = False
-    """Whether what comes over a slow link comes in pieces, see `hpctrain.transfers.gathers`."""
+    """Whether what comes over a slow link comes in pieces, see `hpctrain.plan.transfers.gathers`."""
     expected_messages: int = 0
     """For how many messages between stages a rank has room before it comes to receive them."""
     dispatch_seconds: float = 8e-6

@@ -1,7 +1,7 @@
 """What a stage costs, by pool, tensor grid and rows: found once and shared by all plans that a search weighs. Pure.
 
 Blocks are alike, so a stage of k blocks takes a base (of the embedding or the head) and k times the same, in seconds
-and in bytes. Seconds are those of `planner/predict.py`, bytes those of `planner/memory.py` for our engine, but for
+and in bytes. Seconds are those of `planner/predictor.py`, bytes those of `planner/memory.py` for our engine, but for
 rounding, and for who meets unlike grids.
 """
 
@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from hpctrain.cluster import Cluster
 from hpctrain.comm.network import Crowd
-from hpctrain.errors import PlanError
-from hpctrain.intervals import Interval
-from hpctrain.parameters import check_grid
-from hpctrain.plan import TensorGrid, Tile
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.schedule import splits_freely
+from hpctrain.plan.tiling import Tile
 from hpctrain.planner.cost import Setup, Work, item_cost, unit_elements
 from hpctrain.planner.memory import (
     GRADIENT_BYTES,
@@ -30,8 +29,10 @@ from hpctrain.planner.memory import (
     message_bytes,
 )
 from hpctrain.planner.pools import Pool
-from hpctrain.planner.predict import pass_cost
-from hpctrain.schedule import splits_freely
+from hpctrain.planner.predictor import pass_cost
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import check_grid
 
 AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
 

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpctrain.cluster import Cluster
-from hpctrain.plan import Plan
-from hpctrain.planner.ahead import further_ahead
+from hpctrain.config.cluster import Cluster
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Prediction, Predictor
-from hpctrain.planner.weigh import Layout, Weigher
+from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.predictor import Prediction, Predictor
+from hpctrain.planner.score import Layout, Weigher
 
 FEW = 5
 """So many are timed at least."""

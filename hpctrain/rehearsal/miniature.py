@@ -10,14 +10,15 @@ A cluster whose fastest family is below `SLOWEST_WITH_TILES` is a finished minia
 import math
 from dataclasses import dataclass
 
-from hpctrain.cluster import ITEM_BYTES, Cluster
-from hpctrain.errors import PlanError, TopologyError
-from hpctrain.job import Job, PlanRequest
-from hpctrain.plan import Plan
-from hpctrain.plan_uniform import resolve_plan
+from hpctrain.config.cluster import ITEM_BYTES, Cluster
+from hpctrain.config.errors import PlanError, TopologyError
+from hpctrain.config.job import Job, PlanRequest
+from hpctrain.config.truth import Truth
+from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.cost import Setup, model_flops
 from hpctrain.planner.devices import SLOWEST_WITH_TILES
-from hpctrain.planner.predict import Predictor
+from hpctrain.planner.predictor import Predictor
 from hpctrain.rehearsal.scaled import (
     Scale,
     own_truth,
@@ -27,7 +28,6 @@ from hpctrain.rehearsal.scaled import (
     with_exact_links,
     with_speeds,
 )
-from hpctrain.truth import Truth
 
 SMALL_HIDDEN = 512
 """A job with a smaller hidden size is not scaled: local ranks train it as it is."""

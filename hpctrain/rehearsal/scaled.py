@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.cluster import MANY_ROWS, Cluster, Family, Figures, LinkClass
-from hpctrain.errors import TopologyError
+from hpctrain.config.cluster import MANY_ROWS, Cluster, Family, Figures, LinkClass
+from hpctrain.config.errors import TopologyError
+from hpctrain.config.tables import Table
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.tables import Table
-from hpctrain.truth import PretendDevice, Truth
 
 TILE = 128
 """Rows and columns of the result that an accelerator computes at once, where nothing is said."""

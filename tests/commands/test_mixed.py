@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, Tile
-from hpctrain.plan_file import dump_plan, load_plan
+from hpctrain.plan.file import dump_plan, load_plan
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.intervals import Interval
 
 CLUSTER = """
 [families.fast]

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from hpctrain.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
-from hpctrain.plan_file import load_plan
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.truth import PretendDevice, Truth
+from hpctrain.plan.file import load_plan
 from tests.pretended import PAIR
 
 FAST = PretendDevice(memory_bytes=3_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})

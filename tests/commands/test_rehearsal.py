@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hpctrain.cluster_file import dump_cluster
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.config.cluster_file import dump_cluster
+from hpctrain.config.truth import PretendDevice, Truth
 from tests.pretended import PAIR
 
 FAST = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})

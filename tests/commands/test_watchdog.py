@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.oversight.flight import RUNNING, read_first_death, read_flights, record_path
-from hpctrain.errors import CommError, DataError
+from hpctrain.comm.watchdog.flight import RUNNING, read_first_death, read_flights, record_path
+from hpctrain.config.errors import CommError, DataError
 from tests.started import BIN, Finished
 
 SCRIPT = Path(__file__).with_name("waiting_ranks.py")

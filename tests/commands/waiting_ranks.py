@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from hpctrain.comm.launcher import promised_rank
-from hpctrain.comm.oversight import watchdog as watching
-from hpctrain.comm.oversight.recorder import Recorder
 from hpctrain.comm.waiting import Phase
+from hpctrain.comm.watchdog import watchdog as watching
+from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.comm.world import HOST_VARIABLE, World
-from hpctrain.errors import DataError
+from hpctrain.config.errors import DataError
 from hpctrain.jobs.common import started_world
 
 PATIENCE_SECONDS = 1.0

@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 
 def main(route: str, algorithm: str, num_bytes: int, repeats: int) -> None:
     world = World.start(timeout_seconds=30)
-    world.preferences = Preferences(route, algorithm)
+    world.configure(preferences=Preferences(route, algorithm))
     comm = world.group(range(world.size))
     values = torch.arange(num_bytes // 4, dtype=torch.float32) % 1000
     seconds = []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.oversight.flight import read_first_death
-from hpctrain.errors import CommError
+from hpctrain.comm.watchdog.flight import read_first_death
+from hpctrain.config.errors import CommError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/commands/waiting_ranks.py"

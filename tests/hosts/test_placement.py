@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, Tile
-from hpctrain.plan_file import dump_plan
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.intervals import Interval
 from tests.busy import OtherPrograms, unless_busy
 from tests.hosts.conftest import SITE
 from tests.hosts.network import Cluster, Site, open_network

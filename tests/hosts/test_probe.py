@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpctrain.cluster_file import load_cluster
-from hpctrain.links import link_between
+from hpctrain.config.cluster_file import load_cluster
+from hpctrain.config.links import link_between
 from tests.busy import OtherPrograms, unless_busy
 from tests.hosts.network import BIN
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.comm.rehearsal.clock import Stream
-from hpctrain.comm.rehearsal.network import Fabric, Network, Nic, Node
-from hpctrain.comm.rehearsal.shaped import ShapedNetwork, ShapedTransport
-from hpctrain.comm.routes import sub_communicator
-from hpctrain.comm.transport import HostTransport
+from hpctrain.comm.routes.maker import sub_communicator
+from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.waiting import wait_until
+from hpctrain.rehearsal.clock import Stream
+from hpctrain.rehearsal.fabric import Fabric, Network, Nic, Node
+from hpctrain.rehearsal.shaped import ShapedNetwork, ShapedTransport
 from tests.ranks.punctual import Measurement
 from tests.virtual_ranks import fluid_of
 

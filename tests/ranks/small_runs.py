@@ -9,21 +9,22 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.checkpoint.format import Index, latest_checkpoint
-from hpctrain.cluster import Cluster
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.rehearsal.start import rehearse
+from hpctrain.comm.tracing import UNTRACED
 from hpctrain.comm.world import World
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.job import Job, PlanRequest
+from hpctrain.config.truth import Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.layout import Layout
 from hpctrain.engine.trainer import Trainer
-from hpctrain.job import Job, PlanRequest
 from hpctrain.model.axes import Axis
-from hpctrain.plan import Plan, TensorGrid, even_plan
-from hpctrain.plan_uniform import resolve_plan
-from hpctrain.tracing import UNTRACED
-from hpctrain.truth import Truth
+from hpctrain.plan.tiling import Plan, even_plan
+from hpctrain.plan.uniform import resolve_plan
+from hpctrain.rehearsal.start import rehearse
+from hpctrain.sharding.grid import TensorGrid
 
 VOCAB = 61  # prime: padded for every y
 MODELS = {

@@ -4,19 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.cluster_file import parse_cluster
+from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.topology import Preferences
-from hpctrain.comm.transport import HostTransport
+from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.job import Overlap
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
-from hpctrain.job import Overlap
-from hpctrain.plan import Plan, TensorGrid, even_plan
-from hpctrain.plan_checks import check_plan
-from hpctrain.planner.ahead import further_ahead
+from hpctrain.plan.checks import check_plan
+from hpctrain.plan.schedule_run import check_schedules
+from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Predictor
-from hpctrain.schedule_run import check_schedules
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.predictor import Predictor
+from hpctrain.sharding.grid import TensorGrid
 from tests.ranks.small_runs import curve_and_weights, make_job, rehearsed_world
 
 MOST_STEPS, LATEST = 3, 0.02

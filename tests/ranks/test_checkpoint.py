@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.config.errors import CheckpointError
 from hpctrain.data.order import open_datasets
-from hpctrain.errors import CheckpointError
 from tests.ranks.small_runs import make_job, make_trainer, whole
 
 STEPS = 6
@@ -72,9 +72,9 @@ def test_the_index_shows_every_parameter_whole(world, tokens, folder, model):
     trainer.initialise()
     trainer.save(folder, {})
     if world.rank == 0:
-        from hpctrain.intervals import Interval
         from hpctrain.model.initialise import initial_values
-        from hpctrain.parameters import all_parameters
+        from hpctrain.sharding.intervals import Interval
+        from hpctrain.sharding.parameters import all_parameters
 
         with h5py.File(latest_checkpoint(folder) / "index.h5") as file:
             for name, parameter in all_parameters(job.model).items():

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.comm.shared import SLOT_BYTES
+from hpctrain.comm.collectives.shared import SLOT_BYTES
+from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.comm.transport import HostTransport
 from hpctrain.comm.waiting import Patience, Phase
-from hpctrain.errors import CommError
-from hpctrain.intervals import Interval
+from hpctrain.config.errors import CommError
+from hpctrain.sharding.intervals import Interval
 from tests.ranks.given_on_ranks import given_on_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -29,22 +29,22 @@ SIZES = st.one_of(st.integers(1, 40), st.sampled_from([2048, 2049, SLOT_BYTES //
 def preferring(world, **preferences):
     """Make groups as preferred, while it lasts."""
     before = world.preferences
-    world.preferences = dataclasses.replace(before, **preferences)
+    world.configure(preferences=dataclasses.replace(before, **preferences))
     try:
         yield
     finally:
-        world.preferences = before
+        world.configure(preferences=before)
 
 
 @contextmanager
 def placed(world, hosts, families):
     """Pretend that ranks are on these hosts and in these families."""
     before = world.topology
-    world.topology = Topology(tuple(Place(*p) for p in zip(hosts, families, strict=True)))
+    world.configure(topology=Topology(tuple(Place(*p) for p in zip(hosts, families, strict=True))))
     try:
         yield
     finally:
-        world.topology = before
+        world.configure(topology=before)
 
 
 @st.composite

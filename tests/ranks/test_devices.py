@@ -6,11 +6,11 @@ mpirun -n 4 python -m pytest --with-mpi -rs tests/ranks/test_devices.py
 import pytest
 import torch
 
-from hpctrain.comm.accelerator import DTYPES
+from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.find import family_of
-from hpctrain.comm.device.native import find_native_library
-from hpctrain.comm.device.probe import probe_direct
+from hpctrain.comm.accelerators.detect import family_of
+from hpctrain.comm.routes.cuda_aware import probe_direct
+from hpctrain.comm.routes.nccl import find_native_library
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 from tests.ranks.test_staged import Pretended, check_collectives
 

@@ -3,15 +3,16 @@
 import pytest
 
 import hpctrain.engine.pipeline as pipeline
+from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.topology import Preferences
-from hpctrain.comm.transport import HostTransport
-from hpctrain.intervals import Interval
-from hpctrain.job import Overlap
-from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.plan_checks import check_plan
-from hpctrain.plan_uniform import resolve_plan
-from hpctrain.schedule_run import check_schedules
-from hpctrain.truth import Truth
+from hpctrain.config.job import Overlap
+from hpctrain.config.truth import Truth
+from hpctrain.plan.checks import check_plan
+from hpctrain.plan.schedule_run import check_schedules
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.plan.uniform import resolve_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import (
     curve_and_weights,
     curve_of_one_rank,

@@ -2,11 +2,12 @@
 
 import pytest
 
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.plan import TensorGrid, even_plan
+from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Predictor
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.planner.predictor import Predictor
+from hpctrain.sharding.grid import TensorGrid
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import make_job, make_trainer, rehearsed_world
 

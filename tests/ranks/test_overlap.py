@@ -9,14 +9,15 @@ import torch
 from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measure
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Preferences
+from hpctrain.config.job import Overlap
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.prepare import Described, Prepared
+from hpctrain.engine.resolve import Described, Prepared
 from hpctrain.engine.trainer import Trainer
-from hpctrain.intervals import Interval
-from hpctrain.job import Overlap
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.plan_uniform import resolve_plan
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.uniform import resolve_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import (
@@ -217,7 +218,7 @@ TRUTH = Truth(devices={"fast": DEVICE, "slow": DEVICE})
 def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
-        own.preferences = Preferences(algorithm="exchange")
+        own.configure(preferences=Preferences(algorithm="exchange"))
         beside, blocking = own.group(range(4), "a", overlapped=True), own.group(range(4), "b")
         device, a, tensor = own.accelerator, torch.ones(256, 256), torch.ones(100_000)
 
@@ -261,7 +262,7 @@ def test_a_rehearsed_step_is_shorter_by_what_can_be_hidden(world, tokens, name):
     _, training, _ = open_datasets(job.data, job.train.seed)
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH.model_copy(update={"time_scale": 2.0})) as own:
-        own.preferences = Preferences(algorithm="exchange")
+        own.configure(preferences=Preferences(algorithm="exchange"))
         prepared = SimpleNamespace(job=overlapped(job), plan=plan, training=training)
         told = compare(own, {each: measure(own, prepared, VARIANTS[each], 4) for each in ("exposed", name)})
         overrun = own.accelerator.overrun

@@ -6,9 +6,10 @@ import itertools
 import pytest
 
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.plan_file import dump_plan
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 
 TOLERANCE = 1e-5

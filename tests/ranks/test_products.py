@@ -4,14 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.config.job import Overlap, Products
 from hpctrain.data.order import open_datasets
 from hpctrain.engine import tuning
 from hpctrain.engine.tuning import Tuned, tune_products
-from hpctrain.intervals import Interval
-from hpctrain.job import Overlap, Products
+from hpctrain.model.products import Product, products_of
 from hpctrain.model.ways import WAYS, Ways
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.products import Product, products_of
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, largest_relative_difference, make_job, make_trainer
 
 # (items, rows, ranks, grid, substeps): y above the key/value heads, x beside z, rows that do not divide, substeps.

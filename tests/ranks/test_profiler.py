@@ -5,14 +5,14 @@ import gc
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.engine.overlap import resolve_overlap
+from hpctrain.config.errors import TrainingError
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.engine.profiler import profile
+from hpctrain.engine.resolve_overlap import resolve_overlap
 from hpctrain.engine.trainer import Trainer
-from hpctrain.errors import TrainingError
-from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, Tile
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, describe_work, is_profiled, model_seconds
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import make_job, open_datasets, rehearsed_world

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from hpctrain.comm.rehearsal.network import network_of
-from hpctrain.comm.rehearsal.start import rehearse
 from hpctrain.comm.topology import Preferences
 from hpctrain.comm.world import World
+from hpctrain.config.errors import LaunchError, TopologyError, TrainingError
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.errors import LaunchError, TopologyError, TrainingError
-from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.rehearsal.fabric import network_of
+from hpctrain.rehearsal.start import rehearse
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER, cluster_with
 from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import (
@@ -108,7 +109,7 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
     num_elements, scale = 250_000, 10.0  # slow enough for a busy machine
     measurement = Measurement(world)
     with rehearsed(world, TRUTH.model_copy(update={"time_scale": scale})) as own:
-        own.preferences = Preferences(algorithm="exchange")
+        own.configure(preferences=Preferences(algorithm="exchange"))
         comm, device = own.group(range(4)), own.accelerator
         virtual = VirtualRanks(network_of(CLUSTER))
         domains = [VirtualTransports(virtual, (0, 1)), VirtualTransports(virtual, (2, 3))]
@@ -144,8 +145,8 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
 
 
 def _hierarchical(inner, across):
-    from hpctrain.comm.flat import FlatCollectives
-    from hpctrain.comm.hierarchy import HierarchicalCollectives
+    from hpctrain.comm.collectives.flat import FlatCollectives
+    from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 
     flat = [FlatCollectives(transport, lambda *_: "exchange") for transport in (inner, across)]
     return HierarchicalCollectives(*flat, across, [(0, 1), (2, 3)], lambda *_: "domains")

@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 
-from hpctrain.comm.flat import FlatCollectives
-from hpctrain.comm.hierarchy import HierarchicalCollectives
-from hpctrain.comm.rehearsal.clock import Stream
+from hpctrain.comm.collectives.flat import FlatCollectives
+from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 from hpctrain.comm.steps import complete, until_all
-from hpctrain.errors import CommError, TopologyError
+from hpctrain.config.errors import CommError, TopologyError
+from hpctrain.rehearsal.clock import Stream
 from tests.ranks.shaped_networks import (
     LATENCY_SECONDS,
     LINK_LATENCY_SECONDS,

@@ -9,15 +9,16 @@ import hypothesis.strategies as st
 import pytest
 
 import hpctrain.engine.pipeline as pipeline
-from hpctrain.cluster_file import parse_cluster
+from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.job import Overlap
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.job import Overlap
-from hpctrain.plan import Plan, TensorGrid, even_plan
-from hpctrain.plan_checks import check_plan
-from hpctrain.plan_uniform import resolve_plan
-from hpctrain.schedule import Op, one_f_one_b, schedule_of
-from hpctrain.schedule_run import check_schedules
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.plan.checks import check_plan
+from hpctrain.plan.schedule import Op, one_f_one_b, schedule_of
+from hpctrain.plan.schedule_run import check_schedules
+from hpctrain.plan.tiling import Plan, even_plan
+from hpctrain.plan.uniform import resolve_plan
+from hpctrain.sharding.grid import TensorGrid
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (
     curve_and_weights,

@@ -12,13 +12,14 @@ import torch
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.channel import make_channel
 from hpctrain.comm.communicator import Backend, Communicator, Lane
-from hpctrain.comm.device import staging
-from hpctrain.comm.device.collectives import StreamedCollectives
-from hpctrain.comm.device.table import Ability, Devices, Family
 from hpctrain.comm.lanes import Progress
-from hpctrain.comm.routes import RouteMaker
+from hpctrain.comm.routes.abilities import Ability, Devices, Family
+from hpctrain.comm.routes import staging
+from hpctrain.comm.routes.maker import RouteMaker
+from hpctrain.comm.routes.streamed import StreamedCollectives
+from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Place, Preferences, Topology
-from hpctrain.intervals import Interval
+from hpctrain.sharding.intervals import Interval
 from tests.ranks.fake_devices import FakeAccelerator, FakeNccl
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
@@ -55,7 +56,8 @@ class Pretended:
         self.progress, self._world = Progress(threaded=world.has_threads), world
         devices = Devices(self.device, known)
         topology, preferences = Topology(tuple(places)), Preferences(route, algorithm)
-        self.routes = RouteMaker(mpi, mpi.COMM_WORLD, topology, preferences, devices, nccl=self.nccl)
+        settings = Settings(topology, preferences, devices=devices)
+        self.routes = RouteMaker(mpi, mpi.COMM_WORLD, settings, nccl=self.nccl)
 
     def group(self, ranks, name: str = "", overlapped: bool = False) -> Communicator:
         several = overlapped and len(ranks) > 1

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.topology import Preferences
-from hpctrain.comm.transport import HostTransport
+from hpctrain.config.job import Overlap
 from hpctrain.data.order import open_datasets
-from hpctrain.holders import holdings_of
-from hpctrain.intervals import Interval
-from hpctrain.job import Overlap
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.plan_checks import check_plan
-from hpctrain.schedule import forward_only, one_f_one_b
-from hpctrain.schedule_run import check_no_deadlock
+from hpctrain.plan.checks import check_plan
+from hpctrain.plan.holders import holdings_of
+from hpctrain.plan.schedule import forward_only, one_f_one_b
+from hpctrain.plan.schedule_run import check_no_deadlock
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (
     Alone,

@@ -9,15 +9,16 @@ import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.topology import Preferences
+from hpctrain.comm.tracing import UNTRACED
+from hpctrain.config.job import Overlap
+from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.intervals import Interval
-from hpctrain.job import Overlap
 from hpctrain.observe.trace import SUMMARY, TRACE, RunTrace
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.plan_uniform import resolve_plan
-from hpctrain.schedule import schedule_of
-from hpctrain.tracing import UNTRACED
-from hpctrain.truth import PretendDevice, Truth
+from hpctrain.plan.schedule import schedule_of
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.uniform import resolve_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import make_job, make_trainer, rehearsed_world
@@ -42,7 +43,7 @@ def traced(world, job, plan: Plan, folder, accelerator, before_each=lambda: None
             said = trace.step_is_done(1.0)
             assert (said is not None) == (world.rank == 0 and step == STEPS - 1)
         assert trace.finish() is None
-    world.tracer = UNTRACED
+    world.configure(tracer=UNTRACED)
     return found
 
 
@@ -156,7 +157,7 @@ def test_computed_and_exposed_is_a_rehearsed_step(world, tokens, folder, switche
     job = with_overlap(make_job(tokens, "llama", shape=shape, global_batch=8), switches)
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
-        own.preferences = Preferences(algorithm="exchange")
+        own.configure(preferences=Preferences(algorithm="exchange"))
         device, busy = own.accelerator, []
         metrics = traced(own, job, ACROSS, folder, device, lambda: busy.append(device.busy_seconds))
         every = own.gather_objects((device.busy_seconds - busy[0], [m["step_seconds"] for m in metrics]))

@@ -4,10 +4,11 @@ import pytest
 
 from hpctrain.checkpoint.format import latest_checkpoint
 from hpctrain.comm.topology import Preferences
+from hpctrain.config.job import Overlap
 from hpctrain.data.order import open_datasets
-from hpctrain.intervals import Interval
-from hpctrain.job import Overlap
-from hpctrain.plan import Plan, TensorGrid, Tile
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import (
     bytes_of_a_step,
     make_job,

@@ -2,8 +2,8 @@
 
 import time
 
-from hpctrain.comm.oversight.diagnosis import Evidence
-from hpctrain.comm.oversight.recorder import Recorder
+from hpctrain.comm.watchdog.diagnosis import Evidence
+from hpctrain.comm.watchdog.recorder import Recorder
 
 
 def make_recorders(num_ranks: int, folder=None, attempt: int = 0) -> list[Recorder]:

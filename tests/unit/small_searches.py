@@ -7,23 +7,24 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hpctrain.cluster import Cluster, Profile, RowTimes
-from hpctrain.cluster_file import parse_cluster
-from hpctrain.errors import PlanError
-from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.job import Model
-from hpctrain.parameters import check_grid
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.planner.ahead import further_ahead
+from hpctrain.config.cluster import Cluster, Profile, RowTimes
+from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.plan.schedule import schedule_of
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
-from hpctrain.planner.predict import Predictor
+from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Limits
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import piece_counts
-from hpctrain.schedule import schedule_of
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import check_grid
 
 EVERYTHING = Limits(weighed=None, timed=None, per_group=None)
 # of devices, their memory, and links: computing takes milliseconds, and sending some of them

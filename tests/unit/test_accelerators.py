@@ -8,15 +8,15 @@ import time
 import pytest
 import torch
 
-from hpctrain.comm.accelerator import DTYPES, choose_device
+from hpctrain.comm.accelerators.bind import DTYPES, choose_device
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.find import family_of, find_device
-from hpctrain.comm.device.native import find_native_library
-from hpctrain.comm.device.probe import judge, probe_direct, without_launcher
-from hpctrain.comm.device.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
-from hpctrain.comm.device.table import Ability, DescribedRoute, Family, combine, describe_routes
+from hpctrain.comm.accelerators.detect import family_of, find_device
+from hpctrain.comm.routes.abilities import Ability, DescribedRoute, Family, combine, describe_routes
+from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
+from hpctrain.comm.routes.nccl import find_native_library
+from hpctrain.comm.routes.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.errors import TopologyError
+from hpctrain.config.errors import TopologyError
 
 YES, NO = Ability(True, "it does"), Ability(False, "it does not")
 

@@ -8,7 +8,7 @@ import torch
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.optimizer import learning_rate
 from hpctrain.engine.trainer import TrainingBatch
-from hpctrain.intervals import Interval
+from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import Alone, make_job, make_trainer, write_tokens
 from tests.unit.test_model import plain_loss
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from benchmarks.evidence.calibrate import SHIPPED, Measured, changes, dump_parameters, fit, load_parameters
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.fit_runs import command
-from hpctrain.errors import PlanError
+from hpctrain.config.errors import PlanError
 
 RUNS = [
     DescribedRun(hidden, 12, 16, 1024, tensor, pipeline, 1, microbatch, 8, "H100", stack="megatron-core")

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hpctrain.planner.cut as cut
-from hpctrain.errors import PlanError
-from hpctrain.plan_checks import check_tiling
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.checks import check_tiling
 from hpctrain.planner.cut import MANY_ROWS, Stage, Way, cut_blocks, cut_rows
 from hpctrain.planner.pools import Pool
-from hpctrain.planner.predict import Predictor
+from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Search, search
 from hpctrain.planner.shortlist import SLOWEST_SHARE, Shortlists
 from hpctrain.planner.space import arrangements

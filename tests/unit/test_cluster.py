@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from hpctrain.cluster import Cluster, Fabric, Family, Nic, Nodes, guessed_figures
-from hpctrain.cluster_file import parse_cluster
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.links import link_between, message_seconds, nic_of, slowest_links
+from hpctrain.config.cluster import Cluster, Fabric, Family, Nic, Nodes, guessed_figures
+from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.links import link_between, message_seconds, nic_of, slowest_links
 from tests.unit.described import FAMILY, NODE, TEXT
 
 

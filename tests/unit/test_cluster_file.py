@@ -4,10 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Profile, RowTimes, Time
-from hpctrain.cluster_file import dump_cluster, load_cluster, load_truth, parse_cluster, ready_clusters, with_profiles
-from hpctrain.errors import TopologyError
-from hpctrain.truth import Truth
+from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Profile, RowTimes, Time
+from hpctrain.config.cluster_file import (
+    dump_cluster,
+    load_cluster,
+    load_truth,
+    parse_cluster,
+    ready_clusters,
+    with_profiles,
+)
+from hpctrain.config.errors import TopologyError
+from hpctrain.config.truth import Truth
 from tests.unit.described import FAMILY, NODE, TEXT
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hpctrain.catalogue import find_accelerator
-from hpctrain.cluster_file import filled_figures, load_cluster, parse_cluster
-from hpctrain.errors import TopologyError
+from hpctrain.config.cluster_file import filled_figures, load_cluster, parse_cluster
+from hpctrain.config.device_catalogue import find_accelerator
+from hpctrain.config.errors import TopologyError
 from tests.unit.described import FAMILY, NODE
 
 SHORT = """

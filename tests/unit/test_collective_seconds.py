@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from hpctrain.cluster_file import dump_cluster, parse_cluster
-from hpctrain.comm.flat import FlatCollectives
-from hpctrain.comm.hierarchy import HierarchicalCollectives
+from hpctrain.comm.collectives.flat import FlatCollectives
+from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.comm.rehearsal.network import network_of
 from hpctrain.comm.topology import MOST_DOUBLED_BYTES
-from hpctrain.intervals import cut_evenly
+from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.jobs.common import ready_miniature
+from hpctrain.rehearsal.fabric import network_of
+from hpctrain.sharding.intervals import cut_evenly
 from tests.unit.small_searches import cluster_of
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster import Profile, RowTimes
+from hpctrain.config.cluster import Profile, RowTimes
 from hpctrain.planner.curves import Curve, model_seconds
 
 # Of (1, 1), (2, 1.5), (4, 3), (8, 4) at 3, 5, 6 and 7, by scipy's PchipInterpolator.

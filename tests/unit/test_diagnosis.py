@@ -6,11 +6,11 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.oversight import flight
-from hpctrain.comm.oversight.diagnosis import Evidence, diagnose, post_mortem
-from hpctrain.comm.oversight.flight import claim_last_word, record_path
-from hpctrain.comm.oversight.recorder import Recorder
-from hpctrain.comm.oversight.waits import find_waits
+from hpctrain.comm.watchdog import flight
+from hpctrain.comm.watchdog.diagnosis import Evidence, diagnose, post_mortem
+from hpctrain.comm.watchdog.flight import claim_last_word, record_path
+from hpctrain.comm.watchdog.recorder import Recorder
+from hpctrain.comm.watchdog.waits import find_waits
 from tests.unit.recorded import everywhere, evidence_of, make_recorders
 
 

@@ -3,10 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.intervals import Interval
-from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.plan_draw import draw_plan, ranges
+from hpctrain.config.job import Model
+from hpctrain.plan.draw import draw_plan, ranges
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.tilings import tilings
 
 MODEL = Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13)

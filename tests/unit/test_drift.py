@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.comm.tracing import Tracer
 from hpctrain.observe import drift
-from hpctrain.planner.predict import predict
+from hpctrain.plan.schedule import Instruction, Op
+from hpctrain.planner.predictor import predict
 from hpctrain.planner.simulate import EXPOSED
-from hpctrain.schedule import Instruction, Op
-from hpctrain.tracing import Tracer
 from tests.pretended import CLUSTER
 from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.oversight import flight
-from hpctrain.comm.oversight.diagnosis import Evidence, diagnose
-from hpctrain.comm.oversight.flight import (
+from hpctrain.comm.watchdog import flight
+from hpctrain.comm.watchdog.diagnosis import Evidence, diagnose
+from hpctrain.comm.watchdog.flight import (
     claim_last_word,
     parse_flight,
     parse_ranks,
@@ -20,8 +20,8 @@ from hpctrain.comm.oversight.flight import (
     read_flights,
     record_path,
 )
-from hpctrain.comm.oversight.recorder import Recorder
-from hpctrain.errors import CommError
+from hpctrain.comm.watchdog.recorder import Recorder
+from hpctrain.config.errors import CommError
 from tests.unit.recorded import make_recorders
 
 SOME = st.integers(0, 60)
@@ -188,7 +188,7 @@ def test_a_slot_that_was_not_written_to_its_end_is_left_out():
 CHILD = """
 import sys, time
 from pathlib import Path
-from hpctrain.comm.oversight.recorder import Recorder
+from hpctrain.comm.watchdog.recorder import Recorder
 recorder = Recorder(Path(sys.argv[1]), 0, 1, "a", "cpu")
 lane = recorder.add_group("data", [0, 1])
 count = 0

@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.plan import TensorGrid, even_plan
+from hpctrain.plan.schedule import one_f_one_b
+from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Work, _block, item_cost
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.predict import Predictor, pass_cost, predict
+from hpctrain.planner.predictor import Predictor, pass_cost, predict
 from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, slowed_by
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.schedule import one_f_one_b
+from hpctrain.sharding.grid import TensorGrid
 from tests.pretended import CLUSTER
 from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
 

@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import PlanError
-from hpctrain.holders import check_zero, holdings_of
-from hpctrain.intervals import Interval, cut_by_shares, cut_evenly
-from hpctrain.job import Model
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.store import Store
-from hpctrain.parameters import all_parameters, units, whole_rows
-from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.plan_checks import check_tiling
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.holders import check_zero, holdings_of
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
+from hpctrain.sharding.parameters import all_parameters, units, whole_rows
 from tests.tilings import tilings
 
 MODELS = [

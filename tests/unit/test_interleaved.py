@@ -6,21 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.errors import PlanError
-from hpctrain.holders import check_zero
-from hpctrain.intervals import Interval
-from hpctrain.job import load_job
-from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.plan_checks import check_tiling
-from hpctrain.plan_draw import draw_plan
-from hpctrain.plan_file import dump_plan, parse_plan
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import load_job
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.draw import draw_plan
+from hpctrain.plan.file import dump_plan, parse_plan
+from hpctrain.plan.holders import check_zero
+from hpctrain.plan.schedule import ADDING, Instruction, Op, forward_only, one_f_one_b, passes, schedule_of, under_way
+from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
+from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Predictor, predict
+from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.schedule import ADDING, Instruction, Op, forward_only, one_f_one_b, passes, schedule_of, under_way
-from hpctrain.schedule_run import check_no_deadlock, check_schedules
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.tilings import stages_of_unlike_degree
 

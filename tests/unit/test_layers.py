@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.evidence.layers import LayeredPredictor, load_layers
-from hpctrain.errors import PlanError
-from hpctrain.planner.predict import Predictor
+from hpctrain.config.errors import PlanError
+from hpctrain.planner.predictor import Predictor
 from tests.pretended import CLUSTER
 from tests.unit.test_predict import NUM_ITEMS, SETUP, plan_of
 

@@ -4,20 +4,21 @@ import math
 
 import pytest
 
-from hpctrain.cluster import ITEM_BYTES
-from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.errors import TopologyError
-from hpctrain.job import Job, Model, load_job
+from hpctrain.config.cluster import ITEM_BYTES
+from hpctrain.config.cluster_file import dump_cluster, parse_cluster, parse_truth
+from hpctrain.config.errors import TopologyError
+from hpctrain.config.job import Job, Model, load_job
 from hpctrain.jobs.common import ready_miniature
-from hpctrain.parameters import check_grid, count_parameters
-from hpctrain.plan import TensorGrid, even_plan
+from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Setup, model_flops
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import item_kept, message_bytes
-from hpctrain.planner.predict import predict
+from hpctrain.planner.predictor import predict
 from hpctrain.rehearsal.miniature import choose_width, miniature
 from hpctrain.rehearsal.scaled import with_exact_links
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.parameters import check_grid, count_parameters
 
 CLUSTER = """
 [families.a100]

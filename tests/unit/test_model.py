@@ -5,15 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.holders import whole_model
-from hpctrain.intervals import Interval
-from hpctrain.job import Model
+from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.functions import swiglu
 from hpctrain.model.stage import Stage, initialise
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import IGNORED
-from hpctrain.plan import Tile
+from hpctrain.plan.holders import whole_model
+from hpctrain.plan.tiling import Tile
+from hpctrain.sharding.intervals import Interval
 
 MODELS = {
     "gpt2": Model(architecture="gpt2", num_layers=2, hidden_size=24, num_heads=4, vocab_size=17, tie_head=True),

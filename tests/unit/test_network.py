@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpctrain.comm.rehearsal.network import Fabric, Network, Nic, Node
-from hpctrain.errors import TopologyError
+from hpctrain.config.errors import TopologyError
+from hpctrain.rehearsal.fabric import Fabric, Network, Nic, Node
 
 LINK = (100e9, 2e-6)
 IB, ETHERNET = Fabric("ib", 5e-6), Fabric("ethernet", 30e-6)

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.config.errors import DataError
+from hpctrain.config.job import Data
 from hpctrain.data.order import Sequences, open_datasets, permute, split
 from hpctrain.data.tokenizer import ByteTokenizer, train_bpe
 from hpctrain.data.tokens import TokenWriter, open_tokens
-from hpctrain.errors import DataError
-from hpctrain.intervals import Interval
-from hpctrain.job import Data
+from hpctrain.sharding.intervals import Interval
 
 SEEDS = st.integers(-(2**70), 2**70)
 

@@ -7,12 +7,12 @@ import pytest
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.nccl import NcclNetwork
 from benchmarks.evidence.stacks import EAGER, MEGATRON
-from hpctrain.plan import TensorGrid
+from hpctrain.planner.arrivals import arrivals
 from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.messages import arrivals
-from hpctrain.planner.predict import Predictor
+from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.stack import HPCTRAIN, Stack
+from hpctrain.sharding.grid import TensorGrid
 
 # Two stages of eight gaming cards each, a node a stage, one slow port a node.
 CARDS = DescribedRun(

@@ -9,14 +9,15 @@ import pytest
 from benchmarks.overlap_variants import Operation, exposed_seconds, seconds_alone
 from benchmarks.pairs import ratio_of
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.engine.overlap import continued, crossings, resolve_forward, resolve_on, resolve_overlap
-from hpctrain.errors import PlanError
-from hpctrain.holders import holdings_of
-from hpctrain.intervals import Interval
-from hpctrain.job import Job, Model, Overlap
-from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.schedule import Instruction, Op, one_f_one_b
-from hpctrain.schedule_run import check_no_deadlock
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Job, Model, Overlap
+from hpctrain.engine.resolve_overlap import continued, crossings, resolve_forward, resolve_on, resolve_overlap
+from hpctrain.plan.holders import holdings_of
+from hpctrain.plan.schedule import Instruction, Op, one_f_one_b
+from hpctrain.plan.schedule_run import check_no_deadlock
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER, cluster_with
 
 MODEL = Model(architecture="llama", num_layers=6, hidden_size=16, num_heads=4, vocab_size=64)

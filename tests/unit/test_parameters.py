@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.errors import PlanError
-from hpctrain.intervals import Interval, cut_evenly, tiles_exactly
-from hpctrain.job import Model, load_job
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model, load_job
+from hpctrain.config.presets import PRESETS
 from hpctrain.model.initialise import fill_initial, initial_values
-from hpctrain.parameters import Parameter, all_parameters, check_grid, count_parameters, whole_rows
-from hpctrain.plan import TensorGrid
-from hpctrain.presets import PRESETS
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly, tiles_exactly
+from hpctrain.sharding.parameters import Parameter, all_parameters, check_grid, count_parameters, whole_rows
 
 MODELS = [
     Model(architecture="gpt2", num_layers=4, hidden_size=16, num_heads=4, vocab_size=13, tie_head=True),

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.comm.oversight.flight import PHASE_BYTES
+from hpctrain.comm.watchdog.flight import PHASE_BYTES
+from hpctrain.config.errors import JobError
+from hpctrain.config.job import Observe, load_job
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.trainer import Trainer
-from hpctrain.errors import JobError
-from hpctrain.job import Observe, load_job
 
 OBSERVE = Observe(start_timeout_seconds=3, first_step_timeout_seconds=2, step_timeout_seconds=1)
 

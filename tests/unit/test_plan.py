@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.errors import LaunchError, PlanError
-from hpctrain.intervals import Interval
-from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.plan_checks import check_ranks, check_tiling
-from hpctrain.plan_file import dump_plan, load_plan
+from hpctrain.config.errors import LaunchError, PlanError
+from hpctrain.plan.checks import check_ranks, check_tiling
+from hpctrain.plan.file import dump_plan, load_plan
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 
 
 def uneven_plan() -> Plan:

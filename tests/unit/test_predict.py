@@ -10,24 +10,25 @@ from click.testing import CliRunner
 
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.stacks import MEGATRON, STACKS
-from hpctrain.cluster import Cluster, Nodes
-from hpctrain.cluster_file import dump_cluster, parse_cluster
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.errors import LaunchError, PlanError, TopologyError
-from hpctrain.intervals import Interval
-from hpctrain.job import load_job
+from hpctrain.config.cluster import Cluster, Nodes
+from hpctrain.config.cluster_file import dump_cluster, parse_cluster
+from hpctrain.config.errors import LaunchError, PlanError, TopologyError
+from hpctrain.config.job import load_job
+from hpctrain.config.truth import Truth
 from hpctrain.jobs.predict import command
-from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.plan_file import dump_plan
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.schedule import one_f_one_b
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.planner.arrivals import _Messages
 from hpctrain.planner.cost import Setup, item_cost
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.messages import _Messages
-from hpctrain.planner.predict import predict
+from hpctrain.planner.predictor import predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.schedule import one_f_one_b
-from hpctrain.truth import Truth
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 
 JOB = load_job("tiny", ["model.vocab_size=1024"])

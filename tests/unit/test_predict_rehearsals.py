@@ -6,12 +6,12 @@ Recorded by `mpirun -n 4 hpctrain bench train tiny --set train.dtype=fp32 --rehe
 
 import pytest
 
-from hpctrain.cluster_file import parse_cluster
-from hpctrain.job import load_job
-from hpctrain.plan_uniform import resolve_plan
-from hpctrain.planner.catalogue import Efficiency
+from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.job import load_job
+from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Predictor
+from hpctrain.planner.efficiency import Efficiency
+from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.stack import HPCTRAIN
 
 NODE = """

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpctrain.config.errors import DataError
 from hpctrain.data import prepare as module
-from hpctrain.data.prepare import Summary, find_files, prepare
+from hpctrain.data.corpus import Summary, find_files, prepare
 from hpctrain.data.tokenizer import train_bpe
 from hpctrain.data.tokens import TokenWriter, open_tokens
-from hpctrain.errors import DataError
 from hpctrain.jobs.prepare import command
 
 TEXTS = {"a.py": "print('a')\n", "b.md": "# b\n", "sub/c.py": "c = 'ü'\n", "sub/deep/d.txt": "d" * 50}
@@ -315,7 +315,7 @@ def test_the_command_raises_errors_for_the_command_line_to_print(tmp_path):
 def test_the_data_floor_needs_neither_torch_nor_mpi_nor_at_first_tokenizers():
     code = (
         "import sys, hpctrain.jobs.prepare; assert 'numpy' not in sys.modules;"
-        "import hpctrain.data.order, hpctrain.data.prepare;"
+        "import hpctrain.data.order, hpctrain.data.corpus;"
         "print([name for name in ('torch', 'mpi4py', 'tokenizers') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,16 +9,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.cluster_file import dump_cluster, parse_cluster
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.probe.describe import describe
-from hpctrain.comm.probe.devices import SHAPES, DeviceFigures, Schedule, host_copy_seconds, measure_device, seconds_of
-from hpctrain.comm.probe.messages import ACROSS, SIZES, Measured, PairClass, one_way, pair_classes
+from hpctrain.comm.probe.device_timing import (
+    SHAPES,
+    DeviceFigures,
+    Schedule,
+    host_copy_seconds,
+    measure_device,
+    seconds_of,
+)
+from hpctrain.comm.probe.link_timing import ACROSS, SIZES, Measured, PairClass, one_way, pair_classes
 from hpctrain.comm.probe.survey import check_names
 from hpctrain.comm.topology import Place
-from hpctrain.errors import TopologyError
-from hpctrain.links import link_between
+from hpctrain.config.cluster_file import dump_cluster, parse_cluster
+from hpctrain.config.errors import TopologyError
+from hpctrain.config.links import link_between
 
 ALPHA = [Place(f"alpha-{i}", "fast") for i in (0, 0, 0, 0, 1, 1, 1, 1)]
 BETA = [Place("beta", "slow")] * 3

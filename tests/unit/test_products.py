@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.config.errors import JobError
+from hpctrain.config.job import Model, load_job
 from hpctrain.engine import tuning
 from hpctrain.engine.tuning import fastest, measure
-from hpctrain.errors import JobError
-from hpctrain.intervals import Interval
-from hpctrain.job import Model, load_job
+from hpctrain.model.products import Product, parse_product, products_of
 from hpctrain.model.ways import WAYS, Way, Ways
 from hpctrain.observe.run import dump_job
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.products import Product, parse_product, products_of
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 
 SMALL = [Product("forward", "fp32", 24, 32, 40), Product("input", "fp32", 24, 40, 32)]
 SMALL += [Product("weight", "fp32", 40, 24, 32), Product("weight", "bf16", 40, 24, 32)]
@@ -134,7 +135,7 @@ def test_a_way_that_there_is_not_is_refused(value, text):
 def test_the_names_in_a_job_are_those_of_the_model():
     from typing import get_args
 
-    from hpctrain.job import Products
+    from hpctrain.config.job import Products
 
     of_family = get_args(Products.model_fields["ways"].annotation)[1]
     assert set(get_args(get_args(of_family)[1])) == set(WAYS)

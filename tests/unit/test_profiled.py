@@ -9,29 +9,30 @@ from click.testing import CliRunner
 
 from benchmarks.evidence.layers import LayeredPredictor, load_layers
 from benchmarks.evidence.stacks import MEGATRON
-from hpctrain.cluster import Cluster, Profile, RowTimes
-from hpctrain.cluster_file import dump_cluster, parse_cluster, parse_truth
-from hpctrain.intervals import Interval
-from hpctrain.job import load_job
+from hpctrain.config.cluster import Cluster, Profile, RowTimes
+from hpctrain.config.cluster_file import dump_cluster, parse_cluster, parse_truth
+from hpctrain.config.job import load_job
+from hpctrain.config.truth import Truth
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.jobs.plan import command as plan_command
 from hpctrain.jobs.predict import command as predict_command
-from hpctrain.parameters import count_parameters
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.plan_file import dump_plan
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner import pools as pools_module
 from hpctrain.planner import predict as predict_module
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup, item_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.predict import DATASHEET_ERROR, MEASURED_ERROR, predict
+from hpctrain.planner.predictor import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Limits, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stages import StageCosts
-from hpctrain.truth import Truth
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import count_parameters
 
 # 4 fast and 4 slow devices, which are what `truth` says; the sheet is right but for its scale.
 FILE = """

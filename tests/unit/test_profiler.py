@@ -8,18 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster import RowTimes
-from hpctrain.comm.rehearsal.clock import Clock
-from hpctrain.comm.rehearsal.device import RehearsedAccelerator
 from hpctrain.comm.solo import Solo
 from hpctrain.comm.topology import Topology, places_of
+from hpctrain.config.cluster import RowTimes
+from hpctrain.config.errors import TrainingError
+from hpctrain.config.job import Job
+from hpctrain.config.truth import PretendDevice
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.engine.profiler import Limit, Trials, is_overflow, largest_that_fits
 from hpctrain.engine.profiler import _median_times as median_times
-from hpctrain.errors import TrainingError
-from hpctrain.intervals import Interval
-from hpctrain.job import Job
-from hpctrain.truth import PretendDevice
+from hpctrain.rehearsal.accelerator import RehearsedAccelerator
+from hpctrain.rehearsal.clock import Clock
+from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import make_job
 

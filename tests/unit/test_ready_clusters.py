@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster_file import find_cluster, load_cluster, load_truth, ready_clusters
-from hpctrain.comm.rehearsal.network import network_of
-from hpctrain.errors import TopologyError
+from hpctrain.config.cluster_file import find_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.errors import TopologyError
 from hpctrain.jobs.common import ready_miniature
+from hpctrain.rehearsal.fabric import network_of
 from hpctrain.rehearsal.miniature import is_finished
 
 DEVICES = {

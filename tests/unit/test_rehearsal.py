@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
-from hpctrain.comm.rehearsal.clock import Clock, Pace
-from hpctrain.comm.rehearsal.device import RehearsedAccelerator
-from hpctrain.comm.rehearsal.network import network_of
 from hpctrain.comm.steps import Pending, complete
 from hpctrain.comm.waiting import Patience, Phase
-from hpctrain.links import link_between
-from hpctrain.truth import PretendDevice
+from hpctrain.config.links import link_between
+from hpctrain.config.truth import PretendDevice
+from hpctrain.rehearsal.accelerator import RehearsedAccelerator
+from hpctrain.rehearsal.clock import Clock, Pace
+from hpctrain.rehearsal.fabric import network_of
 from tests.pretended import CLUSTER
 
 TRUTH = PretendDevice(memory_bytes=10**6, memory_bytes_per_second=1e12, flops_per_second={"fp32": 1e9})

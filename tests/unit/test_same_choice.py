@@ -5,17 +5,18 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.comm.network import BESIDE, ClusterNetwork
-from hpctrain.comm.routes import RouteMaker
+from hpctrain.comm.routes.maker import RouteMaker
+from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Preferences, Topology, places_of
-from hpctrain.engine.overlap import resolve_on
-from hpctrain.job import Job, PlanRequest, TensorSizes
+from hpctrain.config.job import Job, PlanRequest, TensorSizes
+from hpctrain.engine.resolve_overlap import resolve_on
 from hpctrain.jobs.common import ready_miniature
-from hpctrain.plan_uniform import resolve_plan
+from hpctrain.plan.role import role_of
+from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import find_best
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import Predictor
+from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Limits
-from hpctrain.role import role_of
 from tests.unit.test_ready_clusters import DEVICES
 
 PLANS = 100
@@ -63,7 +64,7 @@ class Unconnected(RouteMaker):
 
     def __init__(self, cluster, rank: int, preferences: Preferences):
         topology = Topology(places_of(cluster), shares_memory=False)
-        super().__init__(None, SimpleNamespace(rank=rank), topology, preferences)
+        super().__init__(None, SimpleNamespace(rank=rank), Settings(topology, preferences))
 
     def transport(self, ranks, pace=None):
         return SimpleNamespace(rank=ranks.index(self.rank), size=len(ranks), name="messages")

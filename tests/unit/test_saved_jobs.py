@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.checkpoint.state import read_job
-from hpctrain.errors import CheckpointError
-from hpctrain.job import load_job
+from hpctrain.config.errors import CheckpointError
+from hpctrain.config.job import load_job
 
 
 def test_a_saved_job_of_another_version_is_refused_with_its_key():

@@ -10,10 +10,11 @@ SCRIPT = """
 import json, re, sys, time
 from dataclasses import replace
 from hpctrain.comm.topology import Place, Topology
-from hpctrain.plan import TensorGrid, even_plan
-from hpctrain.presets import PRESETS
-from hpctrain.job import Model
-from hpctrain.role import role_of
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.plan.tiling import even_plan
+from hpctrain.config.presets import PRESETS
+from hpctrain.config.job import Model
+from hpctrain.plan.role import role_of
 
 model = Model(**PRESETS["llama-70b"])
 start = time.process_time()

@@ -6,16 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.errors import PlanError
-from hpctrain.holders import check_zero
-from hpctrain.intervals import Interval
-from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid, Tile, even_plan
-from hpctrain.plan_checks import check_tiling
-from hpctrain.planner.ahead import further_ahead
-from hpctrain.planner.prices import Costs, PassCost, TileCost
-from hpctrain.planner.simulate import simulate
-from hpctrain.schedule import (
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.holders import check_zero
+from hpctrain.plan.schedule import (
     ADDING,
     Instruction,
     Op,
@@ -26,7 +21,13 @@ from hpctrain.schedule import (
     under_way,
     weight_delay,
 )
-from hpctrain.schedule_run import check_no_deadlock, check_schedules
+from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.prices import Costs, PassCost, TileCost
+from hpctrain.planner.simulate import simulate
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.tilings import going_ahead, tilings
 from tests.unit.test_plan import uneven_plan
 

@@ -10,21 +10,21 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster import Cluster
-from hpctrain.cluster_file import dump_cluster
-from hpctrain.errors import PlanError, TopologyError
-from hpctrain.intervals import Interval
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.cluster_file import dump_cluster
+from hpctrain.config.errors import PlanError, TopologyError
 from hpctrain.jobs.common import check_runs, ready_miniature
 from hpctrain.jobs.plan import command
-from hpctrain.plan_checks import check_tiling
-from hpctrain.plan_file import load_plan
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.file import load_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.pools import pools_of
-from hpctrain.planner.predict import Predictor, predict
+from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import Limits, Search, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.sharding.intervals import Interval
 from tests.unit.small_searches import (
     EVERYTHING,
     FAST_NETWORK,

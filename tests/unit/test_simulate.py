@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpctrain.planner.simulate as simulation
-from hpctrain.intervals import Interval
-from hpctrain.job import Model
-from hpctrain.plan import Plan, Tile
+from hpctrain.config.job import Model
+from hpctrain.plan.schedule import one_f_one_b, schedule_of
+from hpctrain.plan.schedule_run import ScheduleRun
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost
 from hpctrain.planner.simulate import simulate
-from hpctrain.schedule import one_f_one_b, schedule_of
-from hpctrain.schedule_run import ScheduleRun
+from hpctrain.sharding.intervals import Interval
 from tests.tilings import tilings
 
 MODEL = Model(architecture="llama", num_layers=5, hidden_size=16, num_heads=4, vocab_size=64)

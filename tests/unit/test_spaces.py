@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from hpctrain.errors import PlanError
-from hpctrain.holders import check_zero
-from hpctrain.intervals import Interval
-from hpctrain.job import load_job
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import load_job
+from hpctrain.engine.yardstick import tell_yardstick, yardstick
 from hpctrain.jobs.common import Described, check_runs, ready_miniature
-from hpctrain.jobs.yardstick import tell_yardstick, yardstick
-from hpctrain.plan import Plan, even_plan
-from hpctrain.plan_checks import check_tiling
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.holders import check_zero
+from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.predict import predict
+from hpctrain.planner.predictor import predict
 from hpctrain.planner.search import EVERY_PLAN, Limits, Search, search
 from hpctrain.planner.space import Space, by_speed_space, even_space
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.timing import CLOSED_FORM_ERROR
+from hpctrain.sharding.intervals import Interval
 from tests.tilings import grids_of
 from tests.unit.small_searches import EVERYTHING, FAST_NETWORK, cases, cluster_of, setup_of
 

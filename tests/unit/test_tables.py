@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpctrain.errors import JobError
-from hpctrain.job import Checkpoint, Comm, Data, Job, Model, Observe, PlanRequest, TensorSizes, Train, load_job
+from hpctrain.config.errors import JobError
+from hpctrain.config.job import Checkpoint, Comm, Data, Job, Model, Observe, PlanRequest, TensorSizes, Train, load_job
 
 SECTIONS = {
     "": Job,

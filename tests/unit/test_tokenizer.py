@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.config.errors import DataError
 from hpctrain.data.tokenizer import END_OF_TEXT, ByteTokenizer, LibraryTokenizer, Tokenizer, train_bpe
-from hpctrain.errors import DataError
 
 CORPUS = ["def add(first, second):\n    return first + second\n" * 20, "Grüße aus Köln, 你好 🙂\n" * 20]
 BPE = train_bpe(CORPUS, 300)

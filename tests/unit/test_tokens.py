@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpctrain.config.errors import DataError
 from hpctrain.data.tokenizer import ByteTokenizer, train_bpe
 from hpctrain.data.tokens import BLOCK_BYTES, TokenWriter, open_tokens
-from hpctrain.errors import DataError
-from hpctrain.intervals import Interval
+from hpctrain.sharding.intervals import Interval
 
 IN_A_FIXTURE = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 

@@ -11,7 +11,8 @@ from hpctrain.comm.clocks import EXCHANGES, offset_to_first
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place
 from hpctrain.comm.traced import Timed
-from hpctrain.errors import TrainingError
+from hpctrain.comm.tracing import UNTRACED, Tracer
+from hpctrain.config.errors import TrainingError
 from hpctrain.observe.trace import (
     BESIDE,
     COMPUTED,
@@ -26,7 +27,6 @@ from hpctrain.observe.trace import (
     table,
     write_chrome,
 )
-from hpctrain.tracing import UNTRACED, Tracer
 
 SPANS = [
     Span(COMPUTED, "step 0", 0.0, 10.0),
@@ -151,6 +151,9 @@ class Lonely:
 
     rank, size, tracer = 0, 1, UNTRACED
     place = Place("a", "cpu")
+
+    def configure(self, tracer):
+        self.tracer = tracer
 
     def largest(self, value):
         return value

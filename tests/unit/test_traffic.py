@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.holders import holdings_of
-from hpctrain.intervals import cut_evenly
-from hpctrain.job import Model
+from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.functions import add_part
 from hpctrain.model.store import Store
-from hpctrain.parameters import item_parameters
-from hpctrain.plan import Plan, TensorGrid, even_plan
-from hpctrain.schedule import forward_only, items_in_order, one_f_one_b
+from hpctrain.plan.holders import holdings_of
+from hpctrain.plan.schedule import forward_only, items_in_order, one_f_one_b
+from hpctrain.plan.tiling import Plan, even_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import cut_evenly
+from hpctrain.sharding.parameters import item_parameters
 
 MODEL = Model(architecture="gpt2", num_layers=3, hidden_size=8, num_heads=4, vocab_size=16, tie_head=True)
 ITEMS = range(MODEL.num_items)

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.intervals import Interval, cut_evenly
-from hpctrain.job import Model
-from hpctrain.plan import Plan, TensorGrid, Tile
-from hpctrain.plan_checks import check_tiling
-from hpctrain.role import role_of
-from hpctrain.transfers import RowShape, everywhere, gathers, held, receives, sends
+from hpctrain.config.job import Model
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.role import role_of
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.transfers import RowShape, everywhere, gathers, held, receives, sends
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
 
 POSITIONS, HIDDEN = 2, 12
 ROW = RowShape(POSITIONS, HIDDEN)

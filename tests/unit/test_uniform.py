@@ -2,10 +2,10 @@
 
 import pytest
 
-from hpctrain.errors import HpctrainError, PlanError
-from hpctrain.job import load_job
-from hpctrain.plan_file import dump_plan
-from hpctrain.plan_uniform import resolve_plan
+from hpctrain.config.errors import HpctrainError, PlanError
+from hpctrain.config.job import load_job
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.uniform import resolve_plan
 
 
 def job(*overrides: str):

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hpctrain.comm.device.staging import BufferPool
+from hpctrain.comm.routes.staging import BufferPool
 
 
 class Event(Protocol):

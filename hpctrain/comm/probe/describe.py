@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Sequence
 
-from hpctrain.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Time
-from hpctrain.comm.probe.devices import DeviceFigures
-from hpctrain.comm.probe.messages import ACROSS, Measured
+from hpctrain.comm.probe.device_timing import DeviceFigures
+from hpctrain.comm.probe.link_timing import ACROSS, Measured
 from hpctrain.comm.topology import Place
+from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Time
 
 DIGITS = 4
 """Of what was measured; more would only be noise."""

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.cluster import Cluster, Profile
-from hpctrain.cluster_file import dump_cluster, merge_profiles, parse_cluster, write_cluster_text
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.probe.survey import FABRIC, FABRIC_VARIABLE, probe_cluster
 from hpctrain.comm.world import World
-from hpctrain.errors import HpctrainError, JobError, TopologyError
-from hpctrain.tables import read_text
+from hpctrain.config.cluster import Cluster, Profile
+from hpctrain.config.cluster_file import dump_cluster, merge_profiles, parse_cluster, write_cluster_text
+from hpctrain.config.errors import HpctrainError, JobError, TopologyError
+from hpctrain.config.tables import read_text
 
 CACHE_VARIABLE = "HPCTRAIN_CACHE"
 SHORT_PROBE_SECONDS = 0.5

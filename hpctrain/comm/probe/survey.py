@@ -3,16 +3,16 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from hpctrain.cluster import Cluster, check_name
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.accelerators.find import FAMILY_VARIABLE
+from hpctrain.comm.accelerators.detect import FAMILY_VARIABLE
 from hpctrain.comm.probe.describe import describe
-from hpctrain.comm.probe.devices import measure_device
-from hpctrain.comm.probe.messages import ACROSS, measure_messages, pair_classes
-from hpctrain.comm.probe.overlap import measure_overlap
+from hpctrain.comm.probe.device_timing import measure_device
+from hpctrain.comm.probe.link_timing import ACROSS, measure_messages, pair_classes
+from hpctrain.comm.probe.overlap_slowdown import measure_overlap
 from hpctrain.comm.topology import Place
 from hpctrain.comm.world import World
-from hpctrain.errors import TopologyError
+from hpctrain.config.cluster import Cluster, check_name
+from hpctrain.config.errors import TopologyError
 
 # The name of the fabric that a rank's host is on. MPI does not tell; without it all hosts are taken to be on one.
 FABRIC_VARIABLE = "HPCTRAIN_FABRIC"

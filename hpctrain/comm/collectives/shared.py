@@ -1,0 +1,270 @@
+"""The shared-memory route: ranks of one host exchange through memory that all of them see.
+
+No message is matched and nobody needs to make progress for anybody else: a rank copies its part into its own slot,
+says so by raising a counter, and reads the slots of the others. Tensors in memory from `allocate` are read where they
+are, without slots. Reductions are done by ourselves, in the order of ranks and in fp32 for half precision, so that the
+result is the same on every rank and in every run.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from hpctrain.comm import window as windows
+from hpctrain.comm.reduction import as_bytes, reduce_in_order, window_of
+from hpctrain.comm.steps import Pending, Steps
+from hpctrain.comm.window import SharedWindow
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+# Two slots a rank are used in turn: who writes the third chunk knows that all have read the first, because all have
+# announced the second. Small enough for the slots of a few ranks to stay in the cache; large enough that ranks that
+# share cores, and find each other only when the scheduler lets them, do not have to meet too often.
+SLOT_BYTES = 2 * 1024 * 1024
+# Which of a window's counters hold the length of a rank's longest piece in an all_to_all.
+LONGEST = 1
+# Nothing large is put into shared memory unless it leaves this share of what is free to others.
+SHARE_LEFT_FREE = 0.5
+# Below this, everybody reduces everything: one announcement instead of two.
+SMALL_BYTES = 8 * 1024
+# How many parts of slots are kept as tensors: making one takes longer than copying a small message.
+KEPT_VIEWS = 1024
+
+
+class SharedCollectives:
+    """Collectives of a group of ranks on one host, as steps. Tensors are contiguous, flat and on the host."""
+
+    name = "shared memory"
+
+    def __init__(self, mpi, comm):
+        """`comm` is the group's, and owned from now on. All ranks must call."""
+        self.rank, self.size = comm.rank, comm.size
+        self._mpi, self._comm = mpi, comm
+        self._window = SharedWindow(mpi, comm.Dup(), 2 * SLOT_BYTES)
+        self._regions: list[SharedWindow] = []
+        self._announced = 0
+        self._settled = 0  # all ranks are known to have announced this much
+        self._half = 0
+        self._view = lru_cache(KEPT_VIEWS)(self._make_view)
+        self._open = True
+
+    def allocate(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
+        """Return zeroed bytes that the others of the group see; None where shared memory is too small for all.
+
+        Collectives on tensors inside them need no copies through slots. All ranks must call with the same size.
+        """
+        region = self._add_region(num_bytes, num_bytes * max(ranks_on_host, self.size))
+        return None if region is None else region.bytes[self.rank].zero_()
+
+    def allocate_common(self, num_bytes: int, ranks_on_host: int) -> torch.Tensor | None:
+        """Return zeroed bytes that are the same memory on every rank, or None as `allocate`. All ranks must call."""
+        groups = max(ranks_on_host, self.size) // self.size
+        region = self._add_region(num_bytes if self.rank == 0 else 0, num_bytes * groups)
+        if region is None:
+            return None
+        if self.rank == 0:
+            region.bytes[0].zero_()
+        self._comm.Barrier()
+        return region.bytes[0]
+
+    def _add_region(self, num_bytes: int, bytes_on_host: int) -> SharedWindow | None:
+        enough = windows.free_bytes() * (1 - SHARE_LEFT_FREE) >= bytes_on_host
+        if not self._comm.allreduce(enough, op=self._mpi.LAND):
+            return None
+        self._regions.append(SharedWindow(self._mpi, self._comm.Dup(), num_bytes))
+        return self._regions[-1]
+
+    def _everywhere(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return, by rank, the memory of each that corresponds to a tensor in allocated memory; None if it is not."""
+        for region in self._regions:
+            start = flat.data_ptr() - region.bytes[self.rank].data_ptr()
+            stop = start + flat.numel() * flat.element_size()
+            if start >= 0 and stop <= region.bytes[self.rank].numel():
+                return [memory[start:stop].view(flat.dtype) for memory in region.bytes]
+        return None
+
+    def _announce(self, wait_for: Sequence[int] | None = None) -> Steps:
+        """Say that this rank has come so far, and wait until all have, or those named."""
+        self._announced += 1
+        self._window.publish(0, self._announced)
+        yield from self._await(range(self.size) if wait_for is None else wait_for)
+        if wait_for is None:
+            self._settled = self._announced
+
+    def _await(self, ranks: Sequence[int]) -> Steps:
+        value, window = self._announced, self._window
+        for other in ranks:
+            counter = window.counters[other]
+            if counter[0] < value:
+                yield Pending(lambda c=counter: c[0] >= value, f"rank {other} of {self.size}")
+        window.fence()
+
+    def _settle(self) -> Steps:
+        """Make sure that nobody reads the slots that come next, where the last operation did not wait for all."""
+        if self._settled < self._announced:
+            yield from self._await(range(self.size))
+            self._settled = self._announced
+
+    def _turn(self) -> int:
+        """Return which of a rank's two slots is next."""
+        self._half ^= 1
+        return self._half
+
+    def _make_view(self, rank: int, half: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """Return elements `start` to `stop` of a slot of a rank."""
+        first, item = half * SLOT_BYTES, dtype.itemsize
+        return self._window.bytes[rank][first + start * item : first + stop * item].view(dtype)
+
+    def barrier(self) -> Steps:
+        yield from self._announce()
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        if (seen := self._everywhere(flat)) is not None:
+            cuts = cut_evenly(flat.numel(), self.size)
+            own = flat[slice(*cuts[self.rank])]
+            yield from self._announce()
+            reduce_in_order([tensor[slice(*cuts[self.rank])] for tensor in seen], own, op)
+            yield from self._gather_seen(seen, cuts)
+            return
+        yield from self._settle()
+        step = SLOT_BYTES // flat.element_size()
+        for start in range(0, flat.numel(), step):
+            yield from self._all_reduce_chunk(flat[start : start + step], op)
+
+    def _all_reduce_chunk(self, chunk: torch.Tensor, op: str) -> Steps:
+        size_bytes = chunk.numel() * chunk.element_size()
+        half = self._turn()
+        slots = [self._view(rank, half, chunk.dtype, 0, chunk.numel()) for rank in range(self.size)]
+        slots[self.rank].copy_(chunk)
+        yield from self._announce()
+        if size_bytes <= SMALL_BYTES:
+            reduce_in_order(slots, chunk, op)
+            return
+        cuts = cut_evenly(chunk.numel(), self.size)
+        own = slice(*cuts[self.rank])
+        reduce_in_order([slot[own] for slot in slots], chunk[own], op)
+        slots[self.rank][own].copy_(chunk[own])
+        yield from self._announce()
+        for other, cut in enumerate(cuts):
+            if other != self.rank:
+                chunk[slice(*cut)].copy_(slots[other][slice(*cut)])
+
+    def _gather_seen(self, seen: list[torch.Tensor], cuts: Sequence[Interval]) -> Steps:
+        yield from self._announce()
+        for other, cut in enumerate(cuts):
+            if other != self.rank:
+                seen[self.rank][slice(*cut)].copy_(seen[other][slice(*cut)])
+        yield from self._announce()  # nobody reads this rank's memory any longer
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        own = cuts[self.rank]
+        if (seen := self._everywhere(flat)) is not None:
+            yield from self._announce()
+            if own.size:
+                reduce_in_order([tensor[slice(*own)] for tensor in seen], out, op)
+            yield from self._announce()
+            return
+        yield from self._settle()
+        if flat.numel() * flat.element_size() <= SMALL_BYTES:
+            half, dtype = self._turn(), flat.dtype
+            self._view(self.rank, half, dtype, 0, flat.numel()).copy_(flat)
+            yield from self._announce()
+            if own.size:
+                reduce_in_order([self._view(rank, half, dtype, *own) for rank in range(self.size)], out, op)
+            return
+        step = SLOT_BYTES // flat.element_size() // self.size
+        for start in range(0, max(cut.size for cut in cuts), step):
+            pieces = [window_of(cut, start, step) for cut in cuts]
+            half = self._turn()
+            for i, piece in enumerate(pieces):
+                if i != self.rank and piece.size:
+                    at = i * step
+                    self._view(self.rank, half, flat.dtype, at, at + piece.size).copy_(flat[slice(*piece)])
+            yield from self._announce()
+            piece = pieces[self.rank]
+            if piece.size:
+                at = self.rank * step
+                parts = [self._view(rank, half, flat.dtype, at, at + piece.size) for rank in range(self.size)]
+                parts[self.rank] = flat[slice(*piece)]
+                reduce_in_order(parts, out[start : start + piece.size], op)
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        if (seen := self._everywhere(flat)) is not None:
+            yield from self._gather_seen(seen, cuts)
+            return
+        yield from self._settle()
+        if flat.numel() * flat.element_size() <= SMALL_BYTES:
+            half, dtype, own = self._turn(), flat.dtype, cuts[self.rank]
+            if own.size:
+                self._view(self.rank, half, dtype, *own).copy_(flat[own.start : own.stop])
+            yield from self._announce()
+            for other, cut in enumerate(cuts):
+                if other != self.rank and cut.size:
+                    flat[cut.start : cut.stop].copy_(self._view(other, half, dtype, *cut))
+            return
+        step = SLOT_BYTES // flat.element_size()
+        for start in range(0, max(cut.size for cut in cuts), step):
+            half = self._turn()
+            pieces = [window_of(cut, start, step) for cut in cuts]
+            own = pieces[self.rank]
+            if own.size:
+                self._view(self.rank, half, flat.dtype, 0, own.size).copy_(flat[slice(*own)])
+            yield from self._announce()
+            for other, piece in enumerate(pieces):
+                if other != self.rank and piece.size:
+                    flat[slice(*piece)].copy_(self._view(other, half, flat.dtype, 0, piece.size))
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        """Nobody waits but for the root, and the root for those who are two chunks behind."""
+        data = as_bytes(flat)
+        for start in range(0, data.numel(), SLOT_BYTES):
+            chunk = data[start : start + SLOT_BYTES]
+            slot = self._view(root, self._turn(), torch.uint8, 0, chunk.numel())
+            if self.rank == root:
+                yield from self._settle()
+                slot.copy_(chunk)
+            yield from self._announce(wait_for=[root])
+            if self.rank != root:
+                chunk.copy_(slot)
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+        """Rank i's `sent[j]` becomes rank j's `received[i]`; flat tensors of the same dtype, any sizes."""
+        yield from self._settle()
+        received[self.rank].copy_(sent[self.rank])
+        dtype = sent[0].dtype
+        step = SLOT_BYTES // dtype.itemsize // self.size
+        start, longest = 0, 1
+        while start < longest:
+            half = self._turn()
+            for other, tensor in enumerate(sent):
+                if other != self.rank and tensor.numel() > start:
+                    piece, at = _part(tensor, start, step), other * step
+                    self._view(self.rank, half, dtype, at, at + piece.numel()).copy_(piece)
+            if start == 0:  # two counters used in turn, for the reason that there are two slots
+                index = LONGEST + half
+                self._window.counters[self.rank][index] = max(tensor.numel() for tensor in sent)
+            yield from self._announce()
+            if start == 0:
+                longest = max(counter[index] for counter in self._window.counters)
+            for other, tensor in enumerate(received):
+                if other != self.rank and tensor.numel() > start:
+                    piece, at = _part(tensor, start, step), self.rank * step
+                    piece.copy_(self._view(other, half, dtype, at, at + piece.numel()))
+            start += step
+
+    def abandon(self) -> None:
+        self._open = False
+        for window in (self._window, *self._regions):
+            window.abandon()
+
+    def close(self) -> None:
+        self._view.cache_clear()
+        for window in (*self._regions, self._window):
+            window.close()
+        if self._open:
+            self._open = False
+            self._comm.Free()
+
+
+def _part(flat: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    return flat if start == 0 and flat.numel() <= size else flat[start : start + size]

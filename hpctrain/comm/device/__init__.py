@@ -1,1 +1,0 @@
-"""Routes for tensors in the memory of devices."""

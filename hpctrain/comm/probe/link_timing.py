@@ -1,0 +1,197 @@
+"""Measures messages between ranks: of each class of pairs, by size and by how many are under way at once."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.probe.device_timing import Schedule
+from hpctrain.comm.topology import Place
+from hpctrain.comm.world import World
+
+SIZES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
+ALWAYS_MEASURED = 1 << 18
+"""Bytes: larger messages are left out where they would take more than `LARGEST_PART` of the time that is left."""
+LARGEST_PART = 0.25
+MOST_FLOWS = 8
+ROUNDS, MOST_REPEATS = 3, 1000
+CALLS = ROUNDS + 1
+ACROSS = "backbone"
+"""What connects nodes that are not on the same fabric."""
+
+
+@dataclass(frozen=True)
+class PairClass:
+    """Pairs of ranks that are alike far."""
+
+    families: tuple[str, str]
+    """Of the senders and of the receivers, in the alphabet's order."""
+    fabric: str | None
+    """None: they are on one host."""
+    pairs: tuple[tuple[int, int], ...]
+    """Senders and receivers; no rank twice, the senders on one host and the receivers on one: some or all there are."""
+
+    @property
+    def flows(self) -> list[int]:
+        """How many of the pairs are to send at once: one, two, four and so on, and all."""
+        doubled = [1 << power for power in range(len(self.pairs).bit_length())]
+        return sorted({*doubled, len(self.pairs)})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one class of pairs takes."""
+
+    pairs: PairClass
+    latency_seconds: float
+    """Of an empty message."""
+    seconds: dict[tuple[int, int], float]
+    """By number of flows and bytes of each message."""
+
+    def bytes_per_second(self, flows: int) -> float:
+        """Return what all flows together get of the largest messages, once they are under way."""
+        size = max(size for f, size in self.seconds if f == flows)
+        return flows * bandwidth(size, self.seconds[flows, size], self.latency_seconds)
+
+
+def pair_classes(places: Sequence[Place], fabrics: Sequence[str]) -> list[PairClass]:
+    """Return the classes of pairs that there are, each with as many pairs as a host, or two, have. Pure.
+
+    `fabrics` are by rank. Of hosts that are alike two are looked at, however many there are.
+    """
+    found: dict[tuple, PairClass] = {}
+    for pair_class in _candidates(places, fabrics):
+        key = (pair_class.fabric, pair_class.families)
+        if key not in found or len(pair_class.pairs) > len(found[key].pairs):
+            found[key] = pair_class
+    return [found[key] for key in sorted(found, key=lambda key: (key[0] is not None, key[0] or "", key[1]))]
+
+
+def _candidates(places: Sequence[Place], fabrics: Sequence[str]) -> Iterator[PairClass]:
+    hosts: dict[str, dict[str, list[int]]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, {}).setdefault(place.family, []).append(rank)
+    fabric_of = {place.host: fabrics[rank] for rank, place in reversed(list(enumerate(places)))}
+    alike: dict[tuple, list[str]] = {}
+    for host, families in hosts.items():
+        counts = tuple(sorted((family, len(ranks)) for family, ranks in families.items()))
+        alike.setdefault((fabric_of[host], counts), []).append(host)
+    some = [host for kind in alike.values() for host in kind[:2]]
+    for host in some:
+        for one, other in combinations_with_replacement(sorted(hosts[host]), 2):
+            ranks = hosts[host]
+            halves = (ranks[one][::2], ranks[one][1::2]) if one == other else (ranks[one], ranks[other])
+            if pairs := tuple(zip(*halves, strict=False))[:MOST_FLOWS]:
+                yield PairClass((one, other), None, pairs)
+    for here in some:
+        for there in some:
+            if here == there:
+                continue
+            fabric = fabric_of[here] if fabric_of[here] == fabric_of[there] else ACROSS
+            for one in hosts[here]:
+                for other in hosts[there]:
+                    if one <= other:
+                        pairs = tuple(zip(hosts[here][one], hosts[there][other], strict=False))[:MOST_FLOWS]
+                        yield PairClass((one, other), fabric, pairs)
+
+
+def measure_messages(
+    world: World, comm: Communicator, accelerator: Accelerator, classes: Sequence[PairClass], seconds: float
+) -> list[Measured]:
+    """Measure classes of pairs for about so many seconds; complete on rank 0. All ranks must call, with equal classes.
+
+    `comm` is of all ranks. Those that do not take part wait, politely, until the others are through.
+    """
+    schedule = Schedule(seconds, sum(len(c.flows) * len(SIZES) + 1 for c in classes))
+    meter = _Meter(world, comm, accelerator, schedule)
+    measured = []
+    for pair_class in classes:
+        trips = {(1, 1): meter.seconds_of(pair_class.pairs[:1], 1)}
+        for flows in pair_class.flows:
+            for size in meter.affordable_sizes(trips, flows):
+                trips[flows, size] = meter.seconds_of(pair_class.pairs[:flows], size)
+        measured.append(one_way(pair_class, trips))
+    return measured
+
+
+def one_way(pair_class: PairClass, trips: Mapping[tuple[int, int], float]) -> Measured:
+    """Return what messages take, by what they and an answer of one byte do, by flows and bytes. Pure.
+
+    The answer takes the latency, and never more than the message: half a round trip is the least that this can take.
+    """
+    latency = min(seconds for (flows, _), seconds in trips.items() if flows == 1) / 2
+    taken = {key: max(seconds - latency, seconds / 2) for key, seconds in trips.items() if key[1] in SIZES}
+    return Measured(pair_class, latency, taken)
+
+
+class _Meter:
+    """Times messages, and answers of one byte, between pairs of ranks that all send at once."""
+
+    def __init__(self, world: World, comm: Communicator, accelerator: Accelerator, schedule: Schedule):
+        self._world, self._comm, self._accelerator, self._schedule = world, comm, accelerator, schedule
+        self._memory = torch.zeros(SIZES[-1], dtype=torch.uint8, device=accelerator.device)
+        self._answer = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
+
+    def affordable_sizes(self, trips: Mapping[tuple[int, int], float], flows: int) -> Iterator[int]:
+        """Yield sizes while there is time for them, by what is in `trips` of rank 0 so far. All ranks must call."""
+        for smaller, size in zip((1, *SIZES), SIZES, strict=False):
+            if size > ALWAYS_MEASURED:
+                expected = CALLS * trips[flows, smaller] * size / smaller
+                if self._world.broadcast_object(expected > LARGEST_PART * self._schedule.seconds_left()):
+                    return
+            yield size
+
+    def seconds_of(self, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
+        """Return the seconds of the slowest pair in the best round: what else goes on only adds. All ranks must call.
+
+        Only rank 0's result is that of all pairs.
+        """
+        pair = next((pair for pair in pairs if self._comm.rank in pair), None)
+        share = self._schedule.next_share() / CALLS
+        once = self._round(pair, num_bytes, 1)
+        self._comm.barrier()  # here the others wait, and leave the cores to those who measure
+        repeats = int(self._world.smallest(share / once if pair else MOST_REPEATS))
+        repeats = max(1, min(repeats, MOST_REPEATS))
+        rounds = [self._round(pair, num_bytes, repeats) for _ in range(ROUNDS)]
+        self._comm.barrier()
+        gathered = self._world.gather_objects(rounds) or [rounds]
+        return min(max(of_ranks) for of_ranks in zip(*gathered, strict=True))
+
+    def _round(self, pair: tuple[int, int] | None, num_bytes: int, repeats: int) -> float:
+        """Return the mean seconds of a message of this rank's pair; 0 if it has none."""
+        self._comm.barrier()
+        if pair is None:
+            return 0.0
+        seconds = round_trip(self._comm, *pair, self._memory[:num_bytes], self._answer, repeats)
+        self._accelerator.synchronize()
+        return seconds
+
+
+def bandwidth(num_bytes: int, seconds: float, latency_seconds: float) -> float:
+    """Return the bytes per second of a message that takes `seconds` to its end, and its first byte the latency.
+
+    Both were measured, and a machine has other things to do: so at least half of the time counts.
+    """
+    return num_bytes / max(seconds - latency_seconds, seconds / 2)
+
+
+def round_trip(
+    comm: Communicator, source: int, target: int, message: torch.Tensor, answer: torch.Tensor, repeats: int = 1
+) -> float:
+    """Return the mean seconds of a message and the answer to it. Both positions of the group must call, nobody else.
+
+    An answer of one byte comes back after a latency: what is left is the time of the message, one way.
+    """
+    start = time.perf_counter()
+    for _ in range(repeats):
+        if comm.rank == source:
+            comm.send(message, target)
+            comm.receive(answer, target)
+        else:
+            comm.receive(message, source)
+            comm.send(answer, source)
+    return (time.perf_counter() - start) / repeats

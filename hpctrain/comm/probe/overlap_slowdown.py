@@ -1,0 +1,67 @@
+"""Measures by how much a rank computes more slowly while it communicates."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.bind import DTYPES
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.probe.device_timing import SHARE_OF_MEMORY
+
+# Products short enough that many are computed while bytes move, and large enough to keep the device busy.
+PRODUCT_SIZE, PRODUCT_SIZE_ON_CPUS = 2048, 256
+MOVED_BYTES, MOVED_BYTES_ON_CPUS = 256 << 20, 32 << 20
+
+
+class _Computed(NamedTuple):
+    products: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "_Computed") -> "_Computed":
+        return _Computed(self.products + other.products, self.seconds + other.seconds)
+
+
+def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: int, seconds: float) -> float | None:
+    """Measure for about so many seconds how many times as long a product takes while an all-reduce is under way.
+
+    At least 1; None where the group has no lane, which a thread must move. All ranks must call.
+    """
+    if not comm.goes_beside:
+        return None
+    on_cpu = accelerator.kind == "cpu"
+    size = PRODUCT_SIZE_ON_CPUS if on_cpu else PRODUCT_SIZE
+    num_bytes = min(MOVED_BYTES_ON_CPUS if on_cpu else MOVED_BYTES, memory_bytes // SHARE_OF_MEMORY)
+    device, dtype = accelerator.device, max(DTYPES.values(), key=accelerator.products_per_second)
+    a, b = (torch.empty(size, size, dtype=dtype, device=device).uniform_(-1, 1) for _ in range(2))
+    out = torch.empty(size, size, dtype=dtype, device=device)
+    fewest = torch.tensor([num_bytes // 4], dtype=torch.int64, device=device)
+    comm.all_reduce(fewest, "min")  # unlike devices, and hosts, have unlike memory
+    moved = torch.zeros(int(fewest.item()), device=device)
+
+    def compute(until: Callable[[], bool]) -> _Computed:
+        """Compute a product, and others until something is so."""
+        count, start = 0, time.perf_counter()
+        while not count or not until():
+            torch.mm(a, b, out=out)
+            accelerator.synchronize()
+            count += 1
+        return _Computed(count, time.perf_counter() - start)
+
+    alone = beside = _Computed()
+    agreed, end, is_warm = torch.zeros(1, device=device), time.monotonic() + seconds, False
+    while not agreed.item():
+        work = comm.start_all_reduce(moved)
+        found = compute(lambda work=work: work.ended)  # no poll: a thread moves the bytes
+        work.wait()
+        comm.barrier()
+        stop = time.perf_counter() + found.seconds
+        other = compute(lambda stop=stop: time.perf_counter() >= stop)
+        if is_warm:  # the first time memory is touched, and threads are woken
+            alone, beside = alone + other, beside + found
+        agreed.fill_(is_warm and time.monotonic() >= end)
+        is_warm = True
+        comm.all_reduce(agreed, "max")
+    return max(1.0, (beside.seconds / beside.products) / (alone.seconds / alone.products))

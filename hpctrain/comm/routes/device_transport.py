@@ -1,0 +1,109 @@
+"""Messages between ranks of which some have their tensors in memory of devices."""
+
+from collections import deque
+from collections.abc import Callable, Collection
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.accelerators.cpu import DONE
+from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.routes.staged_messages import Message, PlainMessage, Post, StagedReceive, StagedSend
+from hpctrain.comm.routes.staging import chunk_bytes
+from hpctrain.comm.steps import Ready
+
+
+class DeviceTransport:
+    """MPI on memory of devices where both ends are known to take it (`direct` peers), else through host buffers.
+
+    Tensors may be on the host too, at either end. What was queued on the caller's stream before `send` or `receive`
+    comes first; what is queued after `ready` said True finds the message. Any look at one message moves all.
+    """
+
+    polls_freely = True
+
+    def __init__(
+        self,
+        mpi,
+        comm,
+        accelerator: Accelerator,
+        direct: Collection[int] = (),
+        part_bytes: Callable[[int], int] = chunk_bytes,
+    ):
+        """`comm` is the group's own duplicate, and owned from now on.
+
+        `direct` peers (positions) and `part_bytes`, from a message's bytes to those of its parts, must be the same at
+        both ends.
+        """
+        self.rank, self.size = comm.rank, comm.size
+        self.comm = comm
+        self.bytes_sent = [0] * comm.size
+        self._mpi, self._accelerator = mpi, accelerator
+        self._direct, self._part_bytes = frozenset(direct), part_bytes
+        self._moving: dict[tuple[str, int], deque[Message]] = {}
+        self._open = True
+        others = self.size - 1
+        through_host = "MPI through pinned host buffers"
+        self.name = "MPI on device memory" if others and len(self._direct) == others else through_host
+        if 0 < len(self._direct) < others:
+            self.name += f", on device memory to {len(self._direct)} of {others}"
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Ready:
+        data = as_bytes(tensor)
+        self.bytes_sent[peer] += data.numel()
+
+        def post(part: torch.Tensor):
+            return self.comm.Isend(self._pointer(part), dest=peer)
+
+        return self._enter(("send", peer), self._message(data, peer, post, StagedSend))
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
+        def post(part: torch.Tensor):
+            return self.comm.Irecv(self._pointer(part), source=peer)
+
+        return self._enter(("receive", peer), self._message(as_bytes(tensor), peer, post, StagedReceive))
+
+    def _pointer(self, part: torch.Tensor):
+        """Return what mpi4py takes for memory of any kind: an address."""
+        return self._mpi.buffer.fromaddress(part.data_ptr(), part.numel())
+
+    def _message(self, data: torch.Tensor, peer: int, post: Post, staged: type) -> Message:
+        on_device = self._accelerator.holds(data)
+        queued = self._accelerator.queued() if on_device else DONE
+        if peer in self._direct:
+            return PlainMessage(post, [data], queued)
+        size = self._part_bytes(data.numel())
+        parts = [data[start : start + size] for start in range(0, data.numel(), size)] or [data]
+        return staged(post, parts, queued, self._accelerator) if on_device else PlainMessage(post, parts, queued)
+
+    def _enter(self, way: tuple[str, int], message: Message) -> Ready:
+        self._moving.setdefault(way, deque()).append(message)
+        self.poll()
+
+        def ready() -> bool:
+            if not message.done:
+                self.poll()
+            return message.done
+
+        return ready
+
+    def poll(self) -> None:
+        """Move all messages; to one peer, and from one, they are posted in order."""
+        for way, messages in list(self._moving.items()):
+            for message in messages:
+                message.move()
+                if not message.posted:
+                    break
+            while messages and messages[0].done:
+                messages.popleft()
+            if not messages:
+                del self._moving[way]
+
+    def abandon(self) -> None:
+        self._open = False
+
+    def close(self) -> None:
+        """All ranks must call."""
+        if self._open:
+            self._open = False
+            self.comm.Free()

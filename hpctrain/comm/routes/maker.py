@@ -1,0 +1,143 @@
+"""Makes what a group communicates by: on the host as `Topology.route` says, on devices as `device_route` says."""
+
+from collections.abc import Sequence
+
+from hpctrain.comm.collectives.flat import FlatCollectives
+from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
+from hpctrain.comm.collectives.shared import SharedCollectives
+from hpctrain.comm.communicator import Backend
+from hpctrain.comm.routes.abilities import device_route, message_route
+from hpctrain.comm.routes.device_transport import DeviceTransport
+from hpctrain.comm.routes.nccl import NativeCollectives, find_native_library
+from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
+from hpctrain.comm.routes.transport import HostTransport, Transport
+from hpctrain.comm.settings import Pace, Settings
+
+
+def sub_communicator(mpi, parent, ranks: Sequence[int]):
+    """Make an MPI communicator of these ranks alone, in this order; only they call."""
+    group = parent.group.Incl(list(ranks))
+    made = parent.Create_group(group)
+    group.Free()
+    return made
+
+
+class RouteMaker:
+    """Makes backends for groups of one world. Ranks of a group must call in the same order of calls."""
+
+    def __init__(self, mpi, parent, settings: Settings, nccl=None):
+        """`parent` is the communicator of all ranks. `nccl` stands for the library, for tests."""
+        self.mpi, self.rank = mpi, parent.rank
+        self._parent = parent
+        self._topology, self._preferences = settings.topology, settings.preferences
+        self._devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
+
+    def sub_communicator(self, ranks: Sequence[int]):
+        return sub_communicator(self.mpi, self._parent, ranks)
+
+    def shares_memory(self, ranks: Sequence[int]) -> bool:
+        """Say whether these ranks' tensors are on one host, in memory that they may share."""
+        alike = self._topology.route(ranks, self._preferences.route).kind == "shared"
+        return alike and not self._has_devices(ranks)
+
+    def backend(self, ranks: Sequence[int]) -> Backend | None:
+        """Return what the group communicates by; None for a single rank."""
+        if len(ranks) == 1:
+            return None
+        on_host = self._topology.ranks_on_host(self.rank)
+        if self._has_devices(ranks):
+            transport = self._device_transport(ranks)
+            inner = self._device_collectives(ranks, transport)
+            collectives = StreamedCollectives(inner, self._devices.accelerator, transport)
+            return Backend(collectives, transport, self._device_reason(ranks), on_host)
+        route, pace = self._topology.route(ranks, self._preferences.route), self._pace()
+        transport = self.transport(ranks, pace)
+        collectives = self._collectives(ranks, transport, self._preferences.route, pace)
+        return Backend(collectives, transport, route.reason, on_host, pace)
+
+    def message_backend(self, ranks: Sequence[int]) -> Backend:
+        """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
+        pace = self._pace()
+        transport = self._device_transport(ranks) if self._has_devices(ranks) else self.transport(ranks, pace)
+        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
+        return Backend(flat, transport, transport.name, self._topology.ranks_on_host(self.rank), pace)
+
+    def _pace(self) -> Pace | None:
+        return self._rehearsal.pace() if self._rehearsal else None
+
+    def transport(self, ranks: Sequence[int], pace: Pace | None = None) -> Transport:
+        comm = self.sub_communicator(ranks)
+        if self._rehearsal is None:
+            return HostTransport(comm)
+        return self._rehearsal.transport(comm, ranks, pace)
+
+    def _collectives(
+        self, ranks: Sequence[int], transport: Transport, asked: str, pace: Pace | None = None
+    ) -> Collectives:
+        """Make the collectives of a group over its transport; those of its domains have their own."""
+        route = self._topology.route(ranks, asked)
+        if route.kind == "shared":
+            return SharedCollectives(self.mpi, self.sub_communicator(ranks))
+        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
+        if route.kind == "messages":
+            return flat
+        members = self._members(ranks, route.domains)
+        inner = None
+        if len(members) > 1:
+            inner = self._collectives(members, self.transport(members, pace), "auto", pace)
+        choose = self._preferences.chooser(ranks, by_domains=True)
+        return HierarchicalCollectives(inner, flat, transport, route.domains, choose)
+
+    def _members(self, ranks: Sequence[int], domains: Sequence[Sequence[int]]) -> list[int]:
+        """Return the ranks of this rank's domain."""
+        domain = next(d for d in domains if ranks.index(self.rank) in d)
+        return [ranks[position] for position in domain]
+
+    def _has_devices(self, ranks: Sequence[int]) -> bool:
+        return self._devices is not None and any(self._topology.places[rank].kind != "cpu" for rank in ranks)
+
+    def _family(self, rank: int):
+        return self._devices.families[self._topology.places[rank].family]
+
+    def _device_transport(self, ranks: Sequence[int]) -> DeviceTransport:
+        own = self._family(self.rank)
+        direct = [
+            position
+            for position, rank in enumerate(ranks)
+            if rank != self.rank and message_route(own, self._family(rank))[0] == "direct"
+        ]
+        return DeviceTransport(self.mpi, self.sub_communicator(ranks), self._devices.accelerator, direct)
+
+    def _device_collectives(self, ranks: Sequence[int], transport: DeviceTransport) -> Collectives:
+        """Make the collectives of a group with devices: its families' own inside, messages across."""
+        flat = FlatCollectives(transport, self._preferences.chooser(ranks))
+        if self._preferences.route == "messages":
+            return flat
+        families = self._topology.domains(ranks, "family")
+        if len(families) == 1:
+            own = self._family(self.rank)
+            if device_route(own, own)[0] == "native":
+                nccl = self._nccl or find_native_library().module
+                native = NativeCollectives(nccl, transport.comm, self._devices.accelerator)
+                return ByMemory(native, flat, self._devices.accelerator)
+        hosts = self._topology.domains(ranks, "host")
+        domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), None)
+        if domains is None:
+            return flat
+        members = self._members(ranks, domains)
+        choose = self._preferences.chooser(ranks, by_domains=True)
+        return HierarchicalCollectives(self._inside(members), flat, transport, domains, choose)
+
+    def _inside(self, members: Sequence[int]) -> Collectives | None:
+        if len(members) == 1:
+            return None
+        if self._has_devices(members):
+            return self._device_collectives(members, self._device_transport(members))
+        return self._collectives(members, self.transport(members), "auto")
+
+    def _device_reason(self, ranks: Sequence[int]) -> str:
+        names = dict.fromkeys(self._topology.places[rank].family for rank in ranks)
+        one = self._devices.families[next(iter(names))]
+        if len(names) == 1:
+            return device_route(one, one)[1]
+        return "; ".join(f"{n}: {device_route(one, self._devices.families[n])[1]}" for n in names if n != one.name)

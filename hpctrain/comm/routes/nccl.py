@@ -1,0 +1,198 @@
+"""The vendor's collectives inside a family: NCCL, or RCCL, which has the same interface, through CuPy."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.reduction import HALF, as_bytes, reduce_in_order, window_of
+from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.steps import Steps
+from hpctrain.config.errors import CommError
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+# Set before NCCL is first used, unless they are set already. NVLS and CollNet let switches sum, in an order that
+# changes from call to call. Connections are made when a communicator is, where all ranks are at the same place: made at
+# the first operation they would block the host inside a lane, where ranks may be at different places.
+SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0", "NCCL_RUNTIME_CONNECT": "0"}
+# Bounds the memory for what is received before it is summed.
+SEGMENT_BYTES = 64 << 20
+# Set to 0: do without NCCL.
+NATIVE_VARIABLE = "HPCTRAIN_NATIVE"
+
+
+class Library(NamedTuple):
+    """CuPy's module `cupy.cuda.nccl`, if it is there."""
+
+    module: Any
+    ability: Ability
+
+
+def find_native_library() -> Library:
+    """Return the library, or why it cannot be used. Loads CuPy."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get(NATIVE_VARIABLE) == "0":
+        return Library(None, Ability(False, f"{NATIVE_VARIABLE}=0"))
+    try:
+        from cupy.cuda import nccl
+
+        if not getattr(nccl, "available", False):
+            return Library(None, Ability(False, "CuPy was built without NCCL, or does not find libnccl.so.2"))
+        version = nccl.get_version()
+    except Exception as error:  # whatever a broken installation raises
+        return Library(None, Ability(False, f"CuPy cannot be used ({type(error).__name__}: {error})"))
+    name = "RCCL" if torch.version.hip else "NCCL"
+    return Library(nccl, Ability(True, f"{name} {version // 10000}.{version // 100 % 100}.{version % 100}"))
+
+
+class NativeCollectives:
+    """Collectives queued on the stream that the caller's thread uses when it takes the steps; they wait for nothing.
+
+    Sums are the library's in fp32, fp64 and integers, in an order that depends on ranks, sizes and the machine alone;
+    half precision, which it would round at every addition, is exchanged and summed here, in fp32 and in order of rank.
+    Groups with ranks in common must use theirs in the same order everywhere, or one after the other: operations of
+    NCCL that are under way together may wait for each other on the device.
+    """
+
+    def __init__(self, nccl, comm, accelerator: Accelerator):
+        """`comm` is the group's MPI communicator, used here alone. All ranks must call, with their devices bound."""
+        self.rank, self.size = comm.rank, comm.size
+        self.name = "RCCL" if accelerator.kind == "rocm" else "NCCL"
+        self._nccl, self._accelerator = nccl, accelerator
+        self._operations = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX, "min": nccl.NCCL_MIN}
+        self._numbers = {
+            torch.float32: nccl.NCCL_FLOAT32,
+            torch.float64: nccl.NCCL_FLOAT64,
+            torch.int32: nccl.NCCL_INT32,
+            torch.int64: nccl.NCCL_INT64,
+            torch.int8: nccl.NCCL_INT8,
+            torch.uint8: nccl.NCCL_UINT8,
+        }
+        key = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
+        try:
+            self._comm = nccl.NcclCommunicator(comm.size, key, comm.rank)
+            self._connect()
+        except RuntimeError as error:
+            raise CommError(
+                f"{self.name} cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO tells why,"
+                f" {NATIVE_VARIABLE}=0 does without it"
+            ) from error
+        self._open = True
+
+    def _connect(self) -> None:
+        """Let every pair meet once: a connection for messages is made by the first of them, and blocks the host."""
+        sent = torch.zeros(self.size, dtype=torch.uint8, device=self._accelerator.device)
+        self._swap(sent.split(1), torch.empty_like(sent).split(1))
+        self._accelerator.synchronize()
+
+    def _number(self, dtype: torch.dtype) -> int:
+        if dtype not in self._numbers:
+            raise CommError(f"{self.name} cannot reduce {dtype}; convert the tensor to float32 or int64")
+        return self._numbers[dtype]
+
+    @contextmanager
+    def _together(self) -> Iterator[int]:
+        """Start all operations of a block together; gives the stream's address."""
+        self._nccl.groupStart()
+        try:
+            yield self._accelerator.stream_address()
+        finally:
+            self._nccl.groupEnd()
+
+    def barrier(self) -> Steps:
+        """Of devices: ends on each when all have come to it."""
+        yield from self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self._accelerator.device), "sum")
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        if flat.dtype in HALF:
+            cuts = cut_evenly(flat.numel(), self.size)
+            self._exchange(flat, cuts, flat[slice(*cuts[self.rank])], op)
+            yield from self.all_gather(flat, cuts)
+            return
+        at, stream = flat.data_ptr(), self._accelerator.stream_address()
+        self._comm.allReduce(at, at, flat.numel(), self._number(flat.dtype), self._operations[op], stream)
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        """Uneven cuts, of which the library knows nothing, are a reduction to each rank, started together."""
+        if flat.dtype in HALF:
+            self._exchange(flat, cuts, out, op)
+            return
+        number, operation = self._number(flat.dtype), self._operations[op]
+        if _are_even(cuts):
+            stream = self._accelerator.stream_address()
+            self._comm.reduceScatter(flat.data_ptr(), out.data_ptr(), cuts[0].size, number, operation, stream)
+            return
+        with self._together() as stream:
+            for root, cut in enumerate(cuts):
+                if cut.size:
+                    at = flat[slice(*cut)].data_ptr()
+                    into = out.data_ptr() if root == self.rank else at
+                    self._comm.reduce(at, into, cut.size, number, operation, root, stream)
+        yield from ()
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        """Uneven cuts are a broadcast from each rank, started together."""
+        parts = [as_bytes(flat[slice(*cut)]) for cut in cuts]
+        if _are_even(cuts):
+            own, stream = parts[self.rank], self._accelerator.stream_address()
+            self._comm.allGather(own.data_ptr(), flat.data_ptr(), own.numel(), self._nccl.NCCL_UINT8, stream)
+            return
+        with self._together() as stream:
+            for root, part in enumerate(parts):
+                if part.numel():
+                    at = part.data_ptr()
+                    self._comm.broadcast(at, at, part.numel(), self._nccl.NCCL_UINT8, root, stream)
+        yield from ()
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        data, stream = as_bytes(flat), self._accelerator.stream_address()
+        self._comm.broadcast(data.data_ptr(), data.data_ptr(), data.numel(), self._nccl.NCCL_UINT8, root, stream)
+        yield from ()
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+        received[self.rank].copy_(sent[self.rank])
+        self._swap(sent, received)
+        yield from ()
+
+    def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Exchange with all others; what this rank has for itself is left out."""
+        with self._together() as stream:
+            for peer in range(self.size):
+                ours, theirs = as_bytes(sent[peer]), as_bytes(received[peer])
+                if peer != self.rank and ours.numel():
+                    self._comm.send(ours.data_ptr(), ours.numel(), self._nccl.NCCL_UINT8, peer, stream)
+                if peer != self.rank and theirs.numel():
+                    self._comm.recv(theirs.data_ptr(), theirs.numel(), self._nccl.NCCL_UINT8, peer, stream)
+
+    def _exchange(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:
+        """Reduce-scatter by sending each rank its part as it is, half the bytes of partial sums in fp32."""
+        step = max(1, SEGMENT_BYTES // (self.size * flat.element_size()))
+        room = flat.new_empty(self.size, min(step, cuts[self.rank].size))
+        for start in range(0, max(cut.size for cut in cuts), step):
+            pieces = [window_of(cut, start, step) for cut in cuts]
+            own = pieces[self.rank]
+            seen = [part[: own.size] for part in room]
+            seen[self.rank] = flat[slice(*own)]
+            self._swap([flat[slice(*piece)] for piece in pieces], seen)
+            if own.size:
+                reduce_in_order(seen, out[start : start + own.size], op)
+
+    def abandon(self) -> None:
+        """The process is about to end, and the library's communicator with it: aborting it could wait for others."""
+        self._open = False
+
+    def close(self) -> None:
+        """All ranks must call."""
+        if self._open:
+            self._open = False
+            self._accelerator.synchronize()
+            self._comm.destroy()
+
+
+def _are_even(cuts: Sequence[Interval]) -> bool:
+    size = cuts[0].size
+    return size > 0 and all(cut == (i * size, (i + 1) * size) for i, cut in enumerate(cuts))

@@ -1,0 +1,117 @@
+"""Collectives on tensors of devices: on a stream of their own, after what the caller queued."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator, Event
+from hpctrain.comm.collectives.hierarchical import Collectives
+from hpctrain.comm.routes.device_transport import DeviceTransport
+from hpctrain.comm.steps import Pending, Ready, Steps
+from hpctrain.sharding.intervals import Interval
+
+
+class StreamedCollectives:
+    """Runs collectives on a stream of the route's own.
+
+    They begin on the device after what the caller had queued when it asked, whichever thread takes their steps, and
+    end when the device has done them: what is queued after that, on any stream, finds the result.
+    """
+
+    def __init__(self, inner: Collectives, accelerator: Accelerator, transport: DeviceTransport):
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+        self._inner, self._accelerator, self._transport = inner, accelerator, transport
+        self.stream = accelerator.new_stream()
+        """Where the device does them."""
+
+    # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
+
+    def barrier(self) -> Steps:
+        """Of hosts: what is queued on devices may still be under way."""
+        return self._run(self._inner.barrier(), None)
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        return self._run(self._inner.all_reduce(flat, op), self._queued(flat))
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        return self._run(self._inner.reduce_scatter(flat, cuts, out, op), self._queued(flat))
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        return self._run(self._inner.all_gather(flat, cuts), self._queued(flat))
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        return self._run(self._inner.broadcast(flat, root), self._queued(flat))
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+        return self._run(self._inner.all_to_all(sent, received), self._queued(sent[0]))
+
+    def _queued(self, tensor: torch.Tensor) -> Event | None:
+        return self._accelerator.queued() if self._accelerator.holds(tensor) else None
+
+    def _run(self, steps: Steps, queued: Event | None) -> Steps:
+        if queued is not None:
+            self.stream.wait_event(queued)
+        while True:
+            with self._accelerator.on(self.stream):
+                pending = next(steps, None)
+            if pending is None:
+                break
+            yield Pending(partial(self._look, pending.ready), pending.awaited)
+        if queued is not None:
+            done = self.stream.record_event()
+            if not done.query():
+                yield Pending(done.query, "the device")
+
+    def _look(self, ready: Ready) -> bool:
+        """Move messages too, whatever it is that is waited for: other ranks may be waiting for them."""
+        self._transport.poll()
+        return ready()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+        self._transport.abandon()
+
+    def close(self) -> None:
+        self._inner.close()
+        self._transport.close()
+
+
+class ByMemory:
+    """Takes tensors in memory of the device by one route, and those of the host by another.
+
+    For groups whose ranks all have devices, and all bring the same kind of tensor to an operation.
+    """
+
+    def __init__(self, device: Collectives, host: Collectives, accelerator: Accelerator):
+        self.name, self.rank, self.size = device.name, device.rank, device.size
+        self._device, self._host, self._accelerator = device, host, accelerator
+
+    def _for(self, tensor: torch.Tensor) -> Collectives:
+        return self._device if self._accelerator.holds(tensor) else self._host
+
+    def barrier(self) -> Steps:
+        return self._host.barrier()
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
+        return self._for(flat).all_reduce(flat, op)
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
+        return self._for(flat).reduce_scatter(flat, cuts, out, op)
+
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
+        return self._for(flat).all_gather(flat, cuts)
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        return self._for(flat).broadcast(flat, root)
+
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
+        return self._for(sent[0]).all_to_all(sent, received)
+
+    def abandon(self) -> None:
+        self._device.abandon()
+        self._host.abandon()
+
+    def close(self) -> None:
+        self._device.close()
+        self._host.close()

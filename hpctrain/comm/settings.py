@@ -1,0 +1,64 @@
+"""What groups of ranks are made by: devices, routes, a tracer, and whether they are rehearsed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from hpctrain.comm.steps import Pending, Steps
+from hpctrain.comm.topology import Preferences, Topology
+from hpctrain.comm.tracing import UNTRACED, Tracer
+
+if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Accelerator
+    from hpctrain.comm.routes.abilities import Devices
+    from hpctrain.comm.routes.transport import Transport
+
+
+class PacedSteps(Protocol):
+    """The steps of one operation on pretended devices."""
+
+    def __iter__(self) -> Steps: ...
+
+    def __next__(self) -> Pending: ...
+
+    def meet(self) -> None:
+        """Let the device wait for the operation. The rank that has waited for it calls."""
+        ...
+
+
+class Pace(Protocol):
+    """Lets the operations of one group begin and end when they would on pretended devices."""
+
+    group: str
+
+    def steps(self, steps: Steps, operation: str = "", num_bytes: int = 0) -> PacedSteps: ...
+
+
+class Rehearsal(Protocol):
+    """The pretended cluster on which groups communicate. The room `rehearsal` implements it."""
+
+    def pace(self, group: str = "") -> Pace:
+        """Return the pace of a new group."""
+        ...
+
+    def transport(self, comm, ranks: Sequence[int], pace: Pace | None) -> "Transport":
+        """Return messages among `ranks`, as late as on the pretended network. All of them must call."""
+        ...
+
+    def close(self) -> None:
+        """Free what is shared. All ranks must call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides how a group communicates. Frozen: `World.configure` replaces it as a whole."""
+
+    topology: Topology
+    preferences: Preferences = field(default_factory=Preferences)
+    """Routes and algorithms, with the network that chooses them. The same on all ranks."""
+    accelerator: "Accelerator | None" = None
+    devices: "Devices | None" = None
+    """The devices of all ranks. None: groups are for tensors of the host."""
+    tracer: Tracer = UNTRACED
+    rehearsal: Rehearsal | None = None

@@ -1,0 +1,287 @@
+"""Who keeps the others waiting: pure functions on the flight records of all ranks."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpctrain.comm.watchdog.flight import (
+    ENDED,
+    FAILED,
+    MATCHING,
+    Flight,
+    Operation,
+    read_first_death,
+    read_flights,
+    write_ranks,
+)
+from hpctrain.comm.watchdog.waits import Wait, find_waits
+
+SHOWN_RANKS = 32
+SHOWN_OPERATIONS = 3
+# A rank whose last sign of life is this much older than the newest of all stopped before the others.
+SILENCE_SECONDS = 3.0
+# In a run that is under way, waits younger than this are nothing to speak of.
+USUAL_WAIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the records say."""
+
+    culprits: tuple[int, ...]
+    sentences: tuple[str, ...]
+    """One for each culprit or group of them; never empty."""
+    table: tuple[str, ...]
+    """Every rank's state and last operations, a line a rank."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known at one moment (`now`, seconds of the wall clock) of all `size` ranks."""
+
+    flights: Mapping[int, Flight]
+    size: int
+    now: float
+    gone: frozenset[int] = frozenset()
+    """Ranks whose processes have ended without a word while others live."""
+    silent: frozenset[int] = frozenset()
+    """Ranks that were asked and did not answer."""
+    first_death: int | None = None
+    is_live: bool = True
+    """Whether ages are told against now ("ago") or the last sign of life of all ("before the end")."""
+    shortest_wait: float = 0.0
+    """Seconds; younger waits do not count."""
+    hosts: Sequence[str] = ()
+    """By rank, for those that have no record."""
+    waits: tuple[Wait, ...] = field(init=False)
+
+    def __post_init__(self):
+        waits = (w for w in find_waits(self.flights) if self.now - w.operation.start >= self.shortest_wait)
+        object.__setattr__(self, "waits", tuple(waits))
+
+    def name(self, rank: int) -> str:
+        host = self.host(rank)
+        return f"rank {rank} (host {host})" if host else f"rank {rank}"
+
+    def host(self, rank: int) -> str:
+        flight = self.flights.get(rank)
+        return flight.host if flight else self.hosts[rank] if rank < len(self.hosts) else ""
+
+    def names(self, ranks: Collection[int]) -> str:
+        if len(ranks) == 1:
+            return self.name(*ranks)
+        hosts = sorted({self.host(rank) for rank in ranks} - {""})
+        told = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+        return f"ranks {write_ranks(ranks)} (host{'s' * (len(hosts) > 1)} {told})"
+
+    def age(self, time: float) -> str:
+        return f"{max(self.now - time, 0):.1f} s " + ("ago" if self.is_live else "before the end")
+
+    def last_operation(self, rank: int) -> str:
+        flight = self.flights.get(rank)
+        if flight is None:
+            return "it left no record"
+        if not flight.operations:
+            return "it has recorded no operation"
+        last = max(flight.operations, key=lambda o: (o.end is None, o.end or o.start))
+        state = f"begun {self.age(last.start)} and under way" if last.end is None else f"finished {self.age(last.end)}"
+        return f"its last was {describe(last)}, {state}"
+
+
+def describe(operation: Operation, brief: bool = False) -> str:
+    """Say what an operation is, such as `all_reduce number 17 on lane data [0-3], 4.2 MB`."""
+    number, peer = operation.sequence, ""
+    if operation.name in MATCHING and operation.peer >= 0:
+        peer = f" {'to' if operation.name == 'send' else 'from'} {operation.peer}"
+    size = f", {format_bytes(operation.num_bytes)}" if operation.num_bytes else ""
+    if brief:
+        return f"{operation.name} {number}{peer} on {operation.lane.name}{size}"
+    return f"{operation.name} number {number}{peer} on lane {operation.lane}{size}"
+
+
+def format_bytes(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Find the ranks that the others wait for, or that ended first, and say so."""
+    found = _deaths(evidence) + _failures(evidence) or _losses(evidence) or _mismatches(evidence) or _absences(evidence)
+    found = found or _silences(evidence) or _standstill(evidence)
+    culprits = tuple(dict.fromkeys(rank for ranks, _ in found for rank in ranks))
+    return Diagnosis(culprits, tuple(text for _, text in found), tuple(make_table(evidence, culprits)))
+
+
+Found = list[tuple[tuple[int, ...], str]]
+
+
+def _failures(evidence: Evidence) -> Found:
+    errors: dict[str, list[int]] = {}
+    for flight in evidence.flights.values():
+        if flight.state == FAILED:
+            errors.setdefault(flight.error, []).append(flight.rank)
+    return [(tuple(ranks), f"{evidence.names(ranks)} reported: {error}") for error, ranks in errors.items()]
+
+
+def _deaths(evidence: Evidence) -> Found:
+    if (first := evidence.first_death) is None:
+        return []
+    text = f"{evidence.name(first)} was killed or crashed, the first to end without a word"
+    return [((first,), f"{text}; {evidence.last_operation(first)}")]
+
+
+def _losses(evidence: Evidence) -> Found:
+    """Ranks that are dead, or do not answer."""
+    found: Found = []
+    for ranks, one, many in (
+        (evidence.gone, "is gone: its process ended without a word", "are gone: their processes ended without a word"),
+        (evidence.silent - evidence.gone, "does not answer: it is {}", "do not answer: they are {}"),
+    ):
+        if ranks:
+            text = (many if len(ranks) > 1 else one).format("gone, or stuck in a call that holds Python's lock")
+            found.append((tuple(sorted(ranks)), f"{evidence.names(ranks)} {text}; {_absence(evidence, ranks)}"))
+    return found
+
+
+def _mismatches(evidence: Evidence) -> Found:
+    found: Found = []
+    for wait in evidence.waits:
+        for rank, operation in wait.differing:
+            usual = f"{wait.operation.name}, {format_bytes(wait.operation.num_bytes)}"
+            text = f"{evidence.name(rank)} entered {describe(operation)}, where others of the lane entered {usual}"
+            found.append(((rank,), text))
+    return found
+
+
+def _absences(evidence: Evidence) -> Found:
+    """Ranks that others wait for while they wait for nobody; or else the circle of those that wait for each other."""
+    awaited = {rank for wait in evidence.waits for rank in wait.missing}
+    waiting = {rank for wait in evidence.waits if wait.missing for rank in wait.waiting}
+    roots = awaited - waiting
+    if roots:
+        groups: dict[int, list[int]] = {}  # ranks that are missing in the same operation are told together
+        for rank in sorted(roots):
+            groups.setdefault(next(i for i, w in enumerate(evidence.waits) if rank in w.missing), []).append(rank)
+        return [(tuple(ranks), f"{evidence.names(ranks)} {_absence(evidence, ranks)}") for ranks in groups.values()]
+    if not awaited:
+        return []
+    circle = [wait for wait in evidence.waits if wait.missing]
+    told = [f"{evidence.names(w.waiting)} in {describe(w.operation)} for {write_ranks(w.missing)}" for w in circle[:8]]
+    return [(tuple(sorted(awaited)), "ranks wait for each other: " + "; ".join(told))]
+
+
+def _absence(evidence: Evidence, ranks: Collection[int]) -> str:
+    """Say what these ranks have not entered, what they did last, and how many wait for them."""
+    wait = next((wait for wait in evidence.waits if set(ranks) & set(wait.missing)), None)
+    last = evidence.last_operation(min(ranks))
+    if len(ranks) > 1:
+        last = last.replace("its last", f"the last of rank {min(ranks)}").replace("it ", f"rank {min(ranks)} ", 1)
+    if wait is None:
+        return last
+    operation, matching = wait.operation, ""
+    if operation.name in MATCHING:
+        matching = f"the {MATCHING[operation.name]} for "
+    have, them = ("have", "them") if len(ranks) > 1 else ("has", "it")
+    count = len(wait.waiting)
+    waits = f"{count} ranks wait" if count > 1 else f"{evidence.name(wait.waiting[0])} waits"
+    return f"{have} not entered {matching}{describe(operation)}; {last}; {waits} for {them}"
+
+
+def _silences(evidence: Evidence) -> Found:
+    """Ranks whose last sign of life is much older than that of others."""
+    alive = {rank: flight.alive for rank, flight in evidence.flights.items() if flight.state != ENDED}
+    newest = max(alive.values(), default=0.0)
+    early = [rank for rank, time in alive.items() if newest - time > SILENCE_SECONDS]
+    if not early or evidence.is_live:
+        return []
+    first = min(early, key=lambda rank: alive[rank])
+    seconds = newest - alive[first]
+    return [
+        ((first,), f"{evidence.name(first)} stopped {seconds:.1f} s before others; {evidence.last_operation(first)}")
+    ]
+
+
+def _standstill(evidence: Evidence) -> Found:
+    if evidence.waits:
+        wait = evidence.waits[0]
+        told = (
+            f"{evidence.names(wait.waiting)} in {describe(wait.operation)}, begun {evidence.age(wait.operation.start)}"
+        )
+        return [((), f"{told}: nobody is missing there, the transfer itself stands still")]
+    return [((), "no rank waited for another one")]
+
+
+def make_table(evidence: Evidence, first: Iterable[int] = ()) -> list[str]:
+    """Return a line a rank: its state and its last operations, the newest first; `first` are shown in any case."""
+    order = list(dict.fromkeys([*first, *range(evidence.size)]))
+    shown = sorted(order[:SHOWN_RANKS])
+    rows = [(evidence.name(rank), _state(evidence, rank), _operations(evidence, rank)) for rank in shown]
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    lines = [f"{name:{widths[0]}}  {state:{widths[1]}}  {told}".rstrip() for name, state, told in rows]
+    if len(order) > len(shown):
+        lines.append(f"... and {len(order) - len(shown):,} more ranks")
+    return lines
+
+
+def _state(evidence: Evidence, rank: int) -> str:
+    flight = evidence.flights.get(rank)
+    if rank == evidence.first_death:
+        return "died first"
+    if rank in evidence.gone:
+        return "gone"
+    if rank in evidence.silent:
+        return "no answer"
+    if flight is None:
+        return "no record"
+    if flight.state != 0:
+        return "ended" if flight.state == ENDED else "reported"
+    return "waits" if flight.under_way else "works"
+
+
+def _operations(evidence: Evidence, rank: int) -> str:
+    flight = evidence.flights.get(rank)
+    if flight is None or not flight.operations:
+        return "no operation" if flight else ""
+    newest = sorted(flight.operations, key=lambda o: (o.end is None, o.end or o.start), reverse=True)
+    told = []
+    for operation in newest[:SHOWN_OPERATIONS]:
+        age = evidence.age(operation.end or operation.start)
+        told.append(f"{describe(operation, brief=True)}, {'begun' if operation.end is None else 'done'} {age}")
+    return " | ".join(told)
+
+
+def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
+    """Tell how a run that did not end in order stands, from its folder of records; None where there is nothing to say.
+
+    `now` is seconds of the wall clock, for runs that are still under way.
+    """
+    flights = read_flights(folder)
+    if not flights:
+        return None
+    size = next(iter(flights.values())).size
+    states = [flight.state for flight in flights.values()]
+    if len(flights) == size and all(state == ENDED for state in states):
+        return None
+    running = {rank: f.process_is_gone() for rank, f in flights.items() if f.state not in (ENDED, FAILED)}
+    gone = frozenset(rank for rank, is_gone in running.items() if is_gone)
+    is_live = any(is_gone is False for is_gone in running.values())
+    if not is_live:
+        now = max(flight.alive for flight in flights.values())
+        gone = frozenset()  # all are: who went first is another question
+    is_under_way = is_live and not gone and FAILED not in states
+    shortest = USUAL_WAIT_SECONDS if is_under_way else 0.0
+    first_death = None
+    if not is_live and (death := read_first_death(folder)):
+        first_death, died = death
+        now = max(now, died)
+    evidence = Evidence(flights, size, now, gone, frozenset(), first_death, is_live, shortest)
+    phases = " or ".join(dict.fromkeys(flight.phase for flight in flights.values() if flight.phase))
+    if is_under_way:
+        state = "under way"
+    elif any(is_gone is None for is_gone in running.values()):
+        state = "not ended in order, or still under way on other machines"
+    else:
+        state = "not ended in order"
+    return f"{state}, {size} ranks" + (f", in {phases}" if phases else ""), diagnose(evidence)

@@ -1,0 +1,291 @@
+"""What a rank's flight record looks like on disk, and how it is read; written by hpctrain.comm.watchdog.recorder.
+
+A record is one file a rank, `RUN/flight/rank-00003.bin`, in the byte order of its machine:
+
+    header      who, where, since when; in which part of the run; how it ended; its last sign of life
+    ring        the last RING_SLOTS operations
+    counters    for each lane how many collectives, sends and receives were entered
+    table       JSON lines: ["lane", number, name, ranks, number of ranks, checksum of ranks], ["op", number, name]
+
+A rank can be killed between any two stores. So a slot holds its ticket first and last, text is written before the
+length that makes it count, and what follows from an impossible value is left out.
+"""
+
+import functools
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpctrain.config.errors import CommError
+
+MAGIC, VERSION = b"hpcfly\r\n", 1
+# magic, version, rank, size, pid, process start (clock ticks since boot), attempt, wall and monotonic clock at start
+# (seconds), host, family, machine
+HEADER = struct.Struct("@8sIiiiQQdd64s32s64s")
+PHASE_AT, PHASE_BYTES = 384, 64
+STATE_AT, ALIVE_AT, TABLE_USED_AT, ERROR_AT, RING_AT = 512, 520, 528, 536, 1536
+RUNNING, ENDED, FAILED = range(3)
+ERROR_BYTES = RING_AT - ERROR_AT
+RING_SLOTS = 256
+# ticket, sequence, lane, operation, peer (-1: none), bytes, start, end (monotonic seconds; 0: under way), ticket
+SLOT = struct.Struct("@QQHHiQddQ")
+END_IN_SLOT = 40
+MAX_LANES = 512
+COLLECTIVES, SENDS, RECEIVES = range(3)
+COUNTERS_PER_LANE = 4  # one to spare: whole cache lines
+COUNTERS_AT = RING_AT + RING_SLOTS * SLOT.size
+TABLE_AT = COUNTERS_AT + MAX_LANES * COUNTERS_PER_LANE * 8
+TOTAL_BYTES = 64 * 1024
+TABLE_BYTES = TOTAL_BYTES - TABLE_AT
+MAX_RANKS_TEXT = 1000
+MOST_RANKS = 10_000_000
+FOLDER = "flight"
+LAST_WORD = "last-word.json"
+# What has one sender and one receiver, and what it meets at the other end.
+MATCHING = {"send": "receive", "receive": "send"}
+
+
+@dataclass(frozen=True)
+class RecordedLane:
+    """A communicator as one rank knows it."""
+
+    number: int
+    name: str
+    ranks: str
+    """Such as "0-3,8"; ends in "..." where it was too long for the record."""
+    num_ranks: int
+    checksum: int
+    occurrence: int = 0
+    """How many lanes of this name and these ranks were made before it."""
+    entered: tuple[int, int, int] = (0, 0, 0)
+    """Collectives, sends and receives that the rank has entered."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells this lane from others, the same on all of its ranks."""
+        return self.name, self.checksum, self.occurrence
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return parse_ranks(self.ranks)
+
+    def __str__(self) -> str:
+        return f"{self.name} [{self.ranks}]" if len(self.ranks) < 60 else f"{self.name} [{self.num_ranks} ranks]"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation; times in seconds of the wall clock of its rank's host."""
+
+    ticket: int
+    lane: RecordedLane
+    sequence: int
+    """Counted from 1: among the lane's collectives, or among its sends (receives) with this peer."""
+    name: str
+    num_bytes: int
+    start: float
+    end: float | None
+    """None: under way."""
+    peer: int = -1
+
+    @property
+    def kind(self) -> int:
+        return {"send": SENDS, "receive": RECEIVES}.get(self.name, COLLECTIVES)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What one rank recorded."""
+
+    rank: int
+    size: int
+    host: str
+    family: str
+    pid: int
+    process_start: int
+    machine: str
+    attempt: int
+    started: float
+    state: int
+    """RUNNING, ENDED (in order) or FAILED (with `error`, which was told)."""
+    error: str
+    phase: str
+    """The part of the run that it was in."""
+    alive: float
+    """The last sign of life, seconds of the wall clock."""
+    lanes: tuple[RecordedLane, ...]
+    operations: tuple[Operation, ...]
+    """The oldest first."""
+
+    @property
+    def under_way(self) -> tuple[Operation, ...]:
+        return tuple(operation for operation in self.operations if operation.end is None)
+
+    def process_is_gone(self) -> bool | None:
+        """Return whether the process has ended; None on another machine than its own, where nobody can know."""
+        if self.machine != this_machine():
+            return None
+        return process_start_ticks(self.pid) != self.process_start
+
+    def shortened(self, count: int) -> "Flight":
+        """Return it with the last `count` operations and all that are under way: what is sent to others."""
+        old = [operation for operation in self.operations[:-count] if operation.end is None]
+        return replace(self, operations=(*old, *self.operations[-count:]))
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05}.bin"
+
+
+def read_flight(path: Path) -> Flight:
+    """Read a record, also one that is being written or was cut short. Raises CommError if it is none."""
+    try:
+        return parse_flight(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CommError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read_flights(folder: Path) -> dict[int, Flight]:
+    """Read the records of the newest attempt in a folder, by rank; what is no record is left out."""
+    flights = []
+    for path in sorted(folder.glob("rank-*.bin")):
+        try:
+            flights.append(read_flight(path))
+        except CommError:
+            continue
+    newest = max(flights, key=lambda flight: flight.started, default=None)
+    return {f.rank: f for f in flights if (f.attempt, f.size) == (newest.attempt, newest.size)}
+
+
+def claim_last_word(folder: Path, note: Mapping) -> bool:
+    """Leave a note on how the run ended, unless there is one; return whether it is now this one.
+
+    Of a rank that tells an error it is empty, of a guardian it names the rank that died first.
+    """
+    try:
+        with (folder / LAST_WORD).open("x") as file:
+            json.dump(note, file)
+    except FileExistsError:
+        return False
+    except OSError:  # a folder that cannot be written keeps nobody from speaking
+        return True
+    return True
+
+
+def read_first_death(folder: Path) -> tuple[int, float] | None:
+    """Return the rank that a guardian saw die first, and when (seconds of the wall clock); None if none did."""
+    try:
+        note = json.loads((folder / LAST_WORD).read_text())
+        return int(note["rank"]), float(note["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def parse_flight(data: bytes, what: str = "flight record") -> Flight:
+    """Read a record from its bytes. Raises CommError if it is none."""
+    data = bytes(data).ljust(TOTAL_BYTES, b"\0")
+    magic, version, rank, size, pid, process_start, attempt, wall, monotonic, *texts = HEADER.unpack_from(data)
+    if magic != MAGIC or version != VERSION:
+        raise CommError(f"{what}: not a flight record of version {VERSION}")
+    host, family, machine = map(_text, texts)
+    offset = wall - monotonic
+    lanes, names = _read_table(data)
+    operations = []
+    for fields in SLOT.iter_unpack(data[RING_AT:COUNTERS_AT]):
+        ticket, sequence, lane, code, peer, num_bytes, start, end, again = fields
+        if ticket and ticket == again:  # else it was never written, or not to its end
+            known = lanes.get(lane) or RecordedLane(lane, f"{lane}", "...", 0, 0)
+            finished = offset + end if end else None
+            name = names.get(code, f"operation {code}")
+            operations.append(Operation(ticket, known, sequence, name, num_bytes, offset + start, finished, peer))
+    operations.sort(key=lambda operation: operation.ticket)
+    (state,), (alive,) = struct.unpack_from("@Q", data, STATE_AT), struct.unpack_from("@d", data, ALIVE_AT)
+    times = [wall, *(o.start for o in operations), *(o.end for o in operations if o.end)]
+    if alive:
+        times.append(offset + alive)
+    error, phase = _text(data[ERROR_AT:RING_AT]), _text(data[PHASE_AT : PHASE_AT + PHASE_BYTES])
+    identity = (rank, size, host, family, pid, process_start, machine, attempt, wall)
+    return Flight(*identity, state, error, phase, max(times), tuple(lanes.values()), tuple(operations))
+
+
+def _text(data: bytes) -> str:
+    return data.split(b"\0", 1)[0].decode(errors="replace")
+
+
+def _read_table(data: bytes) -> tuple[dict[int, RecordedLane], dict[int, str]]:
+    lanes: dict[int, RecordedLane] = {}
+    names: dict[int, str] = {}
+    seen: dict[tuple[str, int], int] = {}
+    (used,) = struct.unpack_from("@Q", data, TABLE_USED_AT)
+    counters = struct.unpack_from(f"@{MAX_LANES * COUNTERS_PER_LANE}Q", data, COUNTERS_AT)
+    for line in data[TABLE_AT : TABLE_AT + min(used, TABLE_BYTES)].splitlines():
+        try:
+            kind, number, name, *more = json.loads(line)
+            if kind == "op":
+                names[int(number)] = str(name)
+                continue
+            ranks, num_ranks, checksum = str(more[0]), int(more[1]), int(more[2])
+            parse_ranks(ranks)
+            at = int(number) * COUNTERS_PER_LANE
+        except (ValueError, TypeError, IndexError):  # a damaged line
+            continue
+        occurrence = seen[str(name), checksum] = seen.get((str(name), checksum), -1) + 1
+        entered = counters[at : at + 3] if 0 <= at < len(counters) else (0, 0, 0)
+        lanes[int(number)] = RecordedLane(int(number), str(name), ranks, num_ranks, checksum, occurrence, entered)
+    return lanes, names
+
+
+def write_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks in a short way, without their order: "0-3,8" or, for every 8th, "0-56:8"."""
+    ranks = sorted(set(ranks))
+    parts, at = [], 0
+    while at < len(ranks):
+        stop, step = at + 1, ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
+        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
+            stop += 1
+        if stop - at == 2 and step > 1:  # no row: the second may begin one
+            stop = at + 1
+        span = f"{ranks[at]}-{ranks[stop - 1]}" if stop - at > 1 else f"{ranks[at]}"
+        parts.append(f"{span}:{step}" if stop - at > 1 and step > 1 else span)
+        at = stop
+    return ",".join(parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks that `write_ranks` wrote; of a text that was cut short those that it names.
+
+    Raises ValueError for other texts.
+    """
+    ranks: list[int] = []
+    for part in text.split(","):
+        if part and part != "...":
+            span, _, step = part.partition(":")
+            first, _, last = span.partition("-")
+            if int(last or first) >= MOST_RANKS:
+                raise ValueError(f"'{part}' is no range of ranks")
+            ranks += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(ranks)
+
+
+@functools.cache
+def this_machine() -> str:
+    """Name what process ids are unique on: a boot of a machine, and a namespace of processes in it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{os.uname().nodename}"
+
+
+def process_start_ticks(pid: int) -> int:
+    """Return when a process of this machine began (clock ticks since boot), which tells it from later ones of the
+    same id; 0 if there is none, or only its remains that nobody has waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,109 @@
+"""A rank's connection to its host's guardian, the process that says who died first; see `comm.oversight.guardian`."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.comm.watchdog.flight import claim_last_word, this_machine
+from hpctrain.comm.watchdog.guardian import parent_of
+
+GUARDIAN = Path(__file__).with_name("guardian.py")
+GOODBYE_SECONDS = 1.0
+BACKLOG = 1024
+
+
+def launcher_names_the_dead(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher itself tells the rank and the host of a process that was killed."""
+    if "HYDI_CONTROL_FD" in environment:  # MPICH's, maybe started by Slurm
+        return False
+    return "OMPI_COMM_WORLD_RANK" in environment or "SLURM_PROCID" in environment
+
+
+class Guarded:
+    """A rank's connection to the guardian of its host. All ranks must make it, together."""
+
+    def __init__(self, comm, host: str):
+        """Start the guardian (the lowest rank of each machine) and connect; `reason` says why not, if it is not."""
+        self.reason = "a single rank" if comm.size == 1 else ""
+        self._folder: Path | None = None
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen | None = None
+        if self.reason:
+            return
+        networks = comm.allgather(_network())
+        leader, offered = networks.index(networks[comm.rank]), ""
+        if leader == comm.rank:
+            try:
+                self._process, offered = _start_guardian(speaks=not launcher_names_the_dead())
+            except OSError as error:
+                self.reason = f"rank {leader} could not start it: {error}"
+        name = comm.allgather(offered)[leader]
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.settimeout(GOODBYE_SECONDS)
+            self._socket.connect(_address(name))
+        except OSError as error:
+            self.reason = self.reason or f"rank {leader} cannot be reached: {error}"
+            self._socket = None
+            return
+        os.register_at_fork(after_in_child=self._socket.close)  # a child that outlives its rank must not keep it open
+        self._say(f"rank {comm.rank} {os.getpid()} {host}")
+
+    def tell_folder(self, folder: Path) -> None:
+        """Say where the flight records are. All ranks must call, after all records of earlier attempts were removed."""
+        self._folder = folder
+        self._say(f"folder {folder.absolute()}")
+
+    def say_goodbye(self, tells_error: bool = False) -> bool:
+        """Say that this rank ends in order, or that it tells why it does not: before MPI is ended or aborted.
+
+        Return False where another rank or a guardian has said before that it tells what happened.
+        """
+        has_last_word = True
+        if tells_error and self._folder is not None:
+            has_last_word = claim_last_word(self._folder, {})
+        self._say("goodbye")
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None and not tells_error:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(GOODBYE_SECONDS)
+            self._process = None
+        return has_last_word
+
+    def _say(self, line: str) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # it has ended
+                self._socket.sendall(line.encode() + b"\n")
+
+
+def _address(name: str) -> bytes:
+    return b"\0hpctrain-" + name.encode()  # an abstract name, of Linux: nothing that could be left behind
+
+
+def _network() -> str:
+    """Name what abstract names are unique in: a boot of a machine, and a network namespace of it."""
+    try:
+        return f"{this_machine()}:{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return this_machine()
+
+
+def _start_guardian(speaks: bool) -> tuple[subprocess.Popen, str]:
+    name = os.urandom(8).hex()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(_address(name))
+        listener.listen(BACKLOG)
+        # -I -S: without site-packages, whose .pth files cost more than all the rest.
+        arguments = listener.fileno(), os.getppid(), parent_of(os.getppid()), int(speaks)
+        command = [sys.executable, "-I", "-S", str(GUARDIAN), *map(str, arguments)]
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen(
+            command, pass_fds=[listener.fileno()], stdin=quiet, stdout=quiet, start_new_session=True, cwd="/"
+        )
+        return process, name

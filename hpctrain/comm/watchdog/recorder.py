@@ -1,0 +1,200 @@
+"""The flight recorder: what this rank communicates, kept in a file that survives it.
+
+The file is mapped into memory: what was stored there is the kernel's, and is written even when the process is killed.
+Recording costs a microsecond an operation, no system call, and no lock; see `comm.oversight.flight` for the layout.
+"""
+
+import itertools
+import json
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpctrain.comm.watchdog import flight
+from hpctrain.comm.watchdog.flight import COUNTERS_PER_LANE, MATCHING, MAX_LANES, RING_AT, RING_SLOTS, SLOT
+from hpctrain.config.errors import CommError, describe_os_error
+
+_WORDS_IN_SLOT = SLOT.size // 8
+_FIRST_END = (RING_AT + flight.END_IN_SLOT) // 8
+_FIRST_COUNTER = flight.COUNTERS_AT // 8
+_pack_slot = SLOT.pack_into
+_monotonic = time.monotonic
+
+
+class Recorder:
+    """Records operations of one rank; any thread may call `start` and `finish`.
+
+    Without a folder it records in memory alone, for the watchdog's report; `move_to` gives it one later.
+    """
+
+    def __init__(self, folder: Path | None, rank: int, size: int, host: str, family: str, attempt: int = 0):
+        """`attempt` tells one start in a run folder from the next: the same on all ranks, unlike those before."""
+        self.folder: Path | None = None
+        self.rank, self.size, self.host = rank, size, host
+        self._tickets = itertools.count(1)
+        self._owners = [0] * RING_SLOTS
+        self._under_way: dict[int, float] = {}
+        self._codes: dict[str, int] = {}
+        self._lanes = 0
+        self._collectives: list[itertools.count] = []
+        self._pairs: dict[tuple[int, str, int], itertools.count] = {}
+        self._others: list[int] = []
+        self._map(mmap.mmap(-1, flight.TOTAL_BYTES))
+        texts = (host.encode()[:63], family.encode()[:31], flight.this_machine().encode()[:63])
+        identity = (flight.MAGIC, flight.VERSION, rank, size, os.getpid(), flight.process_start_ticks(os.getpid()))
+        flight.HEADER.pack_into(self._memory, 0, *identity, attempt, time.time(), _monotonic(), *texts)
+        if folder is not None:
+            self.move_to(folder)
+
+    def _map(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._doubles, self._words = memoryview(memory).cast("d"), memoryview(memory).cast("Q")
+
+    def move_to(self, folder: Path) -> None:
+        """Go on in a file of `folder`, with what was recorded so far. Raises CommError if it cannot be written.
+
+        What other threads record at this moment may be lost. The folder must be made by nobody in particular; rank 0
+        removes what an earlier attempt left there.
+        """
+        path = flight.record_path(folder, self.rank)
+        partial = path.with_suffix(".partial")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.rank == 0:
+                self._tidy(folder)
+            with partial.open("w+b") as file:
+                # Whole, not sparse: a page that finds the disk full later would be a bus error.
+                file.write(self._memory[:])
+                file.flush()
+                made = mmap.mmap(file.fileno(), flight.TOTAL_BYTES)
+            partial.replace(path)  # never into the old file: a process that still has it would see it shrink
+        except (OSError, ValueError) as error:
+            reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+            raise CommError(f"{path}: the flight recorder cannot write: {reason}; choose another run folder") from None
+        made[:] = self._memory[:]
+        self._map(made)
+        self.folder = folder
+
+    def _tidy(self, folder: Path) -> None:
+        old = [*folder.glob("stacks-*.txt"), folder / flight.LAST_WORD]
+        old += [path for path in folder.glob("rank-*.bin") if path > flight.record_path(folder, self.size - 1)]
+        for path in old:
+            path.unlink(missing_ok=True)
+
+    def add_group(self, name: str, ranks: Sequence[int]) -> int:
+        """Record a lane over `ranks`; return its number, for `start`. All of them must add it, in the same order as
+        other lanes of the same name and ranks."""
+        number = self._lanes
+        self._lanes += 1
+        self._collectives.append(itertools.count(1))
+        two = len(ranks) == 2 and self.rank in ranks
+        self._others.append(sum(ranks) - self.rank if two else -1)
+        text = flight.write_ranks(ranks)
+        if len(text) > flight.MAX_RANKS_TEXT:
+            text = text[: text.rindex(",", 0, flight.MAX_RANKS_TEXT)] + ",..."
+        checksum = zlib.crc32(",".join(map(str, sorted(ranks))).encode())
+        self._append(["lane", number, name, text, len(ranks), checksum])
+        return number
+
+    def _append(self, entry: list) -> None:
+        """Write a line into the table; where it is full, readers know the thing by its number alone."""
+        line = json.dumps(entry).encode() + b"\n"
+        used = self._words[flight.TABLE_USED_AT // 8]
+        if used + len(line) <= flight.TABLE_BYTES:
+            at = flight.TABLE_AT + used
+            self._memory[at : at + len(line)] = line
+            self._words[flight.TABLE_USED_AT // 8] = used + len(line)
+
+    def _add_operation(self, name: str) -> int:
+        code = self._codes[name] = len(self._codes) + 1
+        self._append(["op", code, name])
+        return code
+
+    def start(self, group: int, op: str, num_bytes: int, peer: int = -1) -> int:
+        """Record that an operation begins; return what `finish` wants.
+
+        `op` is the name of a collective, or "send" or "receive" with the rank of the other end in `peer` (which a
+        lane of two ranks knows by itself). Collectives are counted by lane, sends and receives by lane and peer.
+        """
+        code = self._codes.get(op) or self._add_operation(op)
+        kind = 0
+        if op in MATCHING:
+            if peer < 0:
+                peer = self._others[group]
+            kind = flight.SENDS if op == "send" else flight.RECEIVES
+            pair = group, op, peer
+            counter = self._pairs.get(pair) or self._pairs.setdefault(pair, itertools.count(1))
+            sequence = next(counter)
+        else:
+            sequence = next(self._collectives[group])
+        ticket = next(self._tickets)
+        slot = ticket % RING_SLOTS
+        if self._owners[slot] in self._under_way:
+            ticket, slot = self._find_slot(ticket)
+        self._owners[slot] = ticket
+        self._under_way[ticket] = now = _monotonic()
+        at = RING_AT + slot * SLOT.size
+        _pack_slot(self._memory, at, ticket, sequence, group, code, peer, num_bytes, now, 0.0, ticket)
+        if group < MAX_LANES:
+            self._words[_FIRST_COUNTER + group * COUNTERS_PER_LANE + kind] = sequence
+        return ticket
+
+    def _find_slot(self, ticket: int) -> tuple[int, int]:
+        """Return the next ticket whose slot is free: what is under way stays, however much passes it by."""
+        for _ in range(RING_SLOTS):
+            ticket = next(self._tickets)
+            if self._owners[ticket % RING_SLOTS] not in self._under_way:
+                break
+        else:  # all are under way: forget one
+            self._under_way.pop(self._owners[ticket % RING_SLOTS], None)
+        return ticket, ticket % RING_SLOTS
+
+    def finish(self, handle: int) -> None:
+        """Record that the operation of this handle has ended."""
+        if self._under_way.pop(handle, None) is not None:
+            self._doubles[_FIRST_END + handle % RING_SLOTS * _WORDS_IN_SLOT] = _monotonic()
+
+    @contextmanager
+    def recorded(self, group: int, op: str):
+        """Record a block as an operation that moves no bytes to speak of."""
+        handle = self.start(group, op, 0)
+        try:
+            yield
+        finally:
+            self.finish(handle)
+
+    def longest_under_way(self) -> tuple[int, float] | None:
+        """Return the handle of the operation that has been under way longest, and for how many seconds."""
+        found = min(list(self._under_way.items()), key=lambda item: item[1], default=None)
+        return None if found is None else (found[0], _monotonic() - found[1])
+
+    def is_under_way(self, handle: int) -> bool:
+        return handle in self._under_way
+
+    def beat(self) -> None:
+        """Leave a sign of life."""
+        self._doubles[flight.ALIVE_AT // 8] = _monotonic()
+
+    def note_phase(self, name: str) -> None:
+        """Record which part of the run this is."""
+        text = name.encode()[: flight.PHASE_BYTES - 1]
+        self._memory[flight.PHASE_AT : flight.PHASE_AT + flight.PHASE_BYTES] = text.ljust(flight.PHASE_BYTES, b"\0")
+
+    def snapshot(self) -> flight.Flight:
+        """Return what is recorded now."""
+        return flight.parse_flight(self._memory[:])
+
+    def close(self, error: str = "") -> None:
+        """Record how the rank ends: in order or, with the text of an error that is told, not. The first call counts."""
+        if self._words[flight.STATE_AT // 8] != flight.RUNNING:
+            return
+        text = error.encode()[: flight.ERROR_BYTES - 1]
+        self._memory[flight.ERROR_AT : flight.ERROR_AT + len(text)] = text
+        self.beat()
+        self._words[flight.STATE_AT // 8] = flight.FAILED if error else flight.ENDED
+        if self.folder is not None:
+            self._memory.flush()  # for readers on other nodes

@@ -1,0 +1,231 @@
+"""The watchdog: when ranks wait for too long, one of them finds out why, says it once, and ends all.
+
+Every rank has a thread that looks a few times a second whether an operation of its own has been under way for longer
+than the patience, and whether another rank asks. A rank that is overdue appeals to rank 0, which asks all ranks what
+they do, waits for their answers, prints one report and aborts. Where rank 0 does not react, ranks 1, 2, 4, ... are
+tried, and at last the rank speaks for itself: all that are overdue try the same ranks in the same order, so that one
+speaks. A rank that was asked by another one does not speak.
+"""
+
+import itertools
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.watchdog import flight
+from hpctrain.comm.watchdog.diagnosis import Diagnosis, Evidence, diagnose
+from hpctrain.comm.watchdog.flight import Flight
+from hpctrain.comm.watchdog.recorder import Recorder
+from hpctrain.config.errors import CommError
+
+TICK_SECONDS = 0.25
+REACTION_SECONDS = 3.0
+ANSWER_SECONDS = 5.0
+# A rank that was asked leaves the word to the one that asked for this long.
+DEFERENCE_SECONDS = 2 * ANSWER_SECONDS
+# A launcher that is told to abort may drop what it has not read yet.
+HEARD_SECONDS = 0.5
+SENT_OPERATIONS = 16
+SHOWN_STACKS, SHOWN_SENTENCES = 4, 8
+APPEAL, QUESTION, ANSWER = range(3)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself."""
+
+    flight: Flight
+    stacks: str
+    overdue_in: Phase | None
+    """The part of the run in which it has waited for too long, if it has."""
+
+
+class Watchdog:
+    """Watches the operations of one rank's recorder. All ranks must make it, in the same order as communicators."""
+
+    def __init__(
+        self,
+        mpi,
+        comm,
+        recorder: Recorder,
+        hosts: Sequence[str],
+        patience: Patience,
+        abort: Callable[[int], None],
+    ):
+        """`abort(code)` ends all ranks, and is called by the thread."""
+        self._mpi, self._recorder, self._hosts = mpi, recorder, tuple(hosts)
+        self._patience, self._abort = patience, abort
+        self._comm = comm.Dup()
+        self._comm.Set_errhandler(mpi.ERRORS_RETURN)  # a message to a dead rank must not kill the messenger
+        self._rank, self._size = comm.rank, comm.size
+        self._sent: list = []
+        self._deferring_until = 0.0
+        self._candidates: Iterator[int] = iter(())
+        self._overdue: int | None = None
+        self._next_appeal = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.reason = "" if mpi.Query_thread() == mpi.THREAD_MULTIPLE else "off: MPI was started for one thread alone"
+
+    def start(self) -> None:
+        """Begin to watch, unless `reason` says why it cannot."""
+        if not self.reason:
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and free the communicator. All ranks must call, before MPI is ended."""
+        self.abandon()
+        if self._comm is not None:
+            self._comm.Free()
+            self._comm = None
+
+    def abandon(self) -> None:
+        """End the thread; for error paths, where the others may not come along."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_SECONDS):
+            try:
+                self._tick()
+            except self._mpi.Exception:  # others are dying; what can still be said is said
+                continue
+
+    def _tick(self) -> None:
+        self._recorder.beat()
+        appeals = self._read_appeals()
+        now = time.monotonic()
+        if now < self._deferring_until:
+            return
+        if appeals:
+            self._speak()
+        elif self._is_overdue() and now >= self._next_appeal:
+            candidate = next(self._candidates)
+            if candidate == self._rank:
+                self._speak()
+            else:
+                self._send(candidate, APPEAL)
+                self._next_appeal = now + REACTION_SECONDS
+
+    def _is_overdue(self) -> bool:
+        """Say whether an operation takes too long; a new one starts the appeals anew."""
+        found = self._recorder.longest_under_way()
+        if found is None or found[1] < self._patience.phase.seconds:
+            self._overdue = None
+            return False
+        if found[0] != self._overdue:
+            self._overdue = found[0]
+            self._candidates = _spokesmen(self._rank)
+            self._next_appeal = 0.0
+        return True
+
+    def _read_appeals(self) -> list[int]:
+        """Return who appeals to this rank; answer those who ask."""
+        appeals = []
+        for source, kind, _ in self._messages():
+            if kind == APPEAL:
+                appeals.append(source)
+            elif kind == QUESTION:
+                self._answer(source)
+        return appeals
+
+    def _messages(self) -> Iterator[tuple[int, int, object]]:
+        self._sent = [request for request in self._sent if not request.Test()]
+        status = self._mpi.Status()
+        while self._comm.iprobe(status=status):
+            content = self._comm.recv(source=status.Get_source(), tag=status.Get_tag())
+            yield status.Get_source(), status.Get_tag(), content
+
+    def _send(self, rank: int, kind: int, content: object = None) -> None:
+        try:
+            self._sent.append(self._comm.isend(content, dest=rank, tag=kind))
+        except self._mpi.Exception:
+            return  # it is gone; the report will say so
+
+    def _answer(self, rank: int) -> None:
+        self._deferring_until = time.monotonic() + DEFERENCE_SECONDS
+        self._send(rank, ANSWER, self._describe_self())
+
+    def _describe_self(self) -> Answer:
+        stacks = python_stacks(skip=threading.get_ident())
+        if self._recorder.folder is not None:
+            self._save_stacks(stacks)
+        overdue_in = self._patience.phase if self._is_overdue() else None
+        return Answer(self._recorder.snapshot().shortened(SENT_OPERATIONS), stacks, overdue_in)
+
+    def _save_stacks(self, stacks: str) -> None:
+        try:
+            (self._recorder.folder / f"stacks-{self._rank:05}.txt").write_text(stacks)
+        except OSError:
+            return  # the report has those that matter
+
+    def _speak(self) -> None:
+        """Ask all, wait for their answers, print the report and end all ranks."""
+        started = time.monotonic()
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        for rank in others:
+            self._send(rank, QUESTION)
+        answers = {self._rank: self._describe_self()}
+        while len(answers) < self._size and time.monotonic() - started < ANSWER_SECONDS:
+            for source, kind, content in self._messages():
+                if kind == ANSWER:
+                    answers[source] = content
+                elif kind == QUESTION and source < self._rank:  # two were asked to speak
+                    return self._answer(source)
+            if self._stop.wait(TICK_SECONDS / 5):
+                return None
+        phases = [answers[rank].overdue_in for rank in sorted(answers) if answers[rank].overdue_in]
+        if not phases:
+            return None  # what was slow has come
+        report, summary = self._report(answers, phases[0])
+        self._recorder.close(error=f"CommError: {summary}; {phases[0]}")
+        print(report, file=sys.stderr, flush=True)
+        time.sleep(HEARD_SECONDS)
+        return self._abort(CommError.exit_code)
+
+    def _report(self, answers: dict[int, Answer], phase: Phase) -> tuple[str, str]:
+        flights = {rank: answer.flight for rank, answer in answers.items()}
+        silent = frozenset(range(self._size)) - frozenset(answers)
+        gone: set[int] = set()
+        if silent and self._recorder.folder is not None:  # what they cannot say their records may
+            left = flight.read_flights(self._recorder.folder)
+            flights |= {rank: left[rank] for rank in silent if rank in left}
+            gone = {rank for rank in silent if rank in left and left[rank].process_is_gone()}
+        evidence = Evidence(flights, self._size, time.time(), frozenset(gone), silent, hosts=self._hosts)
+        found = diagnose(evidence)
+        lines = [
+            f"hpctrain: CommError: {found.sentences[0]}",
+            *(f"  {text}" for text in found.sentences[1:SHOWN_SENTENCES]),
+        ]
+        lines.append(f"  found by rank {self._rank}: {phase}; all ranks are stopped")
+        lines += [f"    {line}" for line in found.table]
+        return "\n".join(lines + self._stacks(found, answers)), found.sentences[0]
+
+    def _stacks(self, found: Diagnosis, answers: dict[int, Answer]) -> list[str]:
+        if self._recorder.folder is not None:
+            return [f"  Python stacks of the ranks that answered: {self._recorder.folder / 'stacks-*.txt'}"]
+        shown = [rank for rank in found.culprits or answers if rank in answers][:SHOWN_STACKS]
+        return [f"  Python stacks of rank {rank}:\n{answers[rank].stacks}" for rank in shown]
+
+
+def _spokesmen(rank: int) -> Iterator[int]:
+    """Give the ranks that one appeals to, one after the other; its own ends the search."""
+    powers = itertools.takewhile(lambda candidate: candidate < rank, (2**i for i in itertools.count()))
+    return itertools.chain([0], powers, itertools.repeat(rank)) if rank else itertools.repeat(0)
+
+
+def python_stacks(skip: int = 0) -> str:
+    """Return what every thread of this process is doing, but for the thread with the identifier `skip`."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    told = []
+    for identifier, frame in sys._current_frames().items():
+        if identifier != skip:
+            told.append(f"thread {names.get(identifier, identifier)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(told)

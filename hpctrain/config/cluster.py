@@ -1,0 +1,388 @@
+"""The cluster: which devices there are, on which nodes, and what is between them. Frozen data and pure functions.
+
+A probe measures it, or a person types it from data sheets. `hpctrain.config.cluster_file` reads and writes it.
+Every figure says where it is from. Devices are numbered as ranks are, node by node.
+
+How a rehearsal's pretend devices really behave is not known here: see `hpctrain.config.truth`.
+"""
+
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from hpctrain.config.cluster_checks import find_inconsistencies
+from hpctrain.config.errors import did_you_mean
+from hpctrain.config.tables import Table
+
+Origin = Literal["measured", "datasheet", "guessed"]
+ORIGINS = "'measured', 'datasheet' or 'guessed'"
+DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+# What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
+# (0.5 to 1 GB), buffers of communicators, and gaps between the blocks of its allocator, in proportion to its memory.
+# A guess, and said to be one. No accelerator has so little memory as a rehearsal's miniature, which counts exactly.
+RESERVED_BYTES = 1_500_000_000
+RESERVED_SHARE = 0.04
+MINIATURE_BYTES = 4_000_000_000
+
+Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
+
+
+def _whole(value):
+    """Take 80e9, as bytes are written, for a whole number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def check_name(name: str) -> str:
+    """Return the name of a family or a fabric. Raises ValueError if it is hard to see or to type."""
+    if not name or name != name.strip() or not name.isprintable():
+        raise ValueError(f"{name!r} is no name: it is empty, or has control characters, or blanks around it")
+    return name
+
+
+Name = Annotated[str, AfterValidator(check_name)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1, strict=True)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+NotNegative = Annotated[float, Field(ge=0, strict=True)]
+
+
+MANY_ROWS = 64
+"""The rows of products whose speed is the sustained one, for each of `half_speed_rows`."""
+
+
+class Figures(Table):
+    """A table of figures, each of which says where it is from."""
+
+    UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "half_speed_rows")
+
+    origin: Origin | None = None
+    """Of all figures of the table, but for those in `origins`; may be left out where there are none."""
+    origins: dict[str, Origin] = Field(default_factory=dict)
+
+    @classmethod
+    def figures(cls) -> list[str]:
+        return [name for name in cls.model_fields if name.endswith(cls.UNITS)]
+
+    def origin_of(self, figure: str) -> Origin | None:
+        return self.origins.get(figure, self.origin)
+
+    @property
+    def given(self) -> list[str]:
+        return [figure for figure in self.figures() if getattr(self, figure) not in (None, {}, ())]
+
+    @model_validator(mode="after")
+    def _from_somewhere(self) -> Self:
+        if unknown := [figure for figure in self.given if self.origin_of(figure) is None]:
+            raise ValueError(f"where is {unknown[0]} from? set origin to {ORIGINS}")
+        return self
+
+    @field_validator("origins")
+    @classmethod
+    def _of_figures(cls, origins: dict[str, Origin]) -> dict[str, Origin]:
+        if unknown := sorted(set(origins) - set(cls.figures())):
+            raise ValueError(f"'{unknown[0]}' is no figure of this table{did_you_mean(unknown[0], cls.figures())}")
+        return origins
+
+
+class Product(Table):
+    """The speed of products [m, k] @ [k, n]."""
+
+    dtype: DType
+    shape: tuple[Count, Count, Count]
+    """m, k, n."""
+    flops_per_second: Positive
+    """2 m k n for each product."""
+
+
+class Family(Figures):
+    """What one device of a family can do."""
+
+    kind: Kind
+    model: str | None = None
+    """What its maker calls it."""
+    memory_bytes: Bytes
+    """What one device, or a CPU rank, may fill, what is reserved included."""
+    reserved_bytes: Annotated[int, BeforeValidator(_whole), Field(ge=0, strict=True)] | None = None
+    """Of it, what no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
+    memory_bytes_per_second: Positive
+    """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
+    host_copy_bytes_per_second: Positive | None = None
+    """From pinned memory of the host or to it, one way; left out for CPUs, whose memory is the host's."""
+    peak_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
+    """Of dense products, as the maker says."""
+    sustained_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
+    """Of the best of the `products`."""
+    products: tuple[Product, ...] = ()
+    half_speed_rows: Annotated[float, Field(ge=0, strict=True)] | None = None
+    """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
+    many have the sustained speed. Left out: by the tiles of the catalogue's model."""
+    overlap_times: Annotated[float, Field(ge=1, strict=True)] | None = None
+    """How many times as long it computes while it communicates; left out: as long as beside nothing."""
+    measured_at_once: Count | None = None
+    """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
+
+    def slower_by_rows(self, rows: int) -> float:
+        """Return how many times as long as at the sustained speed a product takes that has so many rows."""
+        half = self.half_speed_rows
+        return (1 + half / rows) / (1 + 1 / MANY_ROWS) if half else 1.0
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What is kept free: as the file says, else a guess for accelerators, and nothing for CPUs and miniatures."""
+        if self.reserved_bytes is not None:
+            return self.reserved_bytes
+        if self.kind == "cpu" or self.memory_bytes < MINIATURE_BYTES:
+            return 0
+        return RESERVED_BYTES + int(RESERVED_SHARE * self.memory_bytes)
+
+    @property
+    def reserve_reason(self) -> str:
+        """Say where `reserve_bytes` is from."""
+        if self.reserved_bytes is not None:
+            return "reserved_bytes of the cluster file"
+        if not self.reserve_bytes:
+            return "a CPU, or a miniature of a device"
+        return f"a guess: {RESERVED_BYTES / 1e9:g} GB of context and communicators, {RESERVED_SHARE:.0%} fragmentation"
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may fill of one device."""
+        return self.memory_bytes - self.reserve_bytes
+
+    @model_validator(mode="after")
+    def _leaves_memory(self) -> Self:
+        if self.reserve_bytes >= self.memory_bytes:
+            raise ValueError(
+                f"reserved_bytes {self.reserve_bytes} leaves nothing of memory_bytes {self.memory_bytes}; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_compute(self) -> Self:
+        if not self.peak_flops_per_second and not self.sustained_flops_per_second:
+            raise ValueError("no speed: set peak_flops_per_second or sustained_flops_per_second, by dtype")
+        known = [(product.dtype, product.shape) for product in self.products]
+        if twice := [key for key in known if known.count(key) > 1]:
+            raise ValueError(f"products has {twice[0][0]} {list(twice[0][1])} twice; keep one")
+        return self
+
+
+class Fabric(Figures):
+    """What connects NICs of nodes: InfiniBand, RoCE, Ethernet."""
+
+    network: str | None = None
+    """Its name in the catalogue, such as `NDR`, by which a file leaves figures out."""
+    latency_seconds: NotNegative
+    """From the first byte's departure to its arrival, the software's share included."""
+    bytes_per_second: Positive | None = None
+    """The most that goes through it between two nodes; left out: what their NICs let through."""
+
+
+class Nic(Figures):
+    """Network interfaces of a node that are alike; both directions are used at once."""
+
+    fabric: Name
+    count: Count = 1
+    send_bytes_per_second: Positive
+    """Of each of them."""
+    receive_bytes_per_second: Positive
+
+
+class Nodes(Figures):
+    """Nodes that are alike. A node's i-th device takes its i-th NIC of each fabric; fewer are shared in turn."""
+
+    count: Count = 1
+    devices: Annotated[dict[Name, Count], Field(min_length=1)]
+    """How many of which family, in their order."""
+    link_latency_seconds: NotNegative | None = None
+    """Between two devices of a node."""
+    link_bytes_per_second: Positive | None = None
+    nics: tuple[Nic, ...] = ()
+    ranks: tuple[Annotated[int, Field(ge=0, strict=True)], ...] | None = None
+    """Of the devices, node by node; left out: consecutive."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of one node."""
+        return sum(self.devices.values())
+
+    @model_validator(mode="after")
+    def _linked(self) -> Self:
+        if self.num_devices > 1 and (self.link_latency_seconds is None or self.link_bytes_per_second is None):
+            raise ValueError(
+                f"{self.num_devices} devices on a node, and nothing said of the link between them;"
+                " set link_latency_seconds and link_bytes_per_second"
+            )
+        if self.ranks is not None and len(self.ranks) != self.count * self.num_devices:
+            raise ValueError(
+                f"{len(self.ranks)} ranks for {self.count} x {self.num_devices} devices; give one for each, or none"
+            )
+        return self
+
+    @cached_property
+    def nics_by_fabric(self) -> dict[str, tuple[Nic, ...]]:
+        """Return each NIC, those that are alike one by one."""
+        found: dict[str, tuple[Nic, ...]] = {}
+        for nic in self.nics:
+            found[nic.fabric] = found.get(nic.fabric, ()) + (nic,) * nic.count
+        return found
+
+
+class Time(Table):
+    """How long a message takes until it has arrived, with others like it under way at once."""
+
+    message_bytes: Bytes
+    flows: Count = 1
+    """From as many devices of one node (to as many of another one), this one's included."""
+    seconds: Positive
+
+
+class LinkClass(Figures):
+    """What pairs of devices get that are alike far; goes before what follows from nodes, NICs and fabrics."""
+
+    families: tuple[Name, Name]
+    fabric: Name | None = None
+    """By which they reach each other; left out: they are on one node."""
+    latency_seconds: NotNegative
+    bytes_per_second: Positive
+    """Of a single message."""
+    times: tuple[Time, ...] = ()
+
+    @property
+    def key(self) -> tuple[str | None, tuple[str, ...]]:
+        return self.fabric, tuple(sorted(self.families))
+
+
+class RowTimes(Table):
+    """How long the items of a model take for so many rows at once: each its forward and its backward pass."""
+
+    rows: Count
+    embedding_seconds: tuple[Positive, Positive]
+    block_seconds: tuple[Positive, Positive]
+    head_seconds: tuple[Positive, Positive]
+
+
+class Profile(Figures):
+    """What `hpctrain profile` found of one job on a device of a family that is a replica of the whole model."""
+
+    family: Name
+    work: str
+    """Which model, sequences and dtype, in words that the profiler chooses: it holds for the same ones alone."""
+    zero: Literal[1, 2, 3]
+    """The ZeRO stage; 1 stands for 0 too."""
+    replicas: Count
+    """Among how many the state is cut where the stage cuts it."""
+    largest_rows: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """The most of which the whole model can be trained at once; 0: not one; left out: not measured."""
+    limited_by: Literal["job", "time", "memory"] | None = None
+    """Why no more rows were tried, or fit."""
+    update_seconds: Positive | None = None
+    """Of the replica's part of the optimizer's work; left out where the whole model does not fit."""
+    times: Annotated[tuple[RowTimes, ...], Field(min_length=1)]
+    """By ascending rows. Without communication."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        rows = [time.rows for time in self.times]
+        if rows != sorted(set(rows)):
+            raise ValueError(f"times are of rows {rows}; list each number of rows once, in ascending order")
+        return self
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.family, self.work, self.zero
+
+
+class Device(NamedTuple):
+    """Where a rank's device is."""
+
+    rank: int
+    table: int
+    """Which of `Cluster.nodes` its node is one of."""
+    node: int
+    """Counted over the whole cluster."""
+    family: str
+    index: int
+    """Among the devices of its node."""
+
+
+class Cluster(Table):
+    """All of it. Raises ValueError (pydantic's) where it is not whole, with the key that is to blame."""
+
+    families: Annotated[dict[Name, Family], Field(min_length=1)]
+    fabrics: dict[Name, Fabric] = Field(default_factory=dict)
+    nodes: Annotated[tuple[Nodes, ...], Field(min_length=1)]
+    links: tuple[LinkClass, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        nodes = [
+            {
+                "count": nodes.count,
+                "devices": nodes.devices,
+                "nics": [{"fabric": nic.fabric} for nic in nodes.nics],
+                "ranks": nodes.ranks,
+            }
+            for nodes in self.nodes
+        ]
+        links = [{"families": link.families, "fabric": link.fabric} for link in self.links]
+        profiles = [dict(zip(("family", "work", "zero"), profile.key, strict=True)) for profile in self.profiles]
+        named = {"families": self.families, "fabrics": self.fabrics}
+        if problems := find_inconsistencies({**named, "nodes": nodes, "links": links, "profiles": profiles}):
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        return sum(nodes.count * nodes.num_devices for nodes in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(nodes.count for nodes in self.nodes)
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Return all devices by rank."""
+        found: list[Device] = []
+        node = 0
+        for table, nodes in enumerate(self.nodes):
+            families = [family for family, count in nodes.devices.items() for _ in range(count)]
+            for number in range(nodes.count):
+                for index, family in enumerate(families):
+                    rank = nodes.ranks[number * len(families) + index] if nodes.ranks else len(found)
+                    found.append(Device(rank, table, node, family, index))
+                node += 1
+        return tuple(sorted(found))
+
+    @cached_property
+    def links_by_key(self) -> dict[tuple[str | None, tuple[str, ...]], LinkClass]:
+        return {link.key: link for link in self.links}
+
+    def num_of(self, family: str) -> int:
+        return sum(nodes.count * nodes.devices.get(family, 0) for nodes in self.nodes)
+
+    def describe(self) -> str:
+        """Say what there is in a few words, such as `16 a100 and 16 v100 on 4 nodes, by ib`."""
+        families = " and ".join(f"{self.num_of(family)} {family}" for family in self.families if self.num_of(family))
+        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+        return f"{families} on {nodes}" + (f", by {', '.join(self.fabrics)}" if self.fabrics else "")
+
+
+def guessed_figures(cluster: Cluster) -> list[str]:
+    """Return the keys of all figures that are given but neither measured nor from a data sheet."""
+    tables: dict[str, Figures] = {f"families.{name}": family for name, family in cluster.families.items()}
+    tables |= {f"fabrics.{name}": fabric for name, fabric in cluster.fabrics.items()}
+    for i, nodes in enumerate(cluster.nodes):
+        tables[f"nodes.{i}"] = nodes
+        tables |= {f"nodes.{i}.nics.{j}": nic for j, nic in enumerate(nodes.nics)}
+    tables |= {f"links.{i}": link for i, link in enumerate(cluster.links)}
+    tables |= {f"profiles.{i}": profile for i, profile in enumerate(cluster.profiles)}
+    return [
+        f"{key}.{figure}"
+        for key, table in tables.items()
+        for figure in table.given
+        if table.origin_of(figure) == "guessed"
+    ]

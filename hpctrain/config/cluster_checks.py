@@ -1,0 +1,112 @@
+"""What tables of a cluster file must have in common: names that exist, ranks that fit, fabrics that connect.
+
+Works on plain data, so that a file with a broken table is checked in all others: each check leaves out what it cannot
+read, since that is said elsewhere.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from hpctrain.config.errors import did_you_mean
+
+
+def find_inconsistencies(tree: Mapping[str, Any]) -> list[str]:
+    """Return all of them, each with the key that is to blame."""
+    nodes = [table if isinstance(table, dict) else {} for table in _list(tree.get("nodes"))]
+    return [*_unknown_names(tree, nodes), *_repeated(tree), *_wrong_ranks(nodes), *_unconnected(nodes)]
+
+
+def _list(value: Any) -> list:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _unknown_names(tree: Mapping[str, Any], nodes: list[dict]) -> Iterator[str]:
+    families, fabrics = tree.get("families"), tree.get("fabrics") or {}
+    used: list[tuple[str, Any, Any, str]] = []
+    for i, table in enumerate(nodes):
+        devices = table.get("devices")
+        used += (
+            [("family", name, families, f"nodes.{i}.devices") for name in devices or ()] if _is_table(devices) else []
+        )
+        for j, nic in enumerate(_list(table.get("nics"))):
+            if _is_table(nic):
+                used.append(("fabric", nic.get("fabric"), fabrics, f"nodes.{i}.nics.{j}.fabric"))
+    for i, link in enumerate(_list(tree.get("links"))):
+        if _is_table(link):
+            used += [("family", name, families, f"links.{i}.families") for name in _list(link.get("families"))]
+            used.append(("fabric", link.get("fabric"), fabrics, f"links.{i}.fabric"))
+    for i, profile in enumerate(_list(tree.get("profiles"))):
+        if _is_table(profile):
+            used.append(("family", profile.get("family"), families, f"profiles.{i}.family"))
+    for what, name, known, key in used:
+        if isinstance(name, str) and _is_table(known) and name not in known:
+            hint = did_you_mean(name, known) if known else "; none is described"
+            yield f"{key}: no {what} '{name}'{hint}"
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _repeated(tree: Mapping[str, Any]) -> Iterator[str]:
+    links = [link if _is_table(link) else {} for link in _list(tree.get("links"))]
+    keys = [(link.get("fabric"), sorted(map(str, _list(link.get("families"))))) for link in links]
+    for i, key in enumerate(keys):
+        if key[1] and key in keys[:i]:
+            yield f"links.{i}: these families' link is described above already; keep one"
+    profiles = [profile if _is_table(profile) else {} for profile in _list(tree.get("profiles"))]
+    works = [[profile.get(name) for name in ("family", "work", "zero")] for profile in profiles]
+    for i, work in enumerate(works):
+        if None not in work and work in works[:i]:
+            yield f"profiles.{i}: this family's work in this ZeRO stage is above already; keep one"
+
+
+def _num_devices(table: Mapping[str, Any]) -> int | None:
+    """Return those of all nodes of a table; None where that cannot be read."""
+    devices, count = table.get("devices"), table.get("count", 1)
+    if not _is_table(devices) or not devices:
+        return None
+    sizes = [count, *devices.values()]
+    return count * sum(devices.values()) if all(type(size) is int and size > 0 for size in sizes) else None
+
+
+def _wrong_ranks(nodes: list[dict]) -> Iterator[str]:
+    listed = [table.get("ranks") for table in nodes]
+    if all(ranks is None for ranks in listed):
+        return
+    for i, ranks in enumerate(listed):
+        if ranks is None:
+            yield f"nodes.{i}.ranks: missing, other nodes have theirs; set it for all or for none"
+    sizes = [_num_devices(table) for table in nodes]
+    whole = all(isinstance(ranks, list | tuple) and all(type(rank) is int for rank in ranks) for ranks in listed)
+    if None in sizes or not whole or [len(ranks) for ranks in listed] != sizes:
+        return  # said of the nodes themselves
+    ranks = {rank for some in listed for rank in some}
+    if missing := sorted(set(range(sum(sizes))) - ranks):
+        yield f"nodes.*.ranks: rank {missing[0]} is in none of them; list 0 to {sum(sizes) - 1} once each"
+
+
+def _fabrics(table: Mapping[str, Any]) -> Collection[str] | None:
+    nics = table.get("nics", [])
+    if not isinstance(nics, list | tuple):
+        return None
+    names = [nic.get("fabric") if _is_table(nic) else None for nic in nics]
+    return frozenset(names) if all(isinstance(name, str) for name in names) else None
+
+
+def _unconnected(nodes: list[dict]) -> Iterator[str]:
+    """Say which kinds of nodes have no fabric in common, each pair of kinds once."""
+    kinds: dict[Collection[str], list[int]] = {}
+    for i, table in enumerate(nodes):
+        fabrics = _fabrics(table)
+        if fabrics is not None:
+            kinds.setdefault(fabrics, []).append(i)
+    for place, (here, tables) in enumerate(kinds.items()):
+        for there, others in list(kinds.items())[place:]:
+            several = here != there or len(tables) > 1 or nodes[tables[0]].get("count", 1) != 1
+            if several and not set(here) & set(there):
+                yield (
+                    f"nodes.{tables[0]} and nodes.{others[-1]}: no fabric in common"
+                    f" ({', '.join(sorted(here)) or 'none'}; {', '.join(sorted(there)) or 'none'});"
+                    " give both a NIC on the same one"
+                )

@@ -1,0 +1,169 @@
+"""Fills in what a cluster file leaves out and the catalogue knows: a model's figures, its node's link, a network's.
+
+Works on the file's plain data, before it is validated; what a person typed always stays as it is.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.config.cluster import MINIATURE_BYTES
+from hpctrain.config.device_catalogue import (
+    ACCELERATORS,
+    LINK_LATENCY_SECONDS,
+    LIST_COMMAND,
+    NETWORKS,
+    Accelerator,
+    find_accelerator,
+    find_network,
+)
+from hpctrain.config.errors import did_you_mean
+
+LATENCY_SOURCE = "a guess of latency"
+NEEDED = ("kind", "memory_bytes", "memory_bytes_per_second")
+SPEEDS = ("peak_flops_per_second", "sustained_flops_per_second")
+
+
+@dataclass
+class Filled:
+    """A file's data with what was filled in."""
+
+    tree: dict[str, Any]
+    sources: dict[str, str] = field(default_factory=dict)
+    """By dotted key, which data sheet a figure is from."""
+    mistakes: dict[str, str] = field(default_factory=dict)
+    """By dotted key, what could not be looked up."""
+    unresolved: list[str] = field(default_factory=list)
+    """Tables whose missing figures follow from another mistake."""
+
+    def put(self, table: dict, at: str, key: str, value: Any, source: str, origin: str | None = "datasheet") -> None:
+        """Set a key that a table lacks; `origin` is None for what is no figure."""
+        table[key] = value
+        self.sources[f"{at}.{key}"] = source
+        if origin:
+            origins = table.setdefault("origins", {})
+            if isinstance(origins, dict):
+                origins.setdefault(key, origin)
+
+
+def fill(tree: Mapping[str, Any]) -> Filled:
+    """Return a copy of a cluster file's data, with what the catalogue knows in place of what is left out."""
+    filled = Filled(deepcopy(dict(tree)))
+    families, fabrics = (_tables(filled.tree.get(name)) for name in ("families", "fabrics"))
+    for name, family in families.items():
+        _fill_family(filled, name, family)
+    for name, fabric in fabrics.items():
+        _fill_fabric(filled, name, fabric)
+    nodes = filled.tree.get("nodes")
+    for i, table in enumerate(nodes if isinstance(nodes, list) else []):
+        if isinstance(table, dict):
+            _fill_link(filled, i, table, families)
+            _fill_nics(filled, i, table, fabrics)
+    return filled
+
+
+def accelerator_of(family: Mapping[str, Any]) -> Accelerator | None:
+    """Return what the catalogue has of a family's model."""
+    model = family.get("model")
+    name = find_accelerator(model) if isinstance(model, str) else None
+    return ACCELERATORS[name] if name else None
+
+
+def _tables(value: Any) -> dict[str, dict]:
+    return {name: table for name, table in value.items() if isinstance(table, dict)} if isinstance(value, dict) else {}
+
+
+def _fill_family(filled: Filled, name: str, family: dict) -> None:
+    missing = [key for key in NEEDED if key not in family]
+    if not any(speed in family for speed in SPEEDS):
+        missing.append(SPEEDS[0])
+    model = family.get("model")
+    if not missing or not isinstance(model, str):
+        return
+    known = accelerator_of(family)
+    if known is None:
+        hint = did_you_mean(model, ACCELERATORS)
+        hint = "" if "known are" in hint else hint.rstrip("?") + "?"
+        filled.unresolved.append(f"families.{name}")
+        filled.mistakes[f"families.{name}.model"] = (
+            f"families.{name}.model = {model!r}: not in the catalogue{hint} {LIST_COMMAND};"
+            f" or set {', '.join(missing)} yourself"
+        )
+        return
+    figures = {
+        "kind": known.kind,
+        "memory_bytes": int(known.memory_bytes),
+        "memory_bytes_per_second": known.memory_bytes_per_second,
+        "peak_flops_per_second": dict(known.peak_flops_per_second),
+    }
+    for key in missing:
+        filled.put(family, f"families.{name}", key, figures[key], known.source, None if key == "kind" else "datasheet")
+
+
+def _fill_fabric(filled: Filled, name: str, fabric: dict) -> None:
+    called = fabric.get("network")
+    if not isinstance(called, str):
+        return
+    known = find_network(called)
+    if known is None:
+        hint = did_you_mean(called, NETWORKS)
+        hint += "" if hint.endswith("?") else ";"
+        filled.unresolved.append(f"fabrics.{name}")
+        filled.mistakes[f"fabrics.{name}.network"] = (
+            f"fabrics.{name}.network = {called!r}: not in the catalogue{hint} {LIST_COMMAND};"
+            " or leave it out and set latency_seconds, and the bandwidth of its NICs"
+        )
+    elif "latency_seconds" not in fabric:
+        latency = NETWORKS[known].latency_seconds
+        filled.put(fabric, f"fabrics.{name}", "latency_seconds", latency, LATENCY_SOURCE, "guessed")
+
+
+def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, dict]) -> None:
+    """The link of a node with devices of two models is the slower one's."""
+    devices = table.get("devices")
+    if not isinstance(devices, dict) or not all(isinstance(count, int) for count in devices.values()):
+        return
+    if sum(devices.values()) < 2 or any(_is_miniature(families.get(name, {})) for name in devices):
+        return
+    known = [accelerator_of(families.get(name, {})) for name in devices]
+    if not known or None in known:
+        return
+    slowest = min(known, key=lambda accelerator: accelerator.link_bytes_per_second)
+    source = slowest.source + (", the slower link of the node's models" if len(devices) > 1 else "")
+    if "link_bytes_per_second" not in table:
+        filled.put(table, f"nodes.{number}", "link_bytes_per_second", slowest.link_bytes_per_second, source)
+    if "link_latency_seconds" not in table:
+        key = "link_latency_seconds"
+        filled.put(table, f"nodes.{number}", key, LINK_LATENCY_SECONDS, LATENCY_SOURCE, "guessed")
+
+
+def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, dict]) -> None:
+    nics = table.get("nics")
+    for j, nic in enumerate(nics if isinstance(nics, list) else []):
+        fabric = nic.get("fabric") if isinstance(nic, dict) else None
+        called = fabrics.get(fabric, {}).get("network") if isinstance(fabric, str) else None
+        known = find_network(called) if isinstance(called, str) else None
+        if fabric not in fabrics or (called is not None and known is None):
+            filled.unresolved.append(f"nodes.{number}.nics.{j}")
+        for key in ("send_bytes_per_second", "receive_bytes_per_second") if known else ():
+            if key not in nic:
+                network = NETWORKS[known]
+                filled.put(nic, f"nodes.{number}.nics.{j}", key, network.bytes_per_second, network.source)
+
+
+def _is_miniature(family: Mapping[str, Any]) -> bool:
+    memory = family.get("memory_bytes")
+    return isinstance(memory, int | float) and memory < MINIATURE_BYTES
+
+
+def describe_sources(sources: Mapping[str, str]) -> list[str]:
+    """Return one line for each source, with the figures that are from it, those of one table together."""
+    by_source: dict[str, dict[str, list[str]]] = {}
+    for key, source in sources.items():
+        table, _, figure = key.rpartition(".")
+        by_source.setdefault(source, {}).setdefault(table, []).append(figure)
+    return [
+        f"{source}: " + "; ".join(f"{table} ({', '.join(figures)})" for table, figures in tables.items())
+        for source, tables in by_source.items()
+    ]

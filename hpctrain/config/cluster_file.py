@@ -1,0 +1,234 @@
+"""The cluster file: TOML that a person can write, and that a probe writes with comments. See docs/cluster-file.md."""
+
+import json
+import os
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hpctrain.config.cluster import Cluster, Profile
+from hpctrain.config.cluster_checks import find_inconsistencies
+from hpctrain.config.cluster_defaults import fill
+from hpctrain.config.cluster_warnings import find_doubts
+from hpctrain.config.errors import JobError, TopologyError, describe_os_error, did_you_mean
+from hpctrain.config.tables import Table, explain, parse_toml, parse_toml_once, read_text
+from hpctrain.config.truth import Truth
+
+LINE = 110
+DIGITS = 6
+HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]{}=,]+?)\s*\]{1,2}\s*(?:#.*)?")
+READY_MADE = Path(__file__).parents[1] / "jobs" / "clusters"
+
+
+class _File(Cluster):
+    truth: Truth | None = None
+
+
+def ready_clusters() -> dict[str, Path]:
+    """Return the cluster files that come with hpctrain, by name."""
+    return {path.stem: path for path in sorted(READY_MADE.glob("*.toml"))}
+
+
+def find_cluster(reference: str | Path) -> Path:
+    """Return the path of a cluster file, or of the ready one of that name. Raises TopologyError if there is neither."""
+    path, ready = Path(reference), ready_clusters()
+    if path.is_file() or path.suffix == ".toml":  # a file that is missing is told by who reads it
+        return path
+    if str(reference) not in ready:
+        hint = did_you_mean(str(reference), ready)
+        raise TopologyError(f"{reference}: no such cluster file, nor a ready one of that name{hint}")
+    return ready[str(reference)]
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file, `[truth]` left out. Raises TopologyError that names file and key."""
+    return parse_cluster(read_text(path, TopologyError), str(path))
+
+
+def parse_cluster(text: str, where: str) -> Cluster:
+    """Read a cluster from TOML; `where` is what errors call it. Raises TopologyError."""
+    file = _parse(text, where)
+    return Cluster(**{name: getattr(file, name) for name in Cluster.model_fields})
+
+
+def is_pretended(path: Path) -> bool:
+    """Say whether a cluster file describes devices for a rehearsal. Raises TopologyError as `load_cluster` does."""
+    return _parse(read_text(path, TopologyError), str(path)).truth is not None
+
+
+def load_truth(path: Path) -> Truth | None:
+    """Read the table `[truth]` of a cluster file, None where it has none. For pretend devices alone.
+
+    Raises TopologyError as `load_cluster` does.
+    """
+    return parse_truth(read_text(path, TopologyError), str(path))
+
+
+def parse_truth(text: str, where: str) -> Truth | None:
+    """Read the table `[truth]` from TOML; see `load_truth` and `parse_cluster`."""
+    return _parse(text, where).truth
+
+
+def filled_figures(path: Path) -> dict[str, str]:
+    """Return by dotted key where each figure that a cluster file leaves out is from. Raises as `load_cluster`."""
+    text = read_text(path, TopologyError)
+    _parse(text, str(path))
+    return fill(parse_toml(text, str(path), TopologyError)).sources
+
+
+def _parse(text: str, where: str) -> _File:
+    """Read a file's data, fill it in, and validate it. Raises TopologyError with all mistakes, one a line."""
+    tree, repeated = parse_toml_once(text, where, TopologyError)
+    filled, found = fill(tree), None
+    lines = [*repeated, *filled.mistakes.values()]
+    try:
+        found = _File.model_validate(filled.tree)
+    except ValidationError as error:
+        unknown = tuple(f"{table}." for table in filled.unresolved)
+        lines += [text for key, text in explain(error, _File) if key and not _follows(key, text, unknown)]
+        lines += find_inconsistencies(filled.tree)
+    lines += find_doubts(tree).values()
+    if lines:
+        raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
+    return found
+
+
+def _follows(key: str, text: str, unknown: tuple[str, ...]) -> bool:
+    """Say whether a figure is missing only because a model, a network or a fabric has a mistake."""
+    return key.startswith(unknown) and text.endswith(": missing; set it")
+
+
+def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, truth: Truth | None = None) -> str:
+    """Write TOML that `load_cluster` reads back to an equal cluster.
+
+    `comments` are by dotted key, such as "families.cpu.memory_bytes" or "links.0", and "" for the head of the file.
+    """
+    comments = comments or {}
+    lines = _comment("", comments)
+    for kind, tables in (("families", cluster.families), ("fabrics", cluster.fabrics)):
+        for name, table in tables.items():
+            lines += ["", *_comment(f"{kind}.{name}", comments), f"[{kind}.{_key(name)}]"]
+            lines += _pairs(table, f"{kind}.{name}", comments)
+    for kind, listed in (("nodes", cluster.nodes), ("links", cluster.links), ("profiles", cluster.profiles)):
+        lines += _listed(kind, listed, comments)
+    if truth:
+        lines += ["", *_comment("truth", comments), "[truth]", *_pairs(truth, "truth", comments)]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def merge_profiles(text: str, where: str, profiles: Sequence[Profile], comments: Sequence[str]) -> str:
+    """Return a cluster file's text with new profiles in place of those with their keys, and after the others."""
+    new = {profile.key for profile in profiles}
+    kept = [profile for profile in parse_cluster(text, where).profiles if profile.key not in new]
+    keys = {f"profiles.{number}": comment for number, comment in enumerate(comments, len(kept))}
+    return with_profiles(text, where, [*kept, *profiles], keys)
+
+
+def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: Mapping[str, str]) -> str:
+    """Return the text of a cluster file with these profiles instead of its own; everything else stays as it is.
+
+    `comments` are by key, such as "profiles.0". Raises TopologyError if the file is wrong, or written so that its
+    profiles cannot be told from the rest.
+    """
+    before = _parse(text, where)
+    lines = [*_without_profiles(text.splitlines()), *_listed("profiles", profiles, comments)]
+    made = "\n".join(lines).rstrip("\n") + "\n"
+    with suppress(TopologyError):
+        if _parse(made, where) == before.model_copy(update={"profiles": tuple(profiles)}):
+            return made
+    raise TopologyError(f"{where}: its profiles cannot be told from the rest; remove them, and profile again")
+
+
+def write_cluster_text(path: Path, text: str) -> None:
+    """Write a cluster file so that it is there whole or not at all. Raises JobError where the disk refuses."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+
+
+def _without_profiles(lines: Sequence[str]) -> list[str]:
+    """Leave out the tables [[profiles]], and comments right above them."""
+    kept: list[str] = []
+    waiting: list[str] = []  # comments and empty lines, which belong to what follows
+    inside = False
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            waiting.append(line)
+            continue
+        if header := HEADER.fullmatch(line):
+            was_inside, inside = inside, header[1] == "profiles"
+            if inside:
+                while waiting and waiting[-1].strip():
+                    waiting.pop()
+                kept += [] if was_inside else waiting
+        if not inside:
+            kept += [*waiting, line]
+        waiting = []
+    while kept and not kept[-1].strip():
+        kept.pop()
+    return kept + ([] if inside else waiting)
+
+
+def _listed(kind: str, tables: Sequence[Table], comments: Mapping[str, str]) -> list[str]:
+    lines = []
+    for i, table in enumerate(tables):
+        key = f"{kind}.{i}"
+        lines += ["", *_comment(key, comments), f"[[{kind}]]", *_pairs(table, key, comments)]
+    return lines
+
+
+def _comment(key: str, comments: Mapping[str, str]) -> list[str]:
+    paragraphs = ["".join(c if c.isprintable() else " " for c in text) for text in comments.get(key, "").splitlines()]
+    return [f"# {line}".rstrip() for text in paragraphs for line in textwrap.wrap(text, LINE - 2) or [""]]
+
+
+def _pairs(table: Table, key: str, comments: Mapping[str, str]) -> list[str]:
+    """Return a line for each key that is set; tables inside are written in line, several of them one below another."""
+    lines = []
+    for name, value in _given(table):
+        lines += _comment(f"{key}.{name}", comments)
+        if isinstance(value, tuple) and isinstance(value[0], Table):
+            lines += [f"{name} = [", *(f"  {_toml(entry)}," for entry in value), "]"]
+        else:
+            lines.append(f"{name} = {_toml(value)}")
+    return lines
+
+
+def _given(table: Table) -> list[tuple[str, object]]:
+    values = ((name, getattr(table, name)) for name in type(table).model_fields)
+    return [(name, value) for name, value in values if value not in (None, {}, ())]
+
+
+def _toml(value) -> str:
+    match value:
+        case Table():
+            return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in _given(value)) + "}"
+        case dict():
+            return "{" + ", ".join(f"{_key(name)} = {_toml(inner)}" for name, inner in value.items()) + "}"
+        case tuple():
+            return "[" + ", ".join(map(_toml, value)) + "]"
+        case bool():
+            return str(value).lower()
+        case int():
+            return f"{value:_}" if value >= 10**6 else str(value)
+        case float():
+            short = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.{DIGITS}g}")
+            exact = short if float(short) == value else repr(value)
+            return exact if re.search(r"[.e]", exact) else f"{exact}.0"
+        case _:  # strings of JSON are strings of TOML, but for one character
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)

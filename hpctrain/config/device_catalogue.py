@@ -1,0 +1,238 @@
+"""The catalogue: accelerators and networks as their makers describe them. Pure data, and how a name is looked up.
+
+Figures are of data sheets (dense products, no sparsity; one direction of a link); memory is what programs find. How
+near programs come to them is known to `hpctrain.planner.efficiency`.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpctrain.config.cluster import Family
+
+LIST_COMMAND = "`hpctrain catalogue` lists them"
+LINK_LATENCY_SECONDS = 10e-6
+"""Of a message of a collective library between devices of a node: NCCL's by its own tests."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A data sheet, but for its memory."""
+
+    kind: str
+    memory_bytes: float
+    """What a program finds: sheets round, and mean GiB where they say GB."""
+    memory_bytes_per_second: float
+    peak_flops_per_second: dict[str, float]
+    link_bytes_per_second: float
+    """Between two of a node, one way: NVLink, Infinity Fabric, or PCIe."""
+    family_name: str
+    """Of its parameter set in `EFFICIENCIES`."""
+    source: str
+
+    def family(self, name: str, reserved_bytes: int | None = None) -> Family:
+        """Return it as a cluster file's family; `reserved_bytes` in place of the default."""
+        return Family(
+            origin="datasheet",
+            kind=self.kind,
+            model=name,
+            memory_bytes=int(self.memory_bytes),
+            memory_bytes_per_second=self.memory_bytes_per_second,
+            peak_flops_per_second=self.peak_flops_per_second,
+            reserved_bytes=reserved_bytes,
+        )
+
+
+class Network(NamedTuple):
+    """A network as its maker describes it."""
+
+    bytes_per_second: float
+    """Of one NIC, one way."""
+    latency_seconds: float
+    """Of a message: a guess, the maker's figure and what MPI adds to a short message."""
+    source: str
+
+
+def _fp(fp32: float, fp16: float, bf16: float | None = None, tf32: float | None = None) -> dict[str, float]:
+    given = {"fp32": fp32, "tf32": tf32, "fp16": fp16, "bf16": bf16}
+    return {dtype: value for dtype, value in given.items() if value}
+
+
+# Cards for games reach each other through their host's memory: what Sailor's profiles of tensor parallelism on
+# Titan-RTX and RTX-2080-Ti (rings of 5.4e9 bytes/s, by 4 and by 8 alike), and of 4 RTX-3090, show.
+_HOST_PCIE3, _HOST_PCIE4 = 9.6e9, 12e9
+
+# Memory is what torch's messages of too little of it call the total capacity.
+GIB = 2.0**30
+
+ACCELERATORS: dict[str, Accelerator] = {
+    "A100-40": Accelerator(
+        "cuda",
+        39.4 * GIB,
+        1.555e12,
+        _fp(19.5e12, 312e12, 312e12, 156e12),
+        300e9,
+        "ampere",
+        "NVIDIA A100 data sheet, SXM4",
+    ),
+    "A100-80": Accelerator(
+        "cuda",
+        79.2 * GIB,
+        2.039e12,
+        _fp(19.5e12, 312e12, 312e12, 156e12),
+        300e9,
+        "ampere",
+        "NVIDIA A100 data sheet, SXM4",
+    ),
+    "A800-80": Accelerator(
+        "cuda",
+        79.2 * GIB,
+        2.039e12,
+        _fp(19.5e12, 312e12, 312e12, 156e12),
+        200e9,
+        "ampere",
+        "NVIDIA A800 data sheet, SXM4",
+    ),
+    "H100": Accelerator(
+        "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H100 data sheet, SXM5"
+    ),
+    "H200": Accelerator(
+        "cuda", 139.8 * GIB, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H200 data sheet, SXM5"
+    ),
+    "GH200": Accelerator(
+        "cuda",
+        94.5 * GIB,
+        4.0e12,
+        _fp(67e12, 989e12, 989e12, 494e12),
+        450e9,
+        "hopper",
+        "NVIDIA GH200 data sheet, 96 GB",
+    ),
+    "B200": Accelerator(
+        "cuda",
+        178.3 * GIB,
+        7.7e12,
+        _fp(75e12, 2250e12, 2250e12, 1120e12),
+        900e9,
+        "blackwell",
+        "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved",
+    ),
+    "V100": Accelerator(
+        "cuda", 15.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 16 GB"
+    ),
+    "V100-32": Accelerator(
+        "cuda", 31.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 32 GB"
+    ),
+    "V100S": Accelerator(
+        "cuda", 31.7 * GIB, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta", "NVIDIA V100S data sheet, PCIe 3"
+    ),
+    "T4": Accelerator("cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "t4", "NVIDIA T4 data sheet, PCIe 3"),
+    "RTX-2080": Accelerator(
+        "cuda",
+        7.8 * GIB,
+        0.448e12,
+        _fp(10.1e12, 40.3e12),
+        _HOST_PCIE3,
+        "turing-gaming",
+        "NVIDIA Turing white paper, fp32 accumulation",
+    ),
+    "RTX-2080-Ti": Accelerator(
+        "cuda",
+        10.7 * GIB,
+        0.616e12,
+        _fp(13.4e12, 53.8e12),
+        _HOST_PCIE3,
+        "turing-gaming",
+        "NVIDIA Turing white paper, fp32 accumulation",
+    ),
+    "Titan-RTX": Accelerator(
+        "cuda",
+        23.6 * GIB,
+        0.672e12,
+        _fp(16.3e12, 130.5e12),
+        _HOST_PCIE3,
+        "turing",
+        "NVIDIA Turing white paper, fp32 accumulation",
+    ),
+    "RTX-3090": Accelerator(
+        "cuda",
+        23.7 * GIB,
+        0.936e12,
+        _fp(35.6e12, 71e12, 71e12, 35.6e12),
+        _HOST_PCIE4,
+        "gaming",
+        "NVIDIA GA102 white paper",
+    ),
+    "RTX-4090": Accelerator(
+        "cuda",
+        23.6 * GIB,
+        1.008e12,
+        _fp(82.6e12, 165.2e12, 165.2e12, 82.6e12),
+        _HOST_PCIE4,
+        "gaming",
+        "NVIDIA Ada white paper",
+    ),
+    "MI250X-GCD": Accelerator(
+        "rocm", 63.9 * GIB, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2", "AMD MI250X data sheet, half of it"
+    ),
+    "MI300X": Accelerator(
+        "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3", "AMD MI300X data sheet"
+    ),
+    "910B": Accelerator(
+        "npu",
+        60.9 * GIB,
+        1.6e12,
+        _fp(75e12, 313e12, 313e12),
+        28e9,
+        "ascend",
+        "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s both ways between each two; nothing measured",
+    ),
+}
+
+NETWORKS: dict[str, Network] = {
+    "HDR": Network(25e9, 3e-6, "InfiniBand HDR, 200 Gb/s"),
+    "NDR": Network(50e9, 3e-6, "InfiniBand NDR, 400 Gb/s"),
+    "Slingshot-11": Network(25e9, 3e-6, "HPE Slingshot 11, 200 Gb/s"),
+    "RoCE-100": Network(12.5e9, 6e-6, "RoCE v2 on Ethernet of 100 Gb/s"),
+    "RoCE-200": Network(25e9, 6e-6, "RoCE v2 on Ethernet of 200 Gb/s"),
+    "RoCE-400": Network(50e9, 6e-6, "RoCE v2 on Ethernet of 400 Gb/s"),
+    "EFA-100": Network(12.5e9, 15e-6, "AWS Elastic Fabric Adapter, 100 Gb/s"),
+    "OPA-100": Network(12.5e9, 3e-6, "Omni-Path, 100 Gb/s"),
+    "Ethernet-50": Network(6.25e9, 30e-6, "Ethernet, 50 Gb/s"),
+    "Ethernet-25": Network(3.125e9, 30e-6, "Ethernet, 25 Gb/s"),
+    "Ethernet-10": Network(1.25e9, 40e-6, "Ethernet, 10 Gb/s"),
+}
+
+OTHER_BOARDS = {"PCIE", "NVL"}
+"""Boards whose figures differ from those of the same chip in an SXM module."""
+
+
+def find_accelerator(model: str) -> str | None:
+    """Return the catalogue's name of a model as people or drivers write it, such as `NVIDIA H100 80GB HBM3`.
+
+    None for what is not there, and for a PCIe board where the catalogue has the SXM module.
+    """
+    found = _find(model, ACCELERATORS)
+    is_other = found and OTHER_BOARDS & set(_words(model)) and "SXM" in ACCELERATORS[found].source
+    return None if is_other else found
+
+
+def find_network(name: str) -> str | None:
+    """Return the catalogue's name of a network, such as `NDR` for `InfiniBand NDR`; None for what is not there."""
+    return _find(name, NETWORKS)
+
+
+def _find(called: str, names: Iterable[str]) -> str | None:
+    """Return the name all of whose words are in `called`, whatever the case, hyphens and blanks; the longest one."""
+    words = _words(called)
+    joined = "".join(words)
+    for name in sorted(names, key=len, reverse=True):
+        wanted = _words(name)
+        if "".join(wanted) == joined or all({word, f"{word}GB", f"{word}G"} & set(words) for word in wanted):
+            return name
+    return None
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[A-Z0-9]+", name.upper())

@@ -1,0 +1,379 @@
+"""The job: what to train, on which data, how long. One TOML file, read into one frozen object.
+
+A job file has the sections `[model] [data] [train] [plan] [search] [overlap] [products] [checkpoint] [comm] [observe]`;
+it may start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line
+has the last word (`--set train.steps=10`). Whatever is wrong with it is told as one `JobError` with the file, the key,
+the value and what to set.
+"""
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from hpctrain.config.errors import JobError, did_you_mean
+from hpctrain.config.presets import PRESETS
+from hpctrain.config.tables import Table, explain, parse_toml, read_text
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+WholeNumber = Annotated[int, Field(ge=0, strict=True)]
+NonNegative = Annotated[float, Field(ge=0)]
+Switch = Annotated[bool, Field(strict=True)]
+Timeout = Annotated[float, Field(gt=0)]
+ProductName = Annotated[str, Field(pattern=r"^(forward|input|weight)-(fp32|bf16)-\d+x\d+x\d+$")]
+AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
+READY_MADE = Path(__file__).parents[1] / "jobs"
+
+
+class Model(Table):
+    """The shape of a decoder-only transformer; names and sizes of its parameters follow from it alone."""
+
+    preset: str | None = None
+    """Where the shape started from; informational once the job is loaded."""
+    architecture: Literal["gpt2", "llama"]
+    """`gpt2`: LayerNorm, learned positions, GELU, biases. `llama`: RMSNorm, RoPE, SwiGLU, no biases."""
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count | None = None
+    """Key/value heads (grouped-query attention); None: as many as heads."""
+    ffn_size: Count | None = None
+    """Inner width of the feed-forward part; None: 4 * hidden_size."""
+    vocab_size: Annotated[Count | None, AUTO] = None
+    """Number of token ids; auto: that of the token file's tokenizer."""
+    max_positions: Count = 1024
+    """Longest sequence; the length of the table of learned positions for gpt2."""
+    tie_head: Switch = False
+    """Whether the head shares the embedding's weight."""
+    rope_base: Annotated[float, Field(gt=1)] = 10000.0
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads};"
+                f" set hidden_size to a multiple of {self.num_heads}"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads};"
+                f" set num_kv_heads to a divisor of {self.num_heads}"
+            )
+        if self.architecture == "llama" and self.head_size % 2:
+            raise ValueError(f"RoPE needs an even head size, and hidden_size / num_heads is {self.head_size}")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_size or 4 * self.hidden_size
+
+    @property
+    def num_items(self) -> int:
+        """Items of a plan: the embedding, the blocks, the head."""
+        return self.num_layers + 2
+
+
+class Data(Table):
+    """Where tokens come from."""
+
+    tokens: Path
+    """A token file made by `hpctrain prepare`, or a nanoGPT `.bin`. Relative to the current directory."""
+    validation: Path | None = None
+    """Tokens for validation; None: the last `validation_fraction` of `tokens`."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    sequence_length: Count = 256
+
+
+class Train(Table):
+    """The optimisation, in terms that do not depend on how many ranks there are."""
+
+    steps: Count = 100
+    global_batch: Count = 16
+    """Sequences in a step, over all ranks."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    min_learning_rate: NonNegative | None = None
+    """Where the cosine ends; None: a tenth of learning_rate."""
+    warmup_steps: WholeNumber = 0
+    weight_decay: NonNegative = 0.1
+    """On weights of two dims; biases and norms are not decayed."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    clip_norm: NonNegative = 1.0
+    """Largest global norm of the gradient; 0 turns clipping off."""
+    seed: Annotated[int, Field(strict=True)] = 1
+    dtype: Annotated[Literal["fp32", "bf16"] | None, AUTO] = None
+    """Of weights in use and activations; auto: bf16 where it is clearly faster on every family, else fp32.
+
+    Master weights, moments and sums of gradients are always fp32.
+    """
+    validate_every: WholeNumber = 0
+    """Steps between validations; 0: at the end only."""
+    validation_sequences: Count = 64
+
+    @model_validator(mode="after")
+    def _rates_in_order(self) -> Self:
+        if (self.min_learning_rate or 0) > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate {self.min_learning_rate} is more than learning_rate {self.learning_rate};"
+                " lower the one or raise the other"
+            )
+        return self
+
+
+class TensorSizes(Table):
+    x: Count = 1
+    y: Count = 1
+    z: Count = 1
+
+
+class PlanRequest(Table):
+    """An even plan in short form; a general one is a file of its own."""
+
+    file: Path | None = None
+    """A plan file (tiles); nothing else may be given beside it."""
+    tensor: TensorSizes = TensorSizes()
+    pipeline: Count = 1
+    data: Count = 1
+    microbatch: Annotated[Count | None, AUTO] = None
+    """Sequences of one data replica that go through the pipeline at once; auto: chosen, with its reason."""
+    recompute: Literal["none", "full"] = "none"
+    zero: Literal[0, 1, 2, 3] = 1
+    """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
+    schedule: Literal["1f1b", "zb-h1"] = "1f1b"
+    """zb-h1: weight passes fill the pipeline's bubble; every stage keeps as many microbatches as the first."""
+    chunks: Count = 1
+    """Tiles of each stage: with several the pipeline is interleaved, and its bubble as many times shorter."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor.x * self.tensor.y * self.tensor.z * self.pipeline * self.data
+
+    @model_validator(mode="after")
+    def _file_alone(self) -> Self:
+        fields = type(self).model_fields
+        others = {key for key in self.model_fields_set - {"file"} if getattr(self, key) != fields[key].default}
+        if self.file and others:  # a checkpoint's job has them all, at their defaults
+            raise ValueError(f"plan.file stands alone; remove {', '.join(sorted(others))}")
+        return self
+
+
+class SearchBudget(Table):
+    """How far one rank searches for the plan where it is `auto`, while the others wait."""
+
+    seconds: Annotated[float, Field(gt=0)] = 10.0
+    """The most that the search takes. Where it ends the search, the plan depends on the speed of this machine."""
+    plans: Count = 2000
+    """How many plans are scored. The best of them are simulated."""
+    must_fit: Switch = True
+    """Whether a plan that is predicted not to fit into memory is refused."""
+
+
+class Overlap(Table):
+    """What goes on between ranks while they compute. Results are the same bits, on or off, but for `forward`."""
+
+    tensor: Annotated[Switch | None, AUTO] = None
+    """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
+    data: Annotated[Switch | None, AUTO] = None
+    """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
+    z: Annotated[Switch | None, AUTO] = None
+    """Gather the weights of the next item over z, and scatter the gradients of the last one, while one computes."""
+    forward: Annotated[Switch | None, AUTO] = None
+    """Compute blocks for the two halves of a rank's rows in turn, each while outputs of the other are summed over the
+    tensor grid, where `tensor` is on. Products and sums of half the rows may have other last bits."""
+    keep_gathered: WholeNumber = 0
+    """Of how many of a tile's first items the gathered weights are kept until they change: gathered once a step."""
+    bucket_bytes: Count = 4 << 20
+    """Gradients (fp32) are summed over their holders in pieces of whole items, of at least so many bytes each.
+
+    On and off: it decides who owns which element, and with it the last bit of the gradient's norm.
+    """
+
+    @property
+    def beside_bytes(self) -> int | None:
+        """The bytes of a bucket whose sum runs beside backward passes; None where `data` is off or `auto`."""
+        return self.bucket_bytes if self.data else None
+
+
+class Products(Table):
+    """How the products of linear layers are computed: the same but for the last bit."""
+
+    tune: Annotated[Switch | None, AUTO] = False
+    """Whether, at the start, it is measured for each product in which order of its operands it is fastest.
+
+    What was measured can change a bit of the result, and is kept when a run is continued.
+    """
+    ways: dict[str, dict[ProductName, Literal["plain", "first", "second", "both", "result"]]] = Field(
+        default_factory=dict
+    )
+    """What was chosen, by family and product. Products that are not there are computed as their operands lie."""
+
+
+class Checkpoint(Table):
+    every: WholeNumber = 0
+    """Steps between checkpoints; 0: at the end only."""
+    keep: Count = 2
+    """How many to keep; the oldest are deleted once a newer one is complete."""
+
+
+class Observe(Table):
+    log_every: Count = 1
+    """Steps between lines of metrics.jsonl."""
+    start_timeout_seconds: Timeout = 1800.0
+    """How long an operation may take before training begins, and while a checkpoint is saved: files are waited for."""
+    first_step_timeout_seconds: Timeout = 1800.0
+    """How long in the first step, which allocates and starts what others find there, and in validation."""
+    step_timeout_seconds: Timeout = 600.0
+    """How long in every other step."""
+    trace: Switch = False
+    """Whether to keep what every rank did and when, in trace.json of the run folder."""
+    trace_steps: Count = 10
+    """How many steps are traced, from where the run starts or goes on."""
+
+
+class Comm(Table):
+    route: Literal["auto", "messages", "hierarchical"] = "auto"
+    """auto: shared memory in a host; by family and host, then across; or forced, where a group could do otherwise."""
+    algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
+    """Of collectives over messages; auto: the cheapest by size and by the links of the cluster."""
+    gather_messages: bool = True
+    """The y of a stage each receive a part of what comes over a slow link, and gather the whole behind it. Off: each
+    receives the whole. The numbers are the same."""
+
+
+class Job(Table):
+    """One training job. Immutable; what was `auto` is replaced by `model_copy` once it is known."""
+
+    name: str
+    model: Model
+    data: Data
+    train: Train = Train()
+    plan: Annotated[PlanRequest | None, AUTO] = None
+    """auto: searched for on the machine that there is; see `[search]`."""
+    search: SearchBudget = SearchBudget()
+    overlap: Overlap = Overlap()
+    products: Products = Products()
+    checkpoint: Checkpoint = Checkpoint()
+    comm: Comm = Comm()
+    observe: Observe = Observe()
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not name or "/" in name:
+            raise ValueError("must be a file name, as the run folder is named after it")
+        return name
+
+    @model_validator(mode="after")
+    def _sequence_fits(self) -> Self:
+        if self.data.sequence_length > self.model.max_positions:
+            raise ValueError(
+                f"data.sequence_length {self.data.sequence_length} is more than model.max_positions"
+                f" {self.model.max_positions}; lower the one or raise the other"
+            )
+        return self
+
+
+def load_job(reference: str, overrides: Iterable[str] = ()) -> Job:
+    """Read a job file, or a ready-made job by its name, with `section.key=value` overrides applied last.
+
+    Raises JobError for anything that is wrong with it, naming file and key.
+    """
+    path = find_job(reference)
+    tree, origins = _read(path, ())
+    tree.setdefault("name", path.stem)
+    for override in overrides:
+        _apply_override(tree, origins, override)
+    _apply_preset(tree, origins, path)
+    try:
+        return Job.model_validate(tree)
+    except ValidationError as error:
+        lines = []
+        for key, text in explain(error, Job):
+            if key == "plan":
+                text = text.replace("a section of keys", "a section of keys, or 'auto'")
+            where = origins.get(key) or origins.get(key.rpartition(".")[0]) or path
+            lines.append(f"{where}: {text}")
+        raise JobError("\n".join(lines)) from None
+
+
+def find_job(reference: str) -> Path:
+    """Return the path of a job file, or of the ready-made job of that name."""
+    path = Path(reference)
+    if path.is_file():
+        return path
+    ready_made = READY_MADE / f"{reference}.toml"
+    if ready_made.is_file():
+        return ready_made
+    names = [p.stem for p in READY_MADE.glob("*.toml")]
+    raise JobError(f"{reference}: no such job file, nor a ready-made job of that name{did_you_mean(reference, names)}")
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
+    """Read a TOML file over what it extends; also return which file each dotted key came from."""
+    if path.resolve() in seen:
+        raise JobError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
+    tree = parse_toml(read_text(path, JobError), str(path), JobError)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree, {key: str(path) for key in _dotted(tree)}
+    if not isinstance(base, str):
+        raise JobError(f"{path}: extends = {base!r}: must be the path of a job file, in quotes")
+    parent, origins = _read(path.parent / base, (*seen, path.resolve()))
+    return _merge(parent, tree), origins | {key: str(path) for key in _dotted(tree)}
+
+
+def _dotted(tree: dict, prefix: str = "") -> Iterable[str]:
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def _merge(under: dict, over: dict) -> dict:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply_override(tree: dict, origins: dict[str, str], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise JobError(f"--set {override}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # an unquoted word is a string, as a shell user expects
+    *sections, last = key.strip().split(".")
+    at = tree
+    for section in sections:
+        if not isinstance(at.get(section), dict):
+            at[section] = {}  # also turns plan = "auto" into a section
+        at = at[section]
+    at[last] = value
+    origins[key.strip()] = "--set"
+
+
+def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
+    model = tree.get("model")
+    if not isinstance(model, dict) or "preset" not in model:
+        return
+    name = model["preset"]
+    if not isinstance(name, str) or name not in PRESETS:
+        where = origins.get("model.preset", str(path))
+        raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), PRESETS)}")
+    tree["model"] = PRESETS[name] | model

@@ -1,0 +1,267 @@
+"""From files of text to a token file: what `hpctrain prepare` does."""
+
+import codecs
+import hashlib
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import numpy as np
+
+from hpctrain.config.errors import DataError, describe_os_error
+from hpctrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
+
+PIECE_BYTES = 1 << 18  # large files are encoded in pieces that end with a line
+BATCH_CHARACTERS = 1 << 22  # at once, for all cores; an encoding takes about 100 times its tokens' bytes
+TRAINING_BYTES = 1 << 28  # of text that BPE learns from: enough for its statistics, and bounds its time
+DEFAULT_BPE_VOCABULARY = 1024
+NOT_STANDARD = frozenset({"site-packages", "dist-packages"})  # others' packages, within the standard library's folder
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was prepared."""
+
+    path: Path
+    documents: int
+    tokens: int
+    vocab_size: int
+    wanted_vocab_size: int
+    """More than `vocab_size` if BPE found no more pairs to merge."""
+    text_bytes: int
+    unigram_entropy_nats: float
+    file_bytes: int
+    skipped: dict[str, int]
+    """Number of files left out, by reason: "not text" (not UTF-8, or has zero bytes), "empty", "unreadable"."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.text_bytes / self.tokens
+
+
+@dataclass(frozen=True)
+class Document:
+    path: Path
+    name: str
+    """Path relative to the folder that it was found in: the same on another machine."""
+    num_bytes: int
+
+
+class NotTextError(Exception):
+    """A file is not UTF-8 text."""
+
+
+def prepare(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    tokenizer: str = "byte",
+    vocab_size: int | None = None,
+    globs: Sequence[str] = (),
+    stdlib: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Summary:
+    """Write the token file `out` from text files and folders of them, each file a document.
+
+    Documents are shuffled by a hash of their relative path, so that the end of the file, which becomes validation,
+    is a fair sample, and every machine gets the same file. `tokenizer` is `byte`, `bpe` (trained here, to
+    `vocab_size`), a `tokenizer.json`, or a token file whose tokenizer to use again. `on_progress` is told
+    (bytes done, bytes in all). Raises DataError if there is nothing to prepare, or it cannot be written.
+    """
+    if vocab_size is not None and tokenizer != "bpe":
+        raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
+    found, skipped = find_files(paths, globs, stdlib)
+    documents = _shuffled(_documents(found, skipped))
+    if not documents:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+        raise DataError(f"nothing to prepare: no text in the {len(found)} files found ({reasons}); give UTF-8 text")
+    if tokenizer == "bpe":
+        vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
+        made = train_bpe(_sample(documents), vocab_size)
+    else:
+        made = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
+    if made.separator is None:
+        raise DataError(
+            f"{tokenizer}: the tokenizer has no token to end a document with; add '<|endoftext|>' to its added_tokens"
+        )
+    with TokenWriter(out, made.vocab_size, made) as writer:
+        _encode(documents, made, writer, on_progress)
+    with open_tokens(out) as source:
+        return Summary(
+            path=Path(out),
+            documents=len(documents),
+            tokens=source.num_tokens,
+            vocab_size=source.vocab_size,
+            wanted_vocab_size=vocab_size or source.vocab_size,
+            text_bytes=sum(document.num_bytes for document in documents),
+            unigram_entropy_nats=source.unigram_entropy(),
+            file_bytes=Path(out).stat().st_size,
+            skipped=dict(skipped),
+        )
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a `tokenizer.json` or in a token file. Raises DataError if it has none."""
+    try:
+        with open(path, "rb") as file:
+            is_token_file = file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
+    except OSError:
+        is_token_file = False  # Tokenizer.load says what is wrong
+    if not is_token_file:
+        return Tokenizer.load(path)
+    with open_tokens(path) as source:
+        if source.tokenizer is None:
+            raise DataError(f"{path}: this token file does not say what tokenizer made it; give a tokenizer.json")
+        return source.tokenizer
+
+
+def find_files(
+    paths: Sequence[Path], globs: Sequence[str] = (), stdlib: bool = False
+) -> tuple[list[tuple[Path, str]], Counter[str]]:
+    """Return the (path, relative name) of every file asked for, each file once, and how many folders were unreadable.
+
+    In folders, hidden files and folders (`.git`) are left out, and if there are globs, what none of them matches
+    (`*.py` by name, `docs/*.md` by the end of the path). A file given by name is taken whatever it is called.
+    `stdlib` adds the sources of the running interpreter's standard library. Raises DataError for a path that does
+    not exist, and if there is nothing.
+    """
+    found: dict[str, tuple[Path, str]] = {}
+    skipped: Counter[str] = Counter()
+    for path in map(Path, paths):
+        if path.is_dir():
+            files = _walk(path, globs, frozenset(), skipped)
+        elif path.is_file():
+            files = [(path, path.name)]
+        elif path.exists():
+            raise DataError(f"{path}: neither a file nor a folder; write what comes out of it to a file first")
+        else:
+            raise DataError(f"{path}: no such file or folder; check the path")
+        for file, name in files:
+            found.setdefault(os.path.realpath(file), (file, name))
+    if stdlib:
+        for file, name in _walk(Path(sysconfig.get_path("stdlib")), ("*.py",), NOT_STANDARD, skipped):
+            found.setdefault(os.path.realpath(file), (file, name))
+    if not found:
+        where = " ".join(map(str, paths)) or "no path was given"
+        matching = " matches --glob " + " ".join(f"'{glob}'" for glob in globs) if globs else " is there"
+        raise DataError(f"nothing to prepare: {where}: no file{matching}; give files, folders, or --stdlib")
+    return list(found.values()), skipped
+
+
+def _walk(
+    root: Path, globs: Sequence[str], pruned: frozenset[str], skipped: Counter[str]
+) -> Iterator[tuple[Path, str]]:
+    def unreadable(error: OSError) -> None:
+        skipped["unreadable"] += 1
+
+    for folder, subfolders, names in os.walk(root, onerror=unreadable):
+        subfolders[:] = sorted(name for name in subfolders if name not in pruned and not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            relative = path.relative_to(root)
+            wanted = not globs or any(PurePath(relative).match(glob) for glob in globs)
+            if wanted and not name.startswith(".") and path.is_file():  # a pipe would never end
+                yield path, relative.as_posix()
+
+
+def _documents(found: Iterable[tuple[Path, str]], skipped: Counter[str]) -> Iterator[Document]:
+    """Yield the files that are text, and count the others by reason."""
+    for path, name in found:
+        try:
+            num_bytes = sum(len(piece.encode()) for piece in _pieces(path))
+        except NotTextError:
+            skipped["not text"] += 1
+        except OSError:
+            skipped["unreadable"] += 1
+        else:
+            if num_bytes:
+                yield Document(path, name, num_bytes)
+            else:
+                skipped["empty"] += 1
+
+
+def _shuffled(documents: Iterable[Document]) -> list[Document]:
+    def key(document: Document) -> tuple[bytes, str, str]:
+        name = os.fsencode(document.name)
+        return hashlib.blake2b(name, digest_size=16).digest(), document.name, str(document.path)
+
+    return sorted(documents, key=key)
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """Yield the text of a file in pieces of whole lines, where lines are not longer than a piece."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    rest = ""
+    with open(path, "rb") as file:
+        while data := file.read(PIECE_BYTES):
+            if 0 in data:
+                raise NotTextError
+            try:
+                rest += decoder.decode(data)
+            except UnicodeDecodeError:
+                raise NotTextError from None
+            if len(data) == PIECE_BYTES:
+                cut = rest.rfind("\n") + 1 or len(rest)
+                yield rest[:cut]
+                rest = rest[cut:]
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise NotTextError from None
+    if rest:
+        yield rest
+
+
+def _unchanged_pieces(document: Document) -> Iterator[str]:
+    """Yield the pieces of a file that was text a moment ago."""
+    try:
+        yield from _pieces(document.path)
+    except (NotTextError, OSError) as error:
+        reason = describe_os_error(error) if isinstance(error, OSError) else "it is no longer text"
+        raise DataError(f"{document.path}: changed while it was being read: {reason}; run it again") from None
+
+
+def _sample(documents: Iterable[Document]) -> Iterator[str]:
+    """Yield the text that BPE learns from: that of the first documents in their shuffled order."""
+    num_bytes = 0
+    for document in documents:
+        for piece in _unchanged_pieces(document):
+            if num_bytes >= TRAINING_BYTES:
+                return
+            yield piece
+            num_bytes += len(piece.encode())
+
+
+def _encode(
+    documents: Sequence[Document], tokenizer: Tokenizer, writer: TokenWriter, on_progress: Callable[[int, int], None]
+) -> None:
+    """Write all documents, a separator between two, a batch of pieces at a time."""
+    total, done = sum(document.num_bytes for document in documents), 0
+    for batch in _batches(documents):
+        encoded = tokenizer.encode_batch([piece for piece, _ in batch])
+        for (piece, starts_document), ids in zip(batch, encoded, strict=True):
+            if starts_document:
+                if writer.num_tokens:
+                    writer.append(np.array([tokenizer.separator]))
+                writer.begin_document()
+            writer.append(ids)
+            done += len(piece.encode())
+        on_progress(done, total)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bool]]]:
+    """Yield lists of (piece, whether it is the first of its document) that together hold BATCH_CHARACTERS or so."""
+    batch, size = [], 0
+    for document in documents:
+        for i, piece in enumerate(_unchanged_pieces(document)):
+            batch.append((piece, i == 0))
+            size += len(piece)
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch

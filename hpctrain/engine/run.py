@@ -1,0 +1,160 @@
+"""One run of a job on all ranks: its folder, its trainer, and who watches its steps."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from hpctrain.config.cluster_file import dump_cluster
+from hpctrain.config.job import Job
+from hpctrain.engine.resolve import Described, prepare_run
+from hpctrain.engine.yardstick import tell_yardstick, yardstick
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+
+LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
+
+
+class Observer(Protocol):
+    """Watches the steps of a run. All ranks call its methods alike; what they return is said by rank 0."""
+
+    def start(self) -> str | None:
+        """Begin, before the first step."""
+
+    def step_is_done(self, seconds: float) -> str | None:
+        """Take note of a step and its seconds, in a rehearsal those of the pretended devices."""
+
+    def finish(self) -> str | None:
+        """End, after the last step. Raises TrainingError where something cannot be written."""
+
+
+class Run:
+    """A job on its way from the latest checkpoint of its folder to a step. All ranks make one and call the same."""
+
+    def __init__(
+        self,
+        world: "World",
+        job: Job,
+        path: Path | None = None,
+        described: Described | None = None,
+        *,
+        fresh_probe: bool = False,
+        on_stderr: bool = False,
+        bar: bool | None = None,
+    ):
+        """Open or make the folder `path`, make what is to be trained, and say what it is.
+
+        `described` is what the ranks run on, where that is given; with `fresh_probe` what is known of this machine is
+        measured anew; a progress bar as in `Console`. Raises JobError,
+        DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where there is no
+        room for them.
+        """
+        from hpctrain.checkpoint.format import latest_checkpoint
+        from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
+        from hpctrain.observe.run import RunFolder, default_run_folder
+
+        self._world = world
+        self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
+        with world.all_or_none():  # all go on from the same one, whatever their view of the file system
+            found = latest_checkpoint(self.path) if world.rank == 0 else None
+        self.checkpoint: Path | None = world.broadcast_object(found)
+        self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe)
+        self.job, self._described = self._prepared.job, self._prepared.described
+        with world.all_or_none():
+            self._folder = RunFolder(self.path) if world.rank == 0 else None
+        world.keep_records(self.path / FLIGHT)
+
+        from hpctrain.comm.accelerators.bind import bind_accelerator
+        from hpctrain.engine.trainer import Trainer
+        from hpctrain.observe.console import Console
+
+        accelerator = bind_accelerator(world)
+        self._console = Console(world.rank == 0, on_stderr, bar)
+        self._observers = self._make_observers(accelerator)
+        self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan)
+        if self.checkpoint:
+            self._trainer.resume(self.checkpoint)
+        else:
+            self._trainer.initialise()
+        self._introduce()
+
+    def _make_observers(self, accelerator) -> list[Observer]:
+        from hpctrain.observe.expectation import Expectation
+        from hpctrain.observe.trace import RunTrace
+
+        made: list[Observer] = []
+        if self.job.observe.trace:
+            made.append(RunTrace(self._world, accelerator, self.path, self.job.observe.trace_steps))
+        what = self._prepared.prediction, self._prepared.plan, self._described.name, self.path
+        made.append(Expectation(self._world, accelerator, *what))
+        return made
+
+    def _introduce(self) -> None:
+        prepared, done = self._prepared, self._trainer.steps_done
+        with self._world.all_or_none():
+            if self._folder:
+                self._folder.describe(self.job, prepared.plan, prepared.reasons, self._described.cluster)
+                self._folder.rewind_metrics(done)
+                self._console.start(self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint)
+
+    def train(self, stop_after: int | None = None) -> tuple[dict, str | None]:
+        """Train to the job's last step, or to an earlier one.
+
+        Returns what is known at the end (on rank 0; empty on others), and the signal that ended it early.
+        """
+        trainer, prepared = self._trainer, self._prepared
+        until = min(self.job.train.steps, stop_after or self.job.train.steps)
+        if trainer.steps_done >= until:
+            self._console.say(f"{self.path}: nothing to do, {trainer.steps_done} steps are done")
+        last: dict = {}
+
+        def report(metrics: dict) -> None:
+            last.clear()
+            last.update(metrics)
+            due = metrics["step"] % self.job.observe.log_every == 0 or "validation_loss" in metrics
+            if self._folder and due:
+                self._folder.log(metrics)
+            self._console.step(metrics, until)
+            self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
+
+        self._hear(observer.start() for observer in self._observers)
+        signal_name = trainer.fit(prepared.training, prepared.validation, until, self._save, report)
+        self._hear(observer.finish() for observer in self._observers)
+        overrun = trainer.overrun()
+        summary = self._console.finish(last, self.path, self.checkpoint, prepared.source, signal_name, overrun)
+        if self._world.rank == 0 and last and not signal_name:
+            summary |= self._yardstick(last["tokens_per_second"])
+        return summary, signal_name
+
+    def _hear(self, told: Iterable[str | None]) -> None:
+        for text in told:
+            if text:
+                self._console.say(text)
+
+    def _save(self) -> None:
+        tokenizer = self._prepared.source.tokenizer_json or ""
+        chosen_by = dump_cluster(self._world.preferences.network.cluster)
+        about = {"tokenizer": tokenizer, "data": self._prepared.data_identity, "cluster": chosen_by}
+        self.checkpoint = self._trainer.save(self.path, about)
+
+    def _yardstick(self, tokens_per_second: float) -> dict:
+        """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
+        told = yardstick(self.job, self._described, tokens_per_second)
+        if not told:
+            return {}
+        self._console.say(tell_yardstick(told, self._described))
+        return {"yardstick": told}
+
+    def show_sample(self, num_tokens: int) -> None:
+        """Say some text by the latest checkpoint, if its tokens are text; for one rank to call."""
+        if not (self.checkpoint and self._prepared.source.tokenizer_json):
+            return
+        from hpctrain.engine.decode import Generator
+        from hpctrain.sharding.parameters import count_parameters
+
+        if count_parameters(self.job.model) > LARGEST_SAMPLED_MODEL:
+            try_this = f'hpctrain generate {self.checkpoint} --prompt "..."'
+            self._console.say(f"no sample of a model this large; try: {try_this}")
+        else:
+            text = Generator(self.checkpoint).text("", num_tokens, seed=self.job.train.seed)
+            self._console.say(f"sample:\n{text}")

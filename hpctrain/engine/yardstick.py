@@ -1,0 +1,61 @@
+"""What every run on a described mixed cluster tells of itself: its share of what the families would do alone."""
+
+from collections.abc import Sequence
+
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Job
+from hpctrain.engine.resolve import Described
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predictor import DATASHEET_ERROR
+from hpctrain.planner.search import EVERY_PLAN, Limits, search
+from hpctrain.planner.space import Space, even_space
+
+
+def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict | None:
+    """Return the tokens/s that families are predicted to do alone, and what share of their sum, and how many times the
+    best of them and of the job cut evenly, a run is; None where there is one family. `job` is resolved.
+
+    No ratio where a family alone cannot hold the model (`no_ratio` says which).
+    """
+    cluster, limits = described.cluster, EVERY_PLAN if described.is_rehearsed else Limits()
+    families = list(dict.fromkeys(device.family for device in cluster.devices))
+    if len(families) < 2:
+        return None
+    alone = {family: _predicted(job, cluster, [family], limits) for family in families}
+    told: dict = {"predicted_alone": alone}
+    if even := _predicted(job, cluster, families, limits, even_space()):
+        told |= {"predicted_even": even, "of_even": tokens_per_second / even}
+    if without := [family for family, speed in alone.items() if speed is None]:
+        return told | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
+    ratios = {
+        "of_sum": tokens_per_second / sum(alone.values()),
+        "of_best_family": tokens_per_second / max(alone.values()),
+    }
+    return told | ratios
+
+
+def _predicted(
+    job: Job, cluster: Cluster, families: Sequence[str], limits: Limits, space: Space | None = None
+) -> float | None:
+    """Return the tokens/s of the best plan found on some families; None where no plan fits."""
+    try:
+        found = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
+    except PlanError:
+        return None
+    return found.best.prediction.tokens_per_second
+
+
+def tell_yardstick(told: dict, described: Described) -> str:
+    """Say it in a sentence or two."""
+    speeds = ", ".join(f"{family} {speed:,.0f}" for family, speed in told["predicted_alone"].items() if speed)
+    if "no_ratio" in told:
+        ratio = f"no ratio: {told['no_ratio']}"
+    else:
+        ratio = f"this run is {told['of_sum']:.2f} of their sum, {told['of_best_family']:.2f} times the best of them"
+    cut = f"{told['of_even']:.2f} times the job cut evenly" if "of_even" in told else "cut evenly the job does not fit"
+    measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
+    return (
+        f"yardstick: families alone, by the best plans found for them, are predicted to do {speeds} tokens/s"
+        f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}{measured}"
+    )

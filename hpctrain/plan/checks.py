@@ -1,0 +1,130 @@
+"""Refuses plans that cannot run: the message has the numbers."""
+
+from hpctrain.config.errors import LaunchError, PlanError
+from hpctrain.config.job import Job
+from hpctrain.plan.holders import check_zero
+from hpctrain.plan.tiling import Plan
+from hpctrain.sharding.intervals import Interval, tiles_exactly
+from hpctrain.sharding.parameters import check_grid
+
+
+def check_plan(job: Job, plan: Plan, where: str) -> None:
+    """Refuse a plan that cannot run this job; `where` is what the message calls it. Raises PlanError."""
+    check_tiling(plan, job.model.num_items)
+    for tile in plan.tiles:
+        check_grid(job.model, tile.tensor)
+    check_zero(plan, where)
+    if plan.microbatches * plan.rows != job.train.global_batch:
+        raise PlanError(
+            f"{where}: microbatches {plan.microbatches} x rows {plan.rows} = {plan.microbatches * plan.rows}, but"
+            f" train.global_batch is {job.train.global_batch}; make them equal"
+        )
+
+
+def check_tiling(plan: Plan, num_items: int) -> None:
+    """Refuse gaps, overlaps, and grids that do not match their ranks; the message has the numbers.
+
+    Raises PlanError.
+    """
+    if not plan.tiles:
+        raise PlanError("the plan has no tiles")
+    seen: dict[int, int] = {}
+    for number, tile in enumerate(plan.tiles):
+        where = f"tile {number} (items {list(tile.items)}, rows {list(tile.rows)})"
+        if tile.tensor.size != len(tile.ranks):
+            raise PlanError(f"{where}: a grid of {tile.tensor} needs {tile.tensor.size} ranks, {len(tile.ranks)} given")
+        least = tile.rows.size
+        if least < tile.tensor.z:
+            raise PlanError(f"{where}: z = {tile.tensor.z} splits {least} rows; give it rows or lower z")
+        if least < tile.tensor.z * tile.substeps:
+            raise PlanError(
+                f"{where}: z = {tile.tensor.z} and substeps = {tile.substeps} split {least} rows; lower substeps"
+            )
+        for rank in tile.ranks:
+            if plan.tiles[seen.setdefault(rank, number)].ranks != tile.ranks:
+                raise PlanError(
+                    f"{where}: rank {rank} is already in tile {seen[rank]}, which has other ranks; tiles that share"
+                    " ranks must have all of them in the same order"
+                )
+        if tile.items.size == 0 or tile.items.start < 0 or tile.items.stop > num_items:
+            raise PlanError(f"{where}: items must lie in [0, {num_items}): the embedding, the blocks, the head")
+        if tile.rows.start < 0 or tile.rows.stop > plan.rows:
+            raise PlanError(f"{where}: rows must lie in [0, {plan.rows})")
+        if tile.items.stop < num_items and not plan.downstream(tile):
+            raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
+        if tile.items.start > 0 and not plan.upstream(tile):
+            raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
+    _check_chunks(plan)
+    _check_ahead(plan)
+    for item in range(num_items):
+        rows = [tile.rows for tile in plan.tiles if tile.holds(item)]
+        if not tiles_exactly(rows, Interval(0, plan.rows)):
+            raise PlanError(
+                f"item {item} is computed for rows {sorted(map(list, rows))}, which is not [0, {plan.rows}) once each"
+            )
+    if both := sorted(set(plan.unused) & set(seen)):
+        raise PlanError(f"rank {both[0]} is in tile {seen[both[0]]} and in unused; take it out of one")
+    everyone = set(seen) | set(plan.unused)
+    if missing := sorted(set(range(max(everyone) + 1)) - everyone):
+        raise PlanError(f"rank {missing[0]} is in no tile; list it under unused = {missing}")
+
+
+def _check_ahead(plan: Plan) -> None:
+    """Refuse tiles that are ahead where that is of no use, or by which tiles would wait for each other for ever."""
+    for number, tile in enumerate(plan.tiles):
+        if not tile.ahead:
+            continue
+        where = f"tile {number}: ahead = {tile.ahead}"
+        if plan.schedule != "1f1b" or len(plan.chunks(tile)) > 1:
+            raise PlanError(f'{where} is of schedule = "1f1b" with one tile a rank; set it to 0')
+        if not plan.downstream(tile):
+            raise PlanError(f"{where}, and nothing comes after it that it could be ahead of; set it to 0")
+        for other in plan.upstream(tile):
+            if plan.warm_up(other) < plan.warm_up(tile):
+                raise PlanError(
+                    f"{where}, so that it wants {plan.warm_up(tile) + 1} microbatches before it sends one back, and"
+                    f" tile {plan.tiles.index(other)} before it sends {plan.warm_up(other) + 1}; set that one's ahead"
+                    f" to {plan.warm_up(tile) - plan.depth_to_loss(other)} or more"
+                )
+
+
+def _check_chunks(plan: Plan) -> None:
+    """Refuse ranks with several tiles that are not chunks of an interleaved pipeline: alike but for `items` and
+    `recompute`, and as many tiles apart as there are stages."""
+    for first in plan.first_tiles:
+        tiles = plan.chunks(first)
+        if len(tiles) == 1:
+            continue
+        numbers = [plan.tiles.index(tile) for tile in tiles]
+        where = f"tiles {', '.join(map(str, numbers))} have the same ranks {list(first.ranks)[:8]}"
+        for key in ("tensor", "rows", "family", "zero", "state_share", "substeps"):
+            values = [str(getattr(tile, key)) for tile in tiles]
+            if len(set(values)) > 1:
+                raise PlanError(f"{where}, but unlike {key}: {', '.join(values)}; make them alike")
+        if plan.schedule != "1f1b":
+            raise PlanError(f'{where}, and schedule = "{plan.schedule}" is of one tile a rank; set it to "1f1b"')
+        length = plan.path_length(first)
+        stages = length // len(tiles)
+        before = [plan.depth_from_start(tile) for tile in tiles]
+        near = {each for tile in tiles for each in (*plan.upstream(tile), *plan.downstream(tile))}
+        unlike = [tile for tile in near if len(plan.chunks(tile)) != len(tiles) or plan.path_length(tile) != length]
+        if (
+            unlike
+            or length % len(tiles)
+            or before != [before[0] % stages + stages * chunk for chunk in range(len(tiles))]
+        ):
+            raise PlanError(
+                f"{where}, with {', '.join(map(str, before))} tiles before them of the {length} on their way from the"
+                " embedding to the loss: ranks with several tiles are an interleaved pipeline, in which all have as"
+                " many, and of s stages each has every s-th tile; give each rank one tile, or every s-th"
+            )
+
+
+def check_ranks(plan: Plan, num_ranks: int) -> None:
+    """Refuse a number of ranks other than the plan's. Raises LaunchError that says which number fits."""
+    wanted = len(plan.ranks)
+    if num_ranks != wanted:
+        raise LaunchError(
+            f"the plan is for {wanted} ranks ({plan.describe()}), but {num_ranks} were started;"
+            f' start it with mpirun -n {wanted}, or set plan = "auto"'
+        )

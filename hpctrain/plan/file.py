@@ -1,0 +1,92 @@
+"""The plan file: TOML that a person can write and edit. See docs/job.md."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from hpctrain.config.errors import PlanError
+from hpctrain.config.tables import Table, explain, parse_toml, read_text
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+
+
+class _GridTable(Table):
+    x: Annotated[int, Field(ge=1)] = 1
+    y: Annotated[int, Field(ge=1)] = 1
+    z: Annotated[int, Field(ge=1)] = 1
+
+
+class _TileTable(Table):
+    items: tuple[int, int]
+    rows: tuple[int, int]
+    ranks: tuple[Annotated[int, Field(ge=0)], ...]
+    tensor: _GridTable = _GridTable()
+    family: str = "cpu"
+    recompute: Literal["none", "full"] = "none"
+    zero: Literal[0, 1, 2, 3] = 1
+    state_share: Annotated[int, Field(ge=1)] = 1
+    substeps: Annotated[int, Field(ge=1)] = 1
+    ahead: Annotated[int, Field(ge=0)] = 0
+
+
+class _PlanTable(Table):
+    schedule: Literal["1f1b", "zb-h1"] = "1f1b"
+    microbatches: Annotated[int, Field(ge=1)]
+    rows: Annotated[int, Field(ge=1)]
+    unused: tuple[int, ...] = ()
+    tile: Annotated[list[_TileTable], Field(min_length=1)]
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file. Raises PlanError that names file and key; the tiling itself is checked by `check_tiling`."""
+    return parse_plan(read_text(path, PlanError), str(path))
+
+
+def parse_plan(text: str, path: str) -> Plan:
+    """Read a plan from TOML; `path` is what errors call it. Raises PlanError."""
+    tree = parse_toml(text, path, PlanError)
+    try:
+        table = _PlanTable.model_validate(tree)
+    except ValidationError as error:
+        raise PlanError(f"{path}: {explain(error, _PlanTable)[0][1]}") from None
+    tiles = tuple(
+        Tile(
+            Interval(*t.items),
+            Interval(*t.rows),
+            t.ranks,
+            TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z),
+            t.family,
+            t.recompute,
+            t.zero,
+            t.state_share,
+            t.substeps,
+            t.ahead,
+        )
+        for t in table.tile
+    )
+    return Plan(tiles, table.microbatches, table.rows, table.schedule, table.unused)
+
+
+def dump_plan(plan: Plan) -> str:
+    """Write a plan as TOML that `load_plan` reads back to an equal plan."""
+    lines = [f'schedule = "{plan.schedule}"', f"microbatches = {plan.microbatches}", f"rows = {plan.rows}"]
+    if plan.unused:
+        lines.append(f"unused = {list(plan.unused)}")
+    for tile in plan.tiles:
+        grid = tile.tensor
+        lines += [
+            "",
+            "[[tile]]",
+            f"items = {list(tile.items)}",
+            f"rows = {list(tile.rows)}",
+            f'family = "{tile.family}"',
+            f"ranks = {list(tile.ranks)}",
+            f"tensor = {{x = {grid.x}, y = {grid.y}, z = {grid.z}}}",
+            f'recompute = "{tile.recompute}"',
+            f"zero = {tile.zero}",
+        ]
+        lines += [f"{key} = {value}" for key in ("state_share", "substeps") if (value := getattr(tile, key)) != 1]
+        lines += [f"ahead = {tile.ahead}"] if tile.ahead else []
+    return "\n".join(lines) + "\n"

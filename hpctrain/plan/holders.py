@@ -1,0 +1,314 @@
+"""Which ranks keep the same elements of the weights: who sums gradients with whom, and who updates what.
+
+The *holders* of an element are the ranks that store it. Where all tiles that use an item have the same tensor grid,
+whole units have the same holders, at the same (x, y, z) of every tile, and what these exchange is one flat array.
+Where grids are unlike, what their ranks store are rectangles of the parameters that meet in smaller ones: *slabs*,
+each held by one exact set of ranks, which exchanges them packed side by side.
+
+What one set of ranks holds may be cut into several holdings, of whole items each: buckets, so that the gradients of the
+last items can be summed while those of the first are computed.
+
+Every rank finds its own holdings by itself, in one plan-wide order: by the first element of each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TypeVar
+
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
+from hpctrain.sharding.parameters import (
+    Box,
+    Parameter,
+    Unit,
+    UnitLayout,
+    all_parameters,
+    item_units,
+    join_units,
+    units,
+    whole_rows,
+)
+
+Rectangle = tuple[Interval, Interval]
+Held = TypeVar("Held")
+GRADIENT_BYTES = 4  # fp32
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A rectangle of a parameter of one or two dims (which then has one column)."""
+
+    parameter: Parameter
+    rows: Interval
+    columns: Interval
+
+    @property
+    def box(self) -> Box:
+        return (self.rows, self.columns)[: len(self.parameter.shape)]
+
+    @property
+    def size(self) -> int:
+        return self.rows.size * self.columns.size
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one exact set of ranks holds: whole units, or slabs of them."""
+
+    ranks: tuple[int, ...]
+    """In the order of the plan's tiles, the same order for every y, so that the copies of a norm have like owners."""
+    shares: tuple[int, ...]
+    """For each of the ranks its share of the optimizer's state."""
+    zero: int
+    """The ZeRO stage in which they exchange."""
+    layouts: tuple[UnitLayout, ...] = ()
+    slabs: tuple[Slab, ...] = ()
+    items: tuple[int, ...] = ()
+    """Of which all this is, in their order; one that is tied is of two."""
+    final_after: int = 0
+    """The item of this rank's tiles after whose backward pass the gradients of all this have what a microbatch adds."""
+
+    def cuts(self, size: int) -> tuple[Interval, ...]:
+        """Return for each rank which of `size` elements it owns."""
+        return cut_by_shares(size, self.shares)
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All that one rank holds."""
+
+    holdings: tuple[Holding, ...]
+    cut_units: tuple[UnitLayout, ...] = ()
+    """The units whose elements are in slabs, of each item what is not tied as one."""
+
+
+def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Holdings:
+    """Return what a rank holds, and with whom.
+
+    What the same ranks hold is cut into holdings of at least `bucket_bytes` of gradients each, which must be the same
+    for all ranks; without it there is one.
+    """
+    tile = plan.tile_of(rank)
+    x, y, _ = tile.coordinate(rank)
+    number_of = _numbers(model)
+    cutter = _Cutter(model, plan, rank)
+    tiles = plan.tiles_of(rank)
+    # Found once for all units of the same items, and all slabs of the same ranks: plans may have thousands of tiles.
+    users_of = lru_cache(None)(partial(_users, plan))
+    zero_of = lru_cache(None)(partial(_zero, plan))
+
+    def held_items(unit: Unit) -> list[int]:
+        return [item for item in unit.items if any(each.holds(item) for each in tiles)]
+
+    whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
+    slabs: dict[tuple[tuple[int, ...], int, Unit | None], list[tuple[Unit, Slab]]] = {}
+    unlike: list[Unit] = []
+    for unit in units(model, tile.tensor):
+        if not held_items(unit):
+            continue
+        users = users_of(unit.items)
+        if any(t.tensor != tile.tensor for t in users):
+            unlike.append(unit)
+            continue
+        ranks = _counterparts(unit, model, users, tile.coordinate(rank))
+        zero = zero_of(ranks, len(unit.items) > 1)
+        by_itself = unit if zero >= 2 else None  # exchanged while it computes
+        whole.setdefault((ranks, zero, by_itself), []).append(unit.layout(tile.tensor, x, y))
+    cut_units = join_units(unlike)
+    for unit in cut_units:
+        for slab, ranks in cutter.slabs(unit, users_of(unit.items)):
+            zero = max(1, zero_of(ranks, len(unit.items) > 1))
+            by_itself = unit if zero >= 2 else None
+            slabs.setdefault((ranks, zero, by_itself), []).append((unit, slab))
+
+    def place(slab: Slab) -> tuple[int, int, int]:
+        return number_of[slab.parameter.name], slab.rows.start, slab.columns.start
+
+    def placed(held: Sequence[Unit]) -> dict:
+        final_after = min(item for unit in held for item in held_items(unit))
+        return {"items": tuple(sorted({item for unit in held for item in unit.items})), "final_after": final_after}
+
+    found = []
+    for (ranks, zero, _), kept in whole.items():
+        for bucket in _buckets(kept, bucket_bytes, lambda u: u.unit, lambda u: u.size / tile.tensor.z):
+            where = placed([layout.unit for layout in bucket])
+            holding = _holding(plan, ranks, zero, layouts=tuple(bucket), **where)
+            found.append((holding, _first(bucket, number_of)))
+    for (ranks, zero, _), kept in slabs.items():
+        kept.sort(key=lambda pair: place(pair[1]))
+        for bucket in _buckets(kept, bucket_bytes, lambda pair: pair[0], lambda pair: pair[1].size):
+            where = placed([unit for unit, _ in bucket])
+            holding = _holding(plan, ranks, zero, slabs=tuple(slab for _, slab in bucket), **where)
+            found.append((holding, place(bucket[0][1])))
+    found.sort(key=lambda pair: pair[1])
+    layouts = (unit.layout(tile.tensor, x, y) for unit in cut_units)
+    return Holdings(tuple(holding for holding, _ in found), tuple(layouts))
+
+
+def _users(plan: Plan, items: tuple[int, ...]) -> tuple[Tile, ...]:
+    """Return for all ranks that use what some items have a tile of theirs, in the order of tiles."""
+    tiles = (tile for tile in plan.tiles if any(map(tile.holds, items)))
+    return tuple({tile.ranks: tile for tile in tiles}.values())
+
+
+@lru_cache(maxsize=16)
+def _numbers(model: Model) -> dict[str, int]:
+    """Return the place of each parameter in the order of the items."""
+    return {name: number for number, name in enumerate(all_parameters(model))}
+
+
+def whole_model(model: Model) -> Holdings:
+    """Return what a rank holds that has the whole model to itself."""
+    whole = TensorGrid()
+    return Holdings((Holding((0,), (1,), 1, tuple(unit.layout(whole, 0, 0) for unit in units(model, whole))),))
+
+
+def _buckets(
+    held: Sequence[Held], bucket_bytes: int | None, unit_of: Callable[[Held], Unit], size_of: Callable[[Held], float]
+) -> Iterator[list[Held]]:
+    """Cut what is in the order of items into runs of at least so many bytes of gradients, each of whole items.
+
+    From the last to the first, so that what is left over is final last: nothing hides it. All holders of the same find
+    the same, for it depends on nothing else.
+    """
+    bucket: list[Held] = []
+    num_bytes = 0.0
+    for i, each in reversed(list(enumerate(held))):
+        bucket.append(each)
+        num_bytes += size_of(each) * GRADIENT_BYTES
+        starts_item = i > 0 and unit_of(held[i - 1]).items[0] != unit_of(each).items[0]
+        if bucket_bytes is not None and num_bytes >= bucket_bytes and starts_item:
+            yield bucket[::-1]
+            bucket, num_bytes = [], 0.0
+    if bucket:
+        yield bucket[::-1]
+
+
+def _first(layouts: list[UnitLayout], number_of: dict[str, int]) -> tuple[int, int, int]:
+    return number_of[layouts[0].unit.parameters[0].name], 0, 0
+
+
+def _holding(plan: Plan, ranks: tuple[int, ...], zero: int, **held) -> Holding:
+    return Holding(ranks, tuple(plan.tile_of(rank).state_share for rank in ranks), zero, **held)
+
+
+def _zero(plan: Plan, ranks: tuple[int, ...], is_tied: bool) -> int:
+    """Return the ZeRO stage in which ranks exchange a unit, or slabs of it: the highest of their tiles.
+
+    0, where everybody updates everything, is for one family, whose ranks compute the same bits. 2 and 3 need somebody
+    to share with, and the same items, since they exchange while they compute; so a tied embedding stays at 1.
+    """
+    tiles = [plan.tile_of(rank) for rank in ranks]
+    highest = max(tile.zero for tile in tiles)
+    if len(ranks) == 1 or is_tied:
+        highest = min(highest, 1)
+    families = {family for tile in tiles for family in tile.family.split("+")}  # a tile may have several
+    return highest if len(families) == 1 else max(1, highest)
+
+
+def check_zero(plan: Plan, where: str) -> None:
+    """Refuse ZeRO 2 and 3 where the tiles that share items do not go through them together. Raises PlanError."""
+    delayed = plan.schedule == "zb-h1"
+    exchanging = [(number, tile) for number, tile in enumerate(plan.tiles) if tile.zero >= 2]
+    for number, tile in exchanging:
+        for other_number, other in enumerate(plan.tiles):
+            if not tile.items.intersect(other.items).size:
+                continue
+            for what, a, b in (
+                ("items", list(tile.items), list(other.items)),
+                ("zero", tile.zero, other.zero),
+                ("substeps", tile.substeps, other.substeps),
+                ("chunks", *([list(each.items) for each in plan.chunks(t)] for t in (tile, other))),
+                ("forward passes before the first backward one (see ahead)", plan.warm_up(tile), plan.warm_up(other)),
+                *((("tiles before", plan.depth_from_start(tile), plan.depth_from_start(other)),) if delayed else ()),
+            ):
+                if a != b:
+                    raise PlanError(
+                        f"{where}: zero = {tile.zero} exchanges while tiles compute, and tiles"
+                        f" {number} and {other_number} share items but have unlike {what}: {a} and {b};"
+                        " make them alike, or set zero to 1 or 0 in both"
+                    )
+
+
+def _counterparts(
+    unit: Unit, model: Model, users: tuple[Tile, ...], coordinate: tuple[int, int, int]
+) -> tuple[int, ...]:
+    """Return the ranks at the same (x, y, z) of tiles of one grid; for shared heads also those of the same head."""
+    x, y, z = coordinate
+    group = users[0].tensor.y // model.kv_heads if unit.shared_over_y else 1
+    ys = range(y // group * group, (y // group + 1) * group)
+    return tuple(tile.rank_at(x, other, z) for tile in users for other in ys)
+
+
+class _Cutter:
+    """Cuts a rank's units where unlike grids meet. Blocks are alike: what is found for one is used for all."""
+
+    def __init__(self, model: Model, plan: Plan, rank: int):
+        self._model, self._tile = model, plan.tile_of(rank)
+        self._index = self._tile.ranks.index(rank)
+        self._stored: dict[tuple[int, TensorGrid], list[dict[Rectangle, list[int]]]] = {}
+        self._found: dict[tuple, list[tuple[int, Rectangle, tuple[int, ...]]]] = {}
+
+    def slabs(self, unit: Unit, users: tuple[Tile, ...]) -> list[tuple[Slab, tuple[int, ...]]]:
+        """Return the slabs of this rank's part of a unit, each with its holders in the order of tiles."""
+        item = unit.items[0]
+        like = min(item, 1) if item <= self._model.num_layers else item
+        parameters = _parameters(self._model, item)
+        wanted = {p.name for p in unit.parameters}
+        key = (like, users, tuple(p.name in wanted for p in parameters))
+        if key not in self._found:
+            numbers = [number for number, p in enumerate(parameters) if p.name in wanted]
+            self._found[key] = [found for number in numbers for found in self._cut(like, number, users)]
+        return [(Slab(parameters[number], *where), ranks) for number, where, ranks in self._found[key]]
+
+    def _cut(self, item: int, number: int, users: tuple[Tile, ...]):
+        grids = dict.fromkeys(tile.tensor for tile in users)
+        for own, members in self._cells(item, self._tile.tensor)[number].items():
+            if self._index not in members:
+                continue
+            regions: list[tuple[Rectangle, dict[TensorGrid, list[int]]]] = [(own, {})]
+            for grid in grids:
+                regions = [
+                    (both, held | {grid: cells})
+                    for region, held in regions
+                    for other, cells in self._cells(item, grid)[number].items()
+                    if (both := _meet(region, other))
+                ]
+            for region, held in regions:
+                yield number, region, tuple(tile.ranks[i] for tile in users for i in held[tile.tensor])
+
+    def _cells(self, item: int, grid: TensorGrid) -> list[dict[Rectangle, list[int]]]:
+        """Return for each parameter of an item the rectangles that a grid cuts it into, and who of a tile has each.
+
+        Rectangles do not overlap: what several ranks store is the same for them. Padding is in none.
+        """
+        if (item, grid) not in self._stored:
+            names = [p.name for p in _parameters(self._model, item)]
+            found: list[dict[Rectangle, list[int]]] = [{} for _ in names]
+            for index in range(grid.size):
+                x, y, z = grid.coordinate(index)
+                for unit in join_units(item_units(self._model, grid, item)):
+                    layout = unit.layout(grid, x, y)
+                    shard = cut_evenly(layout.size, grid.z)[z]
+                    for parameter, box, placed in layout.placed():
+                        inside = placed.intersect(shard).shift(-placed.start)
+                        runs = whole_rows(parameter, box, inside) if inside.size else ()
+                        for rows, columns, _ in runs:
+                            where = rows, Interval(columns.start, columns.stop)
+                            found[names.index(parameter.name)].setdefault(where, []).append(index)
+            self._stored[item, grid] = found
+        return self._stored[item, grid]
+
+
+def _parameters(model: Model, item: int) -> list[Parameter]:
+    """Return the parameters of an item; a tied embedding is one of the first item alone."""
+    return [p for unit in item_units(model, TensorGrid(), item) for p in unit.parameters]
+
+
+def _meet(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    rows, columns = a[0].intersect(b[0]), a[1].intersect(b[1])
+    return (rows, columns) if rows.size and columns.size else None

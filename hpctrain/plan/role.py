@@ -1,0 +1,110 @@
+"""What one rank of a plan takes part in: its groups and its messages. Pure: needs neither MPI nor torch.
+
+Everything is listed in one plan-wide order (axes, holders by unit, channels by pair), so that ranks that make their
+groups one after the other never wait in a circle.
+"""
+
+from dataclasses import dataclass
+
+from hpctrain.config.job import Model
+from hpctrain.plan.holders import Holdings, holdings_of
+from hpctrain.plan.schedule import channel_depth
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.transfers import Near, RowShape, Transfer, everywhere, gathers, receives, sends
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """A rank's messages of a microbatch, to and from one of its tiles."""
+
+    receive_activation: list[Transfer]
+    send_activation: list[Transfer]
+    receive_gradient: list[Transfer]
+    send_gradient: list[Transfer]
+    gathers_activation: bool = False
+    """Whether the y of the tile receive pieces, and gather what they all need."""
+    gathers_gradient: bool = False
+
+
+MESSAGES = ("receive_activation", "send_activation", "receive_gradient", "send_gradient")
+
+
+@dataclass(frozen=True)
+class ChannelNeed:
+    """What a channel to one peer must hold.
+
+    Two ranks have one for each two tiles of theirs that are neighbours: what several of these exchange need not be in
+    one order.
+    """
+
+    peer: int
+    item: int
+    """The first one of the tile that follows: activations go to it, gradients come from it."""
+    elements: int
+    """Of the largest message."""
+    depth: int
+    """Messages under way at once."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One rank's part in a plan."""
+
+    rank: int
+    tiles: tuple[Tile, ...]
+    """In the order of items."""
+    axes: dict[str, tuple[int, ...]]
+    """The ranks along each axis of the tensor grid: x, y, z."""
+    held: Holdings
+    """The weights that this rank holds, by the ranks that hold the same."""
+    transfers: tuple[Transfers, ...]
+    """For each tile."""
+    channels: list[ChannelNeed]
+
+
+def role_of(
+    model: Model, positions: int, plan: Plan, rank: int, bucket_bytes: int | None = None, near: Near = everywhere
+) -> Role:
+    """Return what a rank takes part in, with rows of so many positions.
+
+    `bucket_bytes` is that of `holdings_of`, `near` that of `hpctrain.plan.transfers`.
+
+    Takes time and memory by the rank's own groups, not by all pairs of ranks."""
+    tiles = plan.tiles_of(rank)
+    row = RowShape(positions, model.hidden_size)
+    transfers = tuple(_transfers(row, plan, tile, rank, near) for tile in tiles)
+    axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in "xyz"}
+    held = holdings_of(model, plan, rank, bucket_bytes)
+    return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
+
+
+def _transfers(row: RowShape, plan: Plan, tile: Tile, rank: int, near: Near) -> Transfers:
+    of = plan, tile, rank, row
+    return Transfers(
+        receive_activation=receives(*of, forward=True, near=near),
+        send_activation=sends(*of, forward=True, near=near),
+        receive_gradient=receives(*of, forward=False, near=near),
+        send_gradient=sends(*of, forward=False, near=near),
+        gathers_activation=gathers(plan, tile, True, near),
+        gathers_gradient=gathers(plan, tile, False, near),
+    )
+
+
+def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[ChannelNeed]:
+    largest: dict[tuple[int, int], int] = {}
+    depth: dict[tuple[int, int], int] = {}
+    for tile, of_tile in zip(plan.tiles_of(rank), transfers, strict=True):
+        for name in MESSAGES:
+            is_before = name in ("receive_activation", "send_gradient")
+            item = tile.items.start if is_before else tile.items.stop
+            for piece in getattr(of_tile, name):
+                peer = piece.sender if name.startswith("receive") else piece.receiver
+                if peer == rank:
+                    continue
+                key = peer, item
+                largest[key] = max(largest.get(key, 0), piece.num_elements)
+                if key not in depth:
+                    near = (plan.upstream if is_before else plan.downstream)(tile)
+                    depth[key] = channel_depth(plan, tile, next(each for each in near if peer in each.ranks))
+    pairs = sorted(largest, key=lambda key: (min(rank, key[0]), max(rank, key[0]), key[1]))
+    return [ChannelNeed(*key, largest[key], depth[key]) for key in pairs]

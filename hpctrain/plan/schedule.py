@@ -1,0 +1,274 @@
+"""Schedules as data: what ranks do in one step, as typed instructions from pure functions.
+
+Ranks have one tile, or several, their chunks, between which they alternate. The first stands for them where schedules
+are listed by tile, and each instruction says which chunk it is for.
+
+The engine executes them, a person can print them; `plan.schedule_run` proves before the start that they end.
+At most `channel_depth` messages of a kind are on their way between two tiles, each in a slot that both made for it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+
+from hpctrain.plan.tiling import Plan, Tile
+
+
+class Op(Enum):
+    """Kinds of instructions. Each but the last two is about one microbatch."""
+
+    RECEIVE_ACTIVATION = "receive activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send activation"
+    RECEIVE_GRADIENT = "receive gradient"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward input"
+    """The gradient of the tile's input; what it takes to add those of weights is kept."""
+    BACKWARD_WEIGHT = "backward weight"
+    """The rest of it. Both together do what BACKWARD does, to the bit."""
+    SEND_GRADIENT = "send gradient"
+    REDUCE_GRADIENTS = "reduce gradients"
+    UPDATE = "update"
+
+    __hash__ = object.__hash__  # there is one of each; an Enum's own hashes its name, in Python
+
+
+COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+ADDING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+"""What adds to the gradients of weights."""
+RECEIVING = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+SENDING = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+EXPECTED_AHEAD = 2
+"""How many receives of a rank have memory before it comes to them: in the steady state one of each kind."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    op: Op
+    microbatch: int = -1
+    substep: int = 0
+    """Which piece of the tile's rows, for forward and backward."""
+    starts_reducing: bool = False
+    """Whether this pass, the last that adds to gradients, starts to sum each item's when it has passed it.
+
+    Nobody waits for that before REDUCE_GRADIENTS.
+    """
+    chunk: int = 0
+    """Which of the tiles of its ranks, in the order of items."""
+
+    def __str__(self) -> str:
+        if self.microbatch < 0:
+            return self.op.value
+        text = f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
+        text += f" of chunk {self.chunk}" if self.chunk else ""
+        return f"{text} and start to reduce" if self.starts_reducing else text
+
+
+Schedule = Sequence[Instruction]
+"""What the ranks of a tile do in a step."""
+
+
+def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
+    """Return how many messages a channel between two neighbours holds: no tile runs further ahead of the next one than
+    by the microbatches that it has under way, so that no send of a training step waits."""
+    return max(under_way(plan, tile), under_way(plan, other))
+
+
+def under_way(plan: Plan, tile: Tile) -> int:
+    """Return how many microbatches of a tile are under way at once, from its forward to its backward pass: by 1F1B
+    those of its warm-up and one in hand. Of an interleaved pipeline a step may have fewer."""
+    chunks = plan.chunks(tile)
+    if len(chunks) == 1:
+        return min(plan.warm_up(tile) + 1, plan.microbatches)
+    return _under_way(*_place(plan, tile))[chunks.index(tile)]
+
+
+@lru_cache(maxsize=256)
+def _under_way(chunks: int, stages: int, behind: int, microbatches: int) -> list[int]:
+    """Return `under_way` for each chunk of a stage."""
+    alive, most = [0] * chunks, [0] * chunks
+    for op, chunk, _ in _passes(chunks, stages, behind, microbatches):
+        alive[chunk] += 1 if op is Op.FORWARD else -1
+        most[chunk] = max(most[chunk], alive[chunk])
+    return most
+
+
+Pass = tuple[Op, int, int]
+"""FORWARD or BACKWARD, the chunk, the microbatch."""
+
+
+def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
+    """Return the order in which a tile's ranks go through their passes by 1F1B (PipeDream-flush, Narayanan et al. 2021,
+    arXiv 2104.04473): warm up, alternate, drain.
+
+    The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
+    even pipeline and also right for tiles that are on paths of unlike length; and what it is `ahead`: with one more, a
+    message to the next tile and back may take as long as a microbatch before it holds them up (Zhuang et al. 2023,
+    arXiv 2211.05322).
+
+    Ranks with several chunks are of an interleaved pipeline: they take as many microbatches through a chunk as there
+    are stages, then through the next one, and warm up by `2 (stages - 1 - stage) + (chunks - 1) stages` passes. Where
+    microbatches are no multiple of the stages, they go as if there were more, without those.
+    """
+    return _passes(*_place(plan, tile))
+
+
+def _place(plan: Plan, tile: Tile) -> tuple[int, int, int, int]:
+    """Return what the order of a tile's ranks depends on: chunks, stages of the pipeline, tiles behind the last chunk
+    (of a single tile: its warm-up), microbatches."""
+    tiles = plan.chunks(tile)
+    stages = plan.depth_from_start(tiles[1]) - plan.depth_from_start(tiles[0]) if len(tiles) > 1 else 1
+    behind = plan.depth_to_loss(tiles[-1]) if len(tiles) > 1 else plan.warm_up(tile)
+    return len(tiles), stages, behind, plan.microbatches
+
+
+@lru_cache(maxsize=256)
+def _passes(chunks: int, stages: int, behind: int, microbatches: int) -> tuple[Pass, ...]:
+    """Return `passes` of a stage."""
+    rounds = range(0, microbatches, stages)
+    forward = [(chunk, m) for first in rounds for chunk in range(chunks) for m in range(first, first + stages)]
+    warmup = behind if chunks == 1 else 2 * behind + (chunks - 1) * stages
+    made = [(Op.FORWARD, *each) for each in forward[:warmup]]
+    for i, (chunk, m) in enumerate(forward):
+        made += [(Op.FORWARD, *each) for each in forward[warmup + i : warmup + i + 1]]
+        made.append((Op.BACKWARD, chunks - 1 - chunk, m))
+    return tuple(each for each in made if each[2] < microbatches)
+
+
+def forward_part(plan: Plan, tile: Tile, m: int, chunk: int = 0) -> list[Instruction]:
+    """Return the instructions of one microbatch's forward pass on a tile, chunk `chunk` of its ranks."""
+    steps = [Instruction(Op.FORWARD, m, s, chunk=chunk) for s in range(tile.substeps)]
+    if plan.upstream(tile):
+        steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m, chunk=chunk))
+    if plan.downstream(tile):
+        steps.append(Instruction(Op.SEND_ACTIVATION, m, chunk=chunk))
+    return steps
+
+
+def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int = 0) -> list[Instruction]:
+    """Return those of its backward pass, or by BACKWARD_INPUT of the part that its neighbours wait for."""
+    steps = [Instruction(op, m, s, chunk=chunk) for s in range(tile.substeps)]
+    if plan.downstream(tile):
+        steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m, chunk=chunk))
+    if plan.upstream(tile):
+        steps.append(Instruction(Op.SEND_GRADIENT, m, chunk=chunk))
+    return steps
+
+
+def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int = 0) -> list[Instruction]:
+    """Return a whole microbatch on a tile with the loss: each substep forward and back, so that only one is kept."""
+    steps = []
+    for s in range(tile.substeps):
+        steps += [Instruction(Op.FORWARD, m, s, chunk=chunk), Instruction(op, m, s, chunk=chunk)]
+    if plan.upstream(tile):
+        receive, send = (Instruction(o, m, chunk=chunk) for o in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT))
+        return [receive, *steps, send]
+    return steps
+
+
+def weight_part(tiles: Sequence[Tile], chunk: int, m: int) -> list[Instruction]:
+    return [Instruction(Op.BACKWARD_WEIGHT, m, s, chunk=chunk) for s in range(tiles[chunk].substeps)]
+
+
+def weight_delay(plan: Plan, tile: Tile) -> int | None:
+    """Return how many microbatches a tile's weight passes are behind its input passes; None where they are one.
+
+    They are one where nobody waits for the gradient of the input. By 1F1B it is sent as soon as it is there (H2,
+    arXiv 2505.17548), with the weights' right after it, where that costs nothing: sums over x or y would no longer be
+    hidden behind the weights' products, and tiles that recompute or have substeps are short of the memory in which
+    these wait. Tiles with ZeRO 2 and 3 must do alike. By ZB-H1 each tile keeps as many microbatches under way as the
+    first one on its longest path does by 1F1B, so that what is left at the end are weight passes.
+    """
+    if not plan.upstream(tile):
+        return None
+    if plan.schedule == "zb-h1":
+        return plan.depth_from_start(tile)
+    return 0 if splits_freely(tile) else None
+
+
+def splits_freely(tile: Tile) -> bool:
+    """Say whether it costs a tile nothing to send the gradient of its input before it computes those of weights."""
+    is_cut = tile.tensor.x > 1 or tile.tensor.y > 1
+    return not is_cut and tile.recompute == "none" and tile.substeps == 1 and tile.zero < 2
+
+
+def schedule_of(plan: Plan, tile: Tile, reduce_early: bool = False) -> tuple[Instruction, ...]:
+    """Return a training step of a tile's ranks by the plan's schedule; `reduce_early` as in `one_f_one_b`."""
+    return one_f_one_b(plan, tile, reduce_early, splits_backward=True)
+
+
+def one_f_one_b(
+    plan: Plan, tile: Tile, reduce_early: bool = False, splits_backward: bool = False
+) -> tuple[Instruction, ...]:
+    """Return a step in the order of `passes`.
+
+    With `reduce_early` (of all tiles alike) the last pass of each chunk that adds to gradients starts to reduce them.
+    If it `splits_backward`, backward passes are in two parts where `weight_delay` says so, of which that of weights is
+    so many passes behind: the order in which tiles wait for each other stays the same. Delayed by the number of tiles
+    before this one, it is ZB-H1 (Qi et al. 2024, arXiv 2401.10241).
+    """
+    if tile.is_idle:
+        return (Instruction(Op.UPDATE),)
+    tiles = plan.chunks(tile)
+    delays = [weight_delay(plan, each) if splits_backward else None for each in tiles]
+    steps: list[Instruction] = []
+    delayed: deque[tuple[int, int]] = deque()
+    for op, chunk, m in passes(plan, tile):
+        has_loss, delay = not plan.downstream(tiles[chunk]), delays[chunk]
+        if op is Op.FORWARD:
+            if not has_loss:  # else it goes back right after it
+                steps += forward_part(plan, tiles[chunk], m, chunk)
+            continue
+        part = at_the_loss if has_loss else backward_part
+        steps += part(plan, tiles[chunk], m, Op.BACKWARD if delay is None else Op.BACKWARD_INPUT, chunk)
+        if delay is not None:
+            delayed.append((chunk, m))
+            while len(delayed) > delay:
+                steps += weight_part(tiles, *delayed.popleft())
+    for late in delayed:
+        steps += weight_part(tiles, *late)
+    if reduce_early:
+        for chunk in range(len(tiles)):
+            last = max(i for i, step in enumerate(steps) if step.op in ADDING and step.chunk == chunk)
+            steps[last] = replace(steps[last], starts_reducing=True)
+    return (*steps, Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE))
+
+
+def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
+    """Return the forward passes alone, for validation."""
+    if tile.is_idle:
+        return ()
+    tiles = plan.chunks(tile)
+    forward = [(chunk, m) for op, chunk, m in passes(plan, tile) if op is Op.FORWARD]
+    return tuple(step for chunk, m in forward for step in forward_part(plan, tiles[chunk], m, chunk))
+
+
+def schedules_of(plan: Plan, make: Callable[[Plan, Tile], Schedule]) -> dict[Tile, Schedule]:
+    """Return the schedules that `make` returns for the ranks of a plan, by their first tiles.
+
+    Ranks with equal schedules share one object, made once.
+    """
+    made: dict[tuple, Schedule] = {}
+    schedules = {}
+    for first in plan.first_tiles:
+        shapes = [
+            (bool(plan.upstream(t)), bool(plan.downstream(t)), t.substeps, weight_delay(plan, t))
+            for t in plan.chunks(first)
+        ]
+        key = _place(plan, first), *shapes
+        if key not in made:
+            made[key] = make(plan, first)
+        schedules[first] = made[key]
+    return schedules
+
+
+def items_in_order(schedule: Sequence[Instruction], tiles: Sequence[Tile]) -> Iterator[int]:
+    """Yield the items whose weights ranks with these tiles need, pass by pass: in their order forward, from the last to
+    the first backward."""
+    for instruction in schedule:
+        if instruction.op is Op.FORWARD:
+            yield from range(*tiles[instruction.chunk].items)
+        elif instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            yield from reversed(range(*tiles[instruction.chunk].items))

@@ -1,0 +1,304 @@
+"""Runs the schedules of all ranks against each other: the one event loop of the deadlock check and of the simulator.
+
+The loop has no clock. Ranks advance through their instructions until they must wait, and run again when what they wait
+for has come. Messages between two tiles arrive in the order in which they were sent. A receive waits for its message; a
+send waits while `channel_depth` messages are on the wire. All ranks sum gradients and update together, so the loop ends
+there.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.schedule import (
+    ADDING,
+    COMPUTING,
+    RECEIVING,
+    SENDING,
+    Instruction,
+    Op,
+    Schedule,
+    channel_depth,
+    forward_only,
+    schedule_of,
+    schedules_of,
+)
+from hpctrain.plan.tiling import Plan, Tile, joined
+
+ENDING = (Op.REDUCE_GRADIENTS, Op.UPDATE)
+"""The instructions that all ranks execute together, after all others."""
+
+
+@dataclass(eq=False)
+class Wire:
+    """The messages of one kind from a tile to another."""
+
+    ends: tuple[Tile, Tile]
+    op: Op
+    """The instruction that sends them."""
+    source: "Runner"
+    target: "Runner"
+    depth: int
+    microbatches: deque[int] = field(default_factory=deque)
+    """The microbatches of the messages that were sent and not received."""
+
+
+@dataclass(eq=False)
+class Runner:
+    """The ranks of one tensor grid and how far they are in their schedule."""
+
+    chunks: tuple[Tile, ...]
+    schedule: Schedule
+    place: int = 0
+    """The number of instructions that are done."""
+    waits_for: Wire | Op | None = None
+    wires: dict[tuple[Op, int], tuple[Wire, ...]] = field(default_factory=dict)
+    """The wires that an instruction sends to or receives from, by its kind and chunk."""
+    partners: tuple["Runner", ...] = ()
+    """The runners that take each pass at the same time as this one."""
+
+    def copy_progress(self, other: "Runner") -> None:
+        self.place = other.place
+
+
+class ScheduleRun:
+    """One step of all ranks, by the hardest rules and without prices.
+
+    A subclass may price the step: it makes runners and wires that carry clocks, and overrides `compute`, `send` and
+    `receive`, which are called when an instruction is executed. The order of these calls among runners does not change
+    what any runner sends or receives: wires are FIFO, and each has one sender and one receiver.
+    """
+
+    passes_together = True
+    """Whether the tiles of a stage with ZeRO 2 or 3, which exchange in every pass, take each pass together."""
+
+    def __init__(self, plan: Plan, schedules: Mapping[Tile, Schedule]):
+        self._plan = plan
+        self.runners = {tile: self.runner(plan.chunks(tile), steps) for tile, steps in schedules.items()}
+        """The runners by their first tiles, as the schedules are."""
+        self.runner_of = {tile: runner for runner in self.runners.values() for tile in runner.chunks}
+        self._wires: list[Wire] = []
+        self._runnable: deque[Runner] = deque()
+
+    # ---- what a subclass overrides -----------------------------------------------------------------------------------
+
+    def runner(self, chunks: tuple[Tile, ...], schedule: Schedule) -> Runner:
+        return Runner(chunks, schedule)
+
+    def wire(self, ends: tuple[Tile, Tile], *rest) -> Wire:
+        return Wire(ends, *rest)
+
+    def prices(self, tiles: Sequence[Tile]) -> object:
+        """Return the prices of tiles and of their messages, to compare with those of other tiles."""
+        return None
+
+    def compute(self, runner: Runner, step: Instruction) -> None: ...
+
+    def send(self, runner: Runner, step: Instruction, wires: tuple[Wire, ...]) -> None: ...
+
+    def receive(self, runner: Runner, step: Instruction, wires: tuple[Wire, ...]) -> None: ...
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run all schedules until every runner is at the end. Raises PlanError where they deadlock."""
+        copies = self.copies()
+        self._runnable.extend(runner for runner in self.runners.values() if runner not in copies)
+        self._connect(tuple(self._runnable))
+        while self._runnable:
+            self._advance(self._runnable.popleft())
+        for runner, original in copies.items():
+            runner.copy_progress(original)
+        self._check_ends()
+        for wire in self._wires:
+            if wire.microbatches:
+                sender, receiver = map(_name, wire.ends)
+                raise PlanError(f"{sender}: '{wire.op.value} {wire.microbatches[0]}' to {receiver} is never received")
+
+    def _check_ends(self) -> None:
+        """Refuse schedules that did not all come to the same collectives, which end a step."""
+        ends = {runner: runner.schedule[runner.place :] for runner in self.runners.values()}
+        for runner, rest in ends.items():
+            late = next((step for step in rest if step.op not in ENDING), None)
+            if late and rest[0].op in ENDING:
+                raise PlanError(f"{_name(runner.chunks[late.chunk])}: '{late}' comes after '{rest[0]}'")
+        if stuck := [(rest[0], runner.chunks) for runner, rest in ends.items() if rest and rest[0].op not in ENDING]:
+            waits = "; ".join(f"{_name(chunks[step.chunk])} waits at '{step}'" for step, chunks in stuck[:4])
+            raise PlanError(f"the schedule deadlocks: {waits}")
+        first, *others = ends
+        for other in others:
+            if [step.op for step in ends[other]] != [step.op for step in ends[first]]:
+                mine, theirs = (", ".join(map(str, ends[each])) or "no more" for each in (first, other))
+                raise PlanError(
+                    f"the schedule deadlocks: {_name(first.chunks[0])} ends with '{mine}' and {_name(other.chunks[0])}"
+                    f" with '{theirs}', which all ranks do together"
+                )
+
+    def copies(self) -> dict[Runner, Runner]:
+        """Return by runner the one in whose place it is in the first equivalent pipeline.
+
+        Pipelines that share no messages, and have the same items, schedules and prices, go through a step in the same
+        way, so only the first runs. Even plans then take the same time with any number of replicas. Passes that tiles
+        take together keep this: a tile and its copy have the same partners and are always equally far.
+        """
+        pipelines = joined(self._plan)
+        known: dict[tuple, list[list[Runner]]] = {}
+        copies: dict[Runner, Runner] = {}
+        for tiles in pipelines if len(pipelines) > 1 else ():
+            number = {tile: i for i, tile in enumerate(tiles)}
+            each = tuple((t.items, t.zero, self._plan.warm_up(t), number[self._plan.chunks(t)[0]]) for t in tiles)
+            pairs = tuple((number[a], number[b]) for a in tiles for b in self._plan.downstream(a))
+            runners = [self.runners[tile] for tile in tiles if tile in self.runners]
+            originals = known.setdefault((each, pairs, self.prices(tiles)), [])
+            for original in originals:
+                if all(mine.schedule == its.schedule for mine, its in zip(runners, original, strict=True)):
+                    copies |= zip(runners, original, strict=True)
+                    break
+            else:
+                originals.append(runners)
+        return copies
+
+    def _connect(self, runners: Sequence[Runner]) -> None:
+        """Lay the wires between runners, and name those that take each pass together."""
+        down, up = self._plan.downstream, self._plan.upstream
+        laid: dict[tuple[Tile, Tile], Wire] = {}
+        for tile in (tile for runner in runners for tile in runner.chunks):
+            for other in down(tile):
+                depth, here, there = channel_depth(self._plan, tile, other), self.runner_of[tile], self.runner_of[other]
+                laid[tile, other] = self.wire((tile, other), Op.SEND_ACTIVATION, here, there, depth)
+                laid[other, tile] = self.wire((other, tile), Op.SEND_GRADIENT, there, here, depth)
+        self._wires = list(laid.values())
+        stages: dict[tuple, list[Runner]] = {}
+        for runner in runners:
+            stages.setdefault(runner.chunks[0].items, []).append(runner)
+            for chunk, tile in enumerate(runner.chunks):
+                runner.wires |= {
+                    (Op.RECEIVE_ACTIVATION, chunk): tuple(laid[other, tile] for other in up(tile)),
+                    (Op.SEND_ACTIVATION, chunk): tuple(laid[tile, other] for other in down(tile)),
+                    (Op.RECEIVE_GRADIENT, chunk): tuple(laid[other, tile] for other in down(tile)),
+                    (Op.SEND_GRADIENT, chunk): tuple(laid[tile, other] for other in up(tile)),
+                }
+        for runner in runners if self.passes_together else ():
+            tile = runner.chunks[0]
+            if tile.zero >= 2:
+                runner.partners = tuple(other for other in stages[tile.items] if other is not runner)
+
+    def _advance(self, runner: Runner) -> None:
+        """Take a runner through its instructions until it must wait."""
+        schedule = runner.schedule
+        while runner.place < len(schedule):
+            step = schedule[runner.place]
+            op = step.op
+            if op in COMPUTING:
+                if runner.partners and not self._meet(runner, step):
+                    return
+                self.compute(runner, step)
+            elif op in RECEIVING:
+                wires = runner.wires[op, step.chunk]
+                for wire in wires:
+                    if not wire.microbatches:
+                        runner.waits_for = wire
+                        return
+                for wire in wires:
+                    if (got := wire.microbatches.popleft()) != step.microbatch:
+                        raise PlanError(f"{_name(wire.ends[1])} expects microbatch {step.microbatch} and is sent {got}")
+                    self._wake(wire.source, wire)
+                self.receive(runner, step, wires)
+            elif op in SENDING:
+                wires = runner.wires[op, step.chunk]
+                for wire in wires:
+                    if len(wire.microbatches) >= wire.depth:
+                        runner.waits_for = wire
+                        return
+                self.send(runner, step, wires)
+                for wire in wires:
+                    wire.microbatches.append(step.microbatch)
+                    self._wake(wire.target, wire)
+            else:
+                return
+            runner.place += 1
+
+    def _wake(self, runner: Runner, event: Wire | Op) -> None:
+        if runner.waits_for is event:
+            runner.waits_for = None
+            self._runnable.append(runner)
+
+    def _meet(self, runner: Runner, step: Instruction) -> bool:
+        """Say whether all partners of a runner have come to its pass, and wake them if it is the last."""
+        for other in runner.partners:
+            theirs = other.schedule[runner.place] if runner.place < len(other.schedule) else "the end"
+            if theirs is not step and theirs != step:
+                mine = runner.chunks[step.chunk]
+                raise PlanError(f"{_name(mine)} exchanges in '{step}' while {_name(other.chunks[0])} is at '{theirs}'")
+        if any(other.place < runner.place for other in runner.partners):
+            runner.waits_for = step.op
+            return False
+        for other in runner.partners:
+            self._wake(other, step.op)
+        return True
+
+
+def check_schedules(plan: Plan, reduce_early: bool = False) -> None:
+    """Refuse a plan by which a step of training or validation would wait for ever. Raises PlanError."""
+    check_no_deadlock(plan, schedules_of(plan, partial(schedule_of, reduce_early=reduce_early)))
+    check_no_deadlock(plan, schedules_of(plan, forward_only))
+
+
+def check_no_deadlock(plan: Plan, schedules: Mapping[Tile, Schedule]) -> None:
+    """Run all ranks' instructions, by their first tiles, against each other; raise PlanError where they would wait for
+    ever.
+
+    Every message is received, and is the one that its receiver expects. All tiles sum gradients and update together,
+    which is harder than need be: only those that share a parameter have to. Tiles with ZeRO 2 and 3 exchange in every
+    pass, and take each pass together. A reduction that starts early waits for nobody, but must be final and be waited
+    for: the last pass that adds to gradients starts it, before the reduction. Gradients are added in the order of
+    microbatches and substeps, so that no schedule changes a bit.
+    """
+    checked: set[int] = set()
+    for tile, schedule in schedules.items():
+        for chunk, own in enumerate(plan.chunks(tile) if id(schedule) not in checked else ()):
+            steps = [step for step in schedule if step.chunk == chunk or step.microbatch < 0]
+            _check_order_of_gradients(own, steps)
+            _check_early_reduction(own, steps)
+        checked.add(id(schedule))
+    ScheduleRun(plan, schedules).run()
+
+
+def _check_order_of_gradients(tile: Tile, steps: Sequence[Instruction]) -> None:
+    kept: set[tuple[int, int]] = set()
+    added = (-1, 0)
+    for step in steps:
+        at = step.microbatch, step.substep
+        if step.op is Op.BACKWARD_INPUT:
+            kept.add(at)
+        elif step.op is Op.BACKWARD_WEIGHT and at not in kept:
+            raise PlanError(f"{_name(tile)}: '{step}' comes before its input pass")
+        if step.op in ADDING:
+            if at <= added:
+                raise PlanError(
+                    f"{_name(tile)}: '{step}' comes after microbatch {added[0]}, substep {added[1]} was added to the"
+                    " gradients; add them in order"
+                )
+            kept.discard(at)
+            added = at
+    if kept:
+        raise PlanError(f"{_name(tile)}: '{Instruction(Op.BACKWARD_INPUT, *min(kept))}' has no weight pass")
+
+
+def _check_early_reduction(tile: Tile, steps: Sequence[Instruction]) -> None:
+    starts = [i for i, step in enumerate(steps) if step.starts_reducing]
+    if not starts:
+        return
+    later = [step for step in steps[starts[0] + 1 :] if step.op in ADDING or step.starts_reducing]
+    if later:
+        raise PlanError(f"{_name(tile)}: '{steps[starts[0]]}' comes before '{later[0]}', which adds to the gradients")
+    if Instruction(Op.REDUCE_GRADIENTS) not in steps[starts[0] :]:
+        raise PlanError(
+            f"{_name(tile)}: what '{steps[starts[0]]}' starts is never waited for: nothing reduces after it"
+        )
+
+
+def _name(tile: Tile) -> str:
+    return f"tile items {list(tile.items)} rows {list(tile.rows)}"

@@ -1,0 +1,261 @@
+"""The plan: a tiling of the work of each microbatch, items x rows, among tensor grids of ranks.
+
+Plain frozen data with a TOML form (see `plan_file.py`), written by a person, by `even_plan`, or by the planner, and
+read by everything else. Item 0 is the embedding, items 1 ... L the blocks, item L+1 the head; rows are the
+sequences of a microbatch.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpctrain.config.errors import PlanError
+from hpctrain.sharding.grid import ONE_RANK, TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Consecutive items x consecutive rows, computed by one tensor grid of ranks.
+
+    `ranks` are in the order z (slowest), x, y (fastest): y exchanges the most and sits closest.
+    """
+
+    items: Interval
+    rows: Interval
+    ranks: tuple[int, ...]
+    tensor: TensorGrid = ONE_RANK
+    family: str = "cpu"
+    recompute: str = "none"
+    zero: int = 1
+    state_share: int = 1
+    """The share of each of its ranks when holders cut the state of the optimizer among them."""
+    substeps: int = 1
+    """In how many pieces the tile goes through its rows of a microbatch."""
+    ahead: int = 0
+    """Microbatches that it has under way beyond those of 1F1B, so that slow messages hold up nobody."""
+
+    def __post_init__(self) -> None:
+        # Tiles are keys of many dictionaries: these tell nearly all apart, and take a tenth of the time of all.
+        object.__setattr__(self, "_hash", hash((self.items, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this stands for a rank that the plan does not use."""
+        return not self.items.size
+
+    def coordinate(self, rank: int) -> tuple[int, int, int]:
+        """Return the (x, y, z) of a rank of this tile."""
+        return self.tensor.coordinate(self.ranks.index(rank))
+
+    def rank_at(self, x: int, y: int, z: int) -> int:
+        return self.ranks[(z * self.tensor.x + x) * self.tensor.y + y]
+
+    def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` in their coordinate on `axis` only, in its order."""
+        x, y, z = self.coordinate(rank)
+        match axis:
+            case "x":
+                return tuple(self.rank_at(i, y, z) for i in range(self.tensor.x))
+            case "y":
+                return tuple(self.rank_at(x, i, z) for i in range(self.tensor.y))
+            case "z":
+                return tuple(self.rank_at(x, y, i) for i in range(self.tensor.z))
+        raise ValueError(axis)
+
+    def rows_at(self, z: int) -> Interval:
+        """Return the rows of a microbatch that coordinate z computes."""
+        return cut_evenly(self.rows.size, self.tensor.z)[z].shift(self.rows.start)
+
+    def holds(self, item: int) -> bool:
+        return self.items.start <= item < self.items.stop
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes what, and by which schedule."""
+
+    tiles: tuple[Tile, ...]
+    microbatches: int
+    rows: int
+    """Sequences in a microbatch, over all tiles of a stage."""
+    schedule: str = "1f1b"
+    """Or "zb-h1"; see `hpctrain.plan.schedule`."""
+    unused: tuple[int, ...] = ()
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that the plan is for, the unused ones too."""
+        return tuple(sorted({*self.unused, *(rank for tile in self.tiles for rank in tile.ranks)}))
+
+    @cached_property
+    def _tiles_of(self) -> dict[int, tuple[Tile, ...]]:
+        found: dict[int, list[Tile]] = {}
+        for tile in self.tiles:
+            found.setdefault(tile.ranks[0], []).append(tile)
+        every = [tuple(sorted(tiles, key=lambda tile: tile.items.start)) for tiles in found.values()]
+        every += [(Tile(Interval(0, 0), Interval(0, 0), (rank,)),) for rank in self.unused]
+        return {rank: tiles for tiles in every for rank in tiles[0].ranks}
+
+    def tiles_of(self, rank: int) -> tuple[Tile, ...]:
+        """Return the tiles of a rank, its chunks, in the order of items; an unused one has an idle tile, without items
+        and neighbours."""
+        return self._tiles_of[rank]
+
+    def tile_of(self, rank: int) -> Tile:
+        """Return the first tile of a rank, for what all of them have alike: ranks, grid, rows, options (see
+        `check_tiling`)."""
+        return self._tiles_of[rank][0]
+
+    def chunks(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return all tiles of a tile's ranks, in the order of items."""
+        return self._tiles_of[tile.ranks[0]]
+
+    @cached_property
+    def first_tiles(self) -> tuple[Tile, ...]:
+        """Of each tensor grid of ranks the first tile, which stands for what these do."""
+        return tuple(tile for tile in self.tiles if self.chunks(tile)[0] is tile)
+
+    @cached_property
+    def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
+        """For each tile those of the next items that share rows with it."""
+        starting: dict[int, list[Tile]] = {}
+        for tile in self.tiles:
+            starting.setdefault(tile.items.start, []).append(tile)
+        return {
+            tile: tuple(t for t in starting.get(tile.items.stop, ()) if tile.rows.intersect(t.rows).size)
+            for tile in self.tiles
+        }
+
+    @cached_property
+    def _upstream(self) -> dict[Tile, tuple[Tile, ...]]:
+        found: dict[Tile, list[Tile]] = {tile: [] for tile in self.tiles}
+        for tile, following in self._downstream.items():
+            for other in following:
+                found[other].append(tile)
+        return {tile: tuple(tiles) for tile, tiles in found.items()}
+
+    @cached_property
+    def _depth_to_loss(self) -> dict[Tile, int]:
+        depth: dict[Tile, int] = {}
+        for tile in sorted(self.tiles, key=lambda t: -t.items.start):
+            depth[tile] = max((1 + depth[t] for t in self._downstream[tile]), default=0)
+        return depth
+
+    @cached_property
+    def _depth_from_start(self) -> dict[Tile, int]:
+        depth: dict[Tile, int] = {}
+        for tile in sorted(self.tiles, key=lambda t: t.items.start):
+            depth[tile] = max((1 + depth[t] for t in self._upstream[tile]), default=0)
+        return depth
+
+    def downstream(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return the tiles that take this tile's output: those of the next items that share rows with it."""
+        return self._downstream.get(tile, ())
+
+    def upstream(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return the tiles whose output this tile takes."""
+        return self._upstream.get(tile, ())
+
+    def depth_to_loss(self, tile: Tile) -> int:
+        """Return the number of tiles on the longest path from this one to the loss, not counting itself."""
+        return self._depth_to_loss[tile]
+
+    def depth_from_start(self, tile: Tile) -> int:
+        """Return the number of tiles on the longest path from the first items to this one, not counting itself."""
+        return self._depth_from_start[tile]
+
+    def warm_up(self, tile: Tile) -> int:
+        """Return how many forward passes a tile does before it alternates, if it has one tile a rank."""
+        return self.depth_to_loss(tile) + tile.ahead
+
+    def path_length(self, tile: Tile) -> int:
+        """Return the number of tiles on the longest path through this one."""
+        return self.depth_from_start(tile) + 1 + self.depth_to_loss(tile)
+
+    def describe(self) -> str:
+        """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
+        grids = "/".join(sorted({str(tile.tensor) for tile in self.tiles}))
+        microbatches = f"{counted(self.microbatches, 'microbatch')} of {counted(self.rows, 'row')}"
+        items = {tile.items for tile in self.tiles}
+        replicas = {tile.rows for tile in self.tiles}
+        chunks = {len(self.chunks(tile)) for tile in self.tiles}
+        if len(self.tiles) == len(items) * len(replicas) and "/" not in grids and len(chunks) == 1:
+            each = max(chunks)
+            stages = counted(len(items) // each, "stage") + (f" of {counted(each, 'chunk')}" if each > 1 else "")
+            tiles = f"{stages} x {counted(len(replicas), 'replica')} of {grids} (x,y,z)"
+        else:
+            tiles = f"{counted(len(self.tiles), 'tile')} of {grids} (x,y,z)"
+            tiles += f", up to {max(chunks)} a rank" if max(chunks) > 1 else ""
+        unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
+        schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
+        most = max((tile.ahead for tile in self.tiles), default=0)
+        ahead = f", up to {most} more under way" if most else ""
+        return f"{tiles}, {microbatches}{schedule}{ahead}{unused}"
+
+
+def joined(plan: Plan) -> list[list[Tile]]:
+    """Return the tiles that share messages, directly or through others, together, in the order of the plan's."""
+    place = {tile: i for i, tile in enumerate(plan.tiles)}
+    found: list[list[Tile]] = []
+    seen: set[Tile] = set()
+    for start in plan.tiles:
+        if start in seen:
+            continue
+        seen.add(start)
+        together = [start]
+        for tile in together:  # grows while it is gone through
+            near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
+            seen.update(near)
+            together += near
+        found.append(sorted(together, key=place.get))
+    return found
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words, such as `2 microbatches`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
+
+
+def even_plan(
+    num_items: int,
+    grid: TensorGrid,
+    pipeline: int,
+    data: int,
+    microbatches: int,
+    rows: int,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    **tile,
+) -> Plan:
+    """Return the even plan: `pipeline` stages x `data` replicas of `grid`; `tile` gives the rest of each tile.
+
+    Blocks are cut evenly by count, with embedding and head at the ends; ranks run fastest in the tensor grid, then
+    over replicas, then over stages, so that what exchanges most sits closest. With `chunks` each stage has so many
+    tiles, every `pipeline`-th: an interleaved pipeline.
+
+    Raises PlanError if there are fewer blocks than tiles in a row, rows that do not divide, or chunks of one stage.
+    """
+    if chunks > 1 and pipeline == 1:
+        raise PlanError(
+            f"chunks = {chunks} shorten the bubble of a pipeline, and pipeline = 1 has none; set chunks to 1, or"
+            " pipeline to 2 or more"
+        )
+    if chunks > 1 and schedule != "1f1b":
+        raise PlanError(f'chunks = {chunks}: schedule = "{schedule}" is of one tile a rank; set chunks to 1, or "1f1b"')
+    if pipeline * chunks > num_items - 2:
+        of_each = f" x chunks = {chunks}" if chunks > 1 else ""
+        raise PlanError(f"pipeline = {pipeline} stages{of_each} need as many blocks, the model has {num_items - 2}")
+    if rows % data:
+        raise PlanError(f"{rows} rows of a microbatch do not divide among data = {data} replicas")
+    cuts = [cut.shift(1) for cut in cut_evenly(num_items - 2, pipeline * chunks)]
+    cuts[0] = Interval(0, cuts[0].stop)
+    cuts[-1] = Interval(cuts[-1].start, num_items)
+    tiles = []
+    for number, items in enumerate(cuts):
+        for place, replica in enumerate(cut_evenly(rows, data)):
+            first = (number % pipeline * data + place) * grid.size
+            tiles.append(Tile(items, replica, tuple(range(first, first + grid.size)), grid, **tile))
+    return Plan(tuple(tiles), microbatches, rows, schedule)

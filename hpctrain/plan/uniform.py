@@ -1,0 +1,118 @@
+"""Draws the plan that a job asks for: a uniform one (tensor grid x pipeline x data), or that of a plan file. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.config.errors import LaunchError, PlanError
+from hpctrain.config.job import Job, PlanRequest
+from hpctrain.plan.checks import check_plan, check_ranks
+from hpctrain.plan.file import load_plan
+from hpctrain.plan.tiling import Plan, even_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import divisors
+from hpctrain.sharding.parameters import check_grid
+
+# A pipeline with so many microbatches for each stage has a small bubble; more would make its products small.
+WANTED_MICROBATCHES_PER_STAGE = 4
+# One microbatch of one replica: enough for efficient products, small in memory.
+WANTED_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plan, and for each thing that was chosen rather than given its reason."""
+
+    plan: Plan
+    reasons: dict[str, str]
+
+
+def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None) -> Resolved:
+    """Return the plan that a job describes, checked against model, batch and ranks.
+
+    `families` are those of the ranks that there are, in their order; without them a plan is believed what it says.
+    Raises LaunchError if it is for another number of ranks, PlanError if it does not fit the model, the batch or the
+    families, or is `auto`, which needs a machine.
+    """
+    request = job.plan
+    if request is None:
+        raise PlanError(
+            'plan = "auto" is searched for on a described machine: give --cluster CLUSTER, or set plan.tensor.y,'
+            f" plan.pipeline and plan.data, whose product is {num_ranks}"
+        )
+    if request.file is not None:
+        plan = load_plan(request.file)
+        check_plan(job, plan, str(request.file))
+        check_ranks(plan, num_ranks)
+        found = families_of(plan, families) if families else [tile.family for tile in plan.tiles]
+        for number, (tile, family) in enumerate(zip(plan.tiles, found, strict=True)):
+            if tile.family != family:
+                raise PlanError(
+                    f"{request.file}: tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)} are"
+                    f" of '{family}'; start the ranks on the hosts that the plan was made for, or make a plan for these"
+                )
+        return Resolved(plan, {})
+    if request.num_ranks != num_ranks:
+        t = request.tensor
+        raise LaunchError(
+            f"the plan (tensor {t.x}x{t.y}x{t.z} x pipeline {request.pipeline} x data {request.data}) is for"
+            f" {request.num_ranks} ranks, but {num_ranks} were started; start it with mpirun -n"
+            f' {request.num_ranks}, or set plan = "auto"'
+        )
+    resolved = _draw(job, request)
+    return replace(resolved, plan=with_families(resolved.plan, families)) if families else resolved
+
+
+def with_families(plan: Plan, families: Sequence[str]) -> Plan:
+    """Return the plan with the families of the ranks named in its tiles."""
+    found = zip(plan.tiles, families_of(plan, families), strict=True)
+    return replace(plan, tiles=tuple(replace(tile, family=family) for tile, family in found))
+
+
+def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
+    """Return the family of each tile, given those of the ranks; "a+b" where its ranks are of several."""
+    return ["+".join(dict.fromkeys(families[rank] for rank in tile.ranks)) for tile in plan.tiles]
+
+
+def _draw(job: Job, request: PlanRequest) -> Resolved:
+    grid = TensorGrid(request.tensor.x, request.tensor.y, request.tensor.z)
+    check_grid(job.model, grid)
+    batch = job.train.global_batch
+    if batch % request.data:
+        raise PlanError(
+            f"train.global_batch {batch} is not divisible by plan.data {request.data};"
+            f" set it to a multiple of {request.data}"
+        )
+    per_replica = batch // request.data
+    reasons = {}
+    microbatch = request.microbatch
+    if microbatch is None:
+        microbatch, reasons["plan.microbatch"] = _choose_microbatch(
+            per_replica, grid.z, request.pipeline, request.chunks, job.data.sequence_length
+        )
+    if per_replica % microbatch:
+        raise PlanError(
+            f"the {per_replica} sequences of a replica (train.global_batch {batch} / plan.data {request.data}) are not"
+            f" divisible by plan.microbatch {microbatch}; set one of {divisors(per_replica)}"
+        )
+    if microbatch < grid.z:
+        raise PlanError(
+            f"tensor z = {grid.z} splits the {microbatch} sequences of a microbatch; set plan.microbatch to a divisor"
+            f" of {per_replica} that is {grid.z} or more, train.global_batch to more, or lower z"
+        )
+    shape = job.model.num_items, grid, request.pipeline, request.data
+    cut = per_replica // microbatch, microbatch * request.data, request.schedule, request.chunks
+    plan = even_plan(*shape, *cut, recompute=request.recompute, zero=request.zero)
+    return Resolved(plan, reasons)
+
+
+def _choose_microbatch(per_replica: int, z: int, pipeline: int, chunks: int, sequence_length: int) -> tuple[int, str]:
+    fitting = [n for n in divisors(per_replica) if n >= z] or [per_replica]
+    enough = [n for n in fitting if per_replica // n >= WANTED_MICROBATCHES_PER_STAGE * pipeline or pipeline == 1]
+    small = [n for n in enough or fitting[:1] if n * sequence_length <= WANTED_TOKENS * z]
+    chosen = max(small) if small else (enough or fitting)[0]
+    count = per_replica // chosen
+    bubble = (pipeline - 1) / (count * chunks + pipeline - 1)
+    reason = f"{chosen * sequence_length} tokens at once"
+    if pipeline > 1:
+        reason += f"; {count} microbatches over {pipeline} stages leave a bubble of {bubble:.0%} at most"
+    return chosen, reason

@@ -1,0 +1,108 @@
+"""What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from hpctrain.comm.network import ClusterNetwork
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.plan.transfers import RowShape, everywhere, gathers, receives
+from hpctrain.planner.cost import Setup
+
+
+def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], float]:
+    """Return by source and target the seconds until the target has a microbatch's message."""
+    return _Messages(setup, plan, network).all()
+
+
+class _Messages:
+    """The messages of a plan; found once for tiles that meet in the same way."""
+
+    def __init__(self, setup: Setup, plan: Plan, network: ClusterNetwork):
+        self._setup, self._plan, self._network = setup, plan, network
+        self._nodes = [device.node for device in network.cluster.devices]
+        self._ending, self._starting = self._by_node(lambda t: t.items.stop), self._by_node(lambda t: t.items.start)
+
+    def _by_node(self, cut: Callable[[Tile], int]) -> dict[tuple[int, int], list[int]]:
+        """Return by node, and by where in the items tiles are cut, the ranks of these tiles."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for tile in self._plan.tiles:
+            for rank in tile.ranks:
+                found.setdefault((self._nodes[rank], cut(tile)), []).append(rank)
+        return found
+
+    def _flows(self, sender: int, receiver: int, item: int, forward: bool) -> int:
+        """Return how many messages share a NIC of one that crosses before an item: replicas send theirs then, too."""
+        before, after = (sender, receiver) if forward else (receiver, sender)
+        return max(
+            self._network.flows(before, self._ending[self._nodes[before], item], after),
+            self._network.flows(after, self._starting[self._nodes[after], item], before),
+        )
+
+    def all(self) -> dict[tuple[Tile, Tile], float]:
+        found: dict[tuple[Tile, Tile], float] = {}
+        known: dict[tuple, list[float | None]] = {}
+        for tile in self._plan.tiles:
+            for forward in (True, False):
+                sources = self._plan.upstream(tile) if forward else self._plan.downstream(tile)
+                if not sources:
+                    continue
+                key = forward, self._meeting((tile, *sources), tile.items.start if forward else tile.items.stop)
+                if key not in known:
+                    known[key] = self._between(tile, sources, forward)
+                found |= {
+                    (source, tile): each for source, each in zip(sources, known[key], strict=True) if each is not None
+                }
+        return found
+
+    def _meeting(self, tiles: Sequence[Tile], item: int) -> tuple:
+        """Return what messages between tiles depend on: their grids and rows, how their ranks are spread, and which
+        others on their nodes have messages before the same item."""
+        ranks = [rank for tile in tiles for rank in tile.ranks]
+        devices = [self._network.cluster.devices[rank] for rank in ranks]
+        nodes = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in devices))}
+        first = dict(zip(reversed(ranks), reversed(range(len(ranks))), strict=True))
+        where = tuple((d.table, nodes[d.node], d.index, first[r]) for d, r in zip(devices, ranks, strict=True))
+        rows = tuple(tile.rows.shift(-tiles[0].rows.start) for tile in tiles)
+        devices = self._network.cluster.devices
+        beside = tuple(
+            tuple(devices[rank].index for rank in at.get((node, item), ()))
+            for node in nodes
+            for at in (self._ending, self._starting)
+        )
+        return where, beside, rows, tuple(tile.tensor for tile in tiles)
+
+    def _between(self, tile: Tile, sources: Sequence[Tile], forward: bool) -> list[float | None]:
+        """Return for each source what its messages take; None where it sends nothing."""
+        found: dict[Tile, float] = {}
+        like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
+        # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
+        for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks:
+            for source, seconds in self._arriving(tile, sources, rank, forward).items():
+                found[source] = max(found.get(source, 0.0), seconds)
+        return [found.get(source) for source in sources]
+
+    def _arriving(self, tile: Tile, sources: Sequence[Tile], rank: int, forward: bool) -> dict[Tile, float]:
+        """Return by source what it takes until a rank has what it is sent of a microbatch."""
+        row = RowShape(self._setup.positions, self._setup.model.hidden_size)
+        source_of = {sender: source for source in sources for sender in source.ranks}
+        arriving: dict[Tile, float] = {}
+        stack = self._setup.stack
+        parts = tile.tensor.y if stack.sequence_parallel else 1  # what is cut over y is sent so, and not gathered
+        how = forward, self._network.is_near if stack.gathers_pieces and parts == 1 else everywhere
+        for piece in receives(self._plan, tile, rank, row, *how):
+            source = source_of[piece.sender]
+            if piece.sender == rank:  # a tile of its own
+                arriving[source] = 0.0
+                continue
+            num_bytes = piece.num_elements * self._setup.item_bytes / parts
+            item = tile.items.start if forward else tile.items.stop
+            flows = self._flows(piece.sender, rank, item, forward)
+            seconds = self._network.seconds(piece.sender, rank, num_bytes, flows)
+            arriving[source] = arriving.get(source, 0.0) + seconds
+        if gathers(self._plan, tile, *how):
+            _, _, z = tile.coordinate(rank)
+            num_elements = tile.rows_at(z).size * row.positions * (row.hidden_size // tile.tensor.x)
+            num_bytes = num_elements * self._setup.item_bytes
+            beside = self._network.crowd(tile.ranks)
+            gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), beside)
+            arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later
+        return arriving

@@ -1,0 +1,87 @@
+"""How near accelerators of the catalogue (`hpctrain.config.device_catalogue`) come to their data sheets.
+
+`Efficiency` is one parameter set for each family: two shares are fitted to published measurements by
+`benchmarks/evidence/predictor.py`, or are those of a family like it, the rest is told where it stands.
+"""
+
+from dataclasses import dataclass
+
+from hpctrain.config.device_catalogue import ACCELERATORS
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How near a family comes to its data sheet."""
+
+    product_share: float
+    """Of peak FLOP/s, for large products."""
+    memory_share: float
+    """Of memory bandwidth, for passes over large tensors."""
+    launch_seconds: float
+    """That the device needs between two operations."""
+    processors: int
+    """That compute tiles of a product side by side; 1: a product's shape makes no difference."""
+    fp32_share: float | None = None
+    """The same for fp32, which no tensor core computes; None: as `product_share`."""
+    tf32_share: float | None = None
+    fused_share: float = 1.0
+    """Of the share at which attention in one kernel computes on an A100 (`Stack.flash`): what is written for it reaches
+    less of what comes later. FlashAttention-2 340 TFLOP/s on an H100, half of large products' (Shah et al. 2024)."""
+    overlap_times: float = 1.0
+    """How many times as long it computes while it communicates."""
+    known: bool = True
+    """Whether it is of this model, not a guess by its kind."""
+
+    def share(self, dtype: str) -> float:
+        """Return the share of peak that large products in a dtype reach."""
+        of_dtype = {"fp32": self.fp32_share, "tf32": self.tf32_share}.get(dtype)
+        return of_dtype or self.product_share
+
+
+# Kernels of a collective library take processors and memory bandwidth from what is computed beside: with FSDP and
+# pipelines on A100, H100, MI210 and MI250 that took 1.19 times as long in the mean (arXiv 2507.03114).
+BESIDE_NCCL = 1.19
+
+# By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
+# of half precision and of memory from whole steps; families that nobody measured have those of the one before. Cards
+# for games sum products of half precision in fp32 at half their tensor cores' rate, and reach nearly all of that, as of
+# tf32 in the profiles. A T4 is held to 70 W, and its clock falls under load: products of 4096 reach 24 TFLOP/s of 65
+# (forums.developer.nvidia.com, thread 264462, confirmed there as power capping), memory 220 GB/s of 320 (Jia et al.
+# 2019, arXiv 1903.07486); whole steps of a GPT-2 on 16 of them (AMP, Li et al. 2022) want 14 % less of the first and
+# 10 % less of the second. A B200 computes all but attention of a training step 1.67 times as fast as an H200, where its
+# sheet says 2.28, and attention 1.87 times (stas00/ml-engineering, insights/when-to-upgrade-gpus, at 2d872ed).
+EFFICIENCIES: dict[str, Efficiency] = {
+    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_times=BESIDE_NCCL),
+    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
+    "t4": Efficiency(0.32, 0.62, 2e-6, 40, 0.55, overlap_times=BESIDE_NCCL),
+    "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
+    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_times=BESIDE_NCCL),
+    "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44, fused_share=0.75, overlap_times=BESIDE_NCCL),
+    "blackwell": Efficiency(0.50, 0.85, 2e-6, 148, 0.85, 0.32, fused_share=0.84, overlap_times=BESIDE_NCCL),
+    "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_times=BESIDE_NCCL),
+    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_times=BESIDE_NCCL),
+    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_times=BESIDE_NCCL),
+    "ascend": Efficiency(0.60, 0.75, 3e-6, 1),
+}
+_UNKNOWN = Efficiency(0.70, 0.80, 3e-6, 1, known=False)
+_CPU = Efficiency(0.80, 0.80, 1e-6, 1)
+
+
+def efficiency_name(model: str | None) -> str | None:
+    """Return whose parameters a model has, by its name in the catalogue or as its maker calls it; None: nobody's."""
+    if model in ACCELERATORS:
+        return ACCELERATORS[model].family_name
+    called = (model or "").upper().replace(" ", "-")
+    for name, accelerator in sorted(ACCELERATORS.items(), key=lambda pair: -len(pair[0])):
+        if name.upper() in called:
+            return accelerator.family_name
+    alike = (("A100", "ampere"), ("A800", "ampere"), ("H800", "hopper"), ("MI250X", "cdna2"), ("GB200", "blackwell"))
+    return next((name for part, name in alike if part in called), None)
+
+
+def efficiency_of(kind: str, model: str | None) -> Efficiency:
+    """Return the parameters of a model, as `efficiency_name` finds them; else a guess by kind."""
+    name = efficiency_name(model)
+    if name is None:
+        return _CPU if kind == "cpu" else _UNKNOWN
+    return EFFICIENCIES[name]

@@ -1,0 +1,103 @@
+"""How many microbatches more than by 1F1B tiles should have under way, for slow messages to hold up nobody. Pure.
+
+Between two tiles, one of which has n microbatches more under way than the other, a gradient goes back, and what it
+makes room for comes forth: meanwhile both go through n + 1 microbatches. By 1F1B n is 1, and messages of m seconds each
+way make every microbatch m longer; with n = 2 nothing is lost while they take less than half of it (Zhuang et al. 2023,
+arXiv 2211.05322). It costs the activations of as many microbatches, on all tiles before: where memory does not suffice
+for all, those are given more first whose messages hold up the most.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.prices import Costs
+
+MOST_AHEAD = 2
+"""Of the next tile, beyond 1F1B's."""
+WORTH_WAITING = 0.02
+"""Of a microbatch's time, that messages may hold it up."""
+ALIKE = 1 - 1e-9
+
+
+class Gap(NamedTuple):
+    """Two neighbours, by their numbers."""
+
+    before: int
+    after: int
+    round_trip: float
+    """Seconds of a microbatch through both, there and back, and of its two messages."""
+
+    def lead(self, under_way: Sequence[int]) -> int:
+        """Return how many microbatches more the first of them has under way."""
+        return under_way[self.before] - under_way[self.after]
+
+
+def is_hidden(round_trip: float, lead: int, slowest: float) -> bool:
+    """Say whether nobody waits for messages, where the slowest takes so many seconds for a microbatch."""
+    return round_trip <= slowest * (lead + 1 + WORTH_WAITING)
+
+
+def widen(
+    gaps: Sequence[Gap], under_way: list[int], room: Sequence[float], slowest: float, raised: Sequence[Collection[int]]
+) -> None:
+    """Add to what is `under_way`, as long as that makes the gap shorter by which a microbatch is held up the most.
+
+    `room` is how many more each has memory for, `slowest` what a microbatch takes the slowest, and `raised` who else
+    has one more under way where one has.
+    """
+    at_first = list(under_way)
+    while True:
+        times = [gap.round_trip / (gap.lead(under_way) + 1) for gap in gaps]
+        longest = max(times, default=0.0)
+        widest = [gap for gap, seconds in zip(gaps, times, strict=True) if seconds >= longest * ALIKE]
+        more = {number for gap in widest for number in (gap.before, *raised[gap.before])}
+        if (
+            all(is_hidden(gap.round_trip, gap.lead(under_way), slowest) for gap in widest)
+            or any(gap.lead(under_way) > MOST_AHEAD for gap in widest)
+            or any(under_way[i] + 1 - at_first[i] > room[i] for i in more)
+        ):
+            return
+        for i in more:
+            under_way[i] += 1
+
+
+def further_ahead(plan: Plan, costs: Costs, room: Mapping[Tile, float] | None = None) -> Plan | None:
+    """Return a plan with more under way, None where messages hold up nobody or its schedule has no such thing.
+
+    `room` is how many more a tile has memory for; None: whatever they want.
+    """
+    if plan.schedule != "1f1b" or plan.microbatches == 1 or any(len(plan.chunks(tile)) > 1 for tile in plan.tiles):
+        return None
+    number = {tile: i for i, tile in enumerate(plan.tiles)}
+    seconds = {tile: cost.seconds for tile, cost in costs.tiles.items()}
+
+    def round_trip(tile: Tile, other: Tile) -> float:
+        messages = (costs.messages.get(pair, 0.0) for pair in ((tile, other), (other, tile)))
+        return seconds[tile] + seconds[other] + sum(messages)
+
+    gaps = [Gap(number[a], number[b], round_trip(a, b)) for a in plan.tiles for b in plan.downstream(a)]
+    before = _before(plan)
+    warm_up = [plan.depth_to_loss(tile) for tile in plan.tiles]
+    least = list(warm_up)
+    has_room = [math.inf if room is None else room[tile] for tile in plan.tiles]
+    widen(gaps, warm_up, has_room, max(seconds.values()), [[number[each] for each in before[t]] for t in plan.tiles])
+    ahead = [max(0, min(now, plan.microbatches - 1) - had) for now, had in zip(warm_up, least, strict=True)]
+    if not any(ahead):
+        return None
+    return replace(plan, tiles=tuple(replace(tile, ahead=n) for tile, n in zip(plan.tiles, ahead, strict=True)))
+
+
+def _before(plan: Plan) -> dict[Tile, set[Tile]]:
+    """Return by tile all whose output it needs, directly or not, and those that go through their items with these."""
+    together: dict[object, list[Tile]] = {}
+    for tile in plan.tiles:
+        together.setdefault(tile.items if tile.zero >= 2 else tile, []).append(tile)
+    found: dict[Tile, set[Tile]] = {}
+    for tiles in sorted(together.values(), key=lambda tiles: tiles[0].items.start):
+        direct = {other for tile in tiles for other in plan.upstream(tile)}
+        every = set(tiles).union(direct, *(found[other] for other in direct))
+        found |= dict.fromkeys(tiles, every)
+    return found

@@ -1,0 +1,476 @@
+"""Predicts a training step of a plan on a cluster: seconds by part, memory by stage, what had to be guessed. Pure."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from hpctrain.comm.network import ClusterNetwork, Crowd
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.errors import PlanError
+from hpctrain.plan.holders import Holding, Holdings, holdings_of
+from hpctrain.plan.schedule import one_f_one_b, schedules_of, under_way, weight_delay
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.planner.arrivals import arrivals
+from hpctrain.planner.assumed import assumed_inputs
+from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops, update_seconds
+from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.efficiency import Efficiency
+from hpctrain.planner.memory import StageMemory, largest_message_bytes, memory_of, waiting_share
+from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
+from hpctrain.planner.profiled import device_models
+from hpctrain.planner.simulate import simulate
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.parameters import item_parameters
+
+# How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
+# that were measured, and for those of a data sheet.
+MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
+MOST_BUCKETS = 32
+"""Into about how many pieces a rank's gradients are cut at the most where they are summed beside."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step, as predicted."""
+
+    step_seconds: float
+    interval_seconds: tuple[float, float]
+    breakdown_seconds: dict[str, float]
+    """The mean over all ranks that the plan uses; adds up to the step. `hidden` is negative: messages, and what holders
+    exchange, that nobody waits for; of `tensor` there is only what is waited for."""
+    memory: tuple[StageMemory, ...]
+    tokens_per_second: float
+    mfu: float
+    guessed: tuple[str, ...]
+    profiled: tuple[str, ...]
+    """The families whose seconds of computing are from a profile of the job."""
+    exposed_seconds: dict[str, float]
+    """The same as a clock beside a rank would find it: waits are part of what is waited for, and nothing is hidden."""
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.fits for stage in self.memory)
+
+
+def predict(setup: Setup, plan: Plan, cluster: Cluster, interleave: int = 1) -> Prediction:
+    """Return the prediction of one step.
+
+    `interleave` is of other software: how many pieces of the model each rank of a pipeline has in turn (Narayanan et
+    al. 2021), which makes its bubble as many times shorter.
+
+    Raises LaunchError if the plan needs more ranks than there are devices, PlanError where a tile's ranks are of other
+    families than it says, or these do not compute in the dtype.
+    """
+    return Predictor(setup, plan, cluster).predict(interleave)
+
+
+def pass_cost(
+    setup: Setup,
+    network: ClusterNetwork,
+    devices: Sequence[DeviceModel],
+    work: Work,
+    tile: Tile,
+    data_ranks: Sequence[int],
+    sharers: Crowd | None = None,
+) -> PassCost:
+    """Return what a pass over one item takes on a tile whose ranks have such `devices`, the slowest of which counts.
+
+    `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that. Of what goes on
+    while it computes (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer
+    than it, of those beside the other half of the rows what is longer than that takes, of z what is longer than all
+    else, as the next item's weights come while this one computes; and by how much computing is slower meanwhile.
+    """
+    over_z = {"all_gather": 0.0, "reduce_scatter": 0.0}
+    times, slowed = max(device.overlap_times for device in devices), 0.0
+    compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
+    tensor = data = 0.0
+    axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
+    for exchange in work.exchanges:
+        what = exchange.operation, exchange.num_bytes
+        if exchange.axis == "data":
+            data += network.group_seconds(*what, data_ranks, sharers)
+            continue
+        seconds = network.group_seconds(*what, axes[exchange.axis], network.crowd(tile.ranks))
+        if exchange.axis == "z" and "z" in setup.overlaps:
+            over_z[exchange.operation] += seconds
+            continue
+        if (meanwhile := _beside(exchange, work, setup)) is not None:
+            hidden = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
+            longer = slowed_by(hidden, seconds, times)
+            slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
+        tensor += seconds
+    of_z = sum(over_z.values())
+    slowed = min(slowed + slowed_by(min(of_z, compute), of_z, times), compute * (times - 1))
+    return PassCost(compute + slowed, tensor + max(0.0, of_z - compute - slowed - tensor), data, *over_z.values())
+
+
+def _beside(exchange: Exchange, work: Work, setup: Setup) -> Work | None:
+    """Return what of a pass is computed beside a sum over the tensor grid, None where it is waited for."""
+    # `is`: a product that is computed again may have the shape of one of a weight.
+    if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
+        return Work([exchange.behind], passes=work.passes)
+    return exchange.beside if "tensor" in setup.overlaps else None
+
+
+class Predictor:
+    """What is known of one plan on one cluster."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        plan: Plan,
+        cluster: Cluster,
+        efficiencies: Mapping[str, Efficiency] | None = None,
+        network: ClusterNetwork | None = None,
+    ):
+        """`efficiencies` are by family, in place of the catalogue's. `network` is the cluster's, of others who know its
+        times already."""
+        self.setup, self.plan, self.cluster = setup, plan, cluster
+        self._beside = setup.bucket_bytes is not None
+        self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
+        self.network = network or setup.stack.network(cluster, setup.stack.link_share)
+        self.network.check_ranks(len(plan.ranks))
+        self._devices = device_models(cluster, setup, efficiencies)
+        self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
+        self._passes: dict[tuple, dict[str, PassCost]] = {}
+        self._places: dict[Tile, tuple] = {}
+        self._sums: dict[tuple, list[float]] = {}
+        self._until: dict[Tile, tuple[list[float], list[float]]] = {}
+        self._shares: dict[Tile, float] = {}
+
+    def with_ahead(self, plan: Plan) -> "Predictor":
+        """Return what is known of a plan that has more microbatches under way, and is else the same."""
+        other = copy(self)
+        other.plan = plan
+        tiles = dict(zip(self.plan.tiles, plan.tiles, strict=True))
+        other._families = {tiles[tile]: families for tile, families in self._families.items()}
+        other.costs = self.costs.of(tiles)
+        other._places, other._until = {}, {}
+        other._shares = {tiles[tile]: share for tile, share in self._shares.items()}
+        vars(other).pop("_memory", None)
+        return other
+
+    def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
+        named = tile.family.split("+")
+        if set(named) <= set(self.cluster.families) and set(named) != set(found):
+            raise PlanError(
+                f"tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)[:8]} are of"
+                f" '{'+'.join(found)}' in this cluster; order its ranks as the cluster does, or make a plan for it"
+            )
+        return found
+
+    def predict(self, interleave: int = 1) -> Prediction:
+        memory = self.memory_by(interleave)
+        make = partial(one_f_one_b, splits_backward=self.setup.stack.splits_backward)
+        simulated = simulate(self.plan, schedules_of(self.plan, make), self.costs)
+        breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
+        step = simulated.step_seconds + self.setup.stack.step_seconds
+        breakdown["optimizer"] += self.setup.stack.step_seconds
+        exposed["optimizer"] += self.setup.stack.step_seconds
+        if interleave > 1:
+            saved = breakdown["bubble"] * (1 - 1 / interleave)
+            breakdown["bubble"] -= saved
+            exposed["pipeline"] -= saved
+            step -= saved
+        tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
+        ranks = [rank for tile in self.plan.first_tiles for rank in tile.ranks]
+        peak = sum(self._device(rank).peak(self.setup.dtype) for rank in ranks)
+        error = MEASURED_ERROR if self._is_measured else DATASHEET_ERROR
+        return Prediction(
+            step,
+            (step * (1 - error), step * (1 + error)),
+            breakdown,
+            memory,
+            tokens / step,
+            model_flops(self.setup, tokens) / step / peak,
+            self.guessed,
+            tuple(family for family in self._used_families if self._devices[family].profiled),
+            exposed,
+        )
+
+    def _weight_delay(self, tile: Tile) -> int | None:
+        return weight_delay(self.plan, tile) if self.setup.stack.splits_backward else None
+
+    def _mean_parts(self, by_tile: Mapping[Tile, dict[str, float]]) -> dict[str, float]:
+        tiles = self.plan.first_tiles
+        num_ranks = sum(len(tile.ranks) for tile in tiles)
+        return {part: sum(by_tile[t][part] * len(t.ranks) for t in tiles) / num_ranks for part in by_tile[tiles[0]]}
+
+    @property
+    def _used_families(self) -> list[str]:
+        return list(dict.fromkeys(family for families in self._families.values() for family in families))
+
+    @property
+    def _is_measured(self) -> bool:
+        devices = [self._devices[family] for family in self._used_families]
+        return all(device.profiled or device.family.products for device in devices)
+
+    @cached_property
+    def guessed(self) -> tuple[str, ...]:
+        """Return which inputs nobody measured or read in a data sheet."""
+        tiles = {used: [t for t, own in self._families.items() if used in own] for used in self._used_families}
+        return tuple(assumed_inputs(self.cluster, self._devices, tiles, bool(self.setup.overlaps) or self._beside))
+
+    def _device(self, rank: int) -> DeviceModel:
+        return self._devices[self.cluster.devices[rank].family]
+
+    # ---- what the simulation needs -----------------------------------------------------------------------------------
+
+    @cached_property
+    def costs(self) -> Costs:
+        tiles, known = {}, {}
+        for tile in self.plan.tiles:
+            place, splits = self._place(tile), self._weight_delay(tile) is not None
+            pieces = tuple(piece.size for piece in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.substeps))
+            key = (tile.items, pieces, tile.tensor, tile.recompute, place, splits)
+            if key not in known:
+                known[key] = self._tile_cost(tile, pieces, splits)
+            tiles[tile] = known[key]
+        blocking = self.setup.stack.blocking_sends
+        return Costs(
+            tiles, arrivals(self.setup, self.plan, self.network), self._sharings(), self._agree_seconds(), blocking
+        )
+
+    def _place(self, tile: Tile) -> tuple:
+        """Return what makes tiles alike: their families, on which tables of nodes, and how their ranks are spread."""
+        if tile not in self._places:
+            devices = [self.cluster.devices[rank] for rank in tile.ranks]
+            nodes = list(dict.fromkeys(device.node for device in devices))
+            where = tuple((d.table, nodes.index(d.node), d.index) for d in devices)
+            self._places[tile] = self._families[tile], where, self._held(tile).holdings and self._zero_groups(tile)
+        return self._places[tile]
+
+    def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
+        return next((h.ranks for h in self._held(tile).holdings if h.zero >= 2), ())
+
+    def _tile_cost(self, tile: Tile, pieces: Sequence[int], splits: bool) -> TileCost:
+        passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
+        if splits:
+            passes |= {"backward_input": [], "backward_weight": []}
+        for rows in pieces:
+            each = [self.item_passes(tile, item, rows) for item in range(*tile.items)]
+            for name, made in passes.items():
+                made.append(sum((of_item[name] for of_item in each), PassCost(0.0)))
+        times = max(self._devices[family].overlap_times for family in self._families[tile])
+        before, after = self._alone_over_z(tile, pieces[0])
+        return TileCost(
+            update_seconds=self._update_seconds(tile),
+            overlap_times=times,
+            before_seconds=before,
+            after_seconds=after,
+            **{name: tuple(made) for name, made in passes.items()},
+        )
+
+    def _alone_over_z(self, tile: Tile, rows: int) -> tuple[float, float]:
+        """Return what comes over z before the first block can compute, and goes after the last has; what an embedding
+        computes meanwhile hides its own."""
+        if tile.tensor.z == 1 or not tile.items.intersect(Interval(1, self.setup.model.num_items - 1)).size:
+            return 0.0, 0.0
+        passes = self.item_passes(tile, max(1, tile.items.start), rows)
+        return passes["forward"].gathered, passes["backward"].scattered
+
+    def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
+        """Return by name (`PASSES`) what each pass over an item takes a rank of a tile, for so many rows of its own."""
+        like = item if item in (0, self.setup.model.num_items - 1) else 1
+        key = like, rows, tile.tensor, tile.recompute, self._place(tile)
+        if key not in self._passes:
+            zero = max((h.zero for h in self._held(tile).holdings), default=0)
+            cost = item_cost(self.setup, tile.tensor, item, rows, tile.recompute, zero)
+            self._passes[key] = {name: self._pass(tile, getattr(cost, name)) for name in PASSES.values()}
+        return self._passes[key]
+
+    def _pass(self, tile: Tile, work: Work) -> PassCost:
+        devices = [self._devices[family] for family in self._families[tile]]
+        return pass_cost(self.setup, self.network, devices, work, tile, self._zero_groups(tile), self._sharers)
+
+    @cached_property
+    def _sharers(self) -> Crowd:
+        """All ranks that exchange with other nodes what they hold: those of items that are on several nodes."""
+        nodes: dict[int, set[int]] = {}
+        for tile in self.plan.tiles:
+            for item in range(*tile.items):
+                nodes.setdefault(item, set()).update(self.cluster.devices[rank].node for rank in tile.ranks)
+        tiles = (tile for tile in self.plan.tiles if any(len(nodes[item]) > 1 for item in range(*tile.items)))
+        return self.network.crowd(tuple(dict.fromkeys(rank for tile in tiles for rank in tile.ranks)))
+
+    def _held(self, tile: Tile) -> Holdings:
+        """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
+        return self._first_held(tile)[0]
+
+    def _first_held(self, tile: Tile) -> tuple[Holdings, int]:
+        items = tuple(chunk.items for chunk in self.plan.chunks(tile))
+        key = items, tile.tensor, tile.zero, tile.state_share, tile.family
+        if key not in self._holdings:
+            held = holdings_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
+            if not self.setup.stack.evens_families:
+                held = replace(held, holdings=tuple(self._as_told(holding) for holding in held.holdings))
+            self._holdings[key] = held, tile.ranks[0]
+        return self._holdings[key]
+
+    def _as_told(self, holding: Holding) -> Holding:
+        """Return a holding in the ZeRO stage of its tiles, also where these are of several families."""
+        return replace(holding, zero=min(holding.zero, max(self.plan.tile_of(rank).zero for rank in holding.ranks)))
+
+    @cached_property
+    def _holdings(self) -> dict[tuple, tuple[Holdings, int]]:
+        return {}
+
+    def _stored(self, holding, z: int) -> int:
+        return sum(layout.size for layout in holding.layouts) // z + sum(slab.size for slab in holding.slabs)
+
+    def _updated_and_stored(self, tile: Tile) -> tuple[int, int]:
+        """Return how many weights a rank updates, and how many it stores (in ZeRO 3 together with its holders)."""
+        updated = whole = 0
+        for holding in self._held(tile).holdings:
+            stored = self._stored(holding, tile.tensor.z)
+            updated += holding.cuts(stored)[0].size if holding.zero else stored
+            whole += stored
+        return updated, whole
+
+    def _update_seconds(self, tile: Tile) -> float:
+        updated, _ = self._updated_and_stored(tile)
+        return max(update_seconds(self.setup, self._devices[f], updated) for f in self._families[tile])
+
+    def _sharings(self) -> tuple[Sharing, ...]:
+        found: dict[tuple, Sharing] = {}
+        for tile in self.plan.tiles:
+            self._held(tile)
+        for held, rank in self._holdings.values():
+            known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
+            for holding in held.holdings:
+                what = holding.ranks, holding.items
+                known[what] += 1
+                key = *what, known[what]
+                if len(holding.ranks) == 1 or key in found:
+                    continue
+                tile = self.plan.tile_of(rank)
+                stored = self._stored(holding, tile.tensor.z)
+                reduced = stored * self.setup.gradient_bytes
+                reduce = gather = 0.0
+                if holding.zero < 2:
+                    operation = "reduce_scatter" if holding.zero else "all_reduce"
+                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, self._sharers)
+                if holding.zero in (1, 2):
+                    gather = self.network.group_seconds(
+                        "all_gather", stored * self.setup.item_bytes, holding.ranks, self._sharers
+                    )
+                tiles = tuple(dict.fromkeys(self._tile_with(rank, holding.items) for rank in holding.ranks))
+                found[key] = self._placed(Sharing(tiles, reduce, gather), holding)
+        return tuple(found.values())
+
+    def _tile_with(self, rank: int, items: Sequence[int]) -> Tile:
+        """Return the first tile of a rank that has one of the items: where their weights are needed first, and their
+        gradients are final."""
+        return next(tile for tile in self.plan.tiles_of(rank) if any(map(tile.holds, items)))
+
+    def _placed(self, sharing: Sharing, holding: Holding) -> Sharing:
+        """Return a sharing with when its gradients are made and its weights needed, where it goes on beside."""
+        if not self._beside:
+            return sharing
+        ready, needed, before = {}, {}, {}
+        for tile in sharing.tiles:
+            if tile.items not in before:
+                before[tile.items] = min(filter(tile.holds, holding.items)) - tile.items.start
+            needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
+        is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not holding.slabs
+        return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
+
+    def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
+        """Return for each item of a tile what is computed before it: in the first forward pass, which needs its
+        weights; and of the last backward pass, by when its gradients are made, after it."""
+        if tile not in self._until:
+            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+            made = []
+            rows = -(-tile.rows.size // tile.tensor.z) // tile.substeps
+            for name in ("forward", last):
+                key = tile.items, rows, name, tile.tensor, tile.recompute, self._place(tile)
+                if key not in self._sums:
+                    seconds = (self.item_passes(tile, item, rows)[name].seconds for item in range(*tile.items))
+                    self._sums[key] = list(itertools.accumulate(seconds, initial=0.0))
+                made.append(self._sums[key])
+            self._until[tile] = tuple(made)
+        return self._until[tile]
+
+    @property
+    def _rank_bytes(self) -> int:
+        """Return about how many bytes of gradients the rank with the fewest weights has, by even stages."""
+        model, plan = self.setup.model, self.plan
+        whole = 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
+        return whole // max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
+
+    def _agree_seconds(self) -> float:
+        return self.network.group_seconds("all_reduce", 24, self.plan.ranks)
+
+    @property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Return for each tile what its first rank needs, for all of its tiles; those that are alike once."""
+        return tuple({id(stage): stage for stage in self._memory.values()}.values())
+
+    def memory_by(self, interleave: int) -> tuple[StageMemory, ...]:
+        """Return `memory` with what an interleaved schedule of other software keeps more (Korthikanti et al. 2022,
+        section 4.2.3). Raises PlanError where the plan has pieces of its own, or too few blocks for so many."""
+        if interleave == 1:
+            return self.memory
+        stages = max(self.plan.path_length(tile) for tile in self.plan.tiles)
+        if any(len(self.plan.chunks(tile)) > 1 for tile in self.plan.first_tiles):
+            raise PlanError("interleave is for plans whose ranks have one tile each: this one has pieces of its own")
+        items = self.setup.model.num_items
+        if stages < 2 or stages * interleave > items:
+            raise PlanError(
+                f"interleave = {interleave} of {stages} stages: there must be two stages, and no more pieces, here"
+                f" {stages * interleave}, than the model has items, {items}"
+            )
+        more = 1 + (stages - 1) / (stages * interleave)
+        return tuple(
+            replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in self.memory
+        )
+
+    @property
+    def room(self) -> dict[Tile, float]:
+        """Return by tile how many more microbatches it has memory for, and for their messages, where these wait."""
+        found = {}
+        for tile, stage in self._memory.items():
+            kept = under_way(self.plan, tile)
+            each = stage.memory.activations / kept
+            each += largest_message_bytes(self.setup, tile) if self._waiting_share(tile) else 0
+            room = (stage.available_bytes - stage.memory.total) // each if each else math.inf
+            found[tile] = room if kept + room < self.plan.microbatches else math.inf
+        return found
+
+    @cached_property
+    def _memory(self) -> dict[Tile, StageMemory]:
+        known: dict[tuple, StageMemory] = {}
+        found = {}
+        for tile in self.plan.first_tiles:
+            chunks = self.plan.chunks(tile)
+            available = min(self.cluster.families[f].usable_bytes for f in self._families[tile])
+            unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
+            how = tile.zero, tile.family, tile.substeps, *(self.plan.warm_up(chunk) for chunk in chunks)
+            waiting = self._waiting(tile)
+            key = (unlike, tile.rows.size, tile.tensor, how, waiting)
+            if key not in known:
+                memory = memory_of(self.setup, self.plan, tile, *self._first_held(tile), waiting, available)
+                known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
+            found[tile] = known[key]
+        return found
+
+    def _waiting(self, tile: Tile) -> int:
+        """Return how many activations wait to be sent when a tile has warmed up."""
+        return math.ceil(self._waiting_share(tile) * (under_way(self.plan, tile) - 1))
+
+    def _waiting_share(self, tile: Tile) -> float:
+        if tile not in self._shares:
+            self._shares[tile] = self._share_that_waits(tile)
+        return self._shares[tile]
+
+    def _share_that_waits(self, tile: Tile) -> float:
+        if self.setup.stack.blocking_sends or len(self.plan.chunks(tile)) > 1:
+            return 0.0
+        made = sum(each.seconds for each in self.costs.tiles[tile].forward)
+        sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))
+        return waiting_share(made, max(sent, default=0.0))

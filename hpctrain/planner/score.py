@@ -1,0 +1,496 @@
+"""From a shape to its cuts, and to about how long a step of it takes, in closed form. Pure.
+
+The longest of all stages counts. `bound` leaves out whatever is not certain, so that no plan is simulated to take less.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpctrain.plan.tiling import Plan, Tile, counted
+from hpctrain.plan.uniform import with_families
+from hpctrain.planner.closed_form import Passes, done_after, done_at_the_least
+from hpctrain.planner.cost import update_seconds
+from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
+from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
+from hpctrain.planner.predictor import MOST_BUCKETS
+from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Choice, Shape, Space
+from hpctrain.planner.stages import Line, Seconds, StageCosts, piece_counts
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+MANY_ROWS = 8
+"""So many rows at once tell a device's speed."""
+
+Role = tuple[int, Choice, int, tuple[bool, bool]]
+"""Of a stage: its pool, what that becomes, its depth to the loss, and whether it has the first and the last item."""
+
+
+class Placed(NamedTuple):
+    """A stage of a pipeline, with its cut."""
+
+    pool: int
+    choice: Choice
+    blocks: int
+    way: Way
+
+    @property
+    def forward(self) -> float:
+        return self.way.forward.at(self.blocks)
+
+    @property
+    def backward(self) -> float:
+        return self.way.backward.at(self.blocks)
+
+    @property
+    def passes(self) -> Passes:
+        if self.way.split is None:
+            return Passes(self.forward, self.backward)
+        return Passes(self.forward, *(part.at(self.blocks) for part in self.way.split))
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.way.needed_bytes.at(self.blocks)
+
+
+class Piece(NamedTuple):
+    """Blocks, and maybe ends of the model, that the same stages hold."""
+
+    members: list[tuple[int, int]]
+    """These stages: pipeline, and place in it."""
+    elements: list[float]
+    """For each of them how many weights a rank has."""
+    blocks: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A shape with its cuts."""
+
+    shape: Shape
+    rows: tuple[int, ...]
+    """Of a microbatch, for each pipeline."""
+    stages: tuple[tuple[Placed, ...], ...]
+    """Of each pipeline."""
+    seconds: float
+    """Of a step, by the closed form."""
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether some stage could do better with more memory."""
+        return any(
+            placed.way.recompute != "none" or placed.way.pieces > 1 or placed.way.most < placed.blocks + 1
+            for placed in self.all_stages
+        )
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Say what each pool does, such as `fast: 2 x 4 of 1x2x1, then slow: 1 x 8 of 1x1x1`: stages x replicas."""
+        shape = self.shape
+        rows = (
+            ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
+            for row, choices in zip(shape.pipelines, shape.choices, strict=True)
+        )
+        return f"{'; beside '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
+
+    @property
+    def all_stages(self) -> list[Placed]:
+        return [placed for stages in self.stages for placed in stages]
+
+
+def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts: Sequence[Sequence[float]]) -> float:
+    """Return when all stages are done that start at some moments and exchange one thing after the other."""
+    now = [list(moments) for moments in starts]
+    for members, seconds in exchanged:
+        if seconds:
+            end = max(now[p][i] for p, i in members) + seconds
+            for p, i in members:
+                now[p][i] = end
+    return max(map(max, now))
+
+
+class Weigher:
+    """Weighs shapes for one job on one cluster."""
+
+    def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
+        """`is_short_of_nothing`: whatever the memory of devices is, all fits."""
+        self._is_roomy = is_short_of_nothing
+        self.costs, self.global_batch, self.space = costs, global_batch, space
+        self._model = costs.setup.model
+        self._families = [device.family for device in costs.cluster.devices]
+        self._ways = lru_cache(None)(self._make_ways)
+        self._between = lru_cache(None)(self._message_between)
+
+    def weigh(self, shape: Shape) -> Layout | None:
+        """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
+        rows = self._cut_rows(shape)
+        if rows is None:
+            return None
+        if shape.zero < 2 or len(rows) == 1:
+            return self._place(shape, rows)
+        # Ranks exchange in each piece, and so all of them have as many.
+        least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
+        layouts = (self._place(shape, rows, pieces) for pieces in piece_counts(least, least))
+        return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
+
+    def _place(self, shape: Shape, rows: Sequence[int], pieces: int | None = None) -> Layout | None:
+        """Return the shape with its blocks cut, too; the rows of a stage go in so many pieces, or as few as fit."""
+        pipelines, passed = [], []
+        sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
+        for number, of_row in enumerate(rows):
+            roles = self.roles(shape, number)
+            ways = [
+                self._ways(
+                    pool,
+                    choice,
+                    min(depth + 1, shape.microbatches),
+                    ends,
+                    of_row,
+                    self.holders(shape, choice),
+                    self.meets_unlike(shape, number, choice),
+                    shape.zero,
+                    pieces,
+                    sharing if pieces else (),
+                )
+                for pool, choice, depth, ends in roles
+            ]
+            blocks = self._cut_blocks(roles, of_row, ways)
+            if blocks is None:
+                return None
+            placed = [
+                Placed(pool, choice, count, stage.way(count))
+                for (pool, choice, *_), count, stage in zip(roles, blocks, ways, strict=True)
+            ]
+            messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(placed)]
+            room = self._room(placed, [*messages, 0.0], of_row, shape.microbatches)
+            if min(room) < 0:
+                return None
+            passed.append(done_after([each.passes for each in placed], messages, shape.microbatches, room))
+            pipelines.append(tuple(placed))
+        return Layout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
+
+    # ---- cuts --------------------------------------------------------------------------------------------------------
+
+    def _cut_rows(self, shape: Shape) -> list[int] | None:
+        rows = self.global_batch // shape.microbatches
+        least = [max(c.replicas * c.grid.z for c in row) for row in shape.choices]
+        if self.space.cut == EVEN:
+            replicas = [row[0].replicas for row in shape.choices]
+            return [rows // sum(replicas) * each for each in replicas]
+        seconds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
+        return cut_rows(rows, least, seconds)
+
+    def _cut_blocks(self, roles: Sequence[Role], rows: int, ways: Sequence[Stage]) -> list[int] | None:
+        """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
+        num_blocks, num_stages = self._model.num_layers, len(roles)
+        if self.space.cut == BEST:
+            return cut_blocks(num_blocks, ways)
+        if num_stages > num_blocks:
+            return None
+        if self.space.cut == EVEN:
+            blocks = [part.size for part in cut_evenly(num_blocks, num_stages)]
+        else:
+            seconds = []
+            for pool, choice, _, ends in roles:
+                block, *at_end = (self._item_seconds(pool, choice, item, rows) for item in self.costs.items(ends))
+                seconds.append(lambda n, block=block, at_end=at_end: n * block + sum(at_end))
+            blocks = cut_rows(num_blocks, [1] * num_stages, seconds)
+        return blocks if all(stage.way(count) for stage, count in zip(ways, blocks, strict=True)) else None
+
+    def speed(self, pool: int, item: int = 1) -> float:
+        """Return how many rows of a block, or of another item, a device of a pool does in a second, if it has many."""
+        return MANY_ROWS / self.costs.seconds(pool, TensorGrid(), item, MANY_ROWS, self.space.recompute[0]).both
+
+    def even_seconds(self, pools: Sequence[int], choices: Sequence[Choice], rows: int) -> float:
+        """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
+        each = [self._item_seconds(*pair, 1, rows) for pair in zip(pools, choices, strict=True)]
+        first = self._item_seconds(pools[0], choices[0], 0, rows) / each[0]
+        last = self._item_seconds(pools[-1], choices[-1], self.costs.last, rows) / each[-1]
+        stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
+        return (self._model.num_layers + first + last) / stages
+
+    def _item_seconds(self, pool: int, choice: Choice, item: int, rows: int) -> float:
+        """Return what an item takes a stage that has so many rows, as far as cuts are concerned."""
+        each, grid = rank_rows(choice, rows), choice.grid
+        if self.space.cut == BY_SPEED:
+            return each / (self.speed(pool, item) * grid.x * grid.y)
+        return self.costs.seconds(pool, grid, item, each, self.space.recompute[0]).both
+
+    def roles(self, shape: Shape, number: int) -> list[Role]:
+        """Return what each stage of a pipeline is."""
+        row = [
+            (pool, choice)
+            for pool, choice in zip(shape.pipelines[number], shape.choices[number], strict=True)
+            for _ in range(choice.stages)
+        ]
+        last = len(row) - 1
+        return [(pool, choice, last - i, (i == 0, i == last)) for i, (pool, choice) in enumerate(row)]
+
+    def holders(self, shape: Shape, choice: Choice) -> int:
+        """Return how many ranks at least hold what a rank of a stage holds."""
+        least = [min(c.replicas for c in row) for row in shape.choices]
+        own = next(min(c.replicas for c in row) for row in shape.choices if choice in row)
+        return choice.replicas + sum(least) - own
+
+    @staticmethod
+    def meets_unlike(shape: Shape, number: int, choice: Choice) -> bool:
+        """Say whether other pipelines have tensor grids with which a stage's ranks share no more than slabs: roughly,
+        for it may be with stages of other items."""
+        others = (row for i, row in enumerate(shape.choices) if i != number)
+        return any(other.grid != choice.grid for row in others for other in row)
+
+    def _make_ways(
+        self,
+        pool: int,
+        choice: Choice,
+        kept: int,
+        ends: tuple[bool, bool],
+        rows: int,
+        holders: int,
+        meets_unlike: bool,
+        zero: int,
+        pieces: int | None,
+        sharing: tuple[tuple[int, int], ...],
+    ) -> Stage:
+        """Return how a stage can be computed that keeps the activations of `kept` microbatches.
+
+        `sharing` are the pools and replicas that exchange in every pass, where these are of several pipelines.
+        """
+        costs, grid = self.costs, choice.grid
+        each = rank_rows(choice, rows)
+        items = costs.items(ends)
+        extra = [costs.exchange(pool, grid, choice.replicas, item, zero, sharing) for item in items]
+        counts = piece_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
+        counts = counts if pieces is None else [pieces]
+        ways: list[Way] = []
+        for recompute in self.space.recompute:
+            fitting = 0
+            for pieces in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
+                at_once = -(-each // pieces) if pieces > 1 else None
+                needs = costs.needs(
+                    grid, each, recompute, zero, holders, ends, at_once=at_once, meets_unlike=meets_unlike
+                )
+                needed = needs.keeping(kept)
+                most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
+                if most > fitting:
+                    seconds = self._stage_seconds(pool, grid, items, each, recompute, pieces, extra)
+                    split = None
+                    if not ends[0] and pieces == 1 and costs.splits(grid, recompute, zero):
+                        parts = [costs.parts(pool, grid, item, each, recompute) for item in items]
+                        split = tuple(Line(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
+                    ways.append(Way(recompute, pieces, *seconds, fitting, most, needed, needs.activations, split))
+                    fitting = most
+                if most >= self._model.num_layers:
+                    break  # nothing is gained by more pieces
+            if ways and ways[0].pieces == 1 and ways[0].most >= self._model.num_layers:
+                break
+        return Stage(tuple(ways))
+
+    def _stage_seconds(
+        self,
+        pool: int,
+        grid: TensorGrid,
+        items: Sequence[int],
+        rows: int,
+        recompute: str,
+        pieces: int,
+        extra: Sequence[Seconds],
+    ) -> list[Line]:
+        """Return what a stage takes forward and backward; `items` are a block and those at its ends, each of which
+        takes so much `extra` for a piece."""
+        seconds = [self.costs.piecewise(pool, grid, item, rows, recompute, pieces) for item in items]
+        each = [tuple(own[i] + pieces * more[i] for i in (0, 1)) for own, more in zip(seconds, extra, strict=True)]
+        return [Line(sum(at_end[i] for at_end in each[1:]), each[0][i]) for i in (0, 1)]
+
+    # ---- seconds -----------------------------------------------------------------------------------------------------
+
+    def _seconds(self, shape: Shape, pipelines: Sequence[Sequence[Placed]], passed: Sequence[Sequence[float]]) -> float:
+        """Return the seconds of a step in which stages have `passed` all microbatches after so long."""
+        costs, setup = self.costs, self.costs.setup
+        # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
+        updated = [[0.0] * len(stages) for stages in pipelines]
+        exchanged = []
+        for piece in self._pieces(pipelines):
+            placed = [pipelines[p][i] for p, i in piece.members]
+            holders = sum(each.choice.replicas for each in placed)
+            for (p, i), each, elements in zip(piece.members, placed, piece.elements, strict=True):
+                is_cut = shape.zero > 0 and holders > 1
+                device = costs.pools[each.pool].device
+                updated[p][i] += update_seconds(setup, device, int(elements / holders if is_cut else elements))
+            if holders > 1:
+                exchanged.append((piece.members, *self._exchange_seconds(shape.zero, placed, piece)))
+        longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
+        after = _after([(members, gather) for members, _, gather in exchanged], updated)
+        return longest + costs.agree_seconds + after + setup.stack.step_seconds
+
+    def _room(self, stages: Sequence[Placed], messages: Sequence[float], rows: int, microbatches: int) -> list[float]:
+        """Return how many more microbatches than by 1F1B each stage has memory for; below 0 where it has none for the
+        activations that wait to be sent.
+
+        `messages` are the seconds of what each sends. See `Predictor.room`.
+        """
+        if self._is_roomy:
+            return [math.inf] * len(stages)
+        setup, found = self.costs.setup, []
+        for depth, (placed, seconds) in enumerate(zip(reversed(stages), reversed(messages), strict=True)):
+            kept = min(depth + 1, microbatches)
+            share = 0.0 if setup.stack.blocking_sends else waiting_share(placed.forward, seconds)
+            message = message_bytes(setup, placed.choice.grid, rank_rows(placed.choice, rows)) if share else 0
+            waiting = math.ceil(share * (kept - 1)) * message
+            free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes - waiting
+            room = free // (placed.way.kept_bytes.at(placed.blocks) + message)
+            found.append(room if room < 0 or kept + room < microbatches else math.inf)
+        return found[::-1]
+
+    def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[Piece]:
+        ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
+        start, at = 0, [0] * len(pipelines)
+        for stop in sorted(set(itertools.chain(*ends))):
+            is_first, is_last = start == 0, stop == self._model.num_layers
+            elements = [
+                self.costs.elements(stages[i].choice.grid, is_first, is_last).at(stop - start)
+                for stages, i in zip(pipelines, at, strict=True)
+            ]
+            yield Piece(list(enumerate(at)), elements, stop - start, is_first, is_last)
+            at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
+            start = stop
+
+    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], piece: Piece) -> tuple[float, float]:
+        """Return how long the gradients of a piece are waited for, and its weights.
+
+        Ranks of unlike grids meet in parts of what the finest has, one after the other.
+        """
+        costs, setup = self.costs, self.costs.setup
+        groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
+        sizes = [size for _, size, _ in groups]
+        part, times = min(piece.elements), max(sizes) / min(sizes)
+        buckets = 1
+        if setup.bucket_bytes:
+            items = piece.blocks + piece.is_first + piece.is_last
+            buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / setup.bucket_bytes)))
+
+        def exchange(operation: str, element_bytes: int) -> float:
+            return costs.sharing_seconds(groups, int(part * element_bytes / buckets), operation) * buckets * times
+
+        reduce = gather = 0.0
+        if zero < 2:
+            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes)
+        if zero in (1, 2):
+            gather = exchange("all_gather", setup.item_bytes)
+        return self._waited_for(reduce, gather, buckets, placed, piece) if setup.bucket_bytes else (reduce, gather)
+
+    def _waited_for(
+        self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], piece: Piece
+    ) -> tuple[float, float]:
+        """Return what is left of both beside the last backward pass, and the next step's first forward one.
+
+        At least about a bucket's, with the first item, whose gradients are made last and whose weights are needed
+        first; while the last item computes, nothing is there to be summed, and nothing is left to be gathered.
+        """
+        of_first = (
+            self.costs.elements_of(each.choice.grid, 1 - piece.is_first) / each.choice.grid.z / whole
+            for each, whole in zip(placed, piece.elements, strict=True)
+        )
+        share = max(1 / buckets, *of_first)
+        blocks = piece.blocks - 1 + piece.is_last
+        reduce = max(reduce * share, reduce - min(each.way.backward.each / each.way.pieces * blocks for each in placed))
+        if len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1:
+            gather = max(
+                gather * share, gather - min(each.way.forward.each / each.way.pieces * blocks for each in placed)
+            )
+        return reduce, gather
+
+    def _message(self, source: Placed, target: Placed, rows: int) -> float:
+        costs, into = self.costs, target.choice.grid
+        each = min(rank_rows(source.choice, rows), rank_rows(target.choice, rows))
+        num_bytes = each * costs.setup.positions * (self._model.hidden_size // into.x) * costs.setup.item_bytes
+        has_pieces = self.costs.setup.stack.gathers_pieces and into.y > 1
+        return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes, has_pieces)
+
+    def _message_between(
+        self, source: int, choice: Choice, target: int, other: Choice, num_bytes: int, has_pieces: bool
+    ) -> float:
+        """Return a message's seconds from the last stage of a pool to the next one, or inside the pool.
+
+        With `has_pieces` its y may gather it, see `transfers.gathers`.
+        """
+        network = self.costs.network
+        sending = self.costs.pools[source].slots(choice.grid.size)
+        receiving = self.costs.pools[target].slots(other.grid.size)
+        ranks, into = sending[0], receiving[choice.replicas] if source == target else receiving[0]
+        gather, y = 0.0, other.grid.y
+        if has_pieces and not network.is_near(ranks[0], into[0]):
+            gather = network.group_seconds("all_gather", num_bytes, into[:y], network.crowd(into))
+            num_bytes /= y
+        # All replicas send at once; as if their ranks were the first of their pools.
+        senders = itertools.chain(*sending[: choice.replicas])
+        first = choice.replicas if source == target else 0
+        receivers = itertools.chain(*receiving[first : first + other.replicas])
+        flows = max(network.flows(ranks[0], senders, into[0]), network.flows(into[0], receivers, ranks[0]))
+        return gather + network.seconds(ranks[0], into[0], num_bytes, flows)
+
+    def worst_shortage(self, layout: Layout) -> tuple[float, int]:
+        """Return how many bytes the stage lacks that lacks the most, and its number."""
+        stages = enumerate(layout.all_stages)
+        return max((placed.needed_bytes - self.costs.pools[placed.pool].memory_bytes, i) for i, placed in stages)
+
+    def needed(self, layout: Layout, number: int) -> tuple[tuple[int, int], str, float, int]:
+        """Return a stage's items, its family, and how many bytes a rank of it needs and has."""
+        placed, pool = layout.all_stages[number], self.costs.pools[layout.all_stages[number].pool]
+        tiles = dict.fromkeys((tuple(tile.items), tile.family) for tile in self.plan(layout).tiles)
+        items, family = list(tiles)[number]
+        return items, family, placed.needed_bytes, pool.memory_bytes
+
+    def bound(self, layout: Layout) -> float:
+        """Return a time that no simulation of the layout is below: what is sent and exchanged is left out."""
+        longest = 0.0
+        for of_row, stages in zip(layout.rows, layout.stages, strict=True):
+            most, least = [], []
+            for i, placed in enumerate(stages):
+                ends = [0] * (i == 0) + [self.costs.last] * (i == len(stages) - 1)
+                most.append(self._bare(placed, ends, rank_rows(placed.choice, of_row)))
+                least.append(self._bare(placed, ends, rank_rows(placed.choice, of_row, fewest=True)))
+            done = done_at_the_least(most, layout.shape.microbatches, least)
+            longest = max(longest, *done)
+        return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
+
+    def _bare(self, placed: Placed, ends: list[int], rows: int) -> Passes:
+        forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
+        for item, times in [(1, placed.blocks), *((end, 1) for end in ends)]:
+            what = placed.pool, placed.choice.grid, item, rows, placed.way.recompute
+            seconds = self.costs.piecewise(*what, placed.way.pieces)
+            forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
+            if placed.way.split is not None:
+                parts = [have + times * more for have, more in zip(parts, self.costs.parts(*what), strict=True)]
+        return Passes(forward, backward) if placed.way.split is None else Passes(forward, *parts)
+
+    # ---- plans -------------------------------------------------------------------------------------------------------
+
+    def plan(self, layout: Layout) -> Plan:
+        """Return the plan of a layout."""
+        tiles: list[Tile] = []
+        at = 0
+        for of_row, stages in zip(layout.rows, layout.stages, strict=True):
+            slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
+            item = 0
+            for i, placed in enumerate(stages):
+                stop = item + placed.blocks + (i == 0) + (i == len(stages) - 1)
+                for rows in cut_evenly(of_row, placed.choice.replicas):
+                    ranks = next(slots[placed.pool])
+                    how = {"recompute": placed.way.recompute, "zero": layout.shape.zero, "substeps": placed.way.pieces}
+                    tiles.append(Tile(Interval(item, stop), rows.shift(at), ranks, placed.choice.grid, **how))
+                item = stop
+            at += of_row
+        used = {rank for tile in tiles for rank in tile.ranks}
+        unused = tuple(rank for rank in range(len(self._families)) if rank not in used)
+        return with_families(Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused), self._families)
+
+
+def rank_rows(choice: Choice, rows: int, fewest: bool = False) -> int:
+    """Return the rows of a rank with the most (or the `fewest`), where a stage has so many of a microbatch."""
+    of_tile = rows // choice.replicas if fewest else -(-rows // choice.replicas)
+    return -(-of_tile // choice.grid.z)

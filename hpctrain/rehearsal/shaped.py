@@ -1,0 +1,304 @@
+"""Shaped routes, for rehearsal: messages really travel by another route, and arrive when a described network says.
+
+A message is there at start + latency + the time that its bytes take through ports that it shares with all other
+messages of all ranks. Start is when its sender posts it, or when the earlier one between the same two ranks of the
+group has left. All ranks of a rehearsal are on one host: the flows are in memory that all of them see.
+"""
+
+import fcntl
+import math
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.routes.transport import HostTransport, Transport
+from hpctrain.comm.steps import Ready
+from hpctrain.comm.window import SHARED_MEMORY, SharedWindow
+from hpctrain.config.errors import CommError, TopologyError
+from hpctrain.rehearsal.clock import Clock, Pace, Stream
+from hpctrain.rehearsal.fabric import Network
+from hpctrain.rehearsal.fluid import Fluid
+
+# How many messages of one rank may be under way or not yet taken by their receivers.
+SLOTS_PER_RANK = 256
+FREE = -1
+# A tag names a message: its group's number, its receiver, and how many went before, in these bits of an integer.
+RECEIVER_BITS, SEQUENCE_BITS = 12, 32
+
+
+class HostLock:
+    """Mutual exclusion of the ranks of a host and their threads: `with lock`.
+
+    A lock on a file costs 1.5 to 3 us, some 10 where it is contended; those who wait sleep in the kernel, and a process
+    that dies lets go. A mutex of the C library in shared memory takes half, but needs ctypes, and the dead keep it.
+    """
+
+    def __init__(self, comm):
+        """All ranks must call."""
+        folder = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None
+        path = None
+        if comm.rank == 0:
+            self._file, path = tempfile.mkstemp(prefix="hpctrain-lock-", dir=folder)
+        path = comm.bcast(path)
+        if comm.rank:
+            self._file = os.open(path, os.O_RDWR)
+        comm.Barrier()
+        if comm.rank == 0:
+            os.unlink(path)
+        self._threads = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class ShapedNetwork:
+    """The flows of all ranks, in memory that all of them see. Made once by all ranks, before any shaped transport."""
+
+    def __init__(self, mpi, comm, network: Network, slots_per_rank: int = SLOTS_PER_RANK):
+        """`comm` is over all ranks of the world, and owned from now on. All ranks must call."""
+        if comm.size != network.num_ranks:
+            raise TopologyError(
+                f"a network of {network.num_ranks} devices is rehearsed by as many ranks, not {comm.size}"
+            )
+        self.rank, self.size, self.network = comm.rank, comm.size, network
+        self._num_slots = slots_per_rank
+        num_slots = slots_per_rank * comm.size
+        doubles = Fluid.num_doubles(num_slots)
+        self._lock = HostLock(comm)
+        num_bytes = 8 * (doubles + 3 * num_slots + 1) if comm.rank == 0 else 0
+        self._window = SharedWindow(mpi, comm.Dup(), num_bytes)
+        memory = memoryview(self._window.bytes[0].numpy())
+        integers = memory[8 * (doubles + num_slots) :].cast("q")
+        self._late = memory[8 * doubles : 8 * (doubles + num_slots)].cast("d")
+        self._tags, self._taken = integers[:num_slots], integers[num_slots : 2 * num_slots]
+        self._num_groups = integers[2 * num_slots :]
+        self._fluid = Fluid(network.bandwidths, [path.ports for path in network.paths], memory[: 8 * doubles].cast("d"))
+        if comm.rank == 0:
+            self._fluid.reset()
+            for slot in range(num_slots):
+                self._tags[slot] = FREE
+            self._num_groups[0] = 0
+        self._free = deque(range(comm.rank * slots_per_rank, (comm.rank + 1) * slots_per_rank))
+        self._finished: set[int] = set()
+        """Slots of this rank that it needs no longer; their receivers may."""
+        self.late_seconds = 0.0
+        """How long after they were due this rank took messages that it had asked for, summed."""
+        self._comm, self._open = comm, True
+        comm.Barrier()
+
+    def new_group(self) -> int:
+        """Return a number that no other group has; one rank of it calls."""
+        with self._lock:
+            self._num_groups[0] += 1
+            return self._num_groups[0]
+
+    def tag(self, group: int, receiver: int, sequence: int) -> int:
+        return ((group << RECEIVER_BITS | receiver) << SEQUENCE_BITS) | sequence
+
+    def start(self, target: int, num_bytes: int, tag: int, behind: int | None, now: float, late: float = 0.0) -> None:
+        """Start a flow from this rank at a moment that is so late, and later still where others have seen a later one.
+
+        `behind` is the tag of the message before it, if any.
+        """
+        with self._lock:
+            slot = self._free_slot()
+            earlier = None if behind is None else self.find(self.rank, behind)
+            self._taken[slot], self._tags[slot] = 0, tag
+            if self._fluid.start(slot, self.rank * self.size + target, num_bytes, now, earlier):
+                in_time = now - late
+                if earlier is not None:
+                    in_time = max(in_time, self._fluid.left(earlier) - self._late[earlier])
+                self._late[slot] = self._fluid.clock - in_time
+            else:
+                self._late[slot] = self._late[earlier]
+
+    def late(self, slot: int) -> float:
+        """Return by how many seconds a message is late; one that had to wait for another is thought to be as late."""
+        return self._late[slot]
+
+    def _free_slot(self) -> int:
+        if not self._free:
+            for slot in [slot for slot in tuple(self._finished) if self._taken[slot]]:
+                self._finished.discard(slot)
+                self._tags[slot] = FREE
+                self._free.append(slot)
+        if not self._free:
+            raise CommError(
+                f"rank {self.rank} has {self._num_slots} messages under way that were not received or waited for, and"
+                f" a shaped network holds {self._num_slots} of each rank: wait for some before sending more"
+            )
+        return self._free.popleft()
+
+    def find(self, source: int, tag: int) -> int | None:
+        """Return the slot of a message that was started; None if it has left and both its ends have forgotten it."""
+        start = source * self._num_slots
+        with suppress(ValueError):
+            return start + self._tags[start : start + self._num_slots].tolist().index(tag)
+        return None
+
+    def left(self, slot: int) -> float:
+        """Return when the message has left its sender's port; infinity if it has not."""
+        now = time.monotonic()
+        left = self._fluid.left(slot)
+        if left < math.inf or now < self._fluid.next_end:
+            return left
+        with self._lock:
+            self._fluid.advance(now)
+        return self._fluid.left(slot)
+
+    def earliest_end(self, slot: int) -> float:
+        return self._fluid.earliest_end(slot)
+
+    def forget(self, slot: int) -> None:
+        """Say that its sender or its receiver, whichever this rank is, needs a slot no longer."""
+        if slot // self._num_slots == self.rank:
+            self._finished.add(slot)
+        else:
+            self._taken[slot] = 1
+
+    def path_latency(self, source: int, target: int) -> float:
+        return self.network.paths[source * self.size + target].latency_seconds
+
+    def abandon(self) -> None:
+        """Leave without the others: `close` will do nothing."""
+        self._open = False
+
+    def close(self) -> None:
+        """Free it. All ranks must call, after their transports are closed; a second call does nothing."""
+        if self._open:
+            self._open = False
+            del self._fluid, self._tags, self._taken, self._late, self._num_groups
+            self._window.close()
+            self._lock.close()
+            self._comm.Free()
+
+
+class Passage:
+    """A message under way; called as a `Ready`, by its sender or its receiver."""
+
+    __slots__ = ("_asked", "_inner", "_late", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
+
+    def __init__(
+        self, network: ShapedNetwork, inner: Ready, source: int, tag: int, latency: float, stream: Stream | None
+    ):
+        """`latency` is what passes, for the one who asks, after the last byte left."""
+        self._network, self._latency, self._stream = network, latency, stream
+        self._inner: Ready | None = inner
+        self._source, self._tag = source, tag
+        self._slot: int | None = None
+        self._asked, self._late = math.inf, 0.0
+        self.due = math.inf
+        """When the described network has it there, of `time.monotonic`; known once the last byte has left."""
+
+    def __call__(self) -> bool:
+        if self._asked == math.inf:
+            self._asked = time.monotonic()
+        if self._inner is not None:
+            if not self._inner():
+                return False
+            self._slot = self._network.find(self._source, self._tag)  # it was started before it was sent
+            self._inner = None  # after that: `not_before` may be asked by another thread
+        if self.due == math.inf:
+            left = self._network.left(self._slot)
+            if left == math.inf:
+                return False
+            self.due, self._late = left + self._latency, self._network.late(self._slot)
+            self._network.forget(self._slot)
+        now = time.monotonic()
+        if now < self.due:
+            return False
+        self._network.late_seconds += now - max(self.due, self._asked)
+        if self._stream is not None:
+            self._stream.reach(self.due, self._late)
+        return True
+
+    def not_before(self) -> float:
+        """Return a time of `time.monotonic` before which there is no use in calling this; 0 if it must be polled."""
+        if self._inner is not None:
+            return 0.0  # the bytes themselves move when they are polled
+        if self.due < math.inf:
+            return self.due
+        return self._network.earliest_end(self._slot) + self._latency
+
+
+class ShapedTransport:
+    """Messages by an inner transport, as late as a described network would deliver them."""
+
+    polls_freely = False  # nor is it of use: they arrive whoever waits for them
+
+    def __init__(
+        self,
+        network: ShapedNetwork,
+        inner: Transport,
+        ranks: Sequence[int],
+        group: int,
+        stream: Stream | None = None,
+    ):
+        """`ranks` are the group's in the world, and `group` its `network.new_group()`, the same on all of them.
+
+        Messages start at the moment of `stream`, which they move on; without one, when they are sent. `inner` is owned
+        from now on.
+        """
+        self.name = f"{inner.name}, shaped"
+        self.rank, self.size = inner.rank, inner.size
+        self._network, self._inner, self._ranks = network, inner, tuple(ranks)
+        self._group, self._stream = group, stream
+        self.bytes_sent = inner.bytes_sent
+        self._sent, self._received = [0] * inner.size, [0] * inner.size
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Ready:
+        network, target, count = self._network, self._ranks[peer], self._sent[peer]
+        tag = network.tag(self._group, target, count)
+        now, late = (time.monotonic(), 0.0) if self._stream is None else (self._stream.moment, self._stream.late)
+        network.start(target, as_bytes(tensor).numel(), tag, tag - 1 if count else None, now, late)
+        self._sent[peer] += 1
+        return Passage(network, self._inner.send(peer, tensor), network.rank, tag, 0.0, self._stream)
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
+        network, source = self._network, self._ranks[peer]
+        tag = network.tag(self._group, network.rank, self._received[peer])
+        self._received[peer] += 1
+        latency = network.path_latency(source, network.rank)
+        return Passage(network, self._inner.receive(peer, tensor), source, tag, latency, self._stream)
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def close(self) -> None:
+        """All ranks must call."""
+        self._inner.close()
+
+
+class RehearsedNetwork:
+    """Makes groups whose messages are as late as a described network would deliver them."""
+
+    def __init__(self, network: ShapedNetwork, clock: Clock):
+        """`network` is shared by all ranks, and owned from now on; `clock` is this rank's."""
+        self._network, self._clock = network, clock
+
+    def pace(self, group: str = "") -> Pace:
+        return Pace(self._clock, group)
+
+    def transport(self, comm, ranks: Sequence[int], pace: Pace | None) -> ShapedTransport:
+        """All `ranks` must call."""
+        group = comm.bcast(self._network.new_group() if comm.rank == 0 else None)
+        return ShapedTransport(self._network, HostTransport(comm), ranks, group, pace and pace.stream)
+
+    def close(self) -> None:
+        """All ranks must call."""
+        self._network.close()

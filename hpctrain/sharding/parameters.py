@@ -1,0 +1,305 @@
+"""Every parameter of a model by name: its shape, how a tensor grid cuts it, how it starts.
+
+Pure functions of the model's shape and of a tensor grid: no weights here. The model allocates from this, the
+optimizer and the checkpoint take their pieces from it, the planner counts bytes with it, so that none can disagree.
+
+How weights are cut (Agarwal's 3D product as used by AxoNN, arXiv 2305.13525): the weight of a layer `[out, in]` is
+cut by y over `out` and by x over `in`; layers whose input is the output of such a layer swap x and y, so that
+nothing is redistributed in between. What is left of a weight on coordinate (x, y) is its *box*; the boxes of one
+*unit* (the parameters of one item that are exchanged by the same ranks) lie one after another in one flat array,
+and coordinate z stores a consecutive z-th of it.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Model
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval, cut_evenly
+
+Box = tuple[Interval, ...]
+# The linear layers of a block: of each the parameters that are computed as one product, without ".weight" or ".bias".
+BLOCK_LAYERS = (
+    ("attention.q", "attention.k", "attention.v"),
+    ("attention.o",),
+    ("ffn.gate", "ffn.up"),
+    ("ffn.down",),
+)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the unsplit model."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: tuple[str | None, ...]
+    """For each dim the axis of the tensor grid that cuts it ("x", "y") or None."""
+    init: str
+    """How it starts: "normal", "residual" (normal, scaled down by the depth), "zeros", "ones"."""
+    heads: int = 0
+    """For key and value projections the number of heads in dim 0; 0 for all others."""
+    pad: bool = False
+    """Whether dim 0 is padded to a multiple of y (vocabularies)."""
+
+    @property
+    def decay(self) -> bool:
+        return len(self.shape) > 1
+
+    def padded_shape(self, grid: TensorGrid) -> tuple[int, ...]:
+        if not self.pad:
+            return self.shape
+        return (math.ceil(self.shape[0] / grid.y) * grid.y, *self.shape[1:])
+
+    def box(self, grid: TensorGrid, x: int, y: int) -> Box:
+        """Return what coordinate (x, y) holds, in the indices of the padded parameter."""
+        index = {"x": x, "y": y}
+        size = {"x": grid.x, "y": grid.y}
+        box = []
+        for length, axis in zip(self.padded_shape(grid), self.split, strict=True):
+            if axis is None:
+                box.append(Interval(0, length))
+            elif self.heads and axis == "y" and grid.y > self.heads:
+                box.append(cut_evenly(length, self.heads)[y * self.heads // grid.y])
+            else:
+                box.append(cut_evenly(length, size[axis])[index[axis]])
+        return tuple(box)
+
+    def is_shared_over_y(self, grid: TensorGrid) -> bool:
+        """Say whether several y hold the same head, so that their gradients have to be summed."""
+        return 0 < self.heads < grid.y
+
+    def counts_at(self, x: int, y: int) -> bool:
+        """Say whether the copy at (x, y) is the one that counts, where x or y do not cut this parameter.
+
+        Such copies (norm weights over y, for example) see the same gradient everywhere; the norm of the gradient and
+        the checkpoint take the one at index 0.
+        """
+        return ("x" in self.split or x == 0) and ("y" in self.split or y == 0)
+
+
+def padded_vocabulary(model: Model, grid: TensorGrid) -> int:
+    """Return the rows of the token table on a grid: the vocabulary, rounded up to a multiple of y."""
+    return math.ceil(model.vocab_size / grid.y) * grid.y
+
+
+def box_size(box: Box) -> int:
+    return math.prod(interval.size for interval in box)
+
+
+def whole_rows(parameter: Parameter, box: Box, elements: Interval) -> Iterator[tuple[Interval, slice, Interval]]:
+    """Cut consecutive elements of a box into runs that one hyperslab of the whole parameter holds.
+
+    Yields (rows of the parameter, columns of the parameter, elements of the box): at most a part of a row, whole
+    rows, and a part of a row. One-dim parameters have one-element rows. Rows in the padding are left out.
+    """
+    width = box_size(box[1:])
+    columns = box[1] if len(box) > 1 else Interval(0, 1)
+    first_whole, last_whole = -(-elements.start // width) * width, elements.stop // width * width
+    inner = {bound for bound in (first_whole, last_whole) if elements.start < bound < elements.stop}
+    for start, stop in itertools.pairwise(sorted({*elements, *inner})):
+        first, offset = divmod(start, width)
+        if offset or stop - start < width:
+            rows, inside = Interval(first, first + 1), Interval(offset, offset + stop - start)
+        else:
+            rows, inside = Interval(first, stop // width), Interval(0, width)
+        rows = rows.shift(box[0].start)
+        real = rows.intersect(Interval(0, parameter.shape[0]))
+        if real.size:
+            taken = Interval(start, start + real.size * inside.size)
+            yield real, slice(columns.start + inside.start, columns.start + inside.stop), taken
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are stored, gathered over z and exchanged among the same ranks together."""
+
+    items: tuple[int, ...]
+    """The items that use it: one, or the first and the last for a tied embedding."""
+    parameters: tuple[Parameter, ...]
+    shared_over_y: bool = False
+
+    def layout(self, grid: TensorGrid, x: int, y: int) -> "UnitLayout":
+        return UnitLayout(self, tuple(p.box(grid, x, y) for p in self.parameters))
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The flat array that holds a unit's boxes at one (x, y)."""
+
+    unit: Unit
+    boxes: tuple[Box, ...]
+
+    @cached_property
+    def size(self) -> int:
+        return sum(map(box_size, self.boxes))
+
+    def placed(self):
+        """Yield (parameter, box, interval in the unit's flat array)."""
+        at = 0
+        for parameter, box in zip(self.unit.parameters, self.boxes, strict=True):
+            yield parameter, box, Interval(at, at + box_size(box))
+            at += box_size(box)
+
+    def runs(self, names: Collection[str]) -> "Iterator[Run]":
+        """Yield the named parameters, as few as can be: neighbours with equal trailing dims are one."""
+        run = None
+        for parameter, box, at in self.placed():
+            if parameter.name not in names:
+                continue
+            shape = tuple(interval.size for interval in box)
+            if run and run.at.stop == at.start and run.shape[1:] == shape[1:]:
+                above, *trailing = run.shape
+                run = Run((*run.names, parameter.name), Interval(run.at.start, at.stop), (above + shape[0], *trailing))
+                continue
+            if run:
+                yield run
+            run = Run((parameter.name,), at, shape)
+        if run:
+            yield run
+
+
+class Run(NamedTuple):
+    """Parameters of a unit that are used as one."""
+
+    names: tuple[str, ...]
+    at: Interval
+    """Where in the unit's flat array."""
+    shape: tuple[int, ...]
+
+
+def _block(model: Model, i: int) -> list[Parameter]:
+    h, q, kv, f = model.hidden_size, model.num_heads * model.head_size, model.kv_heads * model.head_size, model.ffn
+    bias = model.architecture == "gpt2"
+    name = f"blocks.{i}"
+
+    def linear(part: str, out: int, into: int, split: tuple[str, str], init: str = "normal", heads: int = 0):
+        weight = Parameter(f"{name}.{part}.weight", (out, into), split, init, heads)
+        return weight, Parameter(f"{name}.{part}.bias", (out,), split[:1], "zeros", heads)
+
+    up = [linear("ffn.up", f, h, ("y", "x"))]
+    gate = [] if bias else [linear("ffn.gate", f, h, ("y", "x"))]
+    qkv = [
+        linear("attention.q", q, h, ("y", "x")),
+        linear("attention.k", kv, h, ("y", "x"), heads=model.kv_heads),
+        linear("attention.v", kv, h, ("y", "x"), heads=model.kv_heads),
+    ]
+    out = [linear("attention.o", h, q, ("x", "y"), "residual")]
+    down = [linear("ffn.down", h, f, ("x", "y"), "residual")]
+    parameters = _norm(model, f"{name}.attention_norm")
+    for fused in (qkv, out):  # the weights of one product lie side by side, so that it is one product
+        parameters += [weight for weight, _ in fused] + ([b for _, b in fused] if bias else [])
+    parameters += _norm(model, f"{name}.ffn_norm")
+    for fused in (gate + up, down):
+        parameters += [weight for weight, _ in fused] + ([b for _, b in fused] if bias else [])
+    return parameters
+
+
+def _norm(model: Model, name: str) -> list[Parameter]:
+    weight = Parameter(f"{name}.weight", (model.hidden_size,), ("x",), "ones")
+    bias = Parameter(f"{name}.bias", (model.hidden_size,), ("x",), "zeros")
+    return [weight, bias] if model.architecture == "gpt2" else [weight]
+
+
+def item_parameters(model: Model, item: int) -> list[Parameter]:
+    """List the parameters of an item; a tied head lists the embedding's weight again."""
+    if 0 < item <= model.num_layers:
+        return _block(model, item - 1)
+    table = (model.vocab_size, model.hidden_size)
+    embedding = Parameter("embedding.weight", table, ("y", "x"), "normal", pad=True)
+    if item == 0:
+        if model.architecture == "llama":
+            return [embedding]
+        positions = (model.max_positions, model.hidden_size)
+        return [embedding, Parameter("positions.weight", positions, (None, "x"), "normal")]
+    if model.tie_head:
+        return [*_norm(model, "norm"), embedding]
+    return [*_norm(model, "norm"), Parameter("head.weight", table, ("y", "x"), "normal", pad=True)]
+
+
+def all_parameters(model: Model) -> dict[str, Parameter]:
+    """Return every parameter of the model once, by name, in the order of the items."""
+    return {p.name: p for item in range(model.num_items) for p in item_parameters(model, item)}
+
+
+def count_parameters(model: Model) -> int:
+    return sum(math.prod(p.shape) for p in all_parameters(model).values())
+
+
+def item_units(model: Model, grid: TensorGrid, item: int) -> list[Unit]:
+    """Cut an item into units for tiles of this tensor grid; a tied embedding belongs to the first item."""
+    last = model.num_items - 1
+    parameters = item_parameters(model, item)
+    found = []
+    if model.tie_head and item in (0, last):
+        if item == 0:
+            found.append(Unit((0, last), tuple(p for p in parameters if p.name == "embedding.weight")))
+        parameters = [p for p in parameters if p.name != "embedding.weight"]
+    own = tuple(p for p in parameters if not p.is_shared_over_y(grid))
+    shared = tuple(p for p in parameters if p.is_shared_over_y(grid))
+    if own:
+        found.append(Unit((item,), own))
+    if shared:
+        found.append(Unit((item,), shared, shared_over_y=True))
+    return found
+
+
+def join_units(units: Iterable[Unit]) -> list[Unit]:
+    """Return units with those of the same items as one, for those who tell by slabs who shares what."""
+    found: dict[tuple[int, ...], list[Parameter]] = {}
+    for unit in units:
+        found.setdefault(unit.items, []).extend(unit.parameters)
+    return [Unit(items, tuple(parameters)) for items, parameters in found.items()]
+
+
+@lru_cache(maxsize=256)  # asked for by every rank of a plan that one process looks at
+def units(model: Model, grid: TensorGrid) -> tuple[Unit, ...]:
+    """Cut the model into units for tiles of this tensor grid, in the order of the items."""
+    return tuple(unit for item in range(model.num_items) for unit in item_units(model, grid, item))
+
+
+def check_grid(model: Model, grid: TensorGrid) -> None:
+    """Refuse a tensor grid that cannot cut the model, with the number that does not divide.
+
+    Raises PlanError.
+    """
+    wanted = [
+        ("hidden_size", model.hidden_size, "x", grid.x),
+        ("num_heads", model.num_heads, "y", grid.y),
+        ("ffn_size", model.ffn, "y", grid.y),
+    ]
+    if grid.y <= model.kv_heads:
+        wanted.append(("num_kv_heads", model.kv_heads, "y", grid.y))
+    for what, number, axis, parts in wanted:
+        if number % parts:
+            fits = [str(n) for n in range(1, number + 1) if number % n == 0 and n <= 64]
+            raise PlanError(
+                f"model.{what} {number} is not divisible by tensor {axis} = {parts};"
+                f" set {axis} to one of {', '.join(fits)}"
+            )
+    if grid.y > model.kv_heads and grid.y % model.kv_heads:
+        raise PlanError(
+            f"tensor y = {grid.y} is more than model.num_kv_heads {model.kv_heads} and not a multiple of it;"
+            f" set y to a multiple or a divisor of {model.kv_heads}"
+        )
+
+
+def layer_shapes(model: Model, grid: TensorGrid, item: int) -> list[tuple[int, int]]:
+    """Return the weights [out, in] that the linear layers of an item multiply with, on any place of a tensor grid.
+
+    Those of a block, or the head's; the embedding looks up and has none.
+    """
+    if item == 0:
+        return []
+    if item > model.num_layers:
+        table = item_parameters(model, item)[-1]
+        rows, columns = (interval.size for interval in table.box(grid, 0, 0))
+        return [(rows, columns)]
+    layouts = [unit.layout(grid, 0, 0) for unit in item_units(model, grid, item)]
+    layers = [{f"blocks.{item - 1}.{name}.weight" for name in layer} for layer in BLOCK_LAYERS]
+    return [run.shape for names in layers for layout in layouts for run in layout.runs(names)]
