@@ -148,8 +148,9 @@ def plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero) -> Plan
     def seconds(family: str, item: int, of_row: int, recompute: str = "none") -> float:
         grid, _, replicas = chosen[family]
         each = math.ceil(math.ceil(of_row / replicas) / grid.z)
-        ranks = [d.rank for d in cluster.devices if d.family == family][: grid.size]
-        return alone(setup, cluster, family, tuple(ranks), grid, item, each, recompute)
+        sharing = replicas if zero > 1 and len(pipelines) == 1 else 1
+        slots = places(cluster, family, grid.size)[:sharing]
+        return alone(setup, cluster, family, tuple(slots), grid, item, each, recompute, zero if sharing > 1 else 1)
 
     def even(row: tuple[str, ...], of_row: int) -> float:
         speed = sum(chosen[family][1] / seconds(family, 1, of_row) for family in row)
@@ -198,15 +199,19 @@ def places(cluster: Cluster, family: str, size: int) -> list[tuple[int, ...]]:
     return [tuple(r[i : i + size]) for r in nodes.values() for i in range(0, len(r) - size + 1, size)]
 
 
-def alone(setup, cluster, family, ranks, grid, item, rows, recompute) -> float:
-    """The time of an item by itself, from the predictor: a plan of one tile that does nothing else."""
-    key = (id(setup), id(cluster), family, grid, item, rows, recompute)
+def alone(setup, cluster, family, slots, grid, item, rows, recompute, zero) -> float:
+    """The time of an item by itself, from the predictor: a plan that does nothing else, with a replica on each slot."""
+    key = (id(setup), id(cluster), family, slots, grid, item, rows, recompute, zero)
     if key not in KNOWN_ALONE:
-        plan = Plan((Tile(Interval(item, item + 1), Interval(0, rows * grid.z), ranks, grid, family, recompute),), 1, 1)
-        unused = tuple(d.rank for d in cluster.devices if d.rank not in ranks)
-        whole = replace(plan, rows=rows * grid.z, unused=unused)
-        cost = Predictor(setup, whole, cluster).costs.tiles[plan.tiles[0]]
-        KNOWN_ALONE[key] = sum(p.compute + p.tensor for p in (*cost.forward, *cost.backward))
+        items, of_replica = Interval(item, item + 1), Interval(0, rows * grid.z)
+        tiles = tuple(
+            Tile(items, of_replica.shift(i * rows * grid.z), ranks, grid, family, recompute, zero)
+            for i, ranks in enumerate(slots)
+        )
+        unused = tuple(d.rank for d in cluster.devices if all(d.rank not in ranks for ranks in slots))
+        plan = Plan(tiles, 1, len(slots) * rows * grid.z, unused=unused)
+        cost = Predictor(setup, plan, cluster).costs.tiles[tiles[0]]
+        KNOWN_ALONE[key] = sum(p.compute + p.tensor + p.data for p in (*cost.forward, *cost.backward))
     return KNOWN_ALONE[key]
 
 
