@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config.errors import DataError
-from hpctrain.data import prepare as module
+from hpctrain.data import corpus as module
 from hpctrain.data.corpus import Summary, find_files, prepare
 from hpctrain.data.tokenizer import train_bpe
 from hpctrain.data.tokens import TokenWriter, open_tokens

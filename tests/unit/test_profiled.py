@@ -19,7 +19,7 @@ from hpctrain.jobs.predict import command as predict_command
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner import pools as pools_module
-from hpctrain.planner import predict as predict_module
+from hpctrain.planner import predictor as predict_module
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup, item_cost, update_seconds
 from hpctrain.planner.curves import describe_work
