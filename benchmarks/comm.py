@@ -49,7 +49,7 @@ def command(rounds, sizes, collectives, route, algorithm, no_gloo, as_json):
         if unknown := sorted(set(wanted) - set(COLLECTIVES)):
             raise click.BadParameter(f"no collective {', '.join(unknown)}; there are {', '.join(COLLECTIVES)}")
         sides = SIDES[:2] if no_gloo or world.size == 1 else SIDES
-        told = {
+        summary = {
             "ranks": world.size,
             "mpi": world.library,
             "route": world.group(range(world.size)).route,
@@ -57,7 +57,7 @@ def command(rounds, sizes, collectives, route, algorithm, no_gloo, as_json):
             "lanes": measure_lanes(world, rounds),
         }
         if world.rank == 0:
-            print(json.dumps(told) if as_json else table(told), flush=True)
+            print(json.dumps(summary) if as_json else table(summary), flush=True)
 
 
 def compare(world: "World", collectives: list[str], sizes: list[int], sides, rounds: int) -> list[dict]:
@@ -190,13 +190,13 @@ def measure_lanes(world: "World", rounds: int) -> dict:
     return {"all_reduce_1kb_seconds": latency, **burnt}
 
 
-def table(told: dict) -> str:
-    lines = [f"{told['ranks']} ranks by {told['route']}, {told['mpi']}"]
-    for row in told["collectives"]:
+def table(summary: dict) -> str:
+    lines = [f"{summary['ranks']} ranks by {summary['route']}, {summary['mpi']}"]
+    for row in summary["collectives"]:
         speeds = "  ".join(f"{k[:-8]} {v * 1e6:12,.0f} us" for k, v in row.items() if k.endswith("_seconds"))
         ratios = "  ".join(f"{k.split('_')[0]}/hpctrain {v:6.2f}" for k, v in row.items() if k.endswith("_hpctrain"))
         lines.append(f"{row['collective']:15}{row['bytes']:>12,} B  {speeds}  {ratios}")
-    lines += [f"lanes: {key} {value:.3g}" for key, value in told["lanes"].items()]
+    lines += [f"lanes: {key} {value:.3g}" for key, value in summary["lanes"].items()]
     return "\n".join(lines)
 
 

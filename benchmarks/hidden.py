@@ -94,14 +94,18 @@ def main() -> None:
             (path / "cluster.toml").write_text(cluster_file(given.bandwidth or speed, given.scale))
             command = ["bench", "overlap", "job.toml", "--rehearse", "cluster.toml", "--json", "--steps", given.steps]
             command += [part for setting in settings for part in ("--set", setting)]
-            told = json.loads(call(*command, ranks=RANKS, cwd=path).splitlines()[-1])
-        share, overrun = f"{told['communication_share']:.0%}", f"{told['overrun']:.2%}"
-        for variant in [each for each in ("all", ALL_AND_FORWARD) if each in told["step_seconds"]]:
-            steps = told["step_seconds"]["exposed"], told["step_seconds"][variant], told["best_seconds"][variant]
+            summary = json.loads(call(*command, ranks=RANKS, cwd=path).splitlines()[-1])
+        share, overrun = f"{summary['communication_share']:.0%}", f"{summary['overrun']:.2%}"
+        for variant in [each for each in ("all", ALL_AND_FORWARD) if each in summary["step_seconds"]]:
+            steps = (
+                summary["step_seconds"]["exposed"],
+                summary["step_seconds"][variant],
+                summary["best_seconds"][variant],
+            )
             exposed, hidden, best = (f"{seconds * 1e3:.1f} ms" for seconds in steps)
-            hidden_share = f"{told['hidden_share'][variant]:.0%}"
+            hidden_share = f"{summary['hidden_share'][variant]:.0%}"
             print("|", " | ".join((name, share, exposed, variant, hidden, best, hidden_share, overrun)), "|")
-        print(f"    {json.dumps(told)}", file=sys.stderr, flush=True)
+        print(f"    {json.dumps(summary)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def main() -> None:
         call()
         return world.largest(time.perf_counter() - start)
 
-    def beside(way):
+    def overlapped(way):
         poll, wait = way.start(array)
         compute(poll)
         wait()
@@ -101,9 +101,9 @@ def main() -> None:
     for _ in range(ROUNDS):
         for name, way in ways.items():
             taken[name]["alone"].append(timed(compute))
-            taken[name]["beside"].append(timed(lambda way=way: beside(way)))
+            taken[name]["beside"].append(timed(lambda way=way: overlapped(way)))
             taken[name]["after"].append(timed(lambda way=way: after(way)))
-    told = {}
+    summary = {}
     for name, way in ways.items():
         alone, both, one_by_one = (statistics.median(taken[name][what]) for what in ("alone", "beside", "after"))
         world.agree(None)
@@ -112,14 +112,14 @@ def main() -> None:
         before = time.process_time()
         way.start(array)[1]()
         burnt = world.largest(time.process_time() - before if world.rank else 0.0) / LATE_SECONDS
-        told[name] = {
+        summary[name] = {
             "products_ms": round(alone * 1e3, 2),
             "beside_over_products": round(both / alone, 2),
             "beside_over_one_by_one": round(both / one_by_one, 2),
             "cpu_seconds_per_second_of_waiting": round(burnt, 3),
         }
     if world.rank == 0:
-        print(json.dumps({"ranks": world.size, **told}, indent=1), flush=True)
+        print(json.dumps({"ranks": world.size, **summary}, indent=1), flush=True)
         sys.stdout.flush()
     world.close()
 

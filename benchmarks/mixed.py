@@ -48,13 +48,15 @@ def measure(cluster: str | Path, options: list) -> dict:
     return json.loads(said.splitlines()[-1])
 
 
-def row(name: str, told: dict) -> str:
-    if "no_ratio" in told:
-        return f"| {name} | {told['no_ratio']} |"
-    of_even = f"{told['of_even']:.2f}" if "of_even" in told else "does not fit"
+def row(name: str, summary: dict) -> str:
+    if "no_ratio" in summary:
+        return f"| {name} | {summary['no_ratio']} |"
+    over_even = f"{summary['speedup_over_even']:.2f}" if "speedup_over_even" in summary else "does not fit"
+    cause = summary["cause"]
     return (
-        f"| {name} | {told['of_sum']:.3f} | {told['of_simulated']:.3f} | {told['of_best_family']:.2f} | {of_even} |"
-        f" {told['possible_of_even']:.2f} | {told['cause']} {told['lost'][told['cause']]:.1%} | {told['overrun']:.2%} |"
+        f"| {name} | {summary['fraction_of_sum']:.3f} | {summary['fraction_of_simulated']:.3f}"
+        f" | {summary['speedup_over_best_family']:.2f} | {over_even} | {summary['possible_speedup_over_even']:.2f}"
+        f" | {cause} {summary['losses'][cause]:.1%} | {summary['overrun']:.2%} |"
     )
 
 
@@ -79,8 +81,8 @@ def networks(options: list) -> None:
                 made = Cluster(**dict(cluster) | {"nodes": nodes})
             path = Path(folder, f"{name}.toml")
             path.write_text(dump_real(made, truth))
-            told = measure(path, options)
-            best = max(filter(None, told["mixed"].values()), key=lambda about: about["tokens_per_second"])
+            summary = measure(path, options)
+            best = max(filter(None, summary["mixed"].values()), key=lambda about: about["tokens_per_second"])
             scores[name] = best["tokens_per_second"]
             print(f"{name}: {scores[name]:,.1f} tokens/s, overrun {best['overrun']:.2%}, {best['plan']}", flush=True)
     hybrid = scores[HYBRID]
@@ -95,11 +97,11 @@ def dump_real(cluster: Cluster, truth: Truth) -> str:
 
 def memory(options: list) -> None:
     job = ("--set", f"model.num_layers={SHORT_LAYERS}", "--set", f"train.global_batch={SHORT_BATCH}")
-    told = measure(SHORT, [*options, *job])
-    print(json.dumps(told))
-    print(row(SHORT, told))
-    if "because" in told:
-        print(f"more than the sum for a weak baseline: alone, {'; '.join(told['because'])}")
+    summary = measure(SHORT, [*options, *job])
+    print(json.dumps(summary))
+    print(row(SHORT, summary))
+    if "reasons" in summary:
+        print(f"more than the sum for a weak baseline: alone, {'; '.join(summary['reasons'])}")
 
 
 def settings_of(job: Job) -> list[str]:

@@ -76,16 +76,16 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
             parsed, described = start_rehearsal(world, rehearse, parsed)
         prepared = prepare_run(world, parsed, described=described)
         if pairs:
-            told = compare_pairs(world, prepared, pairs)
+            summary = compare_pairs(world, prepared, pairs)
             if world.rank == 0:
-                print(json.dumps(told) if as_json else table_of_pairs(told), flush=True)
+                print(json.dumps(summary) if as_json else table_of_pairs(summary), flush=True)
             return
         variants = [name for name in VARIANTS if not is_in_halves(name) or has_sums(prepared.plan)]
         measured = {name: measure(world, prepared, VARIANTS[name], steps) for name in variants}
-        told = {"plan": prepared.plan.describe(), "ranks": world.size, **compare(world, measured)}
-        told["overrun"] = world.largest(world.accelerator.overrun)
+        summary = {"plan": prepared.plan.describe(), "ranks": world.size, **compare(world, measured)}
+        summary["overrun"] = world.largest(world.accelerator.overrun)
         if world.rank == 0:
-            print(json.dumps(told) if as_json else table(told), flush=True)
+            print(json.dumps(summary) if as_json else table(summary), flush=True)
 
 
 def is_in_halves(variant: str) -> bool:
@@ -138,18 +138,18 @@ def measure(world: "World", prepared: "Prepared", switches: dict[str, bool], ste
     trainer.initialise()
     world.enter(phases_of(job.observe).first_step)
     trainer.step(prepared.training)
-    found = []
+    result = []
     for _ in range(steps):
         clock.log, before = [], clock.busy_seconds
         metrics = trainer.step(prepared.training)[0]
         logged, clock.log = clock.log, None
         operations = [_operation(p, before, scale) for p in logged if p.asked_at.busy_seconds >= before]
         seconds = world.largest(metrics["step_seconds"])
-        found.append(Measured(seconds, (clock.busy_seconds - before) / scale, operations, metrics["loss"]))
+        result.append(Measured(seconds, (clock.busy_seconds - before) / scale, operations, metrics["loss"]))
     del trainer, logged
     gc.collect()  # the next one needs the pretended memory
-    fastest = min(found, key=lambda each: each.step_seconds)  # the same one on all ranks
-    return fastest._replace(loss=found[-1].loss)
+    fastest = min(result, key=lambda each: each.step_seconds)  # the same one on all ranks
+    return fastest._replace(loss=result[-1].loss)
 
 
 def _operation(paced: "Paced", before: float, scale: float) -> Operation:
@@ -160,10 +160,10 @@ def _operation(paced: "Paced", before: float, scale: float) -> Operation:
 
 def seconds_alone(operations: Iterable[Operation]) -> dict[tuple[str, str, int], float]:
     """Return what operations take, by their kind, where nothing goes on beside them."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for operation in operations:
-        found[operation.kind].append(operation.seconds)
-    return {kind: statistics.median(seconds) for kind, seconds in found.items()}
+        result[operation.kind].append(operation.seconds)
+    return {kind: statistics.median(seconds) for kind, seconds in result.items()}
 
 
 def exposed_seconds(operations: Iterable[Operation], alone: Mapping[tuple[str, str, int], float]) -> float:
@@ -231,21 +231,21 @@ def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     if has_sums(plan):
         names += [FORWARD] + [ALL_AND_FORWARD] * (len(there) > 1)
     jobs = {NOTHING if name == EXPOSED else name: switched(job, VARIANTS[name]) for name in names}
-    found = measure_pairs(world, replace(prepared, job=switched(job, VARIANTS[EXPOSED])), jobs, pairs)
-    told = {
+    result = measure_pairs(world, replace(prepared, job=switched(job, VARIANTS[EXPOSED])), jobs, pairs)
+    summary = {
         "plan": plan.describe(),
         "ranks": world.size,
         "pairs": pairs,
-        "overlaps": {name: _told_of(paired) for name, paired in found.items()},
-        "same_bits": all(paired.same_bits for name, paired in found.items() if not is_in_halves(name)),
+        "overlaps": {name: _told_of(paired) for name, paired in result.items()},
+        "same_bits": all(paired.same_bits for name, paired in result.items() if not is_in_halves(name)),
         "auto": {
             key: prepared.reasons.get(f"overlap.{key}", f"{'on' if getattr(job.overlap, key) else 'off'}: asked for")
             for key in SWITCHES
         },
     }
     if world.accelerator.overrun is not None:
-        told["overrun"] = world.largest(world.accelerator.overrun)
-    return told
+        summary["overrun"] = world.largest(world.accelerator.overrun)
+    return summary
 
 
 def _told_of(paired: Paired) -> dict:
@@ -257,35 +257,35 @@ def _told_of(paired: Paired) -> dict:
     }
 
 
-def table_of_pairs(told: dict) -> str:
-    lines = [f"{told['ranks']} ranks: {told['plan']}; {told['pairs']} pairs of steps each"]
+def table_of_pairs(summary: dict) -> str:
+    lines = [f"{summary['ranks']} ranks: {summary['plan']}; {summary['pairs']} pairs of steps each"]
     lines.append(f"  {'overlap':18} {'exposed ms':>10} {'with it ms':>10}  with it / exposed (95 % interval)")
-    for name, each in told["overlaps"].items():
+    for name, each in summary["overlaps"].items():
         bits = "same bits" if each["same_bits"] else "other bits" if is_in_halves(name) else "OTHER BITS"
         seconds = f"{each['exposed_seconds'] * 1e3:10.2f} {each['seconds'] * 1e3:10.2f}"
         lines.append(f"  {name:18} {seconds}  {Ratio(**each['ratio'])}, {bits}")
-    lines += [f"  auto: {key} {reason}" for key, reason in told["auto"].items()]
-    if "overrun" in told:
-        lines.append(f"  overrun {told['overrun']:.2%}")
+    lines += [f"  auto: {key} {reason}" for key, reason in summary["auto"].items()]
+    if "overrun" in summary:
+        lines.append(f"  overrun {summary['overrun']:.2%}")
     return "\n".join(lines)
 
 
-def table(told: dict) -> str:
-    lines = [f"{told['ranks']} ranks: {told['plan']}"]
-    for name, seconds in told["step_seconds"].items():
+def table(summary: dict) -> str:
+    lines = [f"{summary['ranks']} ranks: {summary['plan']}"]
+    for name, seconds in summary["step_seconds"].items():
         line = f"  {name:18} {seconds * 1e3:10.2f} ms"
-        if name in told["best_seconds"]:
-            share = told["hidden_share"][name]
+        if name in summary["best_seconds"]:
+            share = summary["hidden_share"][name]
             said = "nothing to hide" if share is None else f"{share:.0%} of what can be hidden is"
-            line += f"   at best {told['best_seconds'][name] * 1e3:10.2f} ms: {said}"
+            line += f"   at best {summary['best_seconds'][name] * 1e3:10.2f} ms: {said}"
         lines.append(line)
-    lines.append(f"  {'computation':18} {told['compute_seconds'] * 1e3:10.2f} ms")
-    share = told["communication_share"]
-    lines.append(f"  {'communication':18} {told['communication_seconds'] * 1e3:10.2f} ms ({share:.0%})")
-    lines += [f"    {g or 'group':16} {s * 1e3:10.2f} ms" for g, s in told["communication_seconds_by_group"].items()]
-    lines.append(f"  {'ideal':18} {told['ideal_seconds'] * 1e3:10.2f} ms; overrun {told['overrun']:.2%}")
-    bits = "the same bits" if told["same_bits"] else "OTHER BITS"
-    lines.append(f"  {bits}; in halves losses differ by {told['loss_difference']:.1e} at most")
+    lines.append(f"  {'computation':18} {summary['compute_seconds'] * 1e3:10.2f} ms")
+    share = summary["communication_share"]
+    lines.append(f"  {'communication':18} {summary['communication_seconds'] * 1e3:10.2f} ms ({share:.0%})")
+    lines += [f"    {g or 'group':16} {s * 1e3:10.2f} ms" for g, s in summary["communication_seconds_by_group"].items()]
+    lines.append(f"  {'ideal':18} {summary['ideal_seconds'] * 1e3:10.2f} ms; overrun {summary['overrun']:.2%}")
+    bits = "the same bits" if summary["same_bits"] else "OTHER BITS"
+    lines.append(f"  {bits}; in halves losses differ by {summary['loss_difference']:.1e} at most")
     return "\n".join(lines)
 
 

@@ -61,7 +61,7 @@ def measure_pairs(world: "World", prepared: "Prepared", jobs: Mapping[str, "Job"
 
     accelerator = bind_accelerator(world)
     world.enter(phases_of(prepared.job.observe).first_step)
-    found = {}
+    result = {}
     for name, job in jobs.items():
         with world.freeing():
             trainers = [Trainer(world, accelerator, each, prepared.plan) for each in (prepared.job, job)]
@@ -76,7 +76,7 @@ def measure_pairs(world: "World", prepared: "Prepared", jobs: Mapping[str, "Job"
                     numbers[which].append((metrics["loss"], metrics["grad_norm"]))
             for trainer in trainers:
                 trainer.layout.store.await_weights()
-            found[name] = Paired(seconds[0][WARMUP:], seconds[1][WARMUP:], numbers[0] == numbers[1])
+            result[name] = Paired(seconds[0][WARMUP:], seconds[1][WARMUP:], numbers[0] == numbers[1])
             del trainers, trainer
         gc.collect()  # weights are in cycles of graphs and handles
-    return found
+    return result

@@ -16,11 +16,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.config.cluster_file import dump_cluster, find_cluster, load_cluster, ready_clusters
+from hpctrain.config.cluster_file import dump_cluster, load_cluster, locate_cluster, ready_clusters
 from hpctrain.config.errors import PlanError
 from hpctrain.jobs.bench_mixed import OWN_JOB
 from hpctrain.jobs.common import load_job_on, ready_miniature, start_rehearsal, started_world
-from hpctrain.jobs.find import find_plan
+from hpctrain.jobs.find import search_plan
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search import Limits
@@ -48,22 +48,22 @@ def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
     made = ready_miniature(cluster_name)
     job = made.job
     path.write_text(dump_cluster(made.cluster, truth=made.truth))
-    told = find_plan(job, str(path), Limits())
-    best = told["found"].plans[:TOP]
+    summary = search_plan(job, str(path), Limits())
+    best = summary["found"].plans[:TOP]
     named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds) for place, timed in enumerate(best)]
     for name, space in ((BY_SPEED, by_speed_space()), (EVEN, even_space())):
         try:
-            restricted = find_plan(job, str(path), Limits(), space)["found"].best
+            restricted = search_plan(job, str(path), Limits(), space)["found"].best
             named.append(Named(name, restricted.plan, restricted.seconds))
         except PlanError as error:
             print(f"{cluster_name}, {name}: {error}", file=sys.stderr)
-    return named, told["gap"]
+    return named, summary["gap"]
 
 
 def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float | None) -> dict[str, dict]:
     """Rehearse all plans in one start; return what was measured, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        num_ranks = load_cluster(find_cluster(cluster_name)).num_devices
+        num_ranks = load_cluster(locate_cluster(cluster_name)).num_devices
         command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster_name]
         # Started by itself on each rank, with the plans that this process made.
         given = Path(folder, "plans.json")
@@ -90,12 +90,12 @@ def rehearse(cluster_name: str, given: Path, steps: int, time_scale: float | Non
 
         from hpctrain.engine.plan_benchmark import Candidate, PlanBenchmark
 
-        benchmark, told = PlanBenchmark(world, described.cluster, job, steps, lambda text: None), {}
+        benchmark, summary = PlanBenchmark(world, described.cluster, job, steps, lambda text: None), {}
         for name, saved in json.loads(given.read_text()).items():
-            found = benchmark.best(1, [Candidate(name, load_plan(Path(saved["path"])), saved["seconds"])])
-            told[name] = found and {"step_seconds": found.step_seconds, "overrun": found.overrun}
+            result = benchmark.best(1, [Candidate(name, load_plan(Path(saved["path"])), saved["seconds"])])
+            summary[name] = result and {"step_seconds": result.step_seconds, "overrun": result.overrun}
         if world.rank == 0:
-            print(json.dumps(told), flush=True)
+            print(json.dumps(summary), flush=True)
 
 
 def show(cluster_name: str, plans: list[Named], gap: float, measured: dict[str, dict]) -> None:
@@ -106,18 +106,18 @@ def show(cluster_name: str, plans: list[Named], gap: float, measured: dict[str, 
     def other(name: str) -> str:
         if name not in by_name:
             return "none"
-        found = by_name[name]
-        return f"{found.seconds:.4g} ({found.seconds / best.seconds:.2f})"
+        result = by_name[name]
+        return f"{result.seconds:.4g} ({result.seconds / best.seconds:.2f})"
 
     print(f"| {cluster_name} | {best.seconds:.4g} | {gap:.1%} | {other(BY_SPEED)} | {other(EVEN)} |", flush=True)
-    for name, found in measured.items():
+    for name, result in measured.items():
         named = by_name[name]
-        if found is None:
+        if result is None:
             print(f"    {name}: predicted {named.seconds:.4g} s, does not fit", flush=True)
             continue
-        ratio, overrun = named.seconds / found["step_seconds"], found["overrun"]
+        ratio, overrun = named.seconds / result["step_seconds"], result["overrun"]
         print(
-            f"    {name}: predicted {named.seconds:.4g} s, measured {found['step_seconds']:.4g} s"
+            f"    {name}: predicted {named.seconds:.4g} s, measured {result['step_seconds']:.4g} s"
             f" (predicted / measured {ratio:.3f}, overrun {overrun:.2%}): {named.plan.describe()}",
             flush=True,
         )

@@ -23,5 +23,5 @@ def probed(kind: str, device: PretendDevice, shapes: Iterable[tuple[int, int, in
         memory_bytes_per_second=device.memory_bytes_per_second,
         sustained_flops_per_second={"fp32": max(product.flops_per_second for product in products)},
         products=products,
-        overlap_times=device.overlap_times,
+        overlap_slowdown=device.overlap_slowdown,
     )

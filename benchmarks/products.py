@@ -22,7 +22,7 @@ def command(job, overrides, pairs, as_json):
     """Time training steps of JOB with products as their operands lie, and in the ways that were measured to be faster.
 
     A step of the one and a step of the other are taken in turn. Told is the median ratio of their times with its 95 %
-    confidence interval, and which products go by which way. `ways` and what came of them are as in the job.
+    confidence interval, and which products go by which way. `layouts` and what came of them are as in the job.
 
     \b
     mpirun -n 4 python -m benchmarks.products tiny --set plan.data=4
@@ -30,9 +30,9 @@ def command(job, overrides, pairs, as_json):
     with started_world() as world:
         prepared = prepare_run(world, load_job_on(world, job, overrides))
         tuned = prepared.job
-        plain = tuned.model_copy(update={"products": tuned.products.model_copy(update={"ways": {}})})
+        plain = tuned.model_copy(update={"products": tuned.products.model_copy(update={"layouts": {}})})
         paired = measure_pairs(world, replace(prepared, job=plain), {"tuned": tuned}, pairs)["tuned"]
-        told = {
+        summary = {
             "plan": prepared.plan.describe(),
             "ranks": world.size,
             "pairs": pairs,
@@ -40,23 +40,23 @@ def command(job, overrides, pairs, as_json):
             "tuned_seconds": statistics.median(paired.second),
             "ratio": paired.ratio._asdict(),
             "same_bits": paired.same_bits,
-            "ways": tuned.products.ways,
-            "reason": prepared.reasons.get("products.ways", prepared.reasons.get("products.tune", "off: asked for")),
+            "layouts": tuned.products.layouts,
+            "reason": prepared.reasons.get("products.layouts", prepared.reasons.get("products.tune", "off: asked for")),
         }
         if world.rank == 0:
-            print(json.dumps(told) if as_json else table(told), flush=True)
+            print(json.dumps(summary) if as_json else table(summary), flush=True)
 
 
-def table(told: dict) -> str:
-    ratio = Ratio(**told["ratio"])
-    lines = [f"{told['ranks']} ranks: {told['plan']}; {told['pairs']} pairs of steps"]
-    lines.append(f"  as they lie {told['plain_seconds'] * 1e3:10.2f} ms")
-    bits = "the same bits" if told["same_bits"] else "other bits"
-    lines.append(f"  tuned       {told['tuned_seconds'] * 1e3:10.2f} ms, {ratio} of the former; {bits}")
-    lines.append(f"  products: {told['reason']}")
-    for family, ways in told["ways"].items():
-        lines += [f"    {family} {name}: {way}" for name, way in ways.items() if way != "plain"]
-        lines += [f"    {family} others: {Counter(ways.values())['plain']} plain"]
+def table(summary: dict) -> str:
+    ratio = Ratio(**summary["ratio"])
+    lines = [f"{summary['ranks']} ranks: {summary['plan']}; {summary['pairs']} pairs of steps"]
+    lines.append(f"  as they lie {summary['plain_seconds'] * 1e3:10.2f} ms")
+    bits = "the same bits" if summary["same_bits"] else "other bits"
+    lines.append(f"  tuned       {summary['tuned_seconds'] * 1e3:10.2f} ms, {ratio} of the former; {bits}")
+    lines.append(f"  products: {summary['reason']}")
+    for family, layouts in summary["layouts"].items():
+        lines += [f"    {family} {name}: {layout}" for name, layout in layouts.items() if layout != "plain"]
+        lines += [f"    {family} others: {Counter(layouts.values())['plain']} plain"]
     return "\n".join(lines)
 
 

@@ -79,15 +79,15 @@ def main() -> None:
     for kind in [arguments.only] if arguments.only else KINDS:
         for name, layout in LAYOUTS:
             with tempfile.TemporaryDirectory() as folder:
-                found = rehearse(kind, layout, arguments.steps, Path(folder))
-            off = [each["predicted_bytes"] / each["measured_bytes"] - 1 for each in found["memory"]]
-            step = found["predicted_seconds"] / found["measured_seconds"] - 1
+                result = rehearse(kind, layout, arguments.steps, Path(folder))
+            off = [each["predicted_bytes"] / each["measured_bytes"] - 1 for each in result["memory"]]
+            step = result["predicted_seconds"] / result["measured_seconds"] - 1
             times.append(abs(step))
             memories += off
             print(
-                f"{kind:14} {name:26} {found['measured_seconds']:7.3f} s, predicted {step:+6.1%};"
-                f" memory {', '.join(f'{by:+.1%}' for by in off)}; overrun {found['overrun']:.1%}; most in"
-                f" {found['drifted']}",
+                f"{kind:14} {name:26} {result['measured_seconds']:7.3f} s, predicted {step:+6.1%};"
+                f" memory {', '.join(f'{by:+.1%}' for by in off)}; overrun {result['overrun']:.1%}; most in"
+                f" {result['drifted']}",
                 flush=True,
             )
     high = sorted(times)[min(len(times) - 1, int(0.95 * len(times)))]

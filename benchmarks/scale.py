@@ -16,7 +16,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.stack import HPCTRAIN
@@ -86,7 +86,7 @@ def holmes() -> None:
     print("TFLOP/s as published: 96 B s L h^2 (1 + s / 6 h + V / 16 L h); published ones are read off a figure, to 3 %")
     flops = 96 * HOLMES_BATCH * 2048 * 36 * 4096**2 * (1 + 2048 / 6 / 4096 + 51200 / 16 / 36 / 4096)
     stack = STACKS["megatron-lm"]
-    for name, placed, beside, goes_ahead in (
+    for name, placed, overlapped, goes_ahead in (
         ("data across both fabrics, as Megatron-LM", False, None, False),
         ("pipeline across, data inside", True, None, False),
         ("the same, gradients beside, as Holmes", True, BUCKET_BYTES, False),
@@ -110,13 +110,13 @@ def holmes() -> None:
                 replace(ranks[i + 32 * stage], ranks=(order[2 * i + stage],)) for stage in (0, 1) for i in range(32)
             ]
             plan = replace(plan, tiles=tuple(tiles))
-        setup = Setup(model, model.max_positions, MIXED_DTYPE, stack, bucket_bytes=beside)
+        setup = Setup(model, model.max_positions, MIXED_DTYPE, stack, bucket_bytes=overlapped)
         if goes_ahead:
             predictor = Predictor(setup, plan, cluster)
-            plan = further_ahead(plan, predictor.costs, predictor.room) or plan
-        found = predict(setup, plan, cluster)
+            plan = with_extra_warmup(plan, predictor.costs, predictor.room) or plan
+        result = predict(setup, plan, cluster)
         print(
-            f"  {name:42} {found.step_seconds:7.2f} s  {flops / found.step_seconds / 64 / 1e12:4.0f} TFLOP/s a device"
+            f"  {name:42} {result.step_seconds:7.2f} s  {flops / result.step_seconds / 64 / 1e12:4.0f} TFLOP/s a device"
         )
     print("  published: " + ", ".join(f"{name} {value}" for name, value in HOLMES_PUBLISHED.items()))
 
@@ -133,22 +133,22 @@ def mixed(name: str, model: Model, kinds: Sequence[tuple[str, int]], batch: int)
     print(f"{name}: {devices} ({peak / 1e15:.0f} PFLOP/s)")
     print(f"assumed: {model.num_layers} layers x {model.hidden_size}, 2,048 positions, {batch} sequences, our engine,")
     print("HDR everywhere; a family alone trains the same batch, by the plan that the search finds for it")
-    found = search(setup, batch, cluster_of(nodes))
+    result = search(setup, batch, cluster_of(nodes))
     alone = 0.0
     for each in nodes:
         try:
             speed = 1 / search(setup, batch, cluster_of([each])).best.seconds
         except PlanError:
             speed = 0.0
-        told = f"{1 / speed:.1f} s" if speed else "it does not fit"
-        print(f"  {next(iter(each.devices))} alone: {told}")
+        summary = f"{1 / speed:.1f} s" if speed else "it does not fit"
+        print(f"  {next(iter(each.devices))} alone: {summary}")
         alone += speed
-    best = found.best.prediction
+    best = result.best.prediction
     verdict = "" if best.fits else ", DOES NOT FIT"
     print(
         f"  all: {best.step_seconds:.2f} s, MFU {best.mfu:.1%}{verdict}: {1 / best.step_seconds / alone:.1%} of the sum"
     )
-    print(f"  {found.best.layout.describe([pool.name for pool in found.pools])}")
+    print(f"  {result.best.layout.describe([pool.name for pool in result.pools])}")
     parts = {part: f"{seconds / best.step_seconds:.0%}" for part, seconds in best.breakdown_seconds.items()}
     print(f"  of the step: {', '.join(f'{part} {share}' for part, share in parts.items())}", flush=True)
 

@@ -69,8 +69,8 @@ class Case:
     @property
     def setup(self) -> Setup:
         """As a run there would have it: what is exchanged goes on beside computation."""
-        model, beside = Model(**PRESETS[self.preset]), frozenset(("tensor", "z"))
-        return Setup(model, self.positions, "bf16", HPCTRAIN, beside, Overlap().bucket_bytes)
+        model, overlapped = Model(**PRESETS[self.preset]), frozenset(("tensor", "z"))
+        return Setup(model, self.positions, "bf16", HPCTRAIN, overlapped, Overlap().bucket_bytes)
 
 
 def _nic(network: str, count: int) -> Nic:
@@ -103,17 +103,17 @@ def run(name: str) -> None:
     case = CASES[name]
     setup, cluster = case.setup, case.cluster
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = search(setup, case.global_batch, cluster, clock=time.process_time)
-    seconds, began = found.wall_seconds, found.first_plan_seconds
+    result = search(setup, case.global_batch, cluster, clock=time.process_time)
+    seconds, began = result.wall_seconds, result.first_plan_seconds
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    best, mfu = found.best, found.best.prediction.mfu
+    best, mfu = result.best, result.best.prediction.mfu
     print(f"{name}: {seconds:.2f} s ({case.wanted_seconds:g} s wanted), first plan after {began:.2f} s,")
     print(f"    {peak / 1024:,.0f} MiB at the most, {(peak - before) / 1024:,.0f} of them for searching")
     print(
-        f"    step {best.seconds:.4g} s, bound {found.lower_bound_seconds:.4g} s, gap {found.gap:.1%}, MFU {mfu:.1%};"
+        f"    step {best.seconds:.4g} s, bound {result.lower_bound_seconds:.4g} s, gap {result.gap:.1%}, MFU {mfu:.1%};"
     )
-    print(f"    {found.searched}")
-    print(f"    {best.layout.describe([pool.name for pool in found.pools])}", flush=True)
+    print(f"    {result.searched}")
+    print(f"    {best.layout.describe([pool.name for pool in result.pools])}", flush=True)
 
 
 FAMILIES = (("H100", "NDR"), ("A100-80", "HDR"), ("A100-40", "HDR"), ("MI250X-GCD", "Slingshot-11"))
@@ -127,16 +127,16 @@ def print_table() -> None:
     for (num_devices, preset, batch), count in itertools.product(SIZES, (2, 4)):
         nodes = num_devices // count // PER_NODE
         case = Case(tuple((*each, nodes) for each in FAMILIES[:count]), preset, 4096, batch, math.inf)
-        found = search(case.setup, batch, case.cluster)
-        told = [f"{found.best.seconds:.4g} s"]
+        result = search(case.setup, batch, case.cluster)
+        summary = [f"{result.best.seconds:.4g} s"]
         for space in (by_speed_space(), even_space()):
             try:
                 seconds = search(case.setup, batch, case.cluster, space=space).best.seconds
-                told.append(f"{seconds:.4g} s ({seconds / found.best.seconds:.2f})")
+                summary.append(f"{seconds:.4g} s ({seconds / result.best.seconds:.2f})")
             except PlanError:
-                told.append("does not fit")
-        told.append(f"{found.lower_bound_seconds:.4g} s ({found.lower_bound_seconds / found.best.seconds:.2f})")
-        print(f"| {num_devices:,} | {count} | {preset} | {' | '.join(told)} |", flush=True)
+                summary.append("does not fit")
+        summary.append(f"{result.lower_bound_seconds:.4g} s ({result.lower_bound_seconds / result.best.seconds:.2f})")
+        print(f"| {num_devices:,} | {count} | {preset} | {' | '.join(summary)} |", flush=True)
 
 
 def main() -> None:

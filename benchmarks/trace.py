@@ -43,7 +43,7 @@ def main(job, overrides, steps):
             if number >= 4:
                 seconds[number % 4 in (1, 2)].append(taken)
         medians = [statistics.median(each) for each in seconds]
-        told = {
+        summary = {
             "ranks": world.size,
             "plan": prepared.plan.describe(),
             "step_ms": [round(1e3 * each, 2) for each in medians],
@@ -52,7 +52,7 @@ def main(job, overrides, steps):
             "spans_a_step": len(recording.spans) // steps,
         }
         if world.rank == 0:
-            print(json.dumps(told, indent=1), flush=True)
+            print(json.dumps(summary, indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,17 +29,17 @@ class Outcomes:
 
 
 def read_results(path: Path) -> Outcomes:
-    found, started = Outcomes(), {}
+    result, started = Outcomes(), {}
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
         if "code" in entry:
-            found.last_code = entry["code"]
+            result.last_code = entry["code"]
         elif "outcome" in entry:
-            found.verdicts[entry["test"]] = entry
+            result.verdicts[entry["test"]] = entry
         else:
             started[entry["test"]] = None
-    found.unfinished = [test for test in started if test not in found.verdicts]
-    return found
+    result.unfinished = [test for test in started if test not in result.verdicts]
+    return result
 
 
 def append_result(path: Path, **entry) -> None:

@@ -15,7 +15,7 @@ from hpctrain.sharding.parameters import check_grid
 
 def grids_of(model: Model, size: int) -> list[TensorGrid]:
     """All grids of `size` ranks that can cut the model."""
-    found = []
+    result = []
     for x, y in itertools.product(range(1, size + 1), repeat=2):
         if size % (x * y) == 0:
             grid = TensorGrid(x, y, size // (x * y))
@@ -23,8 +23,8 @@ def grids_of(model: Model, size: int) -> list[TensorGrid]:
                 check_grid(model, grid)
             except PlanError:
                 continue
-            found.append(grid)
-    return found
+            result.append(grid)
+    return result
 
 
 def share_items_by_unlike_grids(plan: Plan) -> bool:
@@ -77,7 +77,7 @@ def tilings(
             "zero": draw(st.integers(0, 1)),
             "recompute": draw(st.sampled_from(["none", "full"])),
             "state_share": draw(st.integers(1, 3)),
-            "substeps": draw(st.integers(1, max(1, width.size // grid.z // 2))),
+            "row_chunks": draw(st.integers(1, max(1, width.size // grid.z // 2))),
         }
         made.append(Tile(items, width, members, grid, **options))
     if exchanging and not side_by_side:
@@ -93,18 +93,18 @@ def going_ahead(draw, drawn: Plan) -> Plan:
         following = [warm_up[other] for other in drawn.downstream(tile)]
         least = max(drawn.depth_to_loss(tile), *following, 0)
         warm_up[tile] = least + (draw(st.integers(0, 3)) if following else 0)
-    ahead = {tile: number - drawn.depth_to_loss(tile) for tile, number in warm_up.items()}
-    return replace(drawn, tiles=tuple(replace(tile, ahead=ahead[tile]) for tile in drawn.tiles))
+    extra_warmup = {tile: number - drawn.depth_to_loss(tile) for tile, number in warm_up.items()}
+    return replace(drawn, tiles=tuple(replace(tile, extra_warmup=extra_warmup[tile]) for tile in drawn.tiles))
 
 
 def _some_exchange(draw, tiles: list[Tile]) -> list[Tile]:
     """Let the stages exchange while they compute, or not."""
-    chosen = {}
+    resolved = {}
     for items in dict.fromkeys(tile.items for tile in tiles):
-        substeps = min(tile.substeps for tile in tiles if tile.items == items)
+        row_chunks = min(tile.row_chunks for tile in tiles if tile.items == items)
         zero = draw(st.sampled_from([None, 2, 3]))
-        chosen[items] = {"zero": zero, "substeps": substeps} if zero else {}
-    return [replace(tile, **chosen[tile.items]) for tile in tiles]
+        resolved[items] = {"zero": zero, "row_chunks": row_chunks} if zero else {}
+    return [replace(tile, **resolved[tile.items]) for tile in tiles]
 
 
 def _intervals(sizes: list[int]) -> list[Interval]:

@@ -81,10 +81,10 @@ class Parameters:
 
     def changed(self, values: Mapping[tuple[str, str, str], float]) -> "Parameters":
         """Return them with some values replaced, by (kind, name, constant)."""
-        found = {"efficiencies": dict(self.efficiencies), "stacks": dict(self.stacks)}
+        result = {"efficiencies": dict(self.efficiencies), "stacks": dict(self.stacks)}
         for (kind, name, constant), value in values.items():
-            found[kind][name] = replace(found[kind][name], **{constant: value})
-        return Parameters(**found)
+            result[kind][name] = replace(result[kind][name], **{constant: value})
+        return Parameters(**result)
 
 
 SHIPPED = Parameters(EFFICIENCIES, STACKS)
@@ -104,13 +104,13 @@ def fit(
         slopes = np.stack([_slope(rows, parameters, key, errors) for key in keys], axis=1)
         step = np.clip(_solve(rows, slopes, errors), -LONGEST_STEP, LONGEST_STEP)
         candidate = _moved(parameters, keys, step)
-        found = _errors(rows, candidate)
-        if _size(rows, found) >= _size(rows, errors):
+        result = _errors(rows, candidate)
+        if _size(rows, result) >= _size(rows, errors):
             candidate = _moved(parameters, keys, step / 4)
-            found = _errors(rows, candidate)
-            if _size(rows, found) >= _size(rows, errors):
+            result = _errors(rows, candidate)
+            if _size(rows, result) >= _size(rows, errors):
                 break
-        parameters, errors = candidate, found
+        parameters, errors = candidate, result
         tell(f"round {number + 1}: mean error {_size(rows, errors):.1%}")
     return _with_reserved(rows, parameters)
 
@@ -174,23 +174,23 @@ def _with_reserved(rows: Sequence[Measured], parameters: Parameters) -> Paramete
             needed = max(stage.memory.total for stage in parameters.predict(row).memory)
             missing.setdefault(row.run.stack, []).append(row.memory_bytes - needed)
     values = {}
-    for name, found in missing.items():
+    for name, result in missing.items():
         values["stacks", name, "reserved_bytes"] = max(
-            0.0, parameters.stacks[name].reserved_bytes + float(np.median(found))
+            0.0, parameters.stacks[name].reserved_bytes + float(np.median(result))
         )
     return parameters.changed(values)
 
 
 def changes(before: Parameters, after: Parameters) -> list[tuple[str, str, float, float]]:
     """Return (table, constant, before, after) of all that is not the same."""
-    found = []
+    result = []
     for kind, constants in (("efficiencies", (*SHARES, "fp32_share")), ("stacks", FITTED)):
         for name in getattr(after, kind):
             for constant in constants:
                 old, new = (which.get((kind, name, constant)) for which in (before, after))
                 if old != new:
-                    found.append((f"{kind}.{name}", constant, old, new))
-    return found
+                    result.append((f"{kind}.{name}", constant, old, new))
+    return result
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class DescribedRun:
     tie_head: bool = True
     stages: tuple[int, ...] = ()
     """How many items each stage has; left out: blocks cut evenly."""
-    beside: bool = False
+    overlapped: bool = False
     """Whether gradients, in half precision, are summed beside the last backward pass, in torch's buckets."""
     overlaps_tensor: bool = False
     """Whether collectives of the tensor grid are overlapped with products (Transformer Engine's user buffers)."""
@@ -72,8 +72,8 @@ class DescribedRun:
         for name, known in (("accelerator", ACCELERATORS), ("network", NETWORKS), ("stack", STACKS)):
             if getattr(self, name) not in known:
                 raise PlanError(f"no {name} '{getattr(self, name)}'{did_you_mean(getattr(self, name), known)}")
-        if self.zero == 3 and self.beside:
-            raise PlanError("`beside` is of gradients that are summed once; with zero = 3 all exchanges are beside")
+        if self.zero == 3 and self.overlapped:
+            raise PlanError("`overlapped` is of gradients that are summed once; with zero = 3 all exchanges are beside")
         if self.global_batch % (self.data * self.microbatch):
             raise PlanError(
                 f"a global batch of {self.global_batch} is not divisible by data {self.data} x microbatch"
@@ -104,9 +104,9 @@ class DescribedRun:
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = self.sequence_parallel or stack.sequence_parallel
         stack = replace(stack, sequence_parallel=cut, kept_inner=kept)
-        if self.beside:
+        if self.overlapped:
             stack = replace(stack, gradient_bytes=ITEM_BYTES[self.dtype])
-        bucket_bytes = BUCKET_BYTES if self.beside else None
+        bucket_bytes = BUCKET_BYTES if self.overlapped else None
         overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
             frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
         )

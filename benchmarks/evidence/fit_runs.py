@@ -32,29 +32,33 @@ def command(measurements, out, parameters, check, show_rows, as_json):
         raise PlanError(f"{measurements}: no row ran, so there is nothing to fit to; see --check")
     before = load_parameters(parameters) if parameters else SHIPPED
     after = before if check else fit(rows, before, lambda line: None if as_json else click.echo(line, err=True))
-    told = _told(rows, before, after)
+    summary = _format_reason(rows, before, after)
     text = dump_parameters(SHIPPED, after, f"Fitted to {measurements}, {sum(row.ran for row in rows)} rows.")
     if out and not check:
         out.write_text(text)
     if as_json:
-        print(json.dumps(told | {"out": str(out) if out else text}))
+        print(json.dumps(summary | {"out": str(out) if out else text}))
         return
-    for line in _lines(told, show_rows):
+    for line in _lines(summary, show_rows):
         print(line)
     if not check:
         print(f"written to {out}" if out else f"\n{text}", end="\n" if out else "")
 
 
-def _told(rows: Sequence[Measured], before: Parameters, after: Parameters) -> dict:
+def _format_reason(rows: Sequence[Measured], before: Parameters, after: Parameters) -> dict:
     """Return the errors of all rows before and after, and what changed."""
     listed = []
     for row in rows:
-        found = [which.predict(row) for which in (before, after)]
-        old, new = (prediction.step_seconds for prediction in found)
-        needed = max(stage.memory.total for stage in found[1].memory)
+        result = [which.predict(row) for which in (before, after)]
+        old, new = (prediction.step_seconds for prediction in result)
+        needed = max(stage.memory.total for stage in result[1].memory)
         seconds = row.seconds if row.ran else None
         one = {"name": row.name, "step_seconds": seconds, "before_seconds": old, "after_seconds": new}
-        memory = {"memory_bytes": row.memory_bytes, "predicted_memory_bytes": needed, "predicted_to_fit": found[1].fits}
+        memory = {
+            "memory_bytes": row.memory_bytes,
+            "predicted_memory_bytes": needed,
+            "predicted_to_fit": result[1].fits,
+        }
         listed.append(one | memory)
     ran, ran_out = ([one for one in listed if (one["step_seconds"] is not None) == did] for did in (True, False))
     errors = {
@@ -77,31 +81,31 @@ def _told(rows: Sequence[Measured], before: Parameters, after: Parameters) -> di
     }
 
 
-def _lines(told: dict, show_rows: bool) -> list[str]:
+def _lines(summary: dict, show_rows: bool) -> list[str]:
     lines = [f"{'':40}{'before':>12}{'after':>12}"]
-    if told["ran"]:
+    if summary["ran"]:
         lines.append(
-            f"{'mean error of ' + str(told['ran']) + ' steps':40}"
-            + "".join(f"{told['mean_error'][when]:12.1%}" for when in ("before", "after"))
+            f"{'mean error of ' + str(summary['ran']) + ' steps':40}"
+            + "".join(f"{summary['mean_error'][when]:12.1%}" for when in ("before", "after"))
         )
-        lines.append(f"{told['ran']} ran, of which predicted not to fit: {told['ran_predicted_not_to_fit']}")
-    if told["ran_out_of_memory"]:
-        missed = told["ran_out_of_memory_predicted_to_fit"]
-        lines.append(f"{told['ran_out_of_memory']} ran out of memory, of which predicted to fit: {missed}")
-    if told["mean_memory_error"] is not None:
-        lines.append(f"{'mean error of memory':40}{'':12}{told['mean_memory_error']:12.1%}")
-    for one in told["changed"]:
+        lines.append(f"{summary['ran']} ran, of which predicted not to fit: {summary['ran_predicted_not_to_fit']}")
+    if summary["ran_out_of_memory"]:
+        missed = summary["ran_out_of_memory_predicted_to_fit"]
+        lines.append(f"{summary['ran_out_of_memory']} ran out of memory, of which predicted to fit: {missed}")
+    if summary["mean_memory_error"] is not None:
+        lines.append(f"{'mean error of memory':40}{'':12}{summary['mean_memory_error']:12.1%}")
+    for one in summary["changed"]:
         lines.append(f"{one['table'] + '.' + one['constant']:40}{one['before']:12.4g}{one['after']:12.4g}")
     if show_rows:
         lines.append(f"{'row':40}{'before':>12}{'after':>12}{'measured':>12}  error after")
-        for one in told["rows"]:
-            found = "".join(f"{one[when]:12.4g}" for when in ("before_seconds", "after_seconds"))
+        for one in summary["rows"]:
+            result = "".join(f"{one[when]:12.4g}" for when in ("before_seconds", "after_seconds"))
             if one["step_seconds"] is None:
                 needs = f"needs {one['predicted_memory_bytes'] / 1e9:.1f} GB"
-                lines.append(f"{one['name'][:39]:40}{found}{'oom':>12}  {needs}")
+                lines.append(f"{one['name'][:39]:40}{result}{'oom':>12}  {needs}")
                 continue
             error = one["after_seconds"] / one["step_seconds"] - 1
-            lines.append(f"{one['name'][:39]:40}{found}{one['step_seconds']:12.4g}  {error:+.1%}")
+            lines.append(f"{one['name'][:39]:40}{result}{one['step_seconds']:12.4g}  {error:+.1%}")
     return lines
 
 

@@ -83,7 +83,7 @@ def load_layers(path: Path, model: str | None = None) -> LayerTimes:
         raise PlanError(f"{path} has layers of {', '.join(sorted(models))}; name one of them as `model`")
     if not points:
         raise PlanError(f"{path} has no layers of '{model}'{did_you_mean(model or '', sorted(models))}")
-    layers = {key: {n: _layer(sorted(found)) for n, found in by.items()} for key, by in points.items()}
+    layers = {key: {n: _layer(sorted(result)) for n, result in by.items()} for key, by in points.items()}
     return LayerTimes(str(path), layers)
 
 
@@ -93,10 +93,10 @@ def _rows(path: Path) -> list[dict[str, str]]:
             read = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read: {error}") from None
-    found = [{ALIASES.get(name, name): value for name, value in row.items() if name} for row in read]
-    if found and (missing := [name for name in COLUMNS if name not in found[0]]):
-        raise PlanError(f"{path}: no column '{missing[0]}'{did_you_mean(missing[0], list(found[0]))}")
-    return found
+    result = [{ALIASES.get(name, name): value for name, value in row.items() if name} for row in read]
+    if result and (missing := [name for name in COLUMNS if name not in result[0]]):
+        raise PlanError(f"{path}: no column '{missing[0]}'{did_you_mean(missing[0], list(result[0]))}")
+    return result
 
 
 def _number(row: dict[str, str], name: str, where: str, kind: type) -> float:

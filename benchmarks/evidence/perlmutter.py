@@ -49,7 +49,7 @@ class Perlmutter(ClusterNetwork):
     """Collectives as rings with AxoNN's bandwidths."""
 
     def group_seconds(
-        self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Sequence[int] = ()
+        self, operation: str, num_bytes: float, ranks: Sequence[int], overlapped: Sequence[int] = ()
     ) -> float:
         size = len(ranks)
         if size < 2:
@@ -122,10 +122,10 @@ def ways_to_hide(plan: Plan, hides: bool) -> tuple[frozenset[str], ...]:
 
 
 def best(layouts: Iterable[Layout], predicted: Callable[[Layout], Prediction | None]) -> tuple[Layout, Prediction]:
-    found = [(layout, prediction) for layout in layouts if (prediction := predicted(layout))]
-    if not found:
+    result = [(layout, prediction) for layout in layouts if (prediction := predicted(layout))]
+    if not result:
         sys.exit("no layout fits: try more --sequences")
-    return min(found, key=lambda each: each[1].step_seconds)
+    return min(result, key=lambda each: each[1].step_seconds)
 
 
 def compare(name: str, batch: int) -> None:
@@ -137,8 +137,8 @@ def compare(name: str, batch: int) -> None:
         if plan is None:
             return None
         predictors = [OnPerlmutter(model, plan, cluster, overlaps) for overlaps in ways_to_hide(plan, hides)]
-        found = [each.predict() for each in predictors if all(stage.fits for stage in each.memory)]
-        return min(found, key=lambda prediction: prediction.step_seconds, default=None)
+        result = [each.predict() for each in predictors if all(stage.fits for stage in each.memory)]
+        return min(result, key=lambda prediction: prediction.step_seconds, default=None)
 
     print(f"{name} on {devices} GPUs", flush=True)
     scores = {}

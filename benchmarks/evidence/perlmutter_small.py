@@ -18,7 +18,7 @@ from benchmarks.evidence.perlmutter import Layout, four_d, megatron_style, ways_
 from benchmarks.mixed import call
 from benchmarks.probed import probed
 from hpctrain.config.cluster import Cluster, Nodes
-from hpctrain.config.cluster_file import dump_cluster, find_cluster, load_cluster, load_truth
+from hpctrain.config.cluster_file import dump_cluster, load_cluster, load_truth, locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.truth import Truth
 from hpctrain.observe.console import QUOTED_OVERRUN, trust
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[Callable[[], Iterable[Layout]], bool]] = {
 def perlmutter(time_scale: float) -> tuple[Job, Cluster, str]:
     """Return the scaled job, and the miniature cluster, whose devices are described as a probe would have found them,
     also as a file."""
-    path = find_cluster("a100-80-40")
+    path = locate_cluster("a100-80-40")
     cluster, truth = load_cluster(path), load_truth(path)
     nic = cluster.nodes[0].nics[0].model_copy(update={"send_bytes_per_second": NIC, "receive_bytes_per_second": NIC})
     bandwidth, latency = PAIR_OF_GPUS
@@ -54,15 +54,15 @@ def perlmutter(time_scale: float) -> tuple[Job, Cluster, str]:
     job = load_job("mixed", (f"model.num_layers={LAYERS}", f"train.global_batch={BATCH}"))
     made = miniature(real, only, job, cores=2, time_scale=time_scale)
     families = {FAMILY: probed("cuda", made.truth.devices[FAMILY], SHAPES)}
-    found = Cluster(families=families, fabrics=made.cluster.fabrics, nodes=made.cluster.nodes)
-    return made.job, found, dump_cluster(found, truth=made.truth)
+    result = Cluster(families=families, fabrics=made.cluster.fabrics, nodes=made.cluster.nodes)
+    return made.job, result, dump_cluster(result, truth=made.truth)
 
 
 def promising(job: Job, cluster: Cluster, kind: str, count: int) -> list[tuple[Layout, Prediction]]:
     """Return the layouts of a kind that fit, the fastest first, as predicted."""
     layouts, hides = KINDS[kind]
     bucket_bytes = job.overlap.bucket_bytes if hides else None
-    found = []
+    result = []
     for layout in layouts():
         plan = layout.plan(job.model, RANKS, BATCH, FAMILY)
         if plan is None:
@@ -74,8 +74,8 @@ def promising(job: Job, cluster: Cluster, kind: str, count: int) -> list[tuple[L
         predictors = [Predictor(setup, plan, cluster) for setup in setups]
         predictions = [each.predict() for each in predictors if all(stage.fits for stage in each.memory)]
         if predictions:
-            found.append((layout, min(predictions, key=lambda prediction: prediction.step_seconds)))
-    return sorted(found, key=lambda each: each[1].step_seconds)[:count]
+            result.append((layout, min(predictions, key=lambda prediction: prediction.step_seconds)))
+    return sorted(result, key=lambda each: each[1].step_seconds)[:count]
 
 
 def measure(folder: Path, plan: Plan, hides: bool, steps: int) -> dict:
@@ -104,11 +104,11 @@ def main() -> None:
             for layout, prediction in promising(job, cluster, kind, given.count):
                 line = f"{kind}: {layout}: predicted {prediction.step_seconds:.3f} s"
                 if not given.predict:
-                    told = measure(folder, layout.plan(job.model, RANKS, BATCH, FAMILY), hides, given.steps)
-                    seconds = min(told["step_seconds"])
+                    summary = measure(folder, layout.plan(job.model, RANKS, BATCH, FAMILY), hides, given.steps)
+                    seconds = min(summary["step_seconds"])
                     fastest[kind] = min(seconds, fastest.get(kind, seconds))
-                    overruns.append(told["overrun"])
-                    line += f", measured {seconds:.3f} s, overrun {told['overrun']:.2%}, loss {told['loss']:.5f}"
+                    overruns.append(summary["overrun"])
+                    line += f", measured {seconds:.3f} s, overrun {summary['overrun']:.2%}, loss {summary['loss']:.5f}"
                 print(line, flush=True)
         if len(fastest) == len(KINDS):
             megatron, four = fastest.values()

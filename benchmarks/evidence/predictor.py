@@ -64,14 +64,14 @@ def regret(predicted: Sequence[float], rows: Sequence[Measured]) -> tuple[float,
 def scores(predicted: Sequence[float], rows: Sequence[Measured]) -> str:
     """Return a line of scores."""
     relative = [p / row.seconds - 1 for p, row in zip(predicted, rows, strict=True)]
-    found = sorted(map(abs, relative))
-    high = found[min(len(found) - 1, int(0.95 * len(found)))]
+    result = sorted(map(abs, relative))
+    high = result[min(len(result) - 1, int(0.95 * len(result)))]
     tau = kendall(list(predicted), [row.seconds for row in rows])
     lost, choices = regret(predicted, rows)
-    told = (
-        f"mean {statistics.mean(found):6.1%}  95th {high:6.1%}  tau {tau:5.2f}  bias {statistics.mean(relative):+6.1%}"
+    summary = (
+        f"mean {statistics.mean(result):6.1%}  95th {high:6.1%}  tau {tau:5.2f}  bias {statistics.mean(relative):+6.1%}"
     )
-    return told + (f"  regret {lost:5.1%} of {choices} choices" if choices else "")
+    return summary + (f"  regret {lost:5.1%} of {choices} choices" if choices else "")
 
 
 def _names(row: Measured) -> set[str]:
@@ -86,8 +86,8 @@ def fitted_without(left_out: PublishedSet | None, sets: Sequence[PublishedSet]) 
     for each in sets:
         if each is not left_out and (concerned is None or concerned & {n for row in each.rows for n in _names(row)}):
             short = [r for r in each.rows if r.run.pipeline * r.run.plan.microbatches <= LONGEST_FITTED]
-            chosen = short[:: -(-len(short) // MOST_FITTED)]
-            rows += [replace(row, weight=100 / len(chosen)) for row in chosen]
+            resolved = short[:: -(-len(short) // MOST_FITTED)]
+            rows += [replace(row, weight=100 / len(resolved)) for row in resolved]
     used = rows + list(left_out.rows if left_out else ())
     names = {"efficiencies": {ACCELERATORS[row.run.accelerator].family_name for row in used if not row.layers}}
     names["stacks"] = {row.run.stack for row in used}
@@ -173,7 +173,7 @@ def main() -> None:
     if arguments.only:
         return
     report_layers(arguments.rows)
-    off = [(name, found / published - 1) for name, published, found in korthikanti_memory()]
+    off = [(name, result / published - 1) for name, published, result in korthikanti_memory()]
     print(f"Korthikanti, memory by part, {len(off)} figures")
     print(
         f"  memory                   mean {statistics.mean(abs(o) for _, o in off):6.1%}  largest"

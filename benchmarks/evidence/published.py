@@ -65,7 +65,7 @@ def vtrain() -> PublishedSet:
 
 def korthikanti() -> PublishedSet:
     """Megatron-LM with full recomputing, and with selective and sequence parallelism (Korthikanti et al. 2022)."""
-    found = []
+    result = []
     for r in read("seqsel_a100.csv"):
         full = r["mode"].startswith("full")
         run = DescribedRun(
@@ -77,32 +77,34 @@ def korthikanti() -> PublishedSet:
             sequence_parallel=not full,
             interleave=int(r["interleave"]),
         )
-        found.append(Measured(f"{r['model']} {'full' if full else 'selective'}", run, float(r["measured_iter_time_s"])))
-    return PublishedSet("Korthikanti", tuple(found))
+        result.append(
+            Measured(f"{r['model']} {'full' if full else 'selective'}", run, float(r["measured_iter_time_s"]))
+        )
+    return PublishedSet("Korthikanti", tuple(result))
 
 
 def korthikanti_memory() -> list[tuple[str, float, float]]:
     """Return of each model what weights and optimizer need (of a stage of blocks alone, where there is one), what
     activations do with nothing recomputed, and with selective recomputing and sequence parallelism: (name, bytes as
     published, bytes as predicted)."""
-    found = []
+    result = []
     published = list(read("seqsel_a100.csv"))
     for row, r in zip(korthikanti().rows, published, strict=True):
         if row.run.recompute == "full":
             stages = [stage.memory for stage in replace(row.run, recompute="none").memory()]
             plain, middle = stages[0], stages[len(stages) // 2]
             states = middle.weights + middle.gradients + middle.moments
-            found.append((f"{r['model']} states", float(r["paper_param_opt_GiB"]) * GIB, states))
-            found.append((f"{r['model']} none", float(r["paper_act_GiB_tp_only"]) * GIB, plain.activations))
+            result.append((f"{r['model']} states", float(r["paper_param_opt_GiB"]) * GIB, states))
+            result.append((f"{r['model']} none", float(r["paper_act_GiB_tp_only"]) * GIB, plain.activations))
         else:
             kept = row.run.memory()[0].memory.activations
-            found.append((f"{r['model']} selective", float(r["paper_act_GiB_seqsel"]) * GIB, kept))
-    return found
+            result.append((f"{r['model']} selective", float(r["paper_act_GiB_seqsel"]) * GIB, kept))
+    return result
 
 
 def sc21() -> PublishedSet:
     """Megatron-LM at scale (Narayanan et al. 2021). Microbatches and interleaving are not told: assumed here."""
-    found = []
+    result = []
     for r in read("megatron_sc21_a100.csv"):
         pipeline, data = int(r["pp"]), int(r["dp"])
         measured = float(r["measured_iter_time_s"] or r["derived_iter_time_s"])
@@ -116,29 +118,29 @@ def sc21() -> PublishedSet:
             recompute="full",
             interleave=next(v for v in (2, 3, 1) if per_stage % v == 0) if interleaved else 1,
         )
-        found.append(Measured(r["model"], run, measured))
-    return PublishedSet("SC21", tuple(found))
+        result.append(Measured(r["model"], run, measured))
+    return PublishedSet("SC21", tuple(result))
 
 
 def megatron_2020() -> PublishedSet:
     """Megatron-LM on DGX-2 and DGX A100 (its README of 2020). Not told, and assumed here: recomputing, one microbatch,
     and torch's data parallelism, which that README calls the faster one."""
-    found = []
+    result = []
     for r in read("megatron_2020_v100_a100.csv"):
         accelerator = "V100-32" if r["accel"].startswith("V100") else "A100-40"
         data, batch = int(r["dp"]), int(r["global_batch"])
         shape = (int(r[key]) for key in ("hidden", "layers", "heads"))
         degrees = (int(r[key]) for key in ("tp", "pp", "dp"))
-        run = DescribedRun(*shape, 1024, *degrees, batch // data, batch, accelerator, recompute="full", beside=True)
+        run = DescribedRun(*shape, 1024, *degrees, batch // data, batch, accelerator, recompute="full", overlapped=True)
         name = f"{r['model']} on {r['gpus']} {accelerator}"
-        found.append(Measured(name, run, float(r["iter_time_ms"]) / 1e3))
-    return PublishedSet("Megatron 2020", tuple(found))
+        result.append(Measured(name, run, float(r["iter_time_ms"]) / 1e3))
+    return PublishedSet("Megatron 2020", tuple(result))
 
 
 # ---- sets in the columns of `measured.py`; seconds follow from published tokens or FLOP in a second --------------
 
 
-def told(name: str, file: str) -> PublishedSet:
+def summary(name: str, file: str) -> PublishedSet:
     """Read such a set."""
     rows = load_measured(FOLDER / file)
     return PublishedSet(
@@ -149,47 +151,47 @@ def told(name: str, file: str) -> PublishedSet:
 def foundry() -> PublishedSet:
     """MPT by Composer and FSDP on 8 to 128 A100 and H100 (llm-foundry, scripts/train/benchmarking/README.md, at
     061f2c7). A100 are joined by RoCE of 8 x 200 Gb/s a node; H100 by what is not told, 400 Gb/s each are assumed."""
-    return told("llm-foundry, FSDP", "llm_foundry.csv")
+    return summary("llm-foundry, FSDP", "llm_foundry.csv")
 
 
 def torch_fsdp() -> PublishedSet:
     """Llama by torch's FSDP on 64 and 128 A100-80, nothing or all recomputed (torchtitan, docs/performance.md, 2024; 7B
     of IBM and Meta, Maximizing training throughput using PyTorch FSDP, 2024). The network is not told: 400 Gb/s a node
     of eight are assumed, what clouds rent such nodes with; with as much for each device it is 8 % faster."""
-    return told("torch FSDP", "torch_fsdp.csv")
+    return summary("torch FSDP", "torch_fsdp.csv")
 
 
 def bigscience() -> PublishedSet:
     """Models about BLOOM's size by Megatron-DeepSpeed on 384 A100-80 (BigScience, train/tr11-176B-ml/
     chronicles-prequel.md, 25 and 28 February 2022), those that ran out of memory too. Nodes have four 100 Gb/s ports of
     Omni-Path. Where `stages` are given, embedding and head count as a block each."""
-    return told("BigScience, 384 A100", "bigscience_a100.csv")
+    return summary("BigScience, 384 A100", "bigscience_a100.csv")
 
 
 def llama3() -> PublishedSet:
     """Llama 3 405B on H100 at scale (The Llama 3 Herd of Models, 2024, table 4): 126 blocks, embedding and head by 16
     stages of 8 items. Not told, and assumed here: interleaved one by one, all activations kept."""
-    return told("Llama 3", "llama3_h100.csv")
+    return summary("Llama 3", "llama3_h100.csv")
 
 
 def mcore() -> PublishedSet:
     """GPT-3 175B, Nemotron 15B and 340B by NeMo on Megatron-Core, DGX H100 (NVIDIA/dgxc-benchmarking: nemo_megatron/
     README_175b.md and nemotron/README_15b.md at 0b71cfd, README_340b.md). Told elsewhere (NeMo's recipes): sequence
     parallelism, a distributed optimizer."""
-    return told("Megatron-Core, 16 to 2,048 H100", "mcore_h100.csv")
+    return summary("Megatron-Core, 16 to 2,048 H100", "mcore_h100.csv")
 
 
 def vtrain_multi() -> PublishedSet:
     """Megatron-DeepSpeed on 64 to 512 A100 (vTrain, Bang et al. 2024, data/ground_truth_multi.csv at f8dda84). Nodes of
     eight share four ports of 200 Gb/s. Vocabulary and memory size are not told: assumed."""
-    return told("vTrain, 64 to 512 A100", "vtrain_multi_a100.csv")
+    return summary("vTrain, 64 to 512 A100", "vtrain_multi_a100.csv")
 
 
 def amp_t4() -> PublishedSet:
     """A GPT-2 by Megatron-DeepSpeed on 4 nodes of 4 T4 each, 50 Gb/s between nodes and inside (AMP, Li et al. 2022,
     results/homogeneous_results.txt at cf0a32a). `stages` are its partitions: two layers before the blocks, four
     after."""
-    return told("AMP, 16 T4", "amp_t4.csv")
+    return summary("AMP, 16 T4", "amp_t4.csv")
 
 
 def amp_mixed() -> PublishedSet:
@@ -197,9 +199,9 @@ def amp_mixed() -> PublishedSet:
     62fc27d). What NVLink of such a node gives is not told: four links for each V100, which reach the other three."""
     v100 = NodeGroup("V100", 4, 3, 100e9, 1.25e9)
     t4 = NodeGroup("T4", 4, 1, 6.25e9, 6.25e9)
-    found = told("AMP, 12 V100 and 4 T4", "amp_v100_t4.csv")
-    rows = tuple(replace(row, run=MixedRun.of(row.run, v100, t4)) for row in found.rows)
-    return replace(found, rows=rows)
+    result = summary("AMP, 12 V100 and 4 T4", "amp_v100_t4.csv")
+    rows = tuple(replace(row, run=MixedRun.of(row.run, v100, t4)) for row in result.rows)
+    return replace(result, rows=rows)
 
 
 # ---- Sailor (Strati et al. 2025) -------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def sailor_layers(model: str) -> LayerTimes:
 
 def sailor() -> PublishedSet:
     """Training on nodes of 4 GH200, predicted from layer profiles; what the set itself calls suspect is left out."""
-    found, left_out = [], []
+    result, left_out = [], []
     for r in read("sailor_gh200_runs.csv"):
         name = r["file"].removeprefix("clariden/").removesuffix(".json")
         if r["flag"]:
@@ -244,8 +246,8 @@ def sailor() -> PublishedSet:
             kept_inner=kept_inner,
         )
         layers_of = sailor_layers(r["model"])
-        found.append(Measured(name, run, float(r["real_s"]), float(r["max_mem_bytes"]), layers=layers_of))
-    return PublishedSet("Sailor, GH200, from layer profiles", tuple(found), tuple(left_out))
+        result.append(Measured(name, run, float(r["real_s"]), float(r["max_mem_bytes"]), layers=layers_of))
+    return PublishedSet("Sailor, GH200, from layer profiles", tuple(result), tuple(left_out))
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ SAILOR_DEVICES = {"RTX-2080": "RTX-2080-Ti"}
 
 def sailor_single_layers() -> list[LayerRow]:
     """The profiles themselves: a block, and of OPT also the head, whose loss is no part of it."""
-    found = []
+    result = []
     for r in read("sailor_layers.csv"):
         if r["model"] not in SAILOR_MODELS:
             continue
@@ -293,8 +295,8 @@ def sailor_single_layers() -> list[LayerRow]:
         passes = Predictor(run.setup(), run.plan, run.cluster).item_passes(run.plan.tiles[0], layer, rows)
         what = f"{r['model']} {'block' if layer == 1 else 'head'} t{tensor} b{rows}"
         predicted = passes["forward"].seconds + passes["backward"].seconds
-        found.append(LayerRow(device, what, float(r["fwd_s"]) + float(r["bwd_s"]), predicted))
-    return found
+        result.append(LayerRow(device, what, float(r["fwd_s"]) + float(r["bwd_s"]), predicted))
+    return result
 
 
 def all_sets() -> list[PublishedSet]:

@@ -24,7 +24,7 @@ MEGATRON = Stack(
     "megatron-lm",
     _FUSED,
     vocabulary_multiple=128,  # --make-vocab-size-divisible-by
-    gathers_pieces=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
+    gathers_parts=True,  # --no-scatter-gather-tensors-in-pipeline is off by default
     update_bytes=40,
     network=NcclNetwork,
     link_share=0.8,
@@ -47,10 +47,10 @@ DEEPSPEED = replace(
     kept_gradient_bytes={"fp16": 2, "bf16": 6},
     sums_in_place=False,
     loss_bytes={},
-    reserved_bytes=0.0,  # `lost_share` has all of it
+    reserved_bytes=0.0,  # `overhead_share` has all of it
     communicator_bytes=0.0,
     dispatch_seconds=24e-6,
-    lost_share=0.165,
+    overhead_share=0.165,
     blocking_sends=True,
 )
 # As it is today: attention in one kernel, norms cut over y.

@@ -170,16 +170,16 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return path
 
 
-def find_checkpoint(path: Path) -> Path:
+def locate_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path names: itself, or the newest one of a run folder. Raises CheckpointError."""
     if (path / INDEX).is_file():
         return path
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such run folder or checkpoint")
-    found = latest_checkpoint(path)
-    if found is None:
+    result = latest_checkpoint(path)
+    if result is None:
         raise CheckpointError(f"{path}: has no checkpoint yet; a run writes one at its end or every checkpoint.every")
-    return found
+    return result
 
 
 class Index:
@@ -239,8 +239,8 @@ class Index:
             size = part.stat().st_size
             if size != num_bytes:
                 raise CheckpointError(f"{part}: has {size} bytes instead of {num_bytes}; {older}")
-            if (found := crc32_of(part)) != crc32:
-                raise CheckpointError(f"{part}: is damaged (CRC32 {found:08x} instead of {crc32:08x}); {older}")
+            if (result := crc32_of(part)) != crc32:
+                raise CheckpointError(f"{part}: is damaged (CRC32 {result:08x} instead of {crc32:08x}); {older}")
 
 
 def part_name(number: int) -> str:

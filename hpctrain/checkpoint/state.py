@@ -26,7 +26,7 @@ from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.errors import CheckpointError, describe_os_error
 from hpctrain.config.job import Job
 from hpctrain.config.tables import explain
-from hpctrain.model.groups import Piece
+from hpctrain.model.groups import StoredRegion
 from hpctrain.model.shard import Shard
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.tiling import Plan
@@ -84,13 +84,13 @@ def _write_own(path: Path, shards: list[Shard]) -> Part:
     arrays: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in KINDS}
     runs = []
     for shard in shards:
-        for piece in shard.group.pieces(shard.owned):
-            if not piece.counts:
+        for region in shard.group.regions(shard.owned):
+            if not region.counts:
                 continue
-            for rows, columns, taken in whole_rows(piece.parameter, piece.box, piece.elements):
-                name = piece.parameter.name
+            for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
+                name = region.parameter.name
                 dataset = f"{name}/{rows.start}-{columns.start}"
-                at = taken.shift(piece.at.start - piece.elements.start)
+                at = taken.shift(region.at.start - region.elements.start)
                 for kind, tensor in _tensors(shard).items():
                     arrays[kind][dataset] = shard.of(tensor, at).cpu().numpy()
                 runs.append(Run(name, tuple(rows), (columns.start, columns.stop), dataset))
@@ -109,20 +109,20 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
     with world.all_or_none(), Index(checkpoint) as index:
         index.verify(slice(world.rank, None, world.size))
         for shard in shards:
-            for piece in shard.group.pieces(shard.group.stored):
-                shard.group.weights_at(piece.at).copy_(read_piece(index, "model", piece))
+            for region in shard.group.regions(shard.group.stored):
+                shard.group.weights_at(region.at).copy_(read_region(index, "model", region))
             for kind, tensor in _tensors(shard).items():
-                for piece in shard.group.pieces(shard.updated):
-                    shard.of(tensor, piece.at).copy_(read_piece(index, kind, piece))
+                for region in shard.group.regions(shard.updated):
+                    shard.of(tensor, region.at).copy_(read_region(index, kind, region))
         return int(index.about["step"])
 
 
-def read_piece(index: Index, kind: str, piece: Piece) -> torch.Tensor:
+def read_region(index: Index, kind: str, region: StoredRegion) -> torch.Tensor:
     """Return the elements of a piece, fp32, from the whole parameter; padding is zero."""
-    values = torch.zeros(piece.at.size)
-    for rows, columns, taken in whole_rows(piece.parameter, piece.box, piece.elements):
-        found = index.read(kind, piece.parameter.name, rows, (columns.start, columns.stop))
-        values[slice(*taken.shift(-piece.elements.start))] = torch.from_numpy(found)
+    values = torch.zeros(region.at.size)
+    for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
+        result = index.read(kind, region.parameter.name, rows, (columns.start, columns.stop))
+        values[slice(*taken.shift(-region.elements.start))] = torch.from_numpy(result)
     return values
 
 

@@ -67,20 +67,20 @@ class SharedChannel:
 class LaneChannel:
     """A two-way channel by messages, over a lane for each way; they move while the rank computes."""
 
-    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_ahead: bool):
-        """`posts_ahead` says whether receives are posted when they are expected."""
+    def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_early: bool):
+        """`posts_early` says whether receives are posted when they are expected."""
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
-        self._posts_ahead = posts_ahead
+        self._posts_early = posts_early
         self._peer = 1 - outgoing.rank
-        self._under_way: deque[Work] = deque()
+        self._in_flight: deque[Work] = deque()
         self._expected: deque[tuple[torch.Tensor, Work]] = deque()
         self._open = True
 
     def send(self, tensor: torch.Tensor) -> None:
         """Copy a contiguous tensor and return; waits only if `depth` messages are under way."""
-        if len(self._under_way) >= self._depth:
-            self._under_way.popleft().wait()
-        self._under_way.append(self._outgoing.send(tensor.clone(), self._peer))
+        if len(self._in_flight) >= self._depth:
+            self._in_flight.popleft().wait()
+        self._in_flight.append(self._outgoing.send(tensor.clone(), self._peer))
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Say where the next message goes that nobody expects: into a contiguous tensor of its size.
@@ -88,7 +88,7 @@ class LaneChannel:
         It moves when those that were expected before it are there, or when it is received. `receive` must be called
         with what was expected, in that order.
         """
-        if self._posts_ahead:
+        if self._posts_early:
             self._expected.append((tensor, self._incoming.receive(tensor, self._peer)))
 
     def receive(self, tensor: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class LaneChannel:
         if not self._open:
             return
         self._open = False
-        for work in self._under_way:
+        for work in self._in_flight:
             work.wait()
         self._outgoing.close()  # and with it the incoming one's: they have the same communicator
 
@@ -168,4 +168,4 @@ def make_channel(
     backend = routes.message_backend(ranks)
     outgoing = Lane(ranks, backend, progress, patience, trace=trace)
     incoming = Lane(ranks, backend, progress, patience)
-    return LaneChannel(outgoing, incoming, depth, posts_ahead=backend.transport.polls_freely)
+    return LaneChannel(outgoing, incoming, depth, posts_early=backend.transport.polls_freely)

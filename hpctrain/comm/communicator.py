@@ -257,7 +257,7 @@ class Communicator(Operations[torch.Tensor]):
         return own if self._lane is None else [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
 
     @property
-    def goes_beside(self) -> bool:
+    def is_overlapped(self) -> bool:
         """Whether what is started goes on while the rank computes."""
         return self._lane is not None
 

@@ -156,21 +156,23 @@ class ClusterNetwork:
         if len(ranks) < 2:
             return "none, for a single rank"
         sizes = [1 << power for power in range(3, MOST_DOUBLED_BYTES.bit_length() + 1)]
-        chosen = itertools.groupby(sizes, lambda num_bytes: self.algorithm("all_reduce", num_bytes, ranks))
-        found = [(name, max(of_name)) for name, of_name in chosen]
-        told = [f"{name} up to {num_bytes:,} bytes" for name, num_bytes in found[:-1]]
-        return f"all-reduces of {len(ranks)} ranks by {', '.join([*told, found[-1][0]])}"
+        resolved = itertools.groupby(sizes, lambda num_bytes: self.algorithm("all_reduce", num_bytes, ranks))
+        result = [(name, max(of_name)) for name, of_name in resolved]
+        summary = [f"{name} up to {num_bytes:,} bytes" for name, num_bytes in result[:-1]]
+        return f"all-reduces of {len(ranks)} ranks by {', '.join([*summary, result[-1][0]])}"
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def group_seconds(
-        self, operation: str, num_bytes: float, ranks: Sequence[int], beside: Crowd | None = None
+        self, operation: str, num_bytes: float, ranks: Sequence[int], overlapped: Crowd | None = None
     ) -> float:
-        """Return what a collective of `num_bytes` (the whole tensor's) takes, while all ranks `beside` do the same in
-        groups like this one, which is one of them."""
+        """Return the seconds of a collective of `num_bytes` (the whole tensor's bytes).
+
+        Meanwhile all ranks `overlapped` do the same in groups like this one, which is one of them.
+        """
         if len(ranks) < 2:
             return 0.0
-        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), beside), BESIDE)
+        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), overlapped), BESIDE)
 
     def algorithm(self, operation: str, num_bytes: int, ranks: Sequence[int], by_domains: bool = True) -> str:
         """Return the algorithm that takes the least time: domains, exchange or doubling.
@@ -181,13 +183,13 @@ class ClusterNetwork:
         form = self._form(tuple(ranks), None)
         return self._cheapest(operation, num_bytes, form if by_domains else form._replace(domains=()))
 
-    def _form_of(self, ranks: tuple[int, ...], beside: Crowd | None) -> Form:
+    def _form_of(self, ranks: tuple[int, ...], overlapped: Crowd | None) -> Form:
         """Return the form of a group.
 
         There are as many groups at once as its families have ranks for beside it: those that have none take turns.
         """
         own = self._crowd_of(ranks)
-        every = beside or own
+        every = overlapped or own
         num_groups = min(-(-every.of_family.get(f, n) // n) for f, n in own.of_family.items())
         known: dict[tuple, Flows] = {}
 
@@ -226,8 +228,8 @@ class ClusterNetwork:
             table = self.cluster.devices[domain[0]].table
             sources.setdefault((table, len(domain), _most(flows(rank, other[0]) for rank in domain)), domain)
         across = (self._across(domain, domains, flows) for domain in sources.values())
-        alike = tuple(dict.fromkeys(self._of_domain(domain, flows) for domain in domains))
-        return flat._replace(domains=alike, num_domains=len(domains), across=tuple(dict.fromkeys(across)))
+        equivalent = tuple(dict.fromkeys(self._of_domain(domain, flows) for domain in domains))
+        return flat._replace(domains=equivalent, num_domains=len(domains), across=tuple(dict.fromkeys(across)))
 
     def _across(
         self, domain: tuple[int, ...], domains: Sequence[tuple[int, ...]], flows: Callable[[int, int], Flows]
@@ -244,23 +246,23 @@ class ClusterNetwork:
         is_on_node = len({self.cluster.devices[rank].node for rank in ranks}) == 1
         return self._form(ranks, None) if is_on_node else self._with_flows(ranks, flows)
 
-    def _collective_seconds(self, operation: str, num_bytes: int, form: Form, beside: int) -> float:
+    def _collective_seconds(self, operation: str, num_bytes: int, form: Form, overlapped: int) -> float:
         if form.size == 1 or not num_bytes:
             return 0.0
-        return self._seconds_by(self._cheapest(operation, num_bytes, form), operation, num_bytes, form, beside)
+        return self._seconds_by(self._cheapest(operation, num_bytes, form), operation, num_bytes, form, overlapped)
 
     def _cheapest(self, operation: str, num_bytes: int, form: Form) -> str:
-        found = candidates(operation, num_bytes, form.size, bool(form.domains))
-        if len(found) == 1:
-            return found[0]
-        return min(found, key=lambda each: self._seconds_by(each, operation, num_bytes, form, ALONE))
+        result = candidates(operation, num_bytes, form.size, bool(form.domains))
+        if len(result) == 1:
+            return result[0]
+        return min(result, key=lambda each: self._seconds_by(each, operation, num_bytes, form, ALONE))
 
-    def _seconds_by(self, algorithm: str, operation: str, num_bytes: int, form: Form, beside: int) -> float:
+    def _seconds_by(self, algorithm: str, operation: str, num_bytes: int, form: Form, overlapped: int) -> float:
         """Return what a collective takes by an algorithm, alone or beside other groups."""
         if algorithm == "domains":
-            return self._by_domains(operation, num_bytes, form, beside)
+            return self._by_domains(operation, num_bytes, form, overlapped)
         message_bytes = num_bytes if algorithm == "doubling" else num_bytes // form.size + 1
-        link, line = self._slowest(form.links, message_bytes, form.flows[beside])
+        link, line = self._slowest(form.links, message_bytes, form.flows[overlapped])
         return self.flat_seconds(algorithm, operation, num_bytes, form.size, link, line)
 
     def flat_seconds(
@@ -269,21 +271,21 @@ class ClusterNetwork:
         """Return what a flat collective takes whose slowest link is `link`, on which messages take what `line` says."""
         return flat_seconds(algorithm, operation, num_bytes, num_ranks, line)
 
-    def _by_domains(self, operation: str, num_bytes: int, form: Form, beside: int) -> float:
+    def _by_domains(self, operation: str, num_bytes: int, form: Form, overlapped: int) -> float:
         if operation == "all_reduce":
-            return sum(self._seconds_of(part, num_bytes, form, beside) for part in ("reduce_scatter", "all_gather"))
+            return sum(self._seconds_of(part, num_bytes, form, overlapped) for part in ("reduce_scatter", "all_gather"))
         # Inside part by part, one for each domain; across one exchange of shards: each rank sends, of what its domain
         # summed, what others own.
         count = form.num_domains
         part = num_bytes // count + 1
-        inside = max(self._seconds_of(operation, part, domain, beside) for domain in form.domains)
+        inside = max(self._seconds_of(operation, part, domain, overlapped) for domain in form.domains)
         one = every = 0.0
         for size, links in form.across:
             of_fabric: dict[str | None, float] = {}  # each by NICs of its own
             for link, to, flows in links:
-                one = max(one, self._message_seconds(link, part / size, flows[beside]))
+                one = max(one, self._message_seconds(link, part / size, flows[overlapped]))
                 fabric = self._numbered[link].fabric
-                sent = self._message_seconds(link, to * part / size, flows[beside])
+                sent = self._message_seconds(link, to * part / size, flows[overlapped])
                 sent += (to - 1) * self._numbered[link].overhead_seconds
                 of_fabric[fabric] = of_fabric.get(fabric, 0.0) + sent
             every = max(every, *of_fabric.values())
@@ -297,8 +299,8 @@ class ClusterNetwork:
     def _fabrics(self, form: Form) -> set[str]:
         """Return the fabrics by which ranks of a group reach each other."""
         links = {*form.links, *(link for across in form.across for link, _, _ in across.links)}
-        found = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
-        return found.union(*map(self._fabrics, form.domains))
+        result = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
+        return result.union(*map(self._fabrics, form.domains))
 
     def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> tuple[PairLink, Line]:
         """Return the slowest of some links, and a line through its messages of no bytes and of `num_bytes`."""
@@ -310,5 +312,5 @@ class ClusterNetwork:
 
 
 def _most(flows: Iterable[Flows]) -> Flows:
-    alone, beside = zip(*flows, strict=True)
-    return max(alone), max(beside)
+    alone, overlapped = zip(*flows, strict=True)
+    return max(alone), max(overlapped)

@@ -41,10 +41,10 @@ def candidates(operation: str, num_bytes: int, num_ranks: int, by_domains: bool)
     """
     if operation != "all_reduce":
         return ["domains" if by_domains else "exchange"]
-    found = ["domains"] if by_domains and num_bytes >= LEAST_PART_BYTES * num_ranks else []
-    if not found or num_bytes <= MOST_DOUBLED_BYTES:
-        found.append("exchange")
-    return found + (["doubling"] if num_bytes <= MOST_DOUBLED_BYTES else [])
+    result = ["domains"] if by_domains and num_bytes >= LEAST_PART_BYTES * num_ranks else []
+    if not result or num_bytes <= MOST_DOUBLED_BYTES:
+        result.append("exchange")
+    return result + (["doubling"] if num_bytes <= MOST_DOUBLED_BYTES else [])
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class Topology:
 
     def domains(self, ranks: Sequence[int], by: str) -> tuple[tuple[int, ...], ...]:
         """Return positions in `ranks` that agree in `by` (family or host), in the order in which each first appears."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for position, rank in enumerate(ranks):
-            found.setdefault(getattr(self.places[rank], by), []).append(position)
-        return tuple(tuple(positions) for positions in found.values())
+            result.setdefault(getattr(self.places[rank], by), []).append(position)
+        return tuple(tuple(positions) for positions in result.values())
 
     def route(self, ranks: Sequence[int], asked: str = "auto") -> Route:
         """Return the route of a group.

@@ -65,7 +65,7 @@ class GroupTrace:
         return partial(self._tell, operation, num_bytes, steps, on_end)
 
     def _tell(self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]) -> None:
-        self._tracer.beside(self._group, self._lane, operation, num_bytes, steps.begun, steps.ended)
+        self._tracer.overlapped(self._group, self._lane, operation, num_bytes, steps.begun, steps.ended)
         on_end()
 
 

@@ -20,7 +20,7 @@ class Tracer:
     def waited(self, group: str, operation: str, since: float) -> None:
         """The rank waited until now for what was going on beside."""
 
-    def beside(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
+    def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         """A lane of a group moved something; may be called by any thread."""
 
 

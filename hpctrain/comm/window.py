@@ -12,8 +12,8 @@ SHARED_MEMORY = "/dev/shm"
 
 
 def free_bytes(path: str = SHARED_MEMORY) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    result = os.statvfs(path)
+    return result.f_bavail * result.f_frsize
 
 
 class SharedWindow:

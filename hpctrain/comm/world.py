@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpctrain.comm.accelerators.detect import find_device
+from hpctrain.comm.accelerators.detect import detect_device
 from hpctrain.comm.clocks import offset_to_first
 from hpctrain.comm.launcher import promised_size
 from hpctrain.comm.settings import Settings
@@ -86,8 +86,8 @@ class World:
                 f" library ({MPI.Get_library_version().split(chr(10))[0][:60]}) do not belong together."
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
-        found = find_device()
-        place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), found.family, found.kind)
+        result = detect_device()
+        place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), result.family, result.kind)
         return cls(MPI, ours, MPI.COMM_WORLD.allgather(place), timeout_seconds, watched)
 
     def configure(self, **changes) -> None:
@@ -186,7 +186,7 @@ class World:
         """
         with self.all_or_none():
             self.oversight.recorder.move_to(folder)
-        self.oversight.tell_folder(folder)
+        self.oversight.announce_folder(folder)
 
     def _connect(self, ranks: Sequence[int], name: str) -> "tuple[Backend | None, Journal | None]":
         """Return what a group communicates by, and what records its operations, of which this is the first."""
@@ -252,8 +252,8 @@ class World:
         For steps that can fail on some ranks only, such as writing files; the error of the lowest rank is raised.
         """
         with self._together("agree"):
-            found = self._comm.allgather(None if error is None else (type(error), str(error)))
-        for rank, failure in enumerate(found):
+            result = self._comm.allgather(None if error is None else (type(error), str(error)))
+        for rank, failure in enumerate(result):
             if failure is not None:
                 kind, message = failure
                 if error is not None and rank == self.rank:

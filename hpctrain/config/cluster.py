@@ -11,12 +11,12 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from hpctrain.config.cluster_checks import find_inconsistencies
+from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.tables import Table
 
-Origin = Literal["measured", "datasheet", "guessed"]
-ORIGINS = "'measured', 'datasheet' or 'guessed'"
+Origin = Literal["measured", "datasheet", "assumed"]
+ORIGINS = "'measured', 'datasheet' or 'assumed'"
 DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
@@ -118,7 +118,7 @@ class Family(Figures):
     half_speed_rows: Annotated[float, Field(ge=0, strict=True)] | None = None
     """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
     many have the sustained speed. Left out: by the tiles of the catalogue's model."""
-    overlap_times: Annotated[float, Field(ge=1, strict=True)] | None = None
+    overlap_slowdown: Annotated[float, Field(ge=1, strict=True)] | None = None
     """How many times as long it computes while it communicates; left out: as long as beside nothing."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
@@ -224,10 +224,10 @@ class Nodes(Figures):
     @cached_property
     def nics_by_fabric(self) -> dict[str, tuple[Nic, ...]]:
         """Return each NIC, those that are alike one by one."""
-        found: dict[str, tuple[Nic, ...]] = {}
+        result: dict[str, tuple[Nic, ...]] = {}
         for nic in self.nics:
-            found[nic.fabric] = found.get(nic.fabric, ()) + (nic,) * nic.count
-        return found
+            result[nic.fabric] = result.get(nic.fabric, ()) + (nic,) * nic.count
+        return result
 
 
 class Time(Table):
@@ -331,7 +331,7 @@ class Cluster(Table):
         links = [{"families": link.families, "fabric": link.fabric} for link in self.links]
         profiles = [dict(zip(("family", "work", "zero"), profile.key, strict=True)) for profile in self.profiles]
         named = {"families": self.families, "fabrics": self.fabrics}
-        if problems := find_inconsistencies({**named, "nodes": nodes, "links": links, "profiles": profiles}):
+        if problems := inconsistencies({**named, "nodes": nodes, "links": links, "profiles": profiles}):
             raise ValueError("\n".join(problems))
         return self
 
@@ -346,16 +346,16 @@ class Cluster(Table):
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """Return all devices by rank."""
-        found: list[Device] = []
+        result: list[Device] = []
         node = 0
         for table, nodes in enumerate(self.nodes):
             families = [family for family, count in nodes.devices.items() for _ in range(count)]
             for number in range(nodes.count):
                 for index, family in enumerate(families):
-                    rank = nodes.ranks[number * len(families) + index] if nodes.ranks else len(found)
-                    found.append(Device(rank, table, node, family, index))
+                    rank = nodes.ranks[number * len(families) + index] if nodes.ranks else len(result)
+                    result.append(Device(rank, table, node, family, index))
                 node += 1
-        return tuple(sorted(found))
+        return tuple(sorted(result))
 
     @cached_property
     def links_by_key(self) -> dict[tuple[str | None, tuple[str, ...]], LinkClass]:
@@ -371,7 +371,7 @@ class Cluster(Table):
         return f"{families} on {nodes}" + (f", by {', '.join(self.fabrics)}" if self.fabrics else "")
 
 
-def guessed_figures(cluster: Cluster) -> list[str]:
+def assumed_figures(cluster: Cluster) -> list[str]:
     """Return the keys of all figures that are given but neither measured nor from a data sheet."""
     tables: dict[str, Figures] = {f"families.{name}": family for name, family in cluster.families.items()}
     tables |= {f"fabrics.{name}": fabric for name, fabric in cluster.fabrics.items()}
@@ -384,5 +384,5 @@ def guessed_figures(cluster: Cluster) -> list[str]:
         f"{key}.{figure}"
         for key, table in tables.items()
         for figure in table.given
-        if table.origin_of(figure) == "guessed"
+        if table.origin_of(figure) == "assumed"
     ]

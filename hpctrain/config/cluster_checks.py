@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.config.errors import did_you_mean
 
 
-def find_inconsistencies(tree: Mapping[str, Any]) -> list[str]:
+def inconsistencies(tree: Mapping[str, Any]) -> list[str]:
     """Return all of them, each with the key that is to blame."""
     nodes = [table if isinstance(table, dict) else {} for table in _list(tree.get("nodes"))]
     return [*_unknown_names(tree, nodes), *_repeated(tree), *_wrong_ranks(nodes), *_unconnected(nodes)]

@@ -14,9 +14,9 @@ from hpctrain.config.device_catalogue import (
     LINK_LATENCY_SECONDS,
     LIST_COMMAND,
     NETWORKS,
-    Accelerator,
-    find_accelerator,
-    find_network,
+    CatalogueEntry,
+    lookup_accelerator,
+    lookup_network,
 )
 from hpctrain.config.errors import did_you_mean
 
@@ -63,10 +63,10 @@ def fill(tree: Mapping[str, Any]) -> Filled:
     return filled
 
 
-def accelerator_of(family: Mapping[str, Any]) -> Accelerator | None:
+def accelerator_of(family: Mapping[str, Any]) -> CatalogueEntry | None:
     """Return what the catalogue has of a family's model."""
     model = family.get("model")
-    name = find_accelerator(model) if isinstance(model, str) else None
+    name = lookup_accelerator(model) if isinstance(model, str) else None
     return ACCELERATORS[name] if name else None
 
 
@@ -105,7 +105,7 @@ def _fill_fabric(filled: Filled, name: str, fabric: dict) -> None:
     called = fabric.get("network")
     if not isinstance(called, str):
         return
-    known = find_network(called)
+    known = lookup_network(called)
     if known is None:
         hint = did_you_mean(called, NETWORKS)
         hint += "" if hint.endswith("?") else ";"
@@ -116,7 +116,7 @@ def _fill_fabric(filled: Filled, name: str, fabric: dict) -> None:
         )
     elif "latency_seconds" not in fabric:
         latency = NETWORKS[known].latency_seconds
-        filled.put(fabric, f"fabrics.{name}", "latency_seconds", latency, LATENCY_SOURCE, "guessed")
+        filled.put(fabric, f"fabrics.{name}", "latency_seconds", latency, LATENCY_SOURCE, "assumed")
 
 
 def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, dict]) -> None:
@@ -135,7 +135,7 @@ def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, 
         filled.put(table, f"nodes.{number}", "link_bytes_per_second", slowest.link_bytes_per_second, source)
     if "link_latency_seconds" not in table:
         key = "link_latency_seconds"
-        filled.put(table, f"nodes.{number}", key, LINK_LATENCY_SECONDS, LATENCY_SOURCE, "guessed")
+        filled.put(table, f"nodes.{number}", key, LINK_LATENCY_SECONDS, LATENCY_SOURCE, "assumed")
 
 
 def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, dict]) -> None:
@@ -143,7 +143,7 @@ def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, d
     for j, nic in enumerate(nics if isinstance(nics, list) else []):
         fabric = nic.get("fabric") if isinstance(nic, dict) else None
         called = fabrics.get(fabric, {}).get("network") if isinstance(fabric, str) else None
-        known = find_network(called) if isinstance(called, str) else None
+        known = lookup_network(called) if isinstance(called, str) else None
         if fabric not in fabrics or (called is not None and known is None):
             filled.unresolved.append(f"nodes.{number}.nics.{j}")
         for key in ("send_bytes_per_second", "receive_bytes_per_second") if known else ():

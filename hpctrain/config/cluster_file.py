@@ -11,9 +11,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.config.cluster import Cluster, Profile
-from hpctrain.config.cluster_checks import find_inconsistencies
+from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.cluster_defaults import fill
-from hpctrain.config.cluster_warnings import find_doubts
+from hpctrain.config.cluster_warnings import doubtful_figures
 from hpctrain.config.errors import JobError, TopologyError, describe_os_error, did_you_mean
 from hpctrain.config.tables import Table, explain, parse_toml, parse_toml_once, read_text
 from hpctrain.config.truth import Truth
@@ -33,7 +33,7 @@ def ready_clusters() -> dict[str, Path]:
     return {path.stem: path for path in sorted(READY_MADE.glob("*.toml"))}
 
 
-def find_cluster(reference: str | Path) -> Path:
+def locate_cluster(reference: str | Path) -> Path:
     """Return the path of a cluster file, or of the ready one of that name. Raises TopologyError if there is neither."""
     path, ready = Path(reference), ready_clusters()
     if path.is_file() or path.suffix == ".toml":  # a file that is missing is told by who reads it
@@ -83,18 +83,18 @@ def filled_figures(path: Path) -> dict[str, str]:
 def _parse(text: str, where: str) -> _File:
     """Read a file's data, fill it in, and validate it. Raises TopologyError with all mistakes, one a line."""
     tree, repeated = parse_toml_once(text, where, TopologyError)
-    filled, found = fill(tree), None
+    filled, result = fill(tree), None
     lines = [*repeated, *filled.mistakes.values()]
     try:
-        found = _File.model_validate(filled.tree)
+        result = _File.model_validate(filled.tree)
     except ValidationError as error:
         unknown = tuple(f"{table}." for table in filled.unresolved)
         lines += [text for key, text in explain(error, _File) if key and not _follows(key, text, unknown)]
-        lines += find_inconsistencies(filled.tree)
-    lines += find_doubts(tree).values()
+        lines += inconsistencies(filled.tree)
+    lines += doubtful_figures(tree).values()
     if lines:
         raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
-    return found
+    return result
 
 
 def _follows(key: str, text: str, unknown: tuple[str, ...]) -> bool:

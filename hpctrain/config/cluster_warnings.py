@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpctrain.config.cluster_defaults import accelerator_of
-from hpctrain.config.device_catalogue import NETWORKS, find_network
+from hpctrain.config.device_catalogue import NETWORKS, lookup_network
 
 FACTOR = 30.0
 MINIATURE_FLOPS_PER_SECOND, MINIATURE_BYTES = 1e12, 4e9
@@ -35,7 +35,7 @@ PREFIXES = {
 }
 
 
-def find_doubts(tree: Mapping[str, Any]) -> dict[str, str]:
+def doubtful_figures(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return by dotted key a question about each typed figure of a file's data that cannot be meant."""
     doubts = {}
     for key, value, unit, known, name in _figures(tree, "truth" in tree or _is_miniature(tree)):
@@ -128,7 +128,7 @@ def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str,
             nic = _dict(nic)
             fabric = nic.get("fabric")
             called = _dict(fabrics.get(fabric)).get("network") if isinstance(fabric, str) else None
-            network = find_network(called) if isinstance(called, str) and not is_miniature else None
+            network = lookup_network(called) if isinstance(called, str) and not is_miniature else None
             for figure in ("send_bytes_per_second", "receive_bytes_per_second"):
                 if _is_typed(nic, figure):
                     like = NETWORKS[network].bytes_per_second if network else None

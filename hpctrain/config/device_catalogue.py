@@ -17,7 +17,7 @@ LINK_LATENCY_SECONDS = 10e-6
 
 
 @dataclass(frozen=True)
-class Accelerator:
+class CatalogueEntry:
     """A data sheet, but for its memory."""
 
     kind: str
@@ -66,8 +66,8 @@ _HOST_PCIE3, _HOST_PCIE4 = 9.6e9, 12e9
 # Memory is what torch's messages of too little of it call the total capacity.
 GIB = 2.0**30
 
-ACCELERATORS: dict[str, Accelerator] = {
-    "A100-40": Accelerator(
+ACCELERATORS: dict[str, CatalogueEntry] = {
+    "A100-40": CatalogueEntry(
         "cuda",
         39.4 * GIB,
         1.555e12,
@@ -76,7 +76,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         "ampere",
         "NVIDIA A100 data sheet, SXM4",
     ),
-    "A100-80": Accelerator(
+    "A100-80": CatalogueEntry(
         "cuda",
         79.2 * GIB,
         2.039e12,
@@ -85,7 +85,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         "ampere",
         "NVIDIA A100 data sheet, SXM4",
     ),
-    "A800-80": Accelerator(
+    "A800-80": CatalogueEntry(
         "cuda",
         79.2 * GIB,
         2.039e12,
@@ -94,13 +94,13 @@ ACCELERATORS: dict[str, Accelerator] = {
         "ampere",
         "NVIDIA A800 data sheet, SXM4",
     ),
-    "H100": Accelerator(
+    "H100": CatalogueEntry(
         "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H100 data sheet, SXM5"
     ),
-    "H200": Accelerator(
+    "H200": CatalogueEntry(
         "cuda", 139.8 * GIB, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H200 data sheet, SXM5"
     ),
-    "GH200": Accelerator(
+    "GH200": CatalogueEntry(
         "cuda",
         94.5 * GIB,
         4.0e12,
@@ -109,7 +109,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         "hopper",
         "NVIDIA GH200 data sheet, 96 GB",
     ),
-    "B200": Accelerator(
+    "B200": CatalogueEntry(
         "cuda",
         178.3 * GIB,
         7.7e12,
@@ -118,17 +118,17 @@ ACCELERATORS: dict[str, Accelerator] = {
         "blackwell",
         "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved",
     ),
-    "V100": Accelerator(
+    "V100": CatalogueEntry(
         "cuda", 15.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 16 GB"
     ),
-    "V100-32": Accelerator(
+    "V100-32": CatalogueEntry(
         "cuda", 31.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 32 GB"
     ),
-    "V100S": Accelerator(
+    "V100S": CatalogueEntry(
         "cuda", 31.7 * GIB, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta", "NVIDIA V100S data sheet, PCIe 3"
     ),
-    "T4": Accelerator("cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "t4", "NVIDIA T4 data sheet, PCIe 3"),
-    "RTX-2080": Accelerator(
+    "T4": CatalogueEntry("cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "t4", "NVIDIA T4 data sheet, PCIe 3"),
+    "RTX-2080": CatalogueEntry(
         "cuda",
         7.8 * GIB,
         0.448e12,
@@ -137,7 +137,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         "turing-gaming",
         "NVIDIA Turing white paper, fp32 accumulation",
     ),
-    "RTX-2080-Ti": Accelerator(
+    "RTX-2080-Ti": CatalogueEntry(
         "cuda",
         10.7 * GIB,
         0.616e12,
@@ -146,7 +146,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         "turing-gaming",
         "NVIDIA Turing white paper, fp32 accumulation",
     ),
-    "Titan-RTX": Accelerator(
+    "Titan-RTX": CatalogueEntry(
         "cuda",
         23.6 * GIB,
         0.672e12,
@@ -155,7 +155,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         "turing",
         "NVIDIA Turing white paper, fp32 accumulation",
     ),
-    "RTX-3090": Accelerator(
+    "RTX-3090": CatalogueEntry(
         "cuda",
         23.7 * GIB,
         0.936e12,
@@ -164,7 +164,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         "gaming",
         "NVIDIA GA102 white paper",
     ),
-    "RTX-4090": Accelerator(
+    "RTX-4090": CatalogueEntry(
         "cuda",
         23.6 * GIB,
         1.008e12,
@@ -173,13 +173,13 @@ ACCELERATORS: dict[str, Accelerator] = {
         "gaming",
         "NVIDIA Ada white paper",
     ),
-    "MI250X-GCD": Accelerator(
+    "MI250X-GCD": CatalogueEntry(
         "rocm", 63.9 * GIB, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2", "AMD MI250X data sheet, half of it"
     ),
-    "MI300X": Accelerator(
+    "MI300X": CatalogueEntry(
         "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3", "AMD MI300X data sheet"
     ),
-    "910B": Accelerator(
+    "910B": CatalogueEntry(
         "npu",
         60.9 * GIB,
         1.6e12,
@@ -208,17 +208,17 @@ OTHER_BOARDS = {"PCIE", "NVL"}
 """Boards whose figures differ from those of the same chip in an SXM module."""
 
 
-def find_accelerator(model: str) -> str | None:
+def lookup_accelerator(model: str) -> str | None:
     """Return the catalogue's name of a model as people or drivers write it, such as `NVIDIA H100 80GB HBM3`.
 
     None for what is not there, and for a PCIe board where the catalogue has the SXM module.
     """
-    found = _find(model, ACCELERATORS)
-    is_other = found and OTHER_BOARDS & set(_words(model)) and "SXM" in ACCELERATORS[found].source
-    return None if is_other else found
+    result = _find(model, ACCELERATORS)
+    is_other = result and OTHER_BOARDS & set(_words(model)) and "SXM" in ACCELERATORS[result].source
+    return None if is_other else result
 
 
-def find_network(name: str) -> str | None:
+def lookup_network(name: str) -> str | None:
     """Return the catalogue's name of a network, such as `NDR` for `InfiniBand NDR`; None for what is not there."""
     return _find(name, NETWORKS)
 

@@ -24,6 +24,6 @@ def choose_dtype(speeds: Mapping[str, Mapping[str, float]], kinds: Mapping[str, 
     needed = {name: HALF_PAYS_ON_CPUS if kinds[name] == "cpu" else HALF_PAYS for name in speeds}
     ratios = {name: of["bf16"] / of["fp32"] for name, of in speeds.items()}
     least = min(speeds, key=lambda name: ratios[name] / needed[name])
-    chosen = "bf16" if ratios[least] >= needed[least] else "fp32"
+    resolved = "bf16" if ratios[least] >= needed[least] else "fp32"
     figures = ", ".join(f"{of['bf16'] / of['fp32']:.2g} times as fast on {name}" for name, of in speeds.items())
-    return chosen, f"{chosen}: products in bf16 are {figures}; bf16 pays from {needed[least]:g} times on {least}"
+    return resolved, f"{resolved}: products in bf16 are {figures}; bf16 pays from {needed[least]:g} times on {least}"

@@ -202,7 +202,7 @@ class Overlap(Table):
     """
 
     @property
-    def beside_bytes(self) -> int | None:
+    def overlapped_bucket_bytes(self) -> int | None:
         """The bytes of a bucket whose sum runs beside backward passes; None where `data` is off or `auto`."""
         return self.bucket_bytes if self.data else None
 
@@ -215,7 +215,7 @@ class Products(Table):
 
     What was measured can change a bit of the result, and is kept when a run is continued.
     """
-    ways: dict[str, dict[ProductName, Literal["plain", "first", "second", "both", "result"]]] = Field(
+    layouts: dict[str, dict[ProductName, Literal["plain", "first", "second", "both", "result"]]] = Field(
         default_factory=dict
     )
     """What was chosen, by family and product. Products that are not there are computed as their operands lie."""
@@ -291,7 +291,7 @@ def load_job(reference: str, overrides: Iterable[str] = ()) -> Job:
 
     Raises JobError for anything that is wrong with it, naming file and key.
     """
-    path = find_job(reference)
+    path = locate_job(reference)
     tree, origins = _read(path, ())
     tree.setdefault("name", path.stem)
     for override in overrides:
@@ -309,7 +309,7 @@ def load_job(reference: str, overrides: Iterable[str] = ()) -> Job:
         raise JobError("\n".join(lines)) from None
 
 
-def find_job(reference: str) -> Path:
+def locate_job(reference: str) -> Path:
     """Return the path of a job file, or of the ready-made job of that name."""
     path = Path(reference)
     if path.is_file():

@@ -62,12 +62,12 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
         assert nodes.link_latency_seconds is not None and nodes.link_bytes_per_second is not None
         is_measured = nodes.origin_of("link_bytes_per_second") == "measured"
         figures = nodes.link_latency_seconds, nodes.link_bytes_per_second, math.inf
-        found = PairLink("node", None, *figures, is_measured=is_measured)
+        result = PairLink("node", None, *figures, is_measured=is_measured)
     else:
-        found = _across_nodes(cluster, source, target)
-    described = cluster.links_by_key.get((found.fabric, tuple(sorted((here.family, there.family)))))
+        result = _across_nodes(cluster, source, target)
+    described = cluster.links_by_key.get((result.fabric, tuple(sorted((here.family, there.family)))))
     if described:
-        found = found._replace(
+        result = result._replace(
             latency_seconds=described.latency_seconds,
             bytes_per_second=described.bytes_per_second,
             times=described.times,
@@ -75,11 +75,11 @@ def link_between(cluster: Cluster, source: int, target: int) -> PairLink:
         )
     is_host = "cpu" in (cluster.families[here.family].kind, cluster.families[there.family].kind)
     overhead = HOST_OVERHEAD_SECONDS if is_host else DEVICE_OVERHEAD_SECONDS
-    return found._replace(overhead_seconds=min(overhead, found.latency_seconds))
+    return result._replace(overhead_seconds=min(overhead, result.latency_seconds))
 
 
 def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
-    found = []
+    result = []
     for name, fabric in cluster.fabrics.items():
         out, into = nic_of(cluster, source, name), nic_of(cluster, target, name)
         if out and into:
@@ -89,12 +89,12 @@ def _across_nodes(cluster: Cluster, source: int, target: int) -> PairLink:
                 (fabric.bytes_per_second or math.inf, fabric.origin_of("bytes_per_second")),
                 key=lambda pair: pair[0],
             )
-            found.append((-bandwidth, fabric.latency_seconds, name, origin == "measured"))
-    if not found:  # a `Cluster` is never like this
+            result.append((-bandwidth, fabric.latency_seconds, name, origin == "measured"))
+    if not result:  # a `Cluster` is never like this
         raise TopologyError(f"ranks {source} and {target} are on nodes without a fabric in common")
-    negative, latency, name, is_measured = min(found)
-    alike = name in _fastest_fabrics(cluster, source) and name in _fastest_fabrics(cluster, target)
-    return PairLink("fabric" if alike else "across", name, latency, -negative, -negative, is_measured=is_measured)
+    negative, latency, name, is_measured = min(result)
+    equivalent = name in _fastest_fabrics(cluster, source) and name in _fastest_fabrics(cluster, target)
+    return PairLink("fabric" if equivalent else "across", name, latency, -negative, -negative, is_measured=is_measured)
 
 
 def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
@@ -127,8 +127,8 @@ def message_seconds(link: PairLink, num_bytes: int, flows: int = 1, link_share: 
     low = _on_curve(link, below, num_bytes)
     if above > below:
         return low + (_on_curve(link, above, num_bytes) - low) * (flows - below) / (above - below)
-    under_way = max(low - link.latency_seconds, 0.0)
-    return low + under_way * max(flows / below - 1, 0)
+    in_flight = max(low - link.latency_seconds, 0.0)
+    return low + in_flight * max(flows / below - 1, 0)
 
 
 def _on_curve(link: PairLink, flows: int, num_bytes: int) -> float:
@@ -152,19 +152,19 @@ def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
             if source != target:
                 link = link_between(cluster, source, target)
                 where = "inside" if link.between == "node" else "across"
-                found = message_seconds(link, COMPARED_BYTES), link
-                slowest[where] = max(slowest.get(where, found), found, key=lambda pair: pair[0])
+                result = message_seconds(link, COMPARED_BYTES), link
+                slowest[where] = max(slowest.get(where, result), result, key=lambda pair: pair[0])
     return {where: link for where, (_, link) in slowest.items()}
 
 
 def _representatives(cluster: Cluster) -> list[int]:
     """Return ranks among which every class of pairs is found: two nodes of each table, two devices of each family."""
     nodes: dict[int, set[int]] = {}
-    chosen: dict[tuple[int, str], list[int]] = {}
+    resolved: dict[tuple[int, str], list[int]] = {}
     for device in cluster.devices:
         of_table = nodes.setdefault(device.table, set())
         if len(of_table) < 2:
             of_table.add(device.node)
         if device.node in of_table:
-            chosen.setdefault((device.node, device.family), []).append(device.rank)
-    return [rank for ranks in chosen.values() for rank in ranks[:2]]
+            resolved.setdefault((device.node, device.family), []).append(device.rank)
+    return [rank for ranks in resolved.values() for rank in ranks[:2]]

@@ -48,8 +48,8 @@ def parse_toml_once(text: str, where: str, kind: type[HpctrainError]) -> tuple[d
         try:
             return tomllib.loads("\n".join(lines)), repeated
         except tomllib.TOMLDecodeError as error:
-            found = REPEATED.search(str(error))
-            number = int(found[1]) if found else 0
+            result = REPEATED.search(str(error))
+            number = int(result[1]) if result else 0
             key = lines[number - 1].partition("=")[0].strip() if 0 < number <= len(lines) else ""
             if not BARE_KEY.fullmatch(key):
                 raise kind("\n".join([f"{where}: not valid TOML: {error}", *repeated])) from None

@@ -27,7 +27,7 @@ class PretendDevice(Table):
     """Products are computed in whole tiles of so many rows and columns of the result."""
     half_speed_rows: NotNegative = 0.0
     """Rows of the result at which a product reaches half of its speed."""
-    overlap_times: Annotated[float, Field(ge=1, strict=True)] = 1.0
+    overlap_slowdown: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """How many times as long a computation takes while the device communicates."""
     jitter_share: Annotated[float, Field(ge=0, lt=0.5, strict=True)] = 0.0
     """Standard deviation of an operation's time, of its time."""

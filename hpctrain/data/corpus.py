@@ -74,11 +74,11 @@ def prepare(
     """
     if vocab_size is not None and tokenizer != "bpe":
         raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
-    found, skipped = find_files(paths, globs, stdlib)
-    documents = _shuffled(_documents(found, skipped))
+    result, skipped = list_files(paths, globs, stdlib)
+    documents = _shuffled(_documents(result, skipped))
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        raise DataError(f"nothing to prepare: no text in the {len(found)} files found ({reasons}); give UTF-8 text")
+        raise DataError(f"nothing to prepare: no text in the {len(result)} files found ({reasons}); give UTF-8 text")
     if tokenizer == "bpe":
         vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
         made = train_bpe(_sample(documents), vocab_size)
@@ -119,7 +119,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return source.tokenizer
 
 
-def find_files(
+def list_files(
     paths: Sequence[Path], globs: Sequence[str] = (), stdlib: bool = False
 ) -> tuple[list[tuple[Path, str]], Counter[str]]:
     """Return the (path, relative name) of every file asked for, each file once, and how many folders were unreadable.
@@ -129,7 +129,7 @@ def find_files(
     `stdlib` adds the sources of the running interpreter's standard library. Raises DataError for a path that does
     not exist, and if there is nothing.
     """
-    found: dict[str, tuple[Path, str]] = {}
+    result: dict[str, tuple[Path, str]] = {}
     skipped: Counter[str] = Counter()
     for path in map(Path, paths):
         if path.is_dir():
@@ -141,15 +141,15 @@ def find_files(
         else:
             raise DataError(f"{path}: no such file or folder; check the path")
         for file, name in files:
-            found.setdefault(os.path.realpath(file), (file, name))
+            result.setdefault(os.path.realpath(file), (file, name))
     if stdlib:
         for file, name in _walk(Path(sysconfig.get_path("stdlib")), ("*.py",), NOT_STANDARD, skipped):
-            found.setdefault(os.path.realpath(file), (file, name))
-    if not found:
+            result.setdefault(os.path.realpath(file), (file, name))
+    if not result:
         where = " ".join(map(str, paths)) or "no path was given"
         matching = " matches --glob " + " ".join(f"'{glob}'" for glob in globs) if globs else " is there"
         raise DataError(f"nothing to prepare: {where}: no file{matching}; give files, folders, or --stdlib")
-    return list(found.values()), skipped
+    return list(result.values()), skipped
 
 
 def _walk(
@@ -168,9 +168,9 @@ def _walk(
                 yield path, relative.as_posix()
 
 
-def _documents(found: Iterable[tuple[Path, str]], skipped: Counter[str]) -> Iterator[Document]:
+def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str]) -> Iterator[Document]:
     """Yield the files that are text, and count the others by reason."""
-    for path, name in found:
+    for path, name in result:
         try:
             num_bytes = sum(len(piece.encode()) for piece in _pieces(path))
         except NotTextError:

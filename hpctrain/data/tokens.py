@@ -158,11 +158,11 @@ class TokenSource:
 
     def _verify_block(self, i: int) -> None:
         block = self._block(i)
-        found, expected = zlib.crc32(block), int(self._checksums[i])
-        if found != expected:
+        result, expected = zlib.crc32(block), int(self._checksums[i])
+        if result != expected:
             raise DataError(
                 f"{self.path}: block {i} of {self.num_blocks} (tokens from {i * self._block_tokens}) is damaged:"
-                f" its CRC-32 is {found:#010x} and should be {expected:#010x};"
+                f" its CRC-32 is {result:#010x} and should be {expected:#010x};"
                 " copy the file again, or prepare it again"
             )
         if block.max() >= self.vocab_size:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.format import Index
-from hpctrain.checkpoint.state import read_job, read_piece
+from hpctrain.checkpoint.state import read_job, read_region
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.errors import CheckpointError
 from hpctrain.data.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class Generator:
             self._stage = Stage(model, Tile(Interval(0, model.num_items), Interval(0, 1), (0,)), axes, store)
             for group in store.groups:
                 for piece in group.pieces(Interval(0, group.size)):
-                    group.weights[slice(*piece.at)] = read_piece(index, "model", piece)
+                    group.weights[slice(*piece.at)] = read_region(index, "model", piece)
 
     @torch.no_grad()
     def _logits(self, ids: list[int]) -> torch.Tensor:
@@ -60,6 +60,6 @@ class Generator:
                 written.append(int(logits.argmax()))
                 continue
             top = logits.topk(min(top_k, logits.numel()))
-            chosen = torch.multinomial(torch.softmax(top.values / temperature, dim=0), 1, generator=generator)
-            written.append(int(top.indices[chosen]))
+            resolved = torch.multinomial(torch.softmax(top.values / temperature, dim=0), 1, generator=generator)
+            written.append(int(top.indices[resolved]))
         return self.tokenizer.decode(written)

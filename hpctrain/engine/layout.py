@@ -9,10 +9,10 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
+from hpctrain.model.layouts import OperandLayouts
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
-from hpctrain.model.ways import Ways
-from hpctrain.plan.holders import Holdings
+from hpctrain.plan.holders import RankShards
 from hpctrain.plan.role import Transfers, role_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import everywhere
@@ -28,7 +28,7 @@ class Layout:
     """In the order of items, of one tensor grid; more than one in an interleaved pipeline."""
     everyone: Communicator
     axes: Axes
-    held: Holdings
+    shards: RankShards
     groups: list[Communicator]
     """For each holding its ranks."""
     store: Store
@@ -60,9 +60,9 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     everyone = world.group(plan.ranks, "everyone")
     x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
     axes = Axes(x, y, world.group(role.axes["z"], "z", overlapped=bool(overlap.z)))
-    sets = dict.fromkeys(holding.ranks for holding in role.held.holdings)
+    sets = dict.fromkeys(shard_group.ranks for shard_group in role.shards.shard_groups)
     made = {ranks: world.group(ranks, "data", overlapped=bool(overlap.data)) for ranks in sets}
-    groups = [made[holding.ranks] for holding in role.held.holdings]
+    groups = [made[shard_group.ranks] for shard_group in role.shards.shard_groups]
     channels = {
         (need.peer, need.item): world.channel(
             need.peer, need.elements * dtype.itemsize, need.depth, f"before item {need.item}"
@@ -70,17 +70,17 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
         for need in role.channels
     }
     kept = [item for tile in role.tiles for item in range(*tile.items)[: overlap.keep_gathered]]
-    store = Store(groups, role.held, axes, dtype, device, kept)
-    ways = Ways(job.products.ways.get(role.tiles[0].family, {}), job.train.dtype)
+    store = Store(groups, role.shards, axes, dtype, device, kept)
+    layouts = OperandLayouts(job.products.layouts.get(role.tiles[0].family, {}), job.train.dtype)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
-    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, ways, in_halves) for tile in role.tiles)
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, layouts, in_halves) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,
         role.tiles,
         everyone,
         axes,
-        role.held,
+        role.shards,
         groups,
         store,
         stages,

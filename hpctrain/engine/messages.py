@@ -9,7 +9,7 @@ import torch
 from hpctrain.comm.channel import Channel
 from hpctrain.engine.layout import Layout
 from hpctrain.plan.schedule import EXPECTED_AHEAD, RECEIVING, Instruction, Op
-from hpctrain.plan.transfers import RowShape, Transfer, held
+from hpctrain.plan.transfers import RowShape, Transfer, shards
 from hpctrain.sharding.intervals import cut_evenly
 
 
@@ -50,7 +50,7 @@ class Messages:
         self._layout, self._positions, self._device = layout, positions, device
         tile = layout.tiles[0]  # rows and pieces of them are those of all
         self.rows = tile.rows_at(layout.coordinate[2])
-        self._tokens, self._features = held(tile, layout.rank, RowShape(positions, hidden_size))
+        self._tokens, self._features = shards(tile, layout.rank, RowShape(positions, hidden_size))
         self.given: dict[Place, torch.Tensor] = {}
         """Activations, later gradients, that are there for tiles of this rank."""
         self._to_come: deque[Instruction] = deque()
@@ -71,15 +71,15 @@ class Messages:
         """Make room for what a receive brings, and say so to those who bring it; None where this rank has it."""
         chunk, forward = instruction.chunk, instruction.op is Op.RECEIVE_ACTIVATION
         transfers = self._layout.transfers[chunk]
-        found = transfers.receive_activation if forward else transfers.receive_gradient
-        if any(transfer.sender == self._layout.rank for transfer in found):
+        result = transfers.receive_activation if forward else transfers.receive_gradient
+        if any(transfer.sender == self._layout.rank for transfer in result):
             return None
         items = self._layout.tiles[chunk].items
         item = items.start if forward else items.stop
         shape = (self.rows.size, self._positions, self._features.size)
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         pieces = []
-        for transfer in found:
+        for transfer in result:
             target = self._piece(value, transfer)
             buffer = target if target.is_contiguous() else target.new_empty(target.shape)
             channel = self._layout.channels[transfer.sender, item]

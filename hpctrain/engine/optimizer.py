@@ -42,24 +42,26 @@ class Optimizer:
     def __init__(self, layout: Layout, train: Train):
         self._layout, self._train = layout, train
         self.shards = [
-            make_shard(group, holders, holding)
-            for group, holders, holding in zip(layout.store.groups, layout.groups, layout.held.holdings, strict=True)
+            make_shard(group, holders, shard_group)
+            for group, holders, shard_group in zip(
+                layout.store.groups, layout.groups, layout.shards.shard_groups, strict=True
+            )
         ]
 
         # Views, made once: a step then is a few operations on lists, however many parameters there are.
-        self._updated = {decays: self._updated_alike(decays) for decays in (True, False)}
+        self._updated = {decays: self._updated_group(decays) for decays in (True, False)}
         self._owned_grads = [
             shard.of(shard.grads, piece.at)
             for shard in self.shards
             for piece in shard.group.pieces(shard.owned)
             if piece.counts
         ]
-        self._under_way: dict[int, Work] = {}
+        self._in_flight: dict[int, Work] = {}
         """By number of the shard, what was started and not waited for."""
 
-    def _updated_alike(self, decays: bool) -> Updated:
+    def _updated_group(self, decays: bool) -> Updated:
         """Return what this rank updates of the parameters that have weight decay, or of those that have none."""
-        found = Updated([], [], [], [])
+        result = Updated([], [], [], [])
         for shard in self.shards:
             runs: list[Interval] = []
             for piece in shard.group.pieces(shard.updated):
@@ -70,9 +72,9 @@ class Optimizer:
                 else:
                     runs.append(piece.at)
             tensors = shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]
-            for part, tensor in zip(found, tensors, strict=True):
+            for part, tensor in zip(result, tensors, strict=True):
                 part.extend(shard.of(tensor, run) for run in runs)
-        return found
+        return result
 
     def load_masters(self) -> None:
         """Take the weights in use as master weights, after they were initialised."""
@@ -89,8 +91,8 @@ class Optimizer:
                 self._start_reduce(number, shard)
 
     def _start_reduce(self, number: int, shard: Shard) -> None:
-        if shard.zero < 2 and number not in self._under_way:  # others are summed after each item's backward pass
-            self._under_way[number] = shard.start_reduce()
+        if shard.zero < 2 and number not in self._in_flight:  # others are summed after each item's backward pass
+            self._in_flight[number] = shard.start_reduce()
 
     def reduce(self) -> None:
         """Have gradients summed over the holders of each piece: start what was not, wait for all.
@@ -100,9 +102,9 @@ class Optimizer:
         self._layout.store.traffic.collect()
         for number, shard in enumerate(self.shards):
             self._start_reduce(number, shard)
-        for work in self._under_way.values():
+        for work in self._in_flight.values():
             work.wait()
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def squared_norm(self) -> float:
         """Return this rank's part of the squared global norm: each element of the model is counted on one rank."""

@@ -54,7 +54,7 @@ class Pipeline:
         self._device = device
         self._messages = Messages(layout, hidden_size, positions, device)
         self._rows = self._messages.rows
-        self._pieces = cut_evenly(self._rows.size, layout.tiles[0].substeps)  # the same of all tiles
+        self._pieces = cut_evenly(self._rows.size, layout.tiles[0].row_chunks)  # the same of all tiles
 
     def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
         """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.

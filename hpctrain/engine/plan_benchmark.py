@@ -114,7 +114,7 @@ class PlanBenchmark:
 
         One of those whose families have the same tensor grids, stages and replicas. Searched for on one rank.
         """
-        found: list[Candidate] | PlanError = []
+        result: list[Candidate] | PlanError = []
         if self._world.rank == 0:
             try:
                 setup, batch = Setup.of_job(self.job), self.job.train.global_batch
@@ -123,31 +123,31 @@ class PlanBenchmark:
                 for timed in plans:
                     key = timed.layout.shape.pipelines, timed.layout.shape.choices
                     fastest.setdefault(key, Candidate(name, timed.plan, timed.seconds))
-                found = list(fastest.values())
+                result = list(fastest.values())
             except PlanError as error:
-                found = error
-        found = self._world.broadcast_object(found)
-        if isinstance(found, PlanError):
-            self._report(f"{name}: {found}")
+                result = error
+        result = self._world.broadcast_object(result)
+        if isinstance(result, PlanError):
+            self._report(f"{name}: {result}")
             return []
-        return found
+        return result
 
     def best(self, count: int, candidates: Sequence[Candidate]) -> Measured | None:
         """Return the fastest of the first `count` candidates that fit; None if there is none."""
-        found: list[Measured] = []
+        result: list[Measured] = []
         misfits = 0
         for candidate in candidates:
-            if len(found) == count or misfits == MAX_MISFITS:
+            if len(result) == count or misfits == MAX_MISFITS:
                 break
-            measured = self._measure(candidate, OUT_OF_REACH * min((m.step_seconds for m in found), default=math.inf))
+            measured = self._measure(candidate, OUT_OF_REACH * min((m.step_seconds for m in result), default=math.inf))
             if measured.fits:
-                found.append(measured)
+                result.append(measured)
                 said = f"{measured.tokens_per_second:,.0f} tokens/s, overrun {measured.overrun:.2%}"
             else:
                 misfits += 1
                 said = f"does not fit: {measured.memory_share:.0%} of a device's memory"
             self._report(f"{candidate.name}: {candidate.plan.describe()}: {said}")
-        return max(found, key=lambda measured: measured.tokens_per_second, default=None)
+        return max(result, key=lambda measured: measured.tokens_per_second, default=None)
 
     def _measure(self, candidate: Candidate, reach: float) -> Measured:
         """Train some steps by a plan; only the first where that takes longer than `reach`."""

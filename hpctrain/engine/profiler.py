@@ -46,7 +46,7 @@ class Limit(NamedTuple):
     """How many rows one rank's device has room for."""
 
     rows: int
-    because: str
+    reason: str
     """Why no more: of `job`, `time` and `memory`."""
     update_seconds: float | None
 
@@ -122,8 +122,8 @@ class Trials:
             if self._accelerator.shares_memory:
                 self._bound = guess
         rows = largest_that_fits(fits, min(most, self._bound), guess)
-        because = "job" if rows == most else "time" if too_long else "memory"
-        return Limit(rows, because, min(updates, default=None))
+        reason = "job" if rows == most else "time" if too_long else "memory"
+        return Limit(rows, reason, min(updates, default=None))
 
     def _guess(self, fits: Callable[[int], bool], most: int) -> int:
         """Return how many rows should fit, by what the second one takes more than the first."""
@@ -187,7 +187,7 @@ class Trials:
         From 4 rows on also but for those that would end after `deadline`. Raises TrainingError where one row of one
         block does not fit.
         """
-        found: list[RowTimes] = []
+        result: list[RowTimes] = []
         seconds_per_row = 0.0
         for rows in (*(1 << power for power in range((top - 1).bit_length())), top):
             start = time.monotonic()
@@ -195,11 +195,11 @@ class Trials:
                 break
             try:
                 with self._accelerator.running():
-                    found.append(self._item_times(zero, rows))
+                    result.append(self._item_times(zero, rows))
             except RuntimeError as error:
                 if not is_overflow(error):
                     raise
-                if found:
+                if result:
                     break
                 raise TrainingError(
                     f"rank {self._rank} ({self._families[self._rank]}) has no room for the embedding, one block and the"
@@ -210,7 +210,7 @@ class Trials:
                 self._clean()
             if rows > 1:  # the first one warms up
                 seconds_per_row = (time.monotonic() - start) / rows
-        return found
+        return result
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.train.dtype]
@@ -233,7 +233,7 @@ class Trials:
 
     def _pass_seconds(self, stage: Stage, value, targets, gradient) -> tuple[float, float]:
         """Return what a stage takes forward and backward."""
-        found = []
+        result = []
         for _ in range(self._rounds):
             taken = self._accelerator.compute_stopwatch()
             _, saved = stage.forward(value, targets, training=True)
@@ -241,8 +241,8 @@ class Trials:
             taken = self._accelerator.compute_stopwatch()
             stage.backward(saved, gradient)
             stage.store.traffic.collect()
-            found.append((forward, taken()))
-        forward, backward = (float(f"{min(of_pass):.{DIGITS}g}") for of_pass in zip(*found, strict=True))
+            result.append((forward, taken()))
+        forward, backward = (float(f"{min(of_pass):.{DIGITS}g}") for of_pass in zip(*result, strict=True))
         return forward, backward
 
 
@@ -300,7 +300,7 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
                     zero=zero,
                     replicas=world.size,
                     largest_rows=_fewest(own_limits).rows,
-                    limited_by=_fewest(own_limits).because,
+                    limited_by=_fewest(own_limits).reason,
                     update_seconds=_median(updates) if len(updates) == len(ranks) else None,
                     times=_median_times([of_times[rank] for rank in ranks]),
                 )
@@ -348,23 +348,23 @@ def _median(values: Sequence[float]) -> float:
 
 def _median_times(of_ranks: Sequence[Sequence[RowTimes]]) -> tuple[RowTimes, ...]:
     """Return the medians over ranks, for as many rows as all of them have."""
-    found = []
+    result = []
     for together in zip(*of_ranks, strict=False):
         items = {
             name: tuple(_median(values) for values in zip(*(getattr(times, name) for times in together), strict=True))
             for name in RowTimes.model_fields
             if name != "rows"
         }
-        found.append(RowTimes(rows=together[0].rows, **items))
-    return tuple(found)
+        result.append(RowTimes(rows=together[0].rows, **items))
+    return tuple(result)
 
 
 def _fewest(limits: Sequence[Limit]) -> Limit:
-    return min(limits, key=lambda limit: (limit.rows, limit.because))
+    return min(limits, key=lambda limit: (limit.rows, limit.reason))
 
 
 def _comment(limits: Sequence[Limit]) -> str:
-    rows, because, _ = _fewest(limits)
+    rows, reason, _ = _fewest(limits)
     why = {
         "job": "all that the job has for one replica",
         "time": "there was no time to try more",
@@ -372,5 +372,5 @@ def _comment(limits: Sequence[Limit]) -> str:
     }
     return (
         f"{len(limits)} rank{'s' if len(limits) > 1 else ''}; times are the median rank's."
-        f" {rows} row{'s' if rows != 1 else ''} at once: {why[because]}."
+        f" {rows} row{'s' if rows != 1 else ''} at once: {why[reason]}."
     )

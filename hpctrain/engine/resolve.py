@@ -172,9 +172,9 @@ class _Resolver:
         overlap, taken = continued(job.overlap, theirs.overlap)
         self.job = self.job.model_copy(update={"overlap": overlap})
         self.reasons |= {key: f"{value}: that of {where}" for key, value in taken.items()}
-        if job.products.tune is not False or theirs.products.ways:
+        if job.products.tune is not False or theirs.products.layouts:
             tune = job.products.tune or bool(theirs.products.tune)
-            self._set("products", tune=tune, ways=theirs.products.ways | job.products.ways)
+            self._set("products", tune=tune, layouts=theirs.products.layouts | job.products.layouts)
 
     def _take_given_plan(self) -> None:
         """Make the plan that the job describes, on one rank for all of them, whatever their hosts are like."""
@@ -297,9 +297,9 @@ class _Resolver:
         if comm.algorithm == "auto":
             everybody = range(world.size)
             is_shared = world.topology.route(everybody, comm.route).kind in ("alone", "shared")
-            told = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
+            summary = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
             self.reasons["comm.algorithm"] = (
-                f"{told}, by the links of {self.resume_from if self._choosing else self.described.name}"
+                f"{summary}, by the links of {self.resume_from if self._choosing else self.described.name}"
             )
 
 

@@ -7,7 +7,7 @@ from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job, Overlap
-from hpctrain.plan.holders import holdings_of
+from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import predict
@@ -43,8 +43,8 @@ def hidden_groups(job: Job, plan: Plan, rank: int) -> dict[str, list[tuple[int, 
     """Return of each switch the groups of a rank whose communication it hides. Pure."""
     tile = plan.tile_of(rank)
     x, y, z = (tuple(tile.axis_ranks(axis, rank)) for axis in "xyz")
-    holdings = holdings_of(job.model, plan, rank, job.overlap.bucket_bytes).holdings
-    return {"tensor": [x, y], "data": [holding.ranks for holding in holdings], "z": [z]}
+    shard_groups = rank_shards_of(job.model, plan, rank, job.overlap.bucket_bytes).shard_groups
+    return {"tensor": [x, y], "data": [shard_group.ranks for shard_group in shard_groups], "z": [z]}
 
 
 def resolve_overlap(
@@ -93,8 +93,8 @@ def resolve_on(
     places = tuple(place._replace(kind=kinds[place.family]) for place in places_of(cluster))
     topology, crosses = Topology(places, shares_memory=not is_pretended), None
     if plan is not None and topology.shares_memory and not topology.has_devices:
-        found = [crossings_of(topology, job, plan, tile.ranks[0]) for tile in plan.tiles]
-        crosses = {key: any(of_rank[key] for of_rank in found) for key in EXCHANGED}
+        result = [crossings_of(topology, job, plan, tile.ranks[0]) for tile in plan.tiles]
+        crosses = {key: any(of_rank[key] for of_rank in result) for key in EXCHANGED}
     overlap, reasons = resolve_overlap(job.overlap, topology, crosses)
     if plan is None:
         return overlap, reasons
@@ -126,8 +126,8 @@ def resolve_forward(job: Job, plan: Plan, topology: Topology, cluster: Cluster) 
             reason = f"a step is predicted to take {on / off:.3f} of the time with it, and {PAYS} pays"
         except HpctrainError as error:
             reason = f"no prediction: {error}"
-    told = {"overlap.forward": f"{'on' if value else 'off'}: {reason}"}
-    return job.overlap.model_copy(update={"forward": value}), told
+    summary = {"overlap.forward": f"{'on' if value else 'off'}: {reason}"}
+    return job.overlap.model_copy(update={"forward": value}), summary
 
 
 def switched(job: Job, switches: Mapping[str, bool]) -> Job:
@@ -140,6 +140,6 @@ def continued(overlap: Overlap, theirs: Overlap) -> tuple[Overlap, dict[str, str
 
     What is `auto` becomes theirs, given with its value by key; theirs may be from before there was `forward`. Pure.
     """
-    found = {key: getattr(theirs, key) for key in (*EXCHANGED, "forward") if getattr(overlap, key) is None}
-    values = {key: bool(value) for key, value in found.items() if value is not None or key == "forward"}
+    result = {key: getattr(theirs, key) for key in (*EXCHANGED, "forward") if getattr(overlap, key) is None}
+    values = {key: bool(value) for key, value in result.items() if value is not None or key == "forward"}
     return overlap.model_copy(update=values), {f"overlap.{k}": "on" if value else "off" for k, value in values.items()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.job import Job
 from hpctrain.engine.resolve import Described, prepare_run
-from hpctrain.engine.yardstick import tell_yardstick, yardstick
+from hpctrain.engine.yardstick import format_yardstick, yardstick
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -56,8 +56,8 @@ class Run:
         self._world = world
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
         with world.all_or_none():  # all go on from the same one, whatever their view of the file system
-            found = latest_checkpoint(self.path) if world.rank == 0 else None
-        self.checkpoint: Path | None = world.broadcast_object(found)
+            result = latest_checkpoint(self.path) if world.rank == 0 else None
+        self.checkpoint: Path | None = world.broadcast_object(result)
         self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe)
         self.job, self._described = self._prepared.job, self._prepared.described
         with world.all_or_none():
@@ -126,24 +126,24 @@ class Run:
             summary |= self._yardstick(last["tokens_per_second"])
         return summary, signal_name
 
-    def _hear(self, told: Iterable[str | None]) -> None:
-        for text in told:
+    def _hear(self, lines: Iterable[str | None]) -> None:
+        for text in lines:
             if text:
                 self._console.say(text)
 
     def _save(self) -> None:
         tokenizer = self._prepared.source.tokenizer_json or ""
-        chosen_by = dump_cluster(self._world.preferences.network.cluster)
-        about = {"tokenizer": tokenizer, "data": self._prepared.data_identity, "cluster": chosen_by}
+        resolved_with = dump_cluster(self._world.preferences.network.cluster)
+        about = {"tokenizer": tokenizer, "data": self._prepared.data_identity, "cluster": resolved_with}
         self.checkpoint = self._trainer.save(self.path, about)
 
     def _yardstick(self, tokens_per_second: float) -> dict:
         """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
-        told = yardstick(self.job, self._described, tokens_per_second)
-        if not told:
+        lines = yardstick(self.job, self._described, tokens_per_second)
+        if not lines:
             return {}
-        self._console.say(tell_yardstick(told, self._described))
-        return {"yardstick": told}
+        self._console.say(format_yardstick(lines, self._described))
+        return {"yardstick": lines}
 
     def show_sample(self, num_tokens: int) -> None:
         """Say some text by the latest checkpoint, if its tokens are text; for one rank to call."""

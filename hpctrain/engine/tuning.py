@@ -14,8 +14,8 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.bind import DTYPES, bind_accelerator
 from hpctrain.config.job import Job, Products
+from hpctrain.model.layouts import LAYOUTS_BY_NAME
 from hpctrain.model.products import Product, products_of
-from hpctrain.model.ways import WAYS
 from hpctrain.plan.tiling import Plan
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ CLEARLY = 1.1  # times as fast as the plain way, both in the best and in the med
 
 
 class Tuned(NamedTuple):
-    way: str
-    """Of `hpctrain.model.ways.WAYS`."""
+    layout: str
+    """Of `hpctrain.model.layouts.LAYOUTS_BY_NAME`."""
     times: float
     """As fast as the plain way; 0 for a product that was too large to be measured."""
 
@@ -45,8 +45,10 @@ def tune_products(world: "World", job: Job, plan: Plan) -> tuple[Products, dict[
         reason = "off: what a pretended device takes does not depend on the order of operands"
         return job.products.model_copy(update={"tune": False}), {"products.tune": reason}
     wanted = _wanted(job, plan)
-    new = {family: [p for p in of if str(p) not in job.products.ways.get(family, {})] for family, of in wanted.items()}
-    start, found = time.monotonic(), {}
+    new = {
+        family: [p for p in of if str(p) not in job.products.layouts.get(family, {})] for family, of in wanted.items()
+    }
+    start, result = time.monotonic(), {}
     if any(new.values()):
         measuring = {family: next(t.ranks[0] for t in plan.tiles if t.family == family) for family in new}
         accelerator = bind_accelerator(world)
@@ -56,30 +58,32 @@ def tune_products(world: "World", job: Job, plan: Plan) -> tuple[Products, dict[
             mine = {family: measure(accelerator, new[family]) for family in own}
             all_ranks.barrier()  # whose waiting leaves the cores to who measures, unlike MPI's own
         for part in world.broadcast_object(world.gather_objects(mine)):
-            found |= part
-    ways = {f: job.products.ways.get(f, {}) | {name: t.way for name, t in found.get(f, {}).items()} for f in wanted}
-    told = [_told(wanted[family], new[family], found.get(family, {})) for family in wanted]
+            result |= part
+    layouts = {
+        f: job.products.layouts.get(f, {}) | {name: t.layout for name, t in result.get(f, {}).items()} for f in wanted
+    }
+    summary = [_format_reason(wanted[family], new[family], result.get(family, {})) for family in wanted]
     if len(wanted) > 1:
-        told = [f"{family}: {of}" for family, of in zip(wanted, told, strict=True)]
-    reason = f"{'; '.join(told)} ({world.largest(time.monotonic() - start):.2f} s)"
-    return Products(tune=True, ways={**job.products.ways, **ways}), {"products.ways": reason}
+        summary = [f"{family}: {of}" for family, of in zip(wanted, summary, strict=True)]
+    reason = f"{'; '.join(summary)} ({world.largest(time.monotonic() - start):.2f} s)"
+    return Products(tune=True, layouts={**job.products.layouts, **layouts}), {"products.layouts": reason}
 
 
 def _wanted(job: Job, plan: Plan) -> dict[str, list[Product]]:
     """Return by family the products of all its tiles, the smallest first. Pure, so the same on all ranks."""
-    found: dict[str, dict[Product, None]] = {}
+    result: dict[str, dict[Product, None]] = {}
     for tile in plan.tiles:
         what = job.train.dtype, job.data.sequence_length, bool(job.overlap.forward)
         of_tile = products_of(job.model, plan, tile, *what)
-        found.setdefault(tile.family, {}).update(dict.fromkeys(of_tile))
-    return {family: sorted(of, key=lambda product: (product.flops, product)) for family, of in found.items()}
+        result.setdefault(tile.family, {}).update(dict.fromkeys(of_tile))
+    return {family: sorted(of, key=lambda product: (product.flops, product)) for family, of in result.items()}
 
 
-def _told(wanted: Sequence[Product], new: Sequence[Product], found: Mapping[str, Tuned]) -> str:
-    parts, measured = [], [tuned for tuned in found.values() if tuned.times]
+def _format_reason(wanted: Sequence[Product], new: Sequence[Product], result: Mapping[str, Tuned]) -> str:
+    parts, measured = [], [tuned for tuned in result.values() if tuned.times]
     if known := len(wanted) - len(new):
         parts.append(f"{known} of {len(wanted)} products as they were")
-    if faster := sorted(tuned.times for tuned in measured if tuned.way != "plain"):
+    if faster := sorted(tuned.times for tuned in measured if tuned.layout != "plain"):
         parts.append(
             f"{len(faster)} of {len(measured)} measured products with a copy, {faster[0]:.2f} to {faster[-1]:.2f} times"
             " as fast as without"
@@ -97,12 +101,12 @@ def measure(accelerator: Accelerator, products: Sequence[Product], seconds: floa
     Takes `seconds`, and at most what one product takes `LEAST_ROUNDS` times longer: each has an even share of the time
     that is left, so give the small ones first.
     """
-    found, end = {}, time.monotonic() + seconds
+    result, end = {}, time.monotonic() + seconds
     for number, product in enumerate(products):
         share = (end - time.monotonic()) / (len(products) - number)
         rounds = _rounds(accelerator, product, share)
-        found[str(product)] = fastest(rounds) if len(rounds) >= LEAST_ROUNDS else Tuned("plain", 0.0)
-    return found
+        result[str(product)] = fastest(rounds) if len(rounds) >= LEAST_ROUNDS else Tuned("plain", 0.0)
+    return result
 
 
 def _rounds(accelerator: Accelerator, product: Product, seconds: float) -> list[dict[str, float]]:
@@ -113,17 +117,17 @@ def _rounds(accelerator: Accelerator, product: Product, seconds: float) -> list[
     compute = _computing(accelerator, product)
     compute("plain")
     alone = _seconds(accelerator, compute, "plain", 1)
-    if alone * len(WAYS) * (1 + LEAST_ROUNDS) > seconds:
+    if alone * len(LAYOUTS_BY_NAME) * (1 + LEAST_ROUNDS) > seconds:
         return []
-    for way in WAYS:  # the first time is another matter: memory is taken
-        compute(way)
+    for layout in LAYOUTS_BY_NAME:  # the first time is another matter: memory is taken
+        compute(layout)
     repeats = max(1, round(SHORTEST_SECONDS / max(alone, 1e-6)))
     rounds: list[dict[str, float]] = []
-    ways = list(WAYS)
-    while len(ways) > 1 and len(rounds) < ROUNDS and time.monotonic() < end:
-        rounds.append({way: _seconds(accelerator, compute, way, repeats) for way in ways})
+    layouts = list(LAYOUTS_BY_NAME)
+    while len(layouts) > 1 and len(rounds) < ROUNDS and time.monotonic() < end:
+        rounds.append({layout: _seconds(accelerator, compute, layout, repeats) for layout in layouts})
         if len(rounds) == LEAST_ROUNDS:  # most are out of the question by then
-            ways = [way for way in ways if way == "plain" or _times(rounds, way) > 1.0]
+            layouts = [layout for layout in layouts if layout == "plain" or _times(rounds, layout) > 1.0]
     return rounds
 
 
@@ -143,21 +147,21 @@ def _computing(accelerator: Accelerator, product: Product) -> Callable[[str], ob
         case _:
             a, b = matrix(k, m).t(), matrix(k, n)
             gradient = torch.zeros(m, n, device=accelerator.device)
-            return lambda way: WAYS[way].add(gradient, a, b)
-    return lambda way: WAYS[way].multiply(a, b)
+            return lambda layout: LAYOUTS_BY_NAME[layout].add(gradient, a, b)
+    return lambda layout: LAYOUTS_BY_NAME[layout].multiply(a, b)
 
 
-def _seconds(accelerator: Accelerator, compute: Callable[[str], object], way: str, repeats: int) -> float:
+def _seconds(accelerator: Accelerator, compute: Callable[[str], object], layout: str, repeats: int) -> float:
     taken = accelerator.stopwatch()
     for _ in range(repeats):
-        compute(way)
+        compute(layout)
     return taken() / repeats
 
 
-def _times(rounds: Sequence[Mapping[str, float]], way: str) -> float:
+def _times(rounds: Sequence[Mapping[str, float]], layout: str) -> float:
     """Return how many times as fast as the plain way another was, in the best and in the median round at least."""
-    best = min(each["plain"] for each in rounds) / min(each[way] for each in rounds)
-    return min(best, median(each["plain"] / each[way] for each in rounds))
+    best = min(each["plain"] for each in rounds) / min(each[layout] for each in rounds)
+    return min(best, median(each["plain"] / each[layout] for each in rounds))
 
 
 def fastest(rounds: Sequence[Mapping[str, float]]) -> Tuned:
@@ -165,6 +169,6 @@ def fastest(rounds: Sequence[Mapping[str, float]]) -> Tuned:
 
     Pure.
     """
-    times = {way: _times(rounds, way) for way in rounds[-1]}
+    times = {layout: _times(rounds, layout) for layout in rounds[-1]}
     best = max(times, key=times.__getitem__)
     return Tuned(best, times[best]) if times[best] >= CLEARLY else Tuned("plain", 1.0)

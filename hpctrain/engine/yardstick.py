@@ -23,16 +23,16 @@ def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict 
     if len(families) < 2:
         return None
     alone = {family: _predicted(job, cluster, [family], limits) for family in families}
-    told: dict = {"predicted_alone": alone}
+    summary: dict = {"predicted_alone": alone}
     if even := _predicted(job, cluster, families, limits, even_space()):
-        told |= {"predicted_even": even, "of_even": tokens_per_second / even}
+        summary |= {"predicted_even": even, "speedup_over_even": tokens_per_second / even}
     if without := [family for family, speed in alone.items() if speed is None]:
-        return told | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
+        return summary | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
     ratios = {
-        "of_sum": tokens_per_second / sum(alone.values()),
-        "of_best_family": tokens_per_second / max(alone.values()),
+        "fraction_of_sum": tokens_per_second / sum(alone.values()),
+        "speedup_over_best_family": tokens_per_second / max(alone.values()),
     }
-    return told | ratios
+    return summary | ratios
 
 
 def _predicted(
@@ -40,20 +40,27 @@ def _predicted(
 ) -> float | None:
     """Return the tokens/s of the best plan found on some families; None where no plan fits."""
     try:
-        found = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
+        result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
     except PlanError:
         return None
-    return found.best.prediction.tokens_per_second
+    return result.best.prediction.tokens_per_second
 
 
-def tell_yardstick(told: dict, described: Described) -> str:
+def format_yardstick(summary: dict, described: Described) -> str:
     """Say it in a sentence or two."""
-    speeds = ", ".join(f"{family} {speed:,.0f}" for family, speed in told["predicted_alone"].items() if speed)
-    if "no_ratio" in told:
-        ratio = f"no ratio: {told['no_ratio']}"
+    speeds = ", ".join(f"{family} {speed:,.0f}" for family, speed in summary["predicted_alone"].items() if speed)
+    if "no_ratio" in summary:
+        ratio = f"no ratio: {summary['no_ratio']}"
     else:
-        ratio = f"this run is {told['of_sum']:.2f} of their sum, {told['of_best_family']:.2f} times the best of them"
-    cut = f"{told['of_even']:.2f} times the job cut evenly" if "of_even" in told else "cut evenly the job does not fit"
+        ratio = (
+            f"this run is {summary['fraction_of_sum']:.2f} of their sum,"
+            f" {summary['speedup_over_best_family']:.2f} times the best of them"
+        )
+    cut = (
+        f"{summary['speedup_over_even']:.2f} times the job cut evenly"
+        if "speedup_over_even" in summary
+        else "cut evenly the job does not fit"
+    )
     measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
     return (
         f"yardstick: families alone, by the best plans found for them, are predicted to do {speeds} tokens/s"

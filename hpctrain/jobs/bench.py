@@ -51,7 +51,7 @@ def train(job, overrides, steps, warmup, rehearse, time_scale, as_json):
         world.enter(phases_of(prepared.job.observe).first_step)
         timed = [trainer.step(prepared.training)[0] for _ in range(warmup + steps)][warmup:]
         seconds = [metrics["step_seconds"] for metrics in timed]
-        told = {
+        summary = {
             "plan": prepared.plan.describe(),
             "ranks": world.size,
             "dtype": prepared.job.train.dtype,
@@ -60,9 +60,9 @@ def train(job, overrides, steps, warmup, rehearse, time_scale, as_json):
             "loss": timed[-1]["loss"],
         }
         if (overrun := trainer.overrun()) is not None:
-            told["overrun"] = overrun
+            summary["overrun"] = overrun
         if world.rank == 0:
-            print(json.dumps(told) if as_json else "\n".join(f"{k:18} {v}" for k, v in told.items()), flush=True)
+            print(json.dumps(summary) if as_json else "\n".join(f"{k:18} {v}" for k, v in summary.items()), flush=True)
 
 
 command.add_command(bench_mixed.command)

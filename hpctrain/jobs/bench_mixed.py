@@ -80,20 +80,20 @@ def _measure(benchmark, num_alone: int, num_plans: int) -> dict:
 def _ratios(cluster, alone, even, best) -> dict:
     total = sum(measured.tokens_per_second for measured in alone.values())
     each = [measured.tokens_per_second / cluster.num_of(name) for name, measured in alone.items()]
-    found = {
-        "of_sum": best.tokens_per_second / total,
-        "of_best_family": best.tokens_per_second / max(m.tokens_per_second for m in alone.values()),
-        "possible_of_even": total / cluster.num_devices / min(each),
-        "of_simulated": best.candidate.seconds / best.step_seconds,
+    ratios = {
+        "fraction_of_sum": best.tokens_per_second / total,
+        "speedup_over_best_family": best.tokens_per_second / max(m.tokens_per_second for m in alone.values()),
+        "possible_speedup_over_even": total / cluster.num_devices / min(each),
+        "fraction_of_simulated": best.candidate.seconds / best.step_seconds,
     }
     if even is not None:
-        found["of_even"] = best.tokens_per_second / even.tokens_per_second
+        ratios["speedup_over_even"] = best.tokens_per_second / even.tokens_per_second
     losses = best.losses(best.tokens / total)
-    if found["of_sum"] > 1:
-        found["because"] = _weaknesses(alone, best)
+    if ratios["fraction_of_sum"] > 1:
+        ratios["reasons"] = _weaknesses(alone, best)
     # Of the plans that the ratios are of; others, that were slower, may have been late.
     overrun = max(measured.overrun for measured in (*alone.values(), best, *([even] if even else [])))
-    return found | {"overrun": overrun, "lost": losses, "cause": max(losses, key=losses.get)}
+    return ratios | {"overrun": overrun, "losses": losses, "cause": max(losses, key=losses.get)}
 
 
 def _weaknesses(alone, best) -> list[str]:
@@ -113,7 +113,7 @@ def _weaknesses(alone, best) -> list[str]:
 
 
 def _rows_at_once(plan: Plan) -> int:
-    return max(-(-tile.rows.size // tile.substeps) for tile in plan.tiles)
+    return max(-(-tile.rows.size // tile.row_chunks) for tile in plan.tiles)
 
 
 def _about(measured, num_devices: int) -> dict | None:
@@ -148,16 +148,16 @@ def _table(measured: dict) -> str:
         lines.append(f"no ratio: {measured['no_ratio']}")
     else:
         for key, what in (
-            ("of_sum", "of the sum of the families alone"),
-            ("of_best_family", "times the best family alone"),
-            ("of_even", "times the even cut"),
-            ("of_simulated", "of the speed that the simulator gives this plan"),
+            ("fraction_of_sum", "of the sum of the families alone"),
+            ("speedup_over_best_family", "times the best family alone"),
+            ("speedup_over_even", "times the even cut"),
+            ("fraction_of_simulated", "of the speed that the simulator gives this plan"),
         ):
             if key in measured:
                 lines.append(f"{measured[key]:6.3f} {what}")
-        if "because" in measured:
-            why = "; ".join(measured["because"]) or "nothing that memory explains: measure again"
+        if "reasons" in measured:
+            why = "; ".join(measured["reasons"]) or "nothing that memory explains: measure again"
             lines.append(f"more than the sum for a weak baseline: alone, {why}")
-        parts = ", ".join(f"{name} {share:.1%}" for name, share in measured["lost"].items())
+        parts = ", ".join(f"{name} {share:.1%}" for name, share in measured["losses"].items())
         lines.append(f"lost, of the step: {parts}; most by {measured['cause']}")
     return "\n".join(lines)

@@ -32,10 +32,10 @@ def command(as_json):
     )
     for name, each in ACCELERATORS.items():
         peaks = [each.peak_flops_per_second.get(dtype) for dtype in DTYPES]
-        told = " ".join(f"{peak / 1e12:6.4g}" if peak else f"{'-':>6}" for peak in peaks)
+        summary = " ".join(f"{peak / 1e12:6.4g}" if peak else f"{'-':>6}" for peak in peaks)
         memory, speed = each.memory_bytes / 1e9, each.memory_bytes_per_second / 1e9
         source, *more = textwrap.wrap(each.source, 36)
-        print(f"{name:12} {memory:6.1f} {speed:6.0f} {told} {each.link_bytes_per_second / 1e9:6.4g}  {source}")
+        print(f"{name:12} {memory:6.1f} {speed:6.0f} {summary} {each.link_bytes_per_second / 1e9:6.4g}  {source}")
         for line in more:
             print(f"{'':63}{line}")
     print("\nnetworks: fabrics.NAME.network; GB/s of a NIC, latency in microseconds (a guess)")

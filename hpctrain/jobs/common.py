@@ -69,10 +69,10 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
 
 def describe(world: "World", reference: str) -> Described:
     """Read a cluster, a file or a ready one's name. All ranks must call."""
-    from hpctrain.config.cluster_file import find_cluster, load_cluster
+    from hpctrain.config.cluster_file import load_cluster, locate_cluster
 
     with world.all_or_none():
-        return Described(load_cluster(find_cluster(reference)), reference)
+        return Described(load_cluster(locate_cluster(reference)), reference)
 
 
 def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float | None = None) -> tuple[Job, Described]:
@@ -96,8 +96,8 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
                 generate_tokens(folder / "generated.bin", job.model.vocab_size)
         job = with_values(job, "data", tokens=folder / "generated.bin", validation=None)
     if world.rank == 0:
-        told = "; trained on generated tokens" if made.is_job_scaled else ""
-        click.echo(made.describe(reference) + told, err=True)
+        summary = "; trained on generated tokens" if made.is_job_scaled else ""
+        click.echo(made.describe(reference) + summary, err=True)
 
     from hpctrain.rehearsal.start import rehearse
 
@@ -107,10 +107,10 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
 
 def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | None = None) -> "Miniature":
     """Return what is rehearsed of a cluster, a file or a ready one's name, and a job. Raises TopologyError."""
-    from hpctrain.config.cluster_file import find_cluster, load_cluster, load_truth
+    from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster
     from hpctrain.rehearsal.miniature import is_finished, miniature
 
-    path = find_cluster(reference)
+    path = locate_cluster(reference)
     cluster, truth = load_cluster(path), load_truth(path)
     if truth is None or not is_finished(cluster, truth) or truth.width_scale > 1:
         job = _with_any_vocabulary(job)
@@ -119,10 +119,10 @@ def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | N
 
 def scaled_for(reference: str, job: Job) -> Job:
     """Return the job as it is rehearsed on a cluster file that is a finished miniature; on others as it is."""
-    from hpctrain.config.cluster_file import find_cluster, load_truth
+    from hpctrain.config.cluster_file import load_truth, locate_cluster
     from hpctrain.rehearsal.miniature import scale_for_finished
 
-    return scale_for_finished(load_truth(find_cluster(reference)), job)
+    return scale_for_finished(load_truth(locate_cluster(reference)), job)
 
 
 def ready_miniature(name: str, job: str | Job = "mixed") -> "Miniature":

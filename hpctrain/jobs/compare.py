@@ -35,7 +35,7 @@ def command(run_a, run_b, tolerance, exact, as_json):
         key: _relative(losses[0][key], losses[1][key]) for key in losses[0] if exact or key[1] != "grad_norm"
     }
     worst = max(differences, key=differences.get)
-    told = {
+    summary = {
         "steps": len({step for step, _ in differences}),
         "largest_difference": differences[worst],
         "at_step": worst[0],
@@ -43,22 +43,23 @@ def command(run_a, run_b, tolerance, exact, as_json):
         "values": [loss[worst] for loss in losses],
         "tolerance": 0.0 if exact else tolerance,
     }
-    same = differences[worst] <= told["tolerance"]
+    same = differences[worst] <= summary["tolerance"]
     if exact:
-        told["different_parameters"] = _different_parameters(run_a, run_b)
-        same = same and not told["different_parameters"]
-    told["same"] = same
+        summary["different_parameters"] = _different_parameters(run_a, run_b)
+        same = same and not summary["different_parameters"]
+    summary["same"] = same
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(summary))
     else:
-        a, b = told["values"]
-        print(f"{told['steps']} steps; largest relative difference {differences[worst]:.3g}")
+        a, b = summary["values"]
+        print(f"{summary['steps']} steps; largest relative difference {differences[worst]:.3g}")
         print(f"  {worst[1]} at step {worst[0]}: {a!r} and {b!r}")
         if exact:
             print(
-                f"  {len(told['different_parameters'])} parameters or moments differ", *told["different_parameters"][:5]
+                f"  {len(summary['different_parameters'])} parameters or moments differ",
+                *summary["different_parameters"][:5],
             )
-        print("same" if same else f"different: beyond {told['tolerance']:g}")
+        print("same" if same else f"different: beyond {summary['tolerance']:g}")
     sys.exit(0 if same else DIFFERENT_EXIT_CODE)
 
 
@@ -67,10 +68,10 @@ def _losses(path: Path) -> dict[tuple[int, str], float]:
     from hpctrain.observe.run import read_metrics
 
     names = ("loss", "validation_loss", "grad_norm")
-    found = {(m["step"], name): m[name] for m in read_metrics(path) for name in names if name in m}
-    if not found:
+    result = {(m["step"], name): m[name] for m in read_metrics(path) for name in names if name in m}
+    if not result:
         raise JobError(f"{path}: no metrics.jsonl with losses in it; name a run folder")
-    return found
+    return result
 
 
 def _relative(a: float, b: float) -> float:
@@ -81,9 +82,9 @@ def _relative(a: float, b: float) -> float:
 
 def _different_parameters(run_a: Path, run_b: Path) -> list[str]:
     """Return what is not the same, bit for bit, in the latest checkpoints of two runs."""
-    from hpctrain.checkpoint.format import KINDS, Index, find_checkpoint
+    from hpctrain.checkpoint.format import KINDS, Index, locate_checkpoint
 
-    with Index(find_checkpoint(run_a)) as a, Index(find_checkpoint(run_b)) as b:
+    with Index(locate_checkpoint(run_a)) as a, Index(locate_checkpoint(run_b)) as b:
         names = sorted(set(a.names()) | set(b.names()))
         missing = [name for name in names if not (a.has(name) and b.has(name))]
         return missing + [

@@ -25,9 +25,9 @@ def command(as_json):
     The exit code is 0, or that of the error that a job would end with.
     """
     with started_world() as world:
-        told = examine(world)
+        summary = examine(world)
         if world.rank == 0:
-            print(json.dumps(told) if as_json else report(told), flush=True)
+            print(json.dumps(summary) if as_json else report(summary), flush=True)
 
 
 def examine(world) -> dict:
@@ -75,7 +75,7 @@ def examine(world) -> dict:
 
 
 def _versions() -> dict[str, str]:
-    installed = {found.name: found.version for found in distributions()}
+    installed = {result.name: result.version for result in distributions()}
     optional = sorted(name for name in installed if name.startswith(OPTIONAL_PREFIXES))
     return {name: installed.get(name, "not installed") for name in (*PACKAGES, *optional)}
 
@@ -90,19 +90,19 @@ def _thread_level(mpi) -> str:
     return names[mpi.Query_thread()]
 
 
-def report(told: dict) -> str:
+def report(summary: dict) -> str:
     """Return what `examine` found as text for people. Pure."""
-    mpi, shared = told["mpi"], told["shared_memory"]
+    mpi, shared = summary["mpi"], summary["shared_memory"]
     threads = "" if mpi["threads"] == "multiple" else "; lanes move only while the main thread waits"
     lines = [
-        "versions      " + ", ".join(f"{name} {number}" for name, number in told["versions"].items()),
+        "versions      " + ", ".join(f"{name} {number}" for name, number in summary["versions"].items()),
         f"MPI           {mpi['library']}; threads: {mpi['threads']}{threads}",
         f"launcher      {mpi['launcher']}" + (" (this process alone)" if mpi["launcher"] == "none" else ""),
         f"{shared['path']:13} {_gib(shared['total_bytes'])}, {_gib(shared['free_bytes'])} free on the fullest host",
-        f"ranks         {len(told['ranks'])}: {told['everybody']['route']}, {told['everybody']['reason']}",
+        f"ranks         {len(summary['ranks'])}: {summary['everybody']['route']}, {summary['everybody']['reason']}",
     ]
     groups: dict[tuple[str, str, str], list[dict]] = {}
-    for rank in told["ranks"]:
+    for rank in summary["ranks"]:
         groups.setdefault((rank["host"], rank["family"], rank["model"]), []).append(rank)
     for (host, family, model), ranks in groups.items():
         lines.append(f"  {host}: {len(ranks)} of family {family}, {model}, {_gib(ranks[0]['memory_bytes'])} memory")
@@ -110,7 +110,7 @@ def report(told: dict) -> str:
             speeds = [rank["flops_per_second"][dtype] / 1e9 for rank in ranks]
             lines.append(f"    {dtype}: {min(speeds):,.1f} to {max(speeds):,.1f} GFLOP/s a rank, all at once")
     lines.append("routes")
-    for route in told["routes"]:
+    for route in summary["routes"]:
         pair = route["family"] if route["family"] == route["other"] else f"{route['family']} - {route['other']}"
         lines.append(f"  {pair}: {route['route']}: {route['reason']}")
     return "\n".join(lines)

@@ -19,10 +19,10 @@ def command(path, prompt, num_tokens, temperature, top_k, seed, as_json):
 
     Runs on one rank, whatever layout trained the model.
     """
-    from hpctrain.checkpoint.format import find_checkpoint
+    from hpctrain.checkpoint.format import locate_checkpoint
     from hpctrain.engine.decode import Generator
 
-    checkpoint = find_checkpoint(path)
+    checkpoint = locate_checkpoint(path)
     text = Generator(checkpoint).text(prompt, num_tokens, temperature, top_k, seed)
     if as_json:
         print(json.dumps({"checkpoint": str(checkpoint), "prompt": prompt, "text": text}))

@@ -20,18 +20,18 @@ def command(path, verify, parameters, as_json):
     if not path.exists():
         raise JobError(f"{path}: no such file or folder")
     if (path / "index.h5").is_file():
-        told = _checkpoint(path, verify, parameters)
+        summary = _checkpoint(path, verify, parameters)
     elif path.is_dir():
-        told = _run(path, verify, parameters)
+        summary = _run(path, verify, parameters)
     elif path.suffix == ".toml":
-        told = _described(path)
+        summary = _described(path)
     else:
-        told = _tokens(path, verify)
+        summary = _tokens(path, verify)
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return
-    width = max(map(len, told))
-    for key, value in told.items():
+    width = max(map(len, summary))
+    for key, value in summary.items():
         lines = str(value).splitlines() or [""]
         print(f"{key:{width}}  {lines[0]}", *(f"{'':{width}}  {line}" for line in lines[1:]), sep="\n")
 
@@ -44,18 +44,18 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
     ending = _ending(path)
     if not metrics and not ending and not (path / "resolved.toml").is_file():
         raise JobError(f"{path}: neither a run folder nor a checkpoint (no resolved.toml, no index.h5)")
-    told = {"run": str(path), "logged_steps": len(metrics)}
+    summary = {"run": str(path), "logged_steps": len(metrics)}
     if metrics:
-        told |= {"last_step": metrics[-1]["step"], "loss": metrics[-1]["loss"]}
+        summary |= {"last_step": metrics[-1]["step"], "loss": metrics[-1]["loss"]}
         if validated := [m for m in metrics if "validation_loss" in m]:
-            told["validation_loss"] = validated[-1]["validation_loss"]
+            summary["validation_loss"] = validated[-1]["validation_loss"]
     from hpctrain.observe import drift
 
     if compared := drift.read(path):
-        told["prediction"] = drift.text(compared)
-    told |= ending
+        summary["prediction"] = drift.text(compared)
+    summary |= ending
     checkpoint = latest_checkpoint(path)
-    return told | (_checkpoint(checkpoint, verify, parameters) if checkpoint else {"checkpoint": None})
+    return summary | (_checkpoint(checkpoint, verify, parameters) if checkpoint else {"checkpoint": None})
 
 
 def _ending(path: Path) -> dict:
@@ -63,10 +63,10 @@ def _ending(path: Path) -> dict:
     from hpctrain.comm.watchdog.diagnosis import post_mortem
     from hpctrain.comm.watchdog.flight import FOLDER
 
-    found = post_mortem(path / FOLDER, time.time())
-    if found is None:
+    result = post_mortem(path / FOLDER, time.time())
+    if result is None:
         return {}
-    state, diagnosis = found
+    state, diagnosis = result
     return {
         "state": state,
         "cause": "\n".join(diagnosis.sentences),
@@ -81,7 +81,7 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
         job = json.loads(index.about["job"])
         names = index.names()
         model = {key: value for key, value in job["model"].items() if value is not None}
-        told = {
+        summary = {
             "checkpoint": str(path),
             "step": int(index.about["step"]),
             "model": ", ".join(f"{k} {v}" for k, v in model.items()),
@@ -90,7 +90,7 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
         }
         if verify:
             index.verify()
-            told["verified"] = "all parts match their checksums"
+            summary["verified"] = "all parts match their checksums"
         if parameters:
             import numpy as np
 
@@ -98,8 +98,8 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
                 values = index.whole("model", name)
                 if np.isnan(values).any():
                     raise CheckpointError(f"{path}: {name} has elements that are not a number")
-                told[name] = f"{list(values.shape)}  norm {np.linalg.norm(values.astype(np.float64)):.6g}"
-    return told
+                summary[name] = f"{list(values.shape)}  norm {np.linalg.norm(values.astype(np.float64)):.6g}"
+    return summary
 
 
 def _described(path: Path) -> dict:
@@ -115,32 +115,32 @@ def _described(path: Path) -> dict:
         plan = load_plan(path)
         return {"plan": plan.describe(), "ranks": len(plan.ranks), "tiles": len(plan.tiles)}
     job = load_job(str(path))
-    told = {"job": job.name, **{k: str(v) for k, v in job.model_dump(mode="json").items() if k != "name"}}
+    summary = {"job": job.name, **{k: str(v) for k, v in job.model_dump(mode="json").items() if k != "name"}}
     if job.model.vocab_size:
-        told["parameters"] = f"{count_parameters(job.model):,}"
-    return told
+        summary["parameters"] = f"{count_parameters(job.model):,}"
+    return summary
 
 
 def _cluster(path: Path) -> dict:
-    from hpctrain.config.cluster import guessed_figures
+    from hpctrain.config.cluster import assumed_figures
     from hpctrain.config.cluster_defaults import describe_sources
     from hpctrain.config.cluster_file import filled_figures, load_cluster
     from hpctrain.config.links import slowest_links
 
     cluster = load_cluster(path)
-    told = {"cluster": cluster.describe(), "devices": cluster.num_devices, "nodes": cluster.num_nodes}
+    summary = {"cluster": cluster.describe(), "devices": cluster.num_devices, "nodes": cluster.num_nodes}
     for where, link in slowest_links(cluster).items():
-        told[f"slowest_link_{where}"] = f"{link.latency_seconds} s, {link.message_bytes_per_second} bytes/s"
+        summary[f"slowest_link_{where}"] = f"{link.latency_seconds} s, {link.message_bytes_per_second} bytes/s"
     for number, line in enumerate(describe_sources(filled_figures(path)), 1):
-        told[f"filled_{number}"] = line
-    return told | {"guessed": ", ".join(guessed_figures(cluster)) or "nothing"}
+        summary[f"filled_{number}"] = line
+    return summary | {"assumed_inputs": ", ".join(assumed_figures(cluster)) or "nothing"}
 
 
 def _tokens(path: Path, verify: bool) -> dict:
     from hpctrain.data.tokens import open_tokens
 
     source = open_tokens(path)
-    told = {
+    summary = {
         "tokens": source.num_tokens,
         "documents": len(source.documents),
         "vocab_size": source.vocab_size,
@@ -149,5 +149,5 @@ def _tokens(path: Path, verify: bool) -> dict:
     }
     if verify:
         source.verify()
-        told["verified"] = "all blocks match their checksums"
-    return told
+        summary["verified"] = "all blocks match their checksums"
+    return summary

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.config.cluster_file import find_cluster, load_cluster
+from hpctrain.config.cluster_file import load_cluster, locate_cluster
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import load_job
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
@@ -66,20 +66,20 @@ def command(job, overrides, ranks, uniform, proportional, cluster, out, as_json,
             "--json, --seconds and --budget are of a search: JOB without [plan], and --cluster CLUSTER"
         )
     if not draws:
-        from hpctrain.jobs.find import find_plan, plan_file, tell
+        from hpctrain.jobs.find import plan_file, search_plan, tell
         from hpctrain.planner.search import Limits
 
-        limits = Limits(seconds=seconds) if budget is None else Limits(weighed=budget, seconds=seconds)
+        limits = Limits(seconds=seconds) if budget is None else Limits(scored=budget, seconds=seconds)
         zero = {"zero": (loaded.plan.zero,)} if loaded.plan else {}
         space = even_space() if uniform else by_speed_space(**zero) if proportional else None
-        told = find_plan(loaded, cluster, limits, space)
+        summary = search_plan(loaded, cluster, limits, space)
         if out is not None:
-            _write(out, plan_file(told, told["found"]))
-        print(tell(told, top, out, as_json))
+            _write(out, plan_file(summary, summary["found"]))
+        print(tell(summary, top, out, as_json))
         return
     families = None
     if cluster:
-        families = [device.family for device in load_cluster(find_cluster(cluster)).devices]
+        families = [device.family for device in load_cluster(locate_cluster(cluster)).devices]
         loaded = scaled_for(cluster, loaded)
     resolved = resolve_plan(loaded, ranks or len(families), families)
     text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)

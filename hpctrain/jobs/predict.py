@@ -8,7 +8,7 @@ import click
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.cluster_file import find_cluster, is_pretended, load_cluster
+from hpctrain.config.cluster_file import is_pretended, load_cluster, locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.engine.resolve_overlap import resolve_on
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
@@ -35,21 +35,21 @@ def command(job, overrides, cluster, plan_file, as_json):
     CLUSTER is a file, or the name of a ready one. Figures that were measured count more than those of data sheets; what
     was guessed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
     """
-    loaded, plan, path = with_vocabulary(load_job(job, overrides)), load_plan(plan_file), find_cluster(cluster)
+    loaded, plan, path = with_vocabulary(load_job(job, overrides)), load_plan(plan_file), locate_cluster(cluster)
     machine, loaded = load_cluster(path), scaled_for(cluster, loaded)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     dtype, reason = dtype_on(loaded, machine, used, cluster)
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
-    loaded, chosen = with_overlap(loaded, machine, path, dtype, plan)
+    loaded, resolved = with_overlap(loaded, machine, path, dtype, plan)
     setup = Setup.of_job(loaded, dtype)
-    told = describe(predict(setup, plan, machine), dtype) | {
-        "chosen": chosen,
+    summary = describe(predict(setup, plan, machine), dtype) | {
+        "resolved": resolved,
         "warnings": memory_warnings(setup, machine),
     }
     if reason:
-        told["guessed"].append(reason)
-    print(json.dumps(told) if as_json else text(told, plan, machine))
+        summary["assumed_inputs"].append(reason)
+    print(json.dumps(summary) if as_json else text(summary, plan, machine))
 
 
 def with_overlap(
@@ -60,8 +60,8 @@ def with_overlap(
     `path` is of the cluster's file. Without a plan `forward` stays as it is.
     """
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
-    overlap, chosen = resolve_on(job, cluster, is_pretended(path), plan)
-    return job.model_copy(update={"overlap": overlap}), chosen
+    overlap, resolved = resolve_on(job, cluster, is_pretended(path), plan)
+    return job.model_copy(update={"overlap": overlap}), resolved
 
 
 def describe(prediction: Prediction, dtype: str) -> dict:
@@ -82,7 +82,7 @@ def describe(prediction: Prediction, dtype: str) -> dict:
         "tokens_per_second": prediction.tokens_per_second,
         "mfu": prediction.mfu,
         "dtype": dtype,
-        "guessed": list(prediction.guessed),
+        "assumed_inputs": list(prediction.assumed_inputs),
         "profiled": list(prediction.profiled),
     }
 
@@ -92,31 +92,31 @@ def profile_source(families: Sequence[str]) -> str:
     return f"compute seconds of {', '.join(families)}: profile of this job" if families else ""
 
 
-def text(told: dict, plan: Plan, cluster: Cluster) -> str:
+def text(summary: dict, plan: Plan, cluster: Cluster) -> str:
     """Write a prediction for people."""
-    low, high = told["interval_seconds"]
+    low, high = summary["interval_seconds"]
     lines = [
-        f"{plan.describe()}, on {cluster.describe()}, in {told['dtype']}",
-        f"step      {told['step_seconds']:.4g} s, between {low:.4g} and {high:.4g}",
-        f"speed     {told['tokens_per_second']:,.0f} tokens/s, {told['mfu']:.1%} of peak (MFU)",
-        *([f"source    {source}"] if (source := profile_source(told["profiled"])) else []),
+        f"{plan.describe()}, on {cluster.describe()}, in {summary['dtype']}",
+        f"step      {summary['step_seconds']:.4g} s, between {low:.4g} and {high:.4g}",
+        f"speed     {summary['tokens_per_second']:,.0f} tokens/s, {summary['mfu']:.1%} of peak (MFU)",
+        *([f"source    {source}"] if (source := profile_source(summary["profiled"])) else []),
         "where the time goes, on the mean over ranks",
     ]
-    for part, seconds in told["breakdown_seconds"].items():
-        lines.append(f"  {part:10}{seconds:12.4g} s {seconds / told['step_seconds']:8.1%}")
+    for part, seconds in summary["breakdown_seconds"].items():
+        lines.append(f"  {part:10}{seconds:12.4g} s {seconds / summary['step_seconds']:8.1%}")
     lines.append("memory of a rank, MiB")
-    for stage in told["memory_bytes"]:
+    for stage in summary["memory_bytes"]:
         parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers")
         held = ", ".join(f"{part} {stage[part] / 2**20:,.0f}" for part in parts if stage[part])
         verdict = "fits" if stage["fits"] else "DOES NOT FIT"
         total, available = stage["total"] / 2**20, stage["available"] / 2**20
         lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({held})")
-    for name in sorted({stage["family"] for stage in told["memory_bytes"]} & set(cluster.families)):
+    for name in sorted({stage["family"] for stage in summary["memory_bytes"]} & set(cluster.families)):
         family = cluster.families[name]
         if family.reserve_bytes:
             reserved, total = family.reserve_bytes / 2**20, family.memory_bytes / 2**20
             lines.append(f"  reserved on {name}: {reserved:,.0f} of {total:,.0f} ({family.reserve_reason})")
-    lines += [f"chosen    {key}: {reason}" for key, reason in told["chosen"].items()]
-    lines += [f"warning   {warning}" for warning in told["warnings"]]
-    lines += ["guessed", *(f"  {guess}" for guess in told["guessed"] or ["nothing"])]
+    lines += [f"chosen    {key}: {reason}" for key, reason in summary["resolved"].items()]
+    lines += [f"warning   {warning}" for warning in summary["warnings"]]
+    lines += ["assumed_inputs", *(f"  {guess}" for guess in summary["assumed_inputs"] or ["nothing"])]
     return "\n".join(lines)

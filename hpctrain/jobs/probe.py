@@ -37,10 +37,10 @@ def command(out, seconds, force, as_json):
 
         accelerator = bind_accelerator(world)
         start = time.monotonic()
-        found = probe_cluster(world, accelerator, seconds)
+        result = probe_cluster(world, accelerator, seconds)
         with world.all_or_none():
-            if found:
-                cluster, comments = found
+            if result:
+                cluster, comments = result
                 head = (
                     f"A cluster as `hpctrain probe` measured it on {time.strftime('%Y-%m-%d')} by {world.size} ranks"
                     f" in {time.monotonic() - start:.0f} s, over {' '.join(world.library.split())}.\n"
@@ -67,9 +67,9 @@ def report(path: Path) -> str:
     lines = [f"wrote {path}: {cluster.describe()}"]
     for name, family in cluster.families.items():
         speeds = family.sustained_flops_per_second or family.peak_flops_per_second
-        told = ", ".join(f"{dtype} {speed / 1e9:,.1f} GFLOP/s" for dtype, speed in speeds.items())
+        summary = ", ".join(f"{dtype} {speed / 1e9:,.1f} GFLOP/s" for dtype, speed in speeds.items())
         memory = f"{family.memory_bytes / 1e9:,.1f} GB at {family.memory_bytes_per_second / 1e9:,.1f} GB/s"
-        lines.append(f"{name:12} {told}, {memory}")
+        lines.append(f"{name:12} {summary}, {memory}")
     for where, link in slowest_links(cluster).items():
         latency, bandwidth = link.latency_seconds * 1e6, link.message_bytes_per_second / 1e9
         lines.append(f"{where:12} {latency:,.1f} us, {bandwidth:,.2f} GB/s: the slowest pair")

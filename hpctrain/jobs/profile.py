@@ -9,7 +9,7 @@ import click
 from hpctrain.config.cluster import Profile
 from hpctrain.config.cluster_file import (
     dump_cluster,
-    find_cluster,
+    locate_cluster,
     merge_profiles,
     parse_cluster,
     ready_clusters,
@@ -67,7 +67,7 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
         own = None if cluster or rehearse else describe_this(world)
         with world.all_or_none():
             if world.rank == 0:
-                source = own or find_cluster(cluster or rehearse)
+                source = own or locate_cluster(cluster or rehearse)
                 target = choose_target(source, out)
                 text = read_text(source, TopologyError)
                 described = parse_cluster(text, str(source))
@@ -91,19 +91,19 @@ def command(job, overrides, cluster, rehearse, out, refresh, seconds, as_json):
             families = list(dict.fromkeys(place.family for place in world.topology.places))
             dtype = dtype_on(parsed, described, families, cluster or rehearse or "this machine")[0]
         known = is_profiled(described, parsed, dtype)
-        found = None
+        result = None
         if refresh or not known:
-            found = profile(world, accelerator, _resolved(world, parsed, dtype), seconds)
+            result = profile(world, accelerator, _resolved(world, parsed, dtype), seconds)
         with world.all_or_none():
             if world.rank == 0:
-                if found:
-                    text = merge_profiles(text, str(source), *found)
-                if found or target != source:
+                if result:
+                    text = merge_profiles(text, str(source), *result)
+                if result or target != source:
                     write_cluster_text(target, text)
                 profiles = profiles_of(parse_cluster(text, str(target)), parsed, dtype)
                 listed = [of_stage for of_family in profiles.values() for of_stage in of_family.values()]
                 said = (
-                    f"wrote {target}" if found else f"{source} has profiles of this job; measure again with --refresh"
+                    f"wrote {target}" if result else f"{source} has profiles of this job; measure again with --refresh"
                 )
                 dumped = [of.model_dump(mode="json", exclude_none=True) for of in listed]
                 print(json.dumps(dumped) if as_json else f"{said}\n{report(listed, parsed)}", flush=True)
@@ -158,6 +158,6 @@ def report(profiles: Sequence[Profile], job: Job) -> str:
         speeds = [rows * length / model_seconds(profile, num_blocks, rows) for rows in counts]
         update = f"{profile.update_seconds * 1e3:,.1f} ms" if profile.update_seconds else "-"
         stage = "0, 1" if profile.zero == 1 else str(profile.zero)
-        told = "".join(f" {speed:>10,.0f}" for speed in speeds)
-        lines.append(f"{profile.family:16} {stage:>4} {profile.largest_rows:>8}{told} {update:>10}")
+        summary = "".join(f" {speed:>10,.0f}" for speed in speeds)
+        lines.append(f"{profile.family:16} {stage:>4} {profile.largest_rows:>8}{summary} {update:>10}")
     return "\n".join(lines)

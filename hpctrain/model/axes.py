@@ -26,7 +26,7 @@ class Axis(Protocol):
 
     rank: int
     size: int
-    goes_beside: bool
+    is_overlapped: bool
     """Whether what is started goes on while the rank computes; else it is done when `start_...` returns."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...

@@ -13,8 +13,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
+from hpctrain.model.layouts import AS_THEY_LIE, OperandLayouts
 from hpctrain.model.units import Weight
-from hpctrain.model.ways import AS_THEY_LIE, Ways
 
 
 def add_part(grad: torch.Tensor, part: torch.Tensor, fresh: bool) -> None:
@@ -45,13 +45,13 @@ class _Linear(Function):
         biases: list[Weight],
         into: Axis,
         out: Axis,
-        ways: Ways,
+        layouts: OperandLayouts,
         ends: list[Callable[[], None]] | None,
     ):
-        ctx.weights, ctx.biases, ctx.out, ctx.ways = weights, biases, out, ways
+        ctx.weights, ctx.biases, ctx.out, ctx.layouts = weights, biases, out, layouts
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        parts = [ways.multiply("forward", x_NI, w.data.t()) for w in weights]
+        parts = [layouts.multiply("forward", x_NI, w.data.t()) for w in weights]
         y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if ends is None:
             into.all_reduce(y_NO)
@@ -70,15 +70,15 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x_NI,), ways = ctx.saved_tensors, ctx.ways
+        (x_NI,), layouts = ctx.saved_tensors, ctx.layouts
         dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
         parts = dy_NO.split([w.data.shape[0] for w in ctx.weights], dim=1)
-        dx_NI = ways.multiply("input", parts[0], ctx.weights[0].data)
+        dx_NI = layouts.multiply("input", parts[0], ctx.weights[0].data)
         for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
-            ways.add("input", dx_NI, part, weight.data)
+            layouts.add("input", dx_NI, part, weight.data)
         summed = ctx.out.start_all_reduce(dx_NI)
         for weight, part in zip(ctx.weights, parts, strict=True):
-            weight.accumulate(ways.add_weight, part, x_NI)
+            weight.accumulate(layouts.add_weight, part, x_NI)
         if ctx.biases:
             for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
                 bias.accumulate(add_sum, part)
@@ -99,7 +99,7 @@ def linear(
     biases: list[Weight],
     into: Axis,
     out: Axis,
-    ways: Ways = AS_THEY_LIE,
+    layouts: OperandLayouts = AS_THEY_LIE,
     ends: list[Callable[[], None]] | None = None,
 ) -> torch.Tensor:
     """Apply one or several weights to the same input; outputs lie side by side in the last dim.
@@ -108,7 +108,7 @@ def linear(
     With `ends` the sum over `into` is only started: the result is there, and may be used, when what is appended to it
     has been called.
     """
-    return _Linear.apply(x, weights, biases, into, out, ways, ends)
+    return _Linear.apply(x, weights, biases, into, out, layouts, ends)
 
 
 class _RmsNorm(Function):

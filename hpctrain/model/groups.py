@@ -1,7 +1,7 @@
 """What the same ranks hold, as one flat array: what is reduced, updated and gathered in one large message.
 
 Whole units are such an array already, and the model computes with views of it; slabs of units are in
-`hpctrain.model.slabs`.
+`hpctrain.model.regions`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.model.axes import Axes, Axis, Work
-from hpctrain.plan.holders import Holding
+from hpctrain.plan.holders import ShardGroup
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import Box, Parameter, UnitLayout
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRegion:
     """Consecutive elements of one box of a parameter in a group's flat array."""
 
     parameter: Parameter
@@ -62,7 +62,7 @@ class Group:
     def weights_at(self, at: Interval) -> torch.Tensor:
         return self.weights[slice(*at.shift(-self.stored.start))]
 
-    def pieces(self, within: Interval) -> Iterator[Piece]:
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
         """Yield what lies in an interval of the flat array, parameter by parameter, in order."""
         raise NotImplementedError
 
@@ -82,8 +82,8 @@ class WholeUnits(Group):
         self._placed, self._grads = arrays.placed, arrays.grads
         self._coordinate = (axes.x.rank, axes.y.rank)
 
-    def pieces(self, within: Interval) -> Iterator[Piece]:
-        return _unit_pieces(self._placed, self._coordinate, within)
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
+        return _unit_regions(self._placed, self._coordinate, within)
 
     def own_grads(self) -> torch.Tensor:
         return self._grads
@@ -93,12 +93,12 @@ class Sharded(Group):
     """A group of ranks that exchange one item while it computes: they keep gradients as shards only (ZeRO 2), or
     weights too (ZeRO 3)."""
 
-    def __init__(self, holding: Holding, holders: Axis, size: int, dtype, device):
+    def __init__(self, shard_group: ShardGroup, holders: Axis, size: int, dtype, device):
         """`size` is of what they hold together."""
-        self.holders, self.cuts = holders, holding.cuts(size)
-        self.item = holding.final_after
+        self.holders, self.cuts = holders, shard_group.cuts(size)
+        self.item = shard_group.final_after
         own = self.cuts[holders.rank]
-        self.keeps_weights = holding.zero < 3
+        self.keeps_weights = shard_group.zero < 3
         if self.keeps_weights:
             super().__init__(size, holders.allocate(size, dtype, device))
         else:
@@ -106,8 +106,8 @@ class Sharded(Group):
         self._grads = torch.zeros(own.size, dtype=torch.float32, device=device)
 
     @property
-    def goes_beside(self) -> bool:
-        return self.holders.goes_beside
+    def is_overlapped(self) -> bool:
+        return self.holders.is_overlapped
 
     def own_grads(self) -> torch.Tensor:
         """Return the sum over all holders of what this rank owns."""
@@ -135,23 +135,23 @@ class Sharded(Group):
 class ShardedUnit(Sharded):
     """The group of ranks that hold one unit, by the same tensor grid, as shards."""
 
-    is_alike = True
+    is_equivalent = True
     """Whether all holders have the same tensor grid."""
 
-    def __init__(self, holding: Holding, holders: Axis, axes: Axes, dtype, device):
-        (self.layout,) = holding.layouts
+    def __init__(self, shard_group: ShardGroup, holders: Axis, axes: Axes, dtype, device):
+        (self.layout,) = shard_group.layouts
         shard = cut_evenly(self.layout.size, axes.z.size)[axes.z.rank]
-        super().__init__(holding, holders, shard.size, dtype, device)
+        super().__init__(shard_group, holders, shard.size, dtype, device)
         self._placed, self._coordinate = [(self.layout, shard, 0)], (axes.x.rank, axes.y.rank)
 
-    def pieces(self, within: Interval) -> Iterator[Piece]:
-        return _unit_pieces(self._placed, self._coordinate, within)
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
+        return _unit_regions(self._placed, self._coordinate, within)
 
 
-def _unit_pieces(placed_units, coordinate: tuple[int, int], within: Interval) -> Iterator[Piece]:
+def _unit_regions(placed_units, coordinate: tuple[int, int], within: Interval) -> Iterator[StoredRegion]:
     for layout, shard, at in placed_units:
         for parameter, box, placed in layout.placed():
             stored = placed.intersect(shard).shift(at - shard.start).intersect(within)
             if stored.size:
                 elements = stored.shift(shard.start - at - placed.start)
-                yield Piece(parameter, box, elements, stored, parameter.counts_at(*coordinate))
+                yield StoredRegion(parameter, box, elements, stored, parameter.counts_at(*coordinate))

@@ -43,20 +43,20 @@ def products_of(
     whole = _numbers_of_rows(tile)
     halves = {half.size for rows in whole for half in cut_evenly(rows, 2)} - {0}
     of_blocks = halves if in_halves and tile.tensor.cuts_weights else whole
-    found = {
+    result = {
         product
         for item in range(*tile.items)
         for out, into in layer_shapes(model, tile.tensor, item)
         for rows in (of_blocks if 0 < item <= model.num_layers else whole)
         for product in _of_layer(rows * positions, out, into, dtype)
     }
-    return sorted(found, key=lambda product: (product.flops, product))
+    return sorted(result, key=lambda product: (product.flops, product))
 
 
 def _numbers_of_rows(tile: Tile) -> set[int]:
     """Return of how many rows a rank computes products at once: one number where rows divide, else several."""
     rows = {tile.rows_at(z).size for z in range(tile.tensor.z)}
-    return {piece.size for size in rows for piece in cut_evenly(size, tile.substeps)} - {0}
+    return {region.size for size in rows for region in cut_evenly(size, tile.row_chunks)} - {0}
 
 
 def _of_layer(tokens: int, out: int, into: int, dtype: str) -> Iterator[Product]:

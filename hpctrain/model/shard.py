@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.model.axes import Axis, Work
 from hpctrain.model.groups import Group
-from hpctrain.plan.holders import Holding
+from hpctrain.plan.holders import ShardGroup
 from hpctrain.sharding.intervals import Interval
 
 
@@ -47,13 +47,13 @@ class Shard:
         return tensor[slice(*at.shift(-self.updated.start))]
 
 
-def make_shard(group: Group, holders: Axis, holding: Holding) -> Shard:
+def make_shard(group: Group, holders: Axis, shard_group: ShardGroup) -> Shard:
     """Make this rank's shard of a group, with zero moments and the weights in use as master weights."""
-    cuts = holding.cuts(group.size)
-    updated = cuts[holders.rank] if holding.zero else Interval(0, group.size)
+    cuts = shard_group.cuts(group.size)
+    updated = cuts[holders.rank] if shard_group.zero else Interval(0, group.size)
     in_use = group.weights_at(updated)
     master = in_use if in_use.dtype == torch.float32 else in_use.float()
-    in_place = holders.size == 1 or holding.zero != 1
+    in_place = holders.size == 1 or shard_group.zero != 1
     grads = group.own_grads() if in_place else torch.zeros_like(master)
     moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-    return Shard(group, holders, holding.zero, holding.final_after, cuts, updated, master, moments, grads)
+    return Shard(group, holders, shard_group.zero, shard_group.final_after, cuts, updated, master, moments, grads)

@@ -14,10 +14,10 @@ from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
+from hpctrain.model.layouts import AS_THEY_LIE, OperandLayouts
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
 from hpctrain.model.units import Deferred
-from hpctrain.model.ways import AS_THEY_LIE, Ways
 from hpctrain.plan.tiling import Tile
 
 
@@ -37,10 +37,10 @@ def initialise(store: Store, model: Model, seed: int) -> None:
     """Set all weights of a rank to their initial values."""
     store.await_weights()
     for group in store.groups:
-        for piece in group.pieces(group.stored):
-            values = torch.empty(piece.at.size)
-            fill_initial(piece.parameter, piece.box, piece.elements, model, seed, values)
-            group.weights_at(piece.at).copy_(values)
+        for region in group.regions(group.stored):
+            values = torch.empty(region.at.size)
+            fill_initial(region.parameter, region.box, region.elements, model, seed, values)
+            group.weights_at(region.at).copy_(values)
 
 
 class _End(torch.autograd.Function):
@@ -69,11 +69,11 @@ class Stage:
         axes: Axes,
         store: Store,
         tracer: Tracer = UNTRACED,
-        ways: Ways = AS_THEY_LIE,
+        layouts: OperandLayouts = AS_THEY_LIE,
         in_halves: bool = False,
     ):
         self.tile, self.store, self._tracer = tile, store, tracer
-        self.items: list[Item] = [make_item(model, i, axes, store, ways, in_halves) for i in range(*tile.items)]
+        self.items: list[Item] = [make_item(model, i, axes, store, layouts, in_halves) for i in range(*tile.items)]
 
     @property
     def is_first(self) -> bool:

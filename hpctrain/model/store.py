@@ -12,10 +12,10 @@ import torch
 
 from hpctrain.model.axes import Axes, Axis, Work
 from hpctrain.model.groups import Group, Sharded, ShardedUnit, UnitArrays, WholeUnits
-from hpctrain.model.slabs import CutUnit, PackedSlabs, ShardedSlabs, Slabs
+from hpctrain.model.regions import CutRegions, CutUnit, PackedRegions, ShardedRegions
 from hpctrain.model.traffic import Traffic
 from hpctrain.model.units import Deferred, UnitStore, Weight
-from hpctrain.plan.holders import Holdings
+from hpctrain.plan.holders import RankShards
 
 
 class Store:
@@ -24,7 +24,7 @@ class Store:
     def __init__(
         self,
         communicators: Sequence[Axis],
-        held: Holdings,
+        shards: RankShards,
         axes: Axes,
         dtype: torch.dtype,
         device: torch.device,
@@ -36,27 +36,27 @@ class Store:
         self._z = axes.z
         self.groups: list[Group] = []
         self._arrays: list[UnitArrays] = []
-        for holders, holding in zip(communicators, held.holdings, strict=True):
-            if holding.zero >= 2:
-                kind = ShardedSlabs if holding.slabs else ShardedUnit
-                self.groups.append(kind(holding, holders, axes, dtype, device))
-            elif holding.slabs:
-                slabs = PackedSlabs(holding.slabs, axes)
-                self.groups.append(Slabs(slabs, holders.allocate(slabs.size, dtype, device)))
+        for holders, shard_group in zip(communicators, shards.shard_groups, strict=True):
+            if shard_group.zero >= 2:
+                kind = ShardedRegions if shard_group.regions else ShardedUnit
+                self.groups.append(kind(shard_group, holders, axes, dtype, device))
+            elif shard_group.regions:
+                regions = PackedRegions(shard_group.regions, axes)
+                self.groups.append(CutRegions(regions, holders.allocate(regions.size, dtype, device)))
             else:
-                self._arrays.append(UnitArrays(holding.layouts, axes, holders, dtype, device))
+                self._arrays.append(UnitArrays(shard_group.layouts, axes, holders, dtype, device))
                 self.groups.append(WholeUnits(self._arrays[-1], axes))
-        exchanging: dict[int, list[ShardedSlabs]] = {}
+        exchanging: dict[int, list[ShardedRegions]] = {}
         for group in self.groups:
-            if isinstance(group, ShardedSlabs):
+            if isinstance(group, ShardedRegions):
                 exchanging.setdefault(group.item, []).append(group)
-        of_one = [layout for layout in held.cut_units if len(layout.unit.items) == 1]  # tied ones exchange at once
+        of_one = [layout for layout in shards.cut_units if len(layout.unit.items) == 1]  # tied ones exchange at once
         sharded = [layout for layout in of_one if layout.unit.items[0] in exchanging]
-        at_once = [layout for layout in held.cut_units if layout not in sharded]
+        at_once = [layout for layout in shards.cut_units if layout not in sharded]
         if at_once:
             self._arrays.append(UnitArrays(at_once, axes, None, dtype, device))
             for group in self.groups:
-                if isinstance(group, Slabs):
+                if isinstance(group, CutRegions):
                     group.attach(self._arrays[-1])
         self._units: list[UnitStore] = []
         for arrays in self._arrays:  # after what is made among holders: ranks of z may have unlike ones
@@ -81,7 +81,7 @@ class Store:
     @property
     def is_in_place(self) -> bool:
         """Whether items compute with the groups' weights as they are: nothing is to be done by `publish`."""
-        packed = any(isinstance(group, Slabs | ShardedSlabs) for group in self.groups)
+        packed = any(isinstance(group, CutRegions | ShardedRegions) for group in self.groups)
         return self._z.size == 1 and not packed
 
     def note_gathering(self, item: int, work: Work) -> None:

@@ -13,19 +13,19 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.model.axes import Axis
-from hpctrain.model.units import UnderWay, UnitStore
+from hpctrain.model.units import InFlight, UnitStore
 
 # How many items ahead something starts: over the holders of ZeRO 3's shards two, over z, which needs that, one.
 FARTHEST = 2
 # Items whose gradients are in the making or under way: the one that goes back, and the one before it.
-ROOMS_BESIDE = 2
+OVERLAPPED_BUFFERS = 2
 
 
 class _Scattering(NamedTuple):
     """The gradients of one item's units on their way to their shards."""
 
-    room: torch.Tensor | None
-    under_way: tuple[UnderWay, ...]
+    buffer: torch.Tensor | None
+    in_flight: tuple[InFlight, ...]
     final: Callable[[], None]
 
 
@@ -49,10 +49,10 @@ class Traffic:
         self._units = units
         self._coming: deque[int] = deque()
         self._kept = {unit for item in keep_gathered for unit in units[item]}
-        self._beside = any(unit.scatters_beside for of_item in units.values() for unit in of_item)
+        self._is_overlapped = any(unit.overlapped_scatters for of_item in units.values() for unit in of_item)
         sizes = (sum(unit.layout.size for unit in of_item if unit.scatters) for of_item in units.values())
         largest = max(sizes, default=0)
-        rooms = ROOMS_BESIDE if self._beside else 1
+        rooms = OVERLAPPED_BUFFERS if self._is_overlapped else 1
         self._free = deque(z.allocate(largest, torch.float32, device) for _ in range(rooms if largest else 0))
         self._room: torch.Tensor | None = None
         self._scattering: deque[_Scattering] = deque()
@@ -60,7 +60,7 @@ class Traffic:
     def expect(self, items: Iterable[int]) -> None:
         """Say which items come next, in what order; begin to gather what the first of them need."""
         self._coming = deque(items)
-        self._look_ahead()
+        self._prefetch()
 
     def gather(self, item: int) -> None:
         """Make the weights of an item available, and begin with those of the next; pair with `release`."""
@@ -69,12 +69,12 @@ class Traffic:
             assert expected == item, f"item {item} computes where {expected} was expected"
         for unit in self._units[item]:
             unit.gather()
-        self._look_ahead()
+        self._prefetch()
 
-    def _look_ahead(self) -> None:
+    def _prefetch(self) -> None:
         for distance, item in enumerate(self._next(FARTHEST), 1):
             for unit in self._units[item]:
-                unit.gather_ahead(distance)
+                unit.prefetch(distance)
 
     def _next(self, count: int) -> Iterator[int]:
         """Return the items that come next, each of them once."""
@@ -85,7 +85,7 @@ class Traffic:
         room for another item beside the one that computes, by the one after it."""
         needed = list(self._next(2))
         for unit in self._units[item]:
-            near = needed if unit.gathers_beside else needed[:1]
+            near = needed if unit.overlapped_gathers else needed[:1]
             unit.release(stays=unit in self._kept or any(unit in self._units[other] for other in near))
 
     def forget(self) -> None:
@@ -109,13 +109,13 @@ class Traffic:
     def end_backward(self, item: int, passed: Callable[[int], None] | None) -> None:
         """Start to sum the gradients of an item; `passed` is told its number when each rank's part has been added."""
         for earlier in self._scattering:
-            for operations in earlier.under_way:
+            for operations in earlier.in_flight:
                 operations.bring(2)
         started = tuple(unit.start_scatter() for unit in self._units[item] if unit.scatters)
         final = partial(passed, item) if passed else _do_nothing
         self._scattering.append(_Scattering(self._room, started, final))
         self._room = None
-        while self._scattering and not (self._beside and self._scattering[0].under_way):
+        while self._scattering and not (self._is_overlapped and self._scattering[0].in_flight):
             self._collect_first()
 
     def collect(self) -> None:
@@ -125,10 +125,10 @@ class Traffic:
 
     def _collect_first(self) -> None:
         first = self._scattering.popleft()
-        for operations in first.under_way:
+        for operations in first.in_flight:
             operations.finish()
-        if first.room is not None:
-            self._free.append(first.room)
+        if first.buffer is not None:
+            self._free.append(first.buffer)
         first.final()
 
 

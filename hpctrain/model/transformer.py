@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
+from hpctrain.model.layouts import OperandLayouts
 from hpctrain.model.store import Store
-from hpctrain.model.ways import Ways
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import BLOCK_LAYERS, item_parameters, padded_vocabulary
@@ -25,7 +25,7 @@ Passing = Generator[None, None, torch.Tensor]
 """Something computed that pauses where it would wait for others, and returns a result."""
 
 
-def in_turns(passings: list[Passing]) -> list[torch.Tensor]:
+def alternating(passings: list[Passing]) -> list[torch.Tensor]:
     """Go on with each until it would wait, one after the other, until all are done; return their results."""
     results: dict[int, torch.Tensor] = {}
     while len(results) < len(passings):
@@ -41,8 +41,8 @@ def in_turns(passings: list[Passing]) -> list[torch.Tensor]:
 class Item:
     """One item of a plan, with the handles of its weights, which are there while the stage has them gathered."""
 
-    def __init__(self, model: Model, item: int, axes: Axes, store: Store, ways: Ways, in_halves: bool):
-        self.model, self.axes, self.ways, self.in_halves = model, axes, ways, in_halves
+    def __init__(self, model: Model, item: int, axes: Axes, store: Store, layouts: OperandLayouts, in_halves: bool):
+        self.model, self.axes, self.layouts, self.in_halves = model, axes, layouts, in_halves
         self._item, self._store = item, store
         self._names = [p.name for p in item_parameters(model, item)]
 
@@ -94,7 +94,7 @@ class Block(Item):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         parts = hidden.chunk(2) if self.in_halves else (hidden,)
-        outputs = in_turns([self._passed(part) for part in parts])
+        outputs = alternating([self._passed(part) for part in parts])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _passed(self, hidden: torch.Tensor) -> Passing:
@@ -103,9 +103,9 @@ class Block(Item):
 
     def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis) -> Passing:
         if not self.in_halves:
-            return linear(x, *layer, into=into, out=out, ways=self.ways)
+            return linear(x, *layer, into=into, out=out, layouts=self.layouts)
         ends = []
-        result = linear(x, *layer, into=into, out=out, ways=self.ways, ends=ends)
+        result = linear(x, *layer, into=into, out=out, layouts=self.layouts, ends=ends)
         if into.size > 1:
             yield
         ends[0]()
@@ -159,13 +159,15 @@ class Head(Item):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
         normed = self.norm(hidden, self.final_norm)
-        return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y, ways=self.ways)
+        return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y, layouts=self.layouts)
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self.logits(hidden), targets, *self.vocabulary(), self.axes.y)
 
 
-def make_item(model: Model, item: int, axes: Axes, store: Store, ways: Ways, in_halves: bool = False) -> Item:
+def make_item(
+    model: Model, item: int, axes: Axes, store: Store, layouts: OperandLayouts, in_halves: bool = False
+) -> Item:
     """`in_halves`: blocks compute one half of the rows while sums of the other half are under way."""
     kind = Embedding if item == 0 else Head if item == model.num_items - 1 else Block
-    return kind(model, item, axes, store, ways, in_halves)
+    return kind(model, item, axes, store, layouts, in_halves)

@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.model.axes import Axes, Work
 from hpctrain.model.groups import ShardedUnit
-from hpctrain.model.slabs import CutUnit
+from hpctrain.model.regions import CutUnit
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import UnitLayout
 
@@ -64,7 +64,7 @@ class Deferred(NamedTuple):
         self.weight.add(self.addition, self.operands)
 
 
-class UnderWay:
+class InFlight:
     """Operations of which each needs the result of the one before, started one by one."""
 
     def __init__(self, operations: Iterator[Work], count: int):
@@ -112,12 +112,12 @@ class UnitStore:
         self.scatters = axes.z.size > 1 or sharded is not None
         """Whether a backward pass makes gradients of the whole unit, of which shards are kept."""
         # Holders exchange in one order: who has no z would start with them where others are still at z.
-        self._z_goes_beside = axes.z.goes_beside and (sharded is None or sharded.is_alike)
-        over_z = axes.z.size > 1 and self._z_goes_beside
-        over_holders = sharded is not None and sharded.goes_beside
-        self.scatters_beside = int(over_z) + int(over_holders)
+        self._z_is_overlapped = axes.z.is_overlapped and (sharded is None or sharded.is_equivalent)
+        over_z = axes.z.size > 1 and self._z_is_overlapped
+        over_holders = sharded is not None and sharded.is_overlapped
+        self.overlapped_scatters = int(over_z) + int(over_holders)
         """How many operations of a scatter go on while the rank computes."""
-        self.gathers_beside = int(over_z) + int(over_holders and not sharded.keeps_weights)
+        self.overlapped_gathers = int(over_z) + int(over_holders and not sharded.keeps_weights)
         """And of a gather."""
         self._whole = whole
         self.is_common = whole is not None
@@ -126,7 +126,7 @@ class UnitStore:
         self._shard, self._grad_shard = weights, grads
         self._views: list[tuple[Weight, Interval, tuple[int, ...]]] = []
         self._users = 0
-        self._gathering: UnderWay | None = None
+        self._gathering: InFlight | None = None
         self._is_gathered = False
 
     def weights(self, names: Iterable[str]) -> list[Weight]:
@@ -134,12 +134,12 @@ class UnitStore:
 
         Names that are not in this unit are left out.
         """
-        found = [(Weight("+".join(run.names)), run.at, run.shape) for run in self.layout.runs(set(names))]
-        self._views += found
+        result = [(Weight("+".join(run.names)), run.at, run.shape) for run in self.layout.runs(set(names))]
+        self._views += result
         if self._stays:
             whole = self._shard if self._whole is None else self._whole
-            self._set_views(found, whole, None if self.scatters else self._grad_shard)
-        return [weight for weight, _, _ in found]
+            self._set_views(result, whole, None if self.scatters else self._grad_shard)
+        return [weight for weight, _, _ in result]
 
     @staticmethod
     def _set_views(views, data: torch.Tensor | None, grad: torch.Tensor | None) -> None:
@@ -147,13 +147,13 @@ class UnitStore:
             weight.data = None if data is None else data[slice(*at)].view(shape)
             weight.grad = None if grad is None else grad[slice(*at)].view(shape)
 
-    def gather_ahead(self, distance: int) -> None:
+    def prefetch(self, distance: int) -> None:
         """Start what of a gather goes on beside, for a unit that is used so many items later."""
-        number = self.gathers_beside - distance + 1
+        number = self.overlapped_gathers - distance + 1
         if number < 1 or self._stays or self._is_gathered:
             return
         if self._gathering is None:
-            self._gathering = UnderWay(self._gather(), self.gathers_beside)
+            self._gathering = InFlight(self._gather(), self.overlapped_gathers)
         self._gathering.bring(number)
 
     def gather(self) -> None:
@@ -161,21 +161,21 @@ class UnitStore:
         self._users += 1
         if self._stays or self._is_gathered:
             return
-        (self._gathering or UnderWay(self._gather(), self.gathers_beside)).finish()
+        (self._gathering or InFlight(self._gather(), self.overlapped_gathers)).finish()
         self._gathering = None
 
     def _gather(self) -> Iterator[Work]:
         whole = shard = self._shard
         if self._sharded and not self._sharded.keeps_weights:
             whole, work = self._sharded.start_gather()
-            if self._sharded.goes_beside:
+            if self._sharded.is_overlapped:
                 yield work
             shard = whole
         if self._z.size > 1:
             whole = shard.new_empty(self.layout.size)
             whole[slice(*self._cuts[self._z.rank])] = shard
             work = self._z.start_all_gather(whole, self._cuts)
-            if self._z_goes_beside:
+            if self._z_is_overlapped:
                 yield work
             else:
                 work.wait()
@@ -198,7 +198,7 @@ class UnitStore:
         for weight, at, shape in self._views:
             weight.grad, weight.is_fresh = whole_grad[slice(*at)].view(shape), True
 
-    def start_scatter(self) -> UnderWay:
+    def start_scatter(self) -> InFlight:
         """Start to sum the gradient and to add this rank's part to its shard; what was begun with is needed until then.
 
         All ranks of z, and holders of shards, must call.
@@ -208,7 +208,7 @@ class UnitStore:
             if at < made.start:  # nobody has written it: padding, and weights that are other items' alone
                 self._whole_grad[at : made.start].zero_()
             at = max(at, made.stop)
-        scattering = UnderWay(self._scatter(self._whole_grad), self.scatters_beside)
+        scattering = InFlight(self._scatter(self._whole_grad), self.overlapped_scatters)
         scattering.bring(1)
         return scattering
 
@@ -217,7 +217,7 @@ class UnitStore:
         if self._z.size > 1:
             part = part.new_empty(self._cuts[self._z.rank].size)
             work = self._z.start_reduce_scatter(whole_grad, part, self._cuts)
-            if self._z_goes_beside:
+            if self._z_is_overlapped:
                 yield work
             else:
                 work.wait()
@@ -225,7 +225,7 @@ class UnitStore:
             self._grad_shard += part
             return
         own, work = self._sharded.start_sum(part)
-        if self._sharded.goes_beside:
+        if self._sharded.is_overlapped:
             yield work
         self._sharded.add(own)
 

@@ -50,8 +50,8 @@ class PartMeter(Tracer):
         self._communicated(group, since)
         self._then.waited(group, operation, since)
 
-    def beside(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
-        self._then.beside(group, lane, operation, num_bytes, begin, end)
+    def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
+        self._then.overlapped(group, lane, operation, num_bytes, begin, end)
 
     def _communicated(self, group: str, since: float) -> None:
         seconds = self.now() - since
@@ -93,29 +93,29 @@ class Expected:
 
     def compare(self, measured: Sequence[Measured], num_steps: int) -> dict:
         """Return what was predicted, what was measured on the ranks in their order, and how far apart they are."""
-        found = self.prediction
+        result = self.prediction
         ranks = [measured[rank] for tile in self.plan.first_tiles for rank in tile.ranks]
         step = sum(each.step_seconds for each in ranks) / len(ranks)
-        told = {
+        summary = {
             "cluster": self.where,
             "steps": num_steps,
-            "predicted_seconds": found.step_seconds,
-            "interval_seconds": list(found.interval_seconds),
+            "predicted_seconds": result.step_seconds,
+            "interval_seconds": list(result.interval_seconds),
             "measured_seconds": step,
-            "drift": step / found.step_seconds - 1,
+            "drift": step / result.step_seconds - 1,
         }
         if self.knows_parts:
             means = {part: sum(each.parts[part] for each in ranks) / len(ranks) for part in EXPOSED}
-            told["parts"] = {
-                part: {"predicted_seconds": found.exposed_seconds[part], "measured_seconds": seconds}
+            summary["parts"] = {
+                part: {"predicted_seconds": result.exposed_seconds[part], "measured_seconds": seconds}
                 for part, seconds in means.items()
             }
-            told["drifted"] = max(EXPOSED, key=lambda part: _difference(told, part))
+            summary["drifted"] = max(EXPOSED, key=lambda part: _difference(summary, part))
         if all(each.peak_bytes for each in measured):
-            told["memory"] = self._memory(measured)
-        within = max(LARGE_SHARE, found.interval_seconds[1] / found.step_seconds - 1)
-        told["is_large"] = abs(told["drift"]) > within
-        return told
+            summary["memory"] = self._memory(measured)
+        within = max(LARGE_SHARE, result.interval_seconds[1] / result.step_seconds - 1)
+        summary["is_large"] = abs(summary["drift"]) > within
+        return summary
 
     def _memory(self, measured: Sequence[Measured]) -> list[dict]:
         rows = []
@@ -131,50 +131,50 @@ class Expected:
         return rows
 
 
-def _difference(told: Mapping, part: str) -> float:
+def _difference(summary: Mapping, part: str) -> float:
     """Return by how much a part is off in the direction in which the step is."""
-    of_part = told["parts"][part]
+    of_part = summary["parts"][part]
     by = of_part["measured_seconds"] - of_part["predicted_seconds"]
-    return by if told["drift"] >= 0 else -by
+    return by if summary["drift"] >= 0 else -by
 
 
-def text(told: Mapping) -> str:
+def text(summary: Mapping) -> str:
     """Write a comparison for people."""
     lines = [
-        f"predicted from {told['cluster']}, seconds of a step (mean of {told['steps']}, and over ranks)",
+        f"predicted from {summary['cluster']}, seconds of a step (mean of {summary['steps']}, and over ranks)",
         f"  {'':10}{'predicted':>11}{'measured':>11}",
     ]
-    rows = {"step": told, **told.get("parts", {})}
+    rows = {"step": summary, **summary.get("parts", {})}
     for name, each in rows.items():
         predicted, measured = each["predicted_seconds"], each["measured_seconds"]
-        of_step = (measured - predicted) / told["predicted_seconds"]
+        of_step = (measured - predicted) / summary["predicted_seconds"]
         lines.append(f"  {name:10}{predicted:11.4g}{measured:11.4g}{of_step:+9.1%} of the step")
-    for each in told.get("memory", ()):
+    for each in summary.get("memory", ()):
         predicted, measured = each["predicted_bytes"], each["measured_bytes"]
         off = measured / predicted - 1
         lines.append(
             f"  memory of items {each['items']}: {predicted / 2**20:,.1f} MiB predicted,"
             f" {measured / 2**20:,.1f} measured ({off:+.1%})"
         )
-    if told["is_large"]:
-        lines.append(f"warning: {blame(told)}")
+    if summary["is_large"]:
+        lines.append(f"warning: {blame(summary)}")
     return "\n".join(lines)
 
 
-def blame(told: Mapping) -> str:
+def blame(summary: Mapping) -> str:
     """Return in a sentence how large a drift is, and in which part."""
-    how = "longer" if told["drift"] > 0 else "shorter"
-    found = f"steps took {abs(told['drift']):.0%} {how} than predicted"
-    if "parts" in told:
-        by = _difference(told, told["drifted"]) / told["predicted_seconds"]
-        found += f", most of it in '{told['drifted']}' ({by:.0%} of a step)"
-    return f"{found}; measure the machine again (train --fresh-probe, or hpctrain probe), or see docs/predict.md"
+    how = "longer" if summary["drift"] > 0 else "shorter"
+    result = f"steps took {abs(summary['drift']):.0%} {how} than predicted"
+    if "parts" in summary:
+        by = _difference(summary, summary["drifted"]) / summary["predicted_seconds"]
+        result += f", most of it in '{summary['drifted']}' ({by:.0%} of a step)"
+    return f"{result}; measure the machine again (train --fresh-probe, or hpctrain probe), or see docs/predict.md"
 
 
-def write(folder: Path, told: Mapping) -> None:
+def write(folder: Path, summary: Mapping) -> None:
     """Save a comparison in a run folder. Raises TrainingError where the disk refuses."""
     try:
-        (folder / DRIFT).write_text(json.dumps(told, indent=1) + "\n")
+        (folder / DRIFT).write_text(json.dumps(summary, indent=1) + "\n")
     except OSError as error:
         raise TrainingError(f"{folder / DRIFT}: cannot be written: {describe_os_error(error)}; make room") from None
 

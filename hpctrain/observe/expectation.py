@@ -64,10 +64,10 @@ class Expectation:
             peak = 0 if device.shares_memory else device.memory().peak
             own = drift.Measured(sum(self._seconds) / number, parts, peak)
         measured = world.gather_objects(own)
-        told = None
+        summary = None
         with world.all_or_none():
             if self._expected and measured[0]:
                 compared = self._expected.compare(measured, number)
                 drift.write(self._folder, compared)
-                told = drift.text(compared)
-        return told
+                summary = drift.text(compared)
+        return summary

@@ -65,7 +65,7 @@ class Recording(Tracer):
         if self.is_running:
             self.spans.append(Span(WAITED, operation, since, self.now(), group))
 
-    def beside(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
+    def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         if self.is_running:
             self.spans.append(Span(BESIDE, operation, begin, end, group, lane, num_bytes))
 
@@ -103,13 +103,13 @@ class RunTrace:
         if not (was_running and self._num_steps):
             return None
         traces = self._world.gather_objects(self._rank_trace())
-        told = None
+        text = None
         with self._world.all_or_none():
             if traces is not None:
                 summary = summarise(traces, self._num_steps)
                 _write(self._folder, traces, summary)
-                told = f"{table(summary)}\ntrace {self._folder / TRACE}: open it at ui.perfetto.dev"
-        return told
+                text = f"{table(summary)}\ntrace {self._folder / TRACE}: open it at ui.perfetto.dev"
+        return text
 
     def _rank_trace(self) -> RankTrace:
         """Return this rank's spans in seconds of its device from the first of all ranks' on."""
@@ -176,8 +176,8 @@ def summarise(traces: Sequence[RankTrace], num_steps: int) -> dict:
     """
     by_axis: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
     for rank, trace in enumerate(traces):
-        for axis, found in _axes_of(trace).items():
-            by_axis[axis][rank] = {key: value / num_steps for key, value in found.items()}
+        for axis, result in _axes_of(trace).items():
+            by_axis[axis][rank] = {key: value / num_steps for key, value in result.items()}
     return {
         "steps": num_steps,
         "axes": {

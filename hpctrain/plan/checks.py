@@ -36,9 +36,9 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         least = tile.rows.size
         if least < tile.tensor.z:
             raise PlanError(f"{where}: z = {tile.tensor.z} splits {least} rows; give it rows or lower z")
-        if least < tile.tensor.z * tile.substeps:
+        if least < tile.tensor.z * tile.row_chunks:
             raise PlanError(
-                f"{where}: z = {tile.tensor.z} and substeps = {tile.substeps} split {least} rows; lower substeps"
+                f"{where}: z = {tile.tensor.z} and row_chunks = {tile.row_chunks} split {least} rows; lower row_chunks"
             )
         for rank in tile.ranks:
             if plan.tiles[seen.setdefault(rank, number)].ranks != tile.ranks:
@@ -55,9 +55,9 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         if tile.items.start > 0 and not plan.upstream(tile):
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
     _check_chunks(plan)
-    _check_ahead(plan)
+    _check_extra_warmup(plan)
     for item in range(num_items):
-        rows = [tile.rows for tile in plan.tiles if tile.holds(item)]
+        rows = [tile.rows for tile in plan.tiles if tile.contains(item)]
         if not tiles_exactly(rows, Interval(0, plan.rows)):
             raise PlanError(
                 f"item {item} is computed for rows {sorted(map(list, rows))}, which is not [0, {plan.rows}) once each"
@@ -69,12 +69,12 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         raise PlanError(f"rank {missing[0]} is in no tile; list it under unused = {missing}")
 
 
-def _check_ahead(plan: Plan) -> None:
+def _check_extra_warmup(plan: Plan) -> None:
     """Refuse tiles that are ahead where that is of no use, or by which tiles would wait for each other for ever."""
     for number, tile in enumerate(plan.tiles):
-        if not tile.ahead:
+        if not tile.extra_warmup:
             continue
-        where = f"tile {number}: ahead = {tile.ahead}"
+        where = f"tile {number}: ahead = {tile.extra_warmup}"
         if plan.schedule != "1f1b" or len(plan.chunks(tile)) > 1:
             raise PlanError(f'{where} is of schedule = "1f1b" with one tile a rank; set it to 0')
         if not plan.downstream(tile):
@@ -97,7 +97,7 @@ def _check_chunks(plan: Plan) -> None:
             continue
         numbers = [plan.tiles.index(tile) for tile in tiles]
         where = f"tiles {', '.join(map(str, numbers))} have the same ranks {list(first.ranks)[:8]}"
-        for key in ("tensor", "rows", "family", "zero", "state_share", "substeps"):
+        for key in ("tensor", "rows", "family", "zero", "state_share", "row_chunks"):
             values = [str(getattr(tile, key)) for tile in tiles]
             if len(set(values)) > 1:
                 raise PlanError(f"{where}, but unlike {key}: {', '.join(values)}; make them alike")
@@ -107,9 +107,9 @@ def _check_chunks(plan: Plan) -> None:
         stages = length // len(tiles)
         before = [plan.depth_from_start(tile) for tile in tiles]
         near = {each for tile in tiles for each in (*plan.upstream(tile), *plan.downstream(tile))}
-        unlike = [tile for tile in near if len(plan.chunks(tile)) != len(tiles) or plan.path_length(tile) != length]
+        mixed = [tile for tile in near if len(plan.chunks(tile)) != len(tiles) or plan.path_length(tile) != length]
         if (
-            unlike
+            mixed
             or length % len(tiles)
             or before != [before[0] % stages + stages * chunk for chunk in range(len(tiles))]
         ):

@@ -30,11 +30,11 @@ def draw_plan(plan: Plan) -> str:
     for bound in item_bounds:
         ruler.write(columns[bound], 0, str(bound))
     drawn = [f"{at.get(number, ''):>{margin - 1}} {line}" for number, line in enumerate(canvas.lines())]
-    told = [plan.describe(), "items across (0: embedding, then blocks, last: head), rows of a microbatch down", ""]
-    told += [" " * margin + ruler.lines()[0], *drawn]
+    summary = [plan.describe(), "items across (0: embedding, then blocks, last: head), rows of a microbatch down", ""]
+    summary += [" " * margin + ruler.lines()[0], *drawn]
     if plan.unused:
-        told.append(f"unused: {ranges(plan.unused)}")
-    return "\n".join(told)
+        summary.append(f"unused: {ranges(plan.unused)}")
+    return "\n".join(summary)
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
@@ -58,8 +58,8 @@ def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
     options += [] if tile.recompute == "none" else [f"recompute {tile.recompute}"]
     options += [f"zero {tile.zero}"] if tile.zero != 1 else []
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []
-    options += [f"{tile.substeps} substeps"] if tile.substeps != 1 else []
-    options += [f"{tile.ahead} ahead"] if tile.ahead else []
+    options += [f"{tile.row_chunks} row_chunks"] if tile.row_chunks != 1 else []
+    options += [f"{tile.extra_warmup} ahead"] if tile.extra_warmup else []
     ranks = ranges(tile.ranks)
     if len(ranks) > 24:
         ranks = f"{min(tile.ranks)}...{max(tile.ranks)}"
@@ -69,9 +69,9 @@ def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
 def _positions(bounds: list[int], size: int, needed: list[tuple]) -> dict[int, int]:
     """Place bounds in proportion within `size` characters, and further apart where a tile needs room."""
     sizes = {a: max(2, (b - a) * size // bounds[-1]) for a, b in itertools.pairwise(bounds)}
-    for interval, room in sorted(needed, key=lambda need: need[0].size):
+    for interval, width in sorted(needed, key=lambda need: need[0].size):
         inside = [bound for bound in sizes if interval.start <= bound < interval.stop]
-        missing = room - sum(sizes[bound] for bound in inside)
+        missing = width - sum(sizes[bound] for bound in inside)
         sizes[inside[-1]] += max(0, missing)
     return dict(zip(bounds, itertools.accumulate(sizes.values(), initial=0), strict=True))
 

@@ -27,8 +27,8 @@ class _TileTable(Table):
     recompute: Literal["none", "full"] = "none"
     zero: Literal[0, 1, 2, 3] = 1
     state_share: Annotated[int, Field(ge=1)] = 1
-    substeps: Annotated[int, Field(ge=1)] = 1
-    ahead: Annotated[int, Field(ge=0)] = 0
+    row_chunks: Annotated[int, Field(ge=1)] = 1
+    extra_warmup: Annotated[int, Field(ge=0)] = 0
 
 
 class _PlanTable(Table):
@@ -61,8 +61,8 @@ def parse_plan(text: str, path: str) -> Plan:
             t.recompute,
             t.zero,
             t.state_share,
-            t.substeps,
-            t.ahead,
+            t.row_chunks,
+            t.extra_warmup,
         )
         for t in table.tile
     )
@@ -87,6 +87,6 @@ def dump_plan(plan: Plan) -> str:
             f'recompute = "{tile.recompute}"',
             f"zero = {tile.zero}",
         ]
-        lines += [f"{key} = {value}" for key in ("state_share", "substeps") if (value := getattr(tile, key)) != 1]
-        lines += [f"ahead = {tile.ahead}"] if tile.ahead else []
+        lines += [f"{key} = {value}" for key in ("state_share", "row_chunks") if (value := getattr(tile, key)) != 1]
+        lines += [f"ahead = {tile.extra_warmup}"] if tile.extra_warmup else []
     return "\n".join(lines) + "\n"

@@ -34,12 +34,12 @@ from hpctrain.sharding.parameters import (
 )
 
 Rectangle = tuple[Interval, Interval]
-Held = TypeVar("Held")
+T = TypeVar("Held")
 GRADIENT_BYTES = 4  # fp32
 
 
 @dataclass(frozen=True)
-class Slab:
+class Region:
     """A rectangle of a parameter of one or two dims (which then has one column)."""
 
     parameter: Parameter
@@ -56,7 +56,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Holding:
+class ShardGroup:
     """What one exact set of ranks holds: whole units, or slabs of them."""
 
     ranks: tuple[int, ...]
@@ -66,7 +66,7 @@ class Holding:
     zero: int
     """The ZeRO stage in which they exchange."""
     layouts: tuple[UnitLayout, ...] = ()
-    slabs: tuple[Slab, ...] = ()
+    regions: tuple[Region, ...] = ()
     items: tuple[int, ...] = ()
     """Of which all this is, in their order; one that is tied is of two."""
     final_after: int = 0
@@ -78,15 +78,15 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class RankShards:
     """All that one rank holds."""
 
-    holdings: tuple[Holding, ...]
+    shard_groups: tuple[ShardGroup, ...]
     cut_units: tuple[UnitLayout, ...] = ()
     """The units whose elements are in slabs, of each item what is not tied as one."""
 
 
-def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> Holdings:
+def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> RankShards:
     """Return what a rank holds, and with whom.
 
     What the same ranks hold is cut into holdings of at least `bucket_bytes` of gradients each, which must be the same
@@ -101,57 +101,57 @@ def holdings_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = 
     users_of = lru_cache(None)(partial(_users, plan))
     zero_of = lru_cache(None)(partial(_zero, plan))
 
-    def held_items(unit: Unit) -> list[int]:
-        return [item for item in unit.items if any(each.holds(item) for each in tiles)]
+    def items_here(unit: Unit) -> list[int]:
+        return [item for item in unit.items if any(each.contains(item) for each in tiles)]
 
     whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
-    slabs: dict[tuple[tuple[int, ...], int, Unit | None], list[tuple[Unit, Slab]]] = {}
-    unlike: list[Unit] = []
+    regions: dict[tuple[tuple[int, ...], int, Unit | None], list[tuple[Unit, Region]]] = {}
+    mixed: list[Unit] = []
     for unit in units(model, tile.tensor):
-        if not held_items(unit):
+        if not items_here(unit):
             continue
         users = users_of(unit.items)
         if any(t.tensor != tile.tensor for t in users):
-            unlike.append(unit)
+            mixed.append(unit)
             continue
         ranks = _counterparts(unit, model, users, tile.coordinate(rank))
         zero = zero_of(ranks, len(unit.items) > 1)
         by_itself = unit if zero >= 2 else None  # exchanged while it computes
         whole.setdefault((ranks, zero, by_itself), []).append(unit.layout(tile.tensor, x, y))
-    cut_units = join_units(unlike)
+    cut_units = join_units(mixed)
     for unit in cut_units:
-        for slab, ranks in cutter.slabs(unit, users_of(unit.items)):
+        for region, ranks in cutter.regions(unit, users_of(unit.items)):
             zero = max(1, zero_of(ranks, len(unit.items) > 1))
             by_itself = unit if zero >= 2 else None
-            slabs.setdefault((ranks, zero, by_itself), []).append((unit, slab))
+            regions.setdefault((ranks, zero, by_itself), []).append((unit, region))
 
-    def place(slab: Slab) -> tuple[int, int, int]:
-        return number_of[slab.parameter.name], slab.rows.start, slab.columns.start
+    def place(region: Region) -> tuple[int, int, int]:
+        return number_of[region.parameter.name], region.rows.start, region.columns.start
 
-    def placed(held: Sequence[Unit]) -> dict:
-        final_after = min(item for unit in held for item in held_items(unit))
-        return {"items": tuple(sorted({item for unit in held for item in unit.items})), "final_after": final_after}
+    def placed(shards: Sequence[Unit]) -> dict:
+        final_after = min(item for unit in shards for item in items_here(unit))
+        return {"items": tuple(sorted({item for unit in shards for item in unit.items})), "final_after": final_after}
 
-    found = []
+    result = []
     for (ranks, zero, _), kept in whole.items():
         for bucket in _buckets(kept, bucket_bytes, lambda u: u.unit, lambda u: u.size / tile.tensor.z):
             where = placed([layout.unit for layout in bucket])
-            holding = _holding(plan, ranks, zero, layouts=tuple(bucket), **where)
-            found.append((holding, _first(bucket, number_of)))
-    for (ranks, zero, _), kept in slabs.items():
+            shard_group = _shard_group(plan, ranks, zero, layouts=tuple(bucket), **where)
+            result.append((shard_group, _first(bucket, number_of)))
+    for (ranks, zero, _), kept in regions.items():
         kept.sort(key=lambda pair: place(pair[1]))
         for bucket in _buckets(kept, bucket_bytes, lambda pair: pair[0], lambda pair: pair[1].size):
             where = placed([unit for unit, _ in bucket])
-            holding = _holding(plan, ranks, zero, slabs=tuple(slab for _, slab in bucket), **where)
-            found.append((holding, place(bucket[0][1])))
-    found.sort(key=lambda pair: pair[1])
+            shard_group = _shard_group(plan, ranks, zero, regions=tuple(region for _, region in bucket), **where)
+            result.append((shard_group, place(bucket[0][1])))
+    result.sort(key=lambda pair: pair[1])
     layouts = (unit.layout(tile.tensor, x, y) for unit in cut_units)
-    return Holdings(tuple(holding for holding, _ in found), tuple(layouts))
+    return RankShards(tuple(shard_group for shard_group, _ in result), tuple(layouts))
 
 
 def _users(plan: Plan, items: tuple[int, ...]) -> tuple[Tile, ...]:
     """Return for all ranks that use what some items have a tile of theirs, in the order of tiles."""
-    tiles = (tile for tile in plan.tiles if any(map(tile.holds, items)))
+    tiles = (tile for tile in plan.tiles if any(map(tile.contains, items)))
     return tuple({tile.ranks: tile for tile in tiles}.values())
 
 
@@ -161,26 +161,26 @@ def _numbers(model: Model) -> dict[str, int]:
     return {name: number for number, name in enumerate(all_parameters(model))}
 
 
-def whole_model(model: Model) -> Holdings:
+def whole_model(model: Model) -> RankShards:
     """Return what a rank holds that has the whole model to itself."""
     whole = TensorGrid()
-    return Holdings((Holding((0,), (1,), 1, tuple(unit.layout(whole, 0, 0) for unit in units(model, whole))),))
+    return RankShards((ShardGroup((0,), (1,), 1, tuple(unit.layout(whole, 0, 0) for unit in units(model, whole))),))
 
 
 def _buckets(
-    held: Sequence[Held], bucket_bytes: int | None, unit_of: Callable[[Held], Unit], size_of: Callable[[Held], float]
-) -> Iterator[list[Held]]:
+    shards: Sequence[T], bucket_bytes: int | None, unit_of: Callable[[T], Unit], size_of: Callable[[T], float]
+) -> Iterator[list[T]]:
     """Cut what is in the order of items into runs of at least so many bytes of gradients, each of whole items.
 
     From the last to the first, so that what is left over is final last: nothing hides it. All holders of the same find
     the same, for it depends on nothing else.
     """
-    bucket: list[Held] = []
+    bucket: list[T] = []
     num_bytes = 0.0
-    for i, each in reversed(list(enumerate(held))):
+    for i, each in reversed(list(enumerate(shards))):
         bucket.append(each)
         num_bytes += size_of(each) * GRADIENT_BYTES
-        starts_item = i > 0 and unit_of(held[i - 1]).items[0] != unit_of(each).items[0]
+        starts_item = i > 0 and unit_of(shards[i - 1]).items[0] != unit_of(each).items[0]
         if bucket_bytes is not None and num_bytes >= bucket_bytes and starts_item:
             yield bucket[::-1]
             bucket, num_bytes = [], 0.0
@@ -192,8 +192,8 @@ def _first(layouts: list[UnitLayout], number_of: dict[str, int]) -> tuple[int, i
     return number_of[layouts[0].unit.parameters[0].name], 0, 0
 
 
-def _holding(plan: Plan, ranks: tuple[int, ...], zero: int, **held) -> Holding:
-    return Holding(ranks, tuple(plan.tile_of(rank).state_share for rank in ranks), zero, **held)
+def _shard_group(plan: Plan, ranks: tuple[int, ...], zero: int, **shards) -> ShardGroup:
+    return ShardGroup(ranks, tuple(plan.tile_of(rank).state_share for rank in ranks), zero, **shards)
 
 
 def _zero(plan: Plan, ranks: tuple[int, ...], is_tied: bool) -> int:
@@ -221,7 +221,7 @@ def check_zero(plan: Plan, where: str) -> None:
             for what, a, b in (
                 ("items", list(tile.items), list(other.items)),
                 ("zero", tile.zero, other.zero),
-                ("substeps", tile.substeps, other.substeps),
+                ("row_chunks", tile.row_chunks, other.row_chunks),
                 ("chunks", *([list(each.items) for each in plan.chunks(t)] for t in (tile, other))),
                 ("forward passes before the first backward one (see ahead)", plan.warm_up(tile), plan.warm_up(other)),
                 *((("tiles before", plan.depth_from_start(tile), plan.depth_from_start(other)),) if delayed else ()),
@@ -251,35 +251,35 @@ class _Cutter:
         self._model, self._tile = model, plan.tile_of(rank)
         self._index = self._tile.ranks.index(rank)
         self._stored: dict[tuple[int, TensorGrid], list[dict[Rectangle, list[int]]]] = {}
-        self._found: dict[tuple, list[tuple[int, Rectangle, tuple[int, ...]]]] = {}
+        self._result: dict[tuple, list[tuple[int, Rectangle, tuple[int, ...]]]] = {}
 
-    def slabs(self, unit: Unit, users: tuple[Tile, ...]) -> list[tuple[Slab, tuple[int, ...]]]:
+    def regions(self, unit: Unit, users: tuple[Tile, ...]) -> list[tuple[Region, tuple[int, ...]]]:
         """Return the slabs of this rank's part of a unit, each with its holders in the order of tiles."""
         item = unit.items[0]
         like = min(item, 1) if item <= self._model.num_layers else item
         parameters = _parameters(self._model, item)
         wanted = {p.name for p in unit.parameters}
         key = (like, users, tuple(p.name in wanted for p in parameters))
-        if key not in self._found:
+        if key not in self._result:
             numbers = [number for number, p in enumerate(parameters) if p.name in wanted]
-            self._found[key] = [found for number in numbers for found in self._cut(like, number, users)]
-        return [(Slab(parameters[number], *where), ranks) for number, where, ranks in self._found[key]]
+            self._result[key] = [result for number in numbers for result in self._cut(like, number, users)]
+        return [(Region(parameters[number], *where), ranks) for number, where, ranks in self._result[key]]
 
     def _cut(self, item: int, number: int, users: tuple[Tile, ...]):
         grids = dict.fromkeys(tile.tensor for tile in users)
         for own, members in self._cells(item, self._tile.tensor)[number].items():
             if self._index not in members:
                 continue
-            regions: list[tuple[Rectangle, dict[TensorGrid, list[int]]]] = [(own, {})]
+            parts: list[tuple[Rectangle, dict[TensorGrid, list[int]]]] = [(own, {})]
             for grid in grids:
-                regions = [
-                    (both, held | {grid: cells})
-                    for region, held in regions
+                parts = [
+                    (both, shards | {grid: cells})
+                    for part, shards in parts
                     for other, cells in self._cells(item, grid)[number].items()
-                    if (both := _meet(region, other))
+                    if (both := _meet(part, other))
                 ]
-            for region, held in regions:
-                yield number, region, tuple(tile.ranks[i] for tile in users for i in held[tile.tensor])
+            for part, shards in parts:
+                yield number, part, tuple(tile.ranks[i] for tile in users for i in shards[tile.tensor])
 
     def _cells(self, item: int, grid: TensorGrid) -> list[dict[Rectangle, list[int]]]:
         """Return for each parameter of an item the rectangles that a grid cuts it into, and who of a tile has each.
@@ -288,7 +288,7 @@ class _Cutter:
         """
         if (item, grid) not in self._stored:
             names = [p.name for p in _parameters(self._model, item)]
-            found: list[dict[Rectangle, list[int]]] = [{} for _ in names]
+            result: list[dict[Rectangle, list[int]]] = [{} for _ in names]
             for index in range(grid.size):
                 x, y, z = grid.coordinate(index)
                 for unit in join_units(item_units(self._model, grid, item)):
@@ -299,8 +299,8 @@ class _Cutter:
                         runs = whole_rows(parameter, box, inside) if inside.size else ()
                         for rows, columns, _ in runs:
                             where = rows, Interval(columns.start, columns.stop)
-                            found[names.index(parameter.name)].setdefault(where, []).append(index)
-            self._stored[item, grid] = found
+                            result[names.index(parameter.name)].setdefault(where, []).append(index)
+            self._stored[item, grid] = result
         return self._stored[item, grid]
 
 

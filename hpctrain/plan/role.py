@@ -7,7 +7,7 @@ groups one after the other never wait in a circle.
 from dataclasses import dataclass
 
 from hpctrain.config.job import Model
-from hpctrain.plan.holders import Holdings, holdings_of
+from hpctrain.plan.holders import RankShards, rank_shards_of
 from hpctrain.plan.schedule import channel_depth
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import Near, RowShape, Transfer, everywhere, gathers, receives, sends
@@ -55,7 +55,7 @@ class Role:
     """In the order of items."""
     axes: dict[str, tuple[int, ...]]
     """The ranks along each axis of the tensor grid: x, y, z."""
-    held: Holdings
+    shards: RankShards
     """The weights that this rank holds, by the ranks that hold the same."""
     transfers: tuple[Transfers, ...]
     """For each tile."""
@@ -67,15 +67,15 @@ def role_of(
 ) -> Role:
     """Return what a rank takes part in, with rows of so many positions.
 
-    `bucket_bytes` is that of `holdings_of`, `near` that of `hpctrain.plan.transfers`.
+    `bucket_bytes` is that of `rank_shards_of`, `near` that of `hpctrain.plan.transfers`.
 
     Takes time and memory by the rank's own groups, not by all pairs of ranks."""
     tiles = plan.tiles_of(rank)
     row = RowShape(positions, model.hidden_size)
     transfers = tuple(_transfers(row, plan, tile, rank, near) for tile in tiles)
     axes = {axis: tuple(tiles[0].axis_ranks(axis, rank)) for axis in "xyz"}
-    held = holdings_of(model, plan, rank, bucket_bytes)
-    return Role(rank, tiles, axes, held, transfers, _channels(plan, rank, transfers))
+    shards = rank_shards_of(model, plan, rank, bucket_bytes)
+    return Role(rank, tiles, axes, shards, transfers, _channels(plan, rank, transfers))
 
 
 def _transfers(row: RowShape, plan: Plan, tile: Tile, rank: int, near: Near) -> Transfers:

@@ -73,21 +73,21 @@ Schedule = Sequence[Instruction]
 def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
     """Return how many messages a channel between two neighbours holds: no tile runs further ahead of the next one than
     by the microbatches that it has under way, so that no send of a training step waits."""
-    return max(under_way(plan, tile), under_way(plan, other))
+    return max(in_flight(plan, tile), in_flight(plan, other))
 
 
-def under_way(plan: Plan, tile: Tile) -> int:
+def in_flight(plan: Plan, tile: Tile) -> int:
     """Return how many microbatches of a tile are under way at once, from its forward to its backward pass: by 1F1B
     those of its warm-up and one in hand. Of an interleaved pipeline a step may have fewer."""
     chunks = plan.chunks(tile)
     if len(chunks) == 1:
         return min(plan.warm_up(tile) + 1, plan.microbatches)
-    return _under_way(*_place(plan, tile))[chunks.index(tile)]
+    return _in_flight(*_place(plan, tile))[chunks.index(tile)]
 
 
 @lru_cache(maxsize=256)
-def _under_way(chunks: int, stages: int, behind: int, microbatches: int) -> list[int]:
-    """Return `under_way` for each chunk of a stage."""
+def _in_flight(chunks: int, stages: int, behind: int, microbatches: int) -> list[int]:
+    """Return `in_flight` for each chunk of a stage."""
     alive, most = [0] * chunks, [0] * chunks
     for op, chunk, _ in _passes(chunks, stages, behind, microbatches):
         alive[chunk] += 1 if op is Op.FORWARD else -1
@@ -103,10 +103,9 @@ def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
     """Return the order in which a tile's ranks go through their passes by 1F1B (PipeDream-flush, Narayanan et al. 2021,
     arXiv 2104.04473): warm up, alternate, drain.
 
-    The number of warm-up forwards is the tile's longest path to the loss, which is `stages - 1 - stage` for an
-    even pipeline and also right for tiles that are on paths of unlike length; and what it is `ahead`: with one more, a
-    message to the next tile and back may take as long as a microbatch before it holds them up (Zhuang et al. 2023,
-    arXiv 2211.05322).
+    The number of warm-up forwards is the tile's longest path to the loss (`stages - 1 - stage` in an even pipeline), plus
+    its `extra_warmup`. With one more, a message to the next tile and back may take as long as a microbatch before it
+    delays them (Zhuang et al. 2023, arXiv 2211.05322).
 
     Ranks with several chunks are of an interleaved pipeline: they take as many microbatches through a chunk as there
     are stages, then through the next one, and warm up by `2 (stages - 1 - stage) + (chunks - 1) stages` passes. Where
@@ -139,7 +138,7 @@ def _passes(chunks: int, stages: int, behind: int, microbatches: int) -> tuple[P
 
 def forward_part(plan: Plan, tile: Tile, m: int, chunk: int = 0) -> list[Instruction]:
     """Return the instructions of one microbatch's forward pass on a tile, chunk `chunk` of its ranks."""
-    steps = [Instruction(Op.FORWARD, m, s, chunk=chunk) for s in range(tile.substeps)]
+    steps = [Instruction(Op.FORWARD, m, s, chunk=chunk) for s in range(tile.row_chunks)]
     if plan.upstream(tile):
         steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m, chunk=chunk))
     if plan.downstream(tile):
@@ -149,7 +148,7 @@ def forward_part(plan: Plan, tile: Tile, m: int, chunk: int = 0) -> list[Instruc
 
 def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int = 0) -> list[Instruction]:
     """Return those of its backward pass, or by BACKWARD_INPUT of the part that its neighbours wait for."""
-    steps = [Instruction(op, m, s, chunk=chunk) for s in range(tile.substeps)]
+    steps = [Instruction(op, m, s, chunk=chunk) for s in range(tile.row_chunks)]
     if plan.downstream(tile):
         steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m, chunk=chunk))
     if plan.upstream(tile):
@@ -160,7 +159,7 @@ def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: i
 def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int = 0) -> list[Instruction]:
     """Return a whole microbatch on a tile with the loss: each substep forward and back, so that only one is kept."""
     steps = []
-    for s in range(tile.substeps):
+    for s in range(tile.row_chunks):
         steps += [Instruction(Op.FORWARD, m, s, chunk=chunk), Instruction(op, m, s, chunk=chunk)]
     if plan.upstream(tile):
         receive, send = (Instruction(o, m, chunk=chunk) for o in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT))
@@ -169,7 +168,7 @@ def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int
 
 
 def weight_part(tiles: Sequence[Tile], chunk: int, m: int) -> list[Instruction]:
-    return [Instruction(Op.BACKWARD_WEIGHT, m, s, chunk=chunk) for s in range(tiles[chunk].substeps)]
+    return [Instruction(Op.BACKWARD_WEIGHT, m, s, chunk=chunk) for s in range(tiles[chunk].row_chunks)]
 
 
 def weight_delay(plan: Plan, tile: Tile) -> int | None:
@@ -177,7 +176,7 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
 
     They are one where nobody waits for the gradient of the input. By 1F1B it is sent as soon as it is there (H2,
     arXiv 2505.17548), with the weights' right after it, where that costs nothing: sums over x or y would no longer be
-    hidden behind the weights' products, and tiles that recompute or have substeps are short of the memory in which
+    hidden behind the weights' products, and tiles that recompute or have row_chunks are short of the memory in which
     these wait. Tiles with ZeRO 2 and 3 must do alike. By ZB-H1 each tile keeps as many microbatches under way as the
     first one on its longest path does by 1F1B, so that what is left at the end are weight passes.
     """
@@ -191,7 +190,7 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
 def splits_freely(tile: Tile) -> bool:
     """Say whether it costs a tile nothing to send the gradient of its input before it computes those of weights."""
     is_cut = tile.tensor.x > 1 or tile.tensor.y > 1
-    return not is_cut and tile.recompute == "none" and tile.substeps == 1 and tile.zero < 2
+    return not is_cut and tile.recompute == "none" and tile.row_chunks == 1 and tile.zero < 2
 
 
 def schedule_of(plan: Plan, tile: Tile, reduce_early: bool = False) -> tuple[Instruction, ...]:
@@ -254,7 +253,7 @@ def schedules_of(plan: Plan, make: Callable[[Plan, Tile], Schedule]) -> dict[Til
     schedules = {}
     for first in plan.first_tiles:
         shapes = [
-            (bool(plan.upstream(t)), bool(plan.downstream(t)), t.substeps, weight_delay(plan, t))
+            (bool(plan.upstream(t)), bool(plan.downstream(t)), t.row_chunks, weight_delay(plan, t))
             for t in plan.chunks(first)
         ]
         key = _place(plan, first), *shapes

@@ -254,7 +254,7 @@ def check_no_deadlock(plan: Plan, schedules: Mapping[Tile, Schedule]) -> None:
     which is harder than need be: only those that share a parameter have to. Tiles with ZeRO 2 and 3 exchange in every
     pass, and take each pass together. A reduction that starts early waits for nobody, but must be final and be waited
     for: the last pass that adds to gradients starts it, before the reduction. Gradients are added in the order of
-    microbatches and substeps, so that no schedule changes a bit.
+    microbatches and row_chunks, so that no schedule changes a bit.
     """
     checked: set[int] = set()
     for tile, schedule in schedules.items():

@@ -29,9 +29,9 @@ class Tile:
     zero: int = 1
     state_share: int = 1
     """The share of each of its ranks when holders cut the state of the optimizer among them."""
-    substeps: int = 1
+    row_chunks: int = 1
     """In how many pieces the tile goes through its rows of a microbatch."""
-    ahead: int = 0
+    extra_warmup: int = 0
     """Microbatches that it has under way beyond those of 1F1B, so that slow messages hold up nobody."""
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Tile:
         """Return the rows of a microbatch that coordinate z computes."""
         return cut_evenly(self.rows.size, self.tensor.z)[z].shift(self.rows.start)
 
-    def holds(self, item: int) -> bool:
+    def contains(self, item: int) -> bool:
         return self.items.start <= item < self.items.stop
 
 
@@ -92,10 +92,10 @@ class Plan:
 
     @cached_property
     def _tiles_of(self) -> dict[int, tuple[Tile, ...]]:
-        found: dict[int, list[Tile]] = {}
+        result: dict[int, list[Tile]] = {}
         for tile in self.tiles:
-            found.setdefault(tile.ranks[0], []).append(tile)
-        every = [tuple(sorted(tiles, key=lambda tile: tile.items.start)) for tiles in found.values()]
+            result.setdefault(tile.ranks[0], []).append(tile)
+        every = [tuple(sorted(tiles, key=lambda tile: tile.items.start)) for tiles in result.values()]
         every += [(Tile(Interval(0, 0), Interval(0, 0), (rank,)),) for rank in self.unused]
         return {rank: tiles for tiles in every for rank in tiles[0].ranks}
 
@@ -131,11 +131,11 @@ class Plan:
 
     @cached_property
     def _upstream(self) -> dict[Tile, tuple[Tile, ...]]:
-        found: dict[Tile, list[Tile]] = {tile: [] for tile in self.tiles}
+        result: dict[Tile, list[Tile]] = {tile: [] for tile in self.tiles}
         for tile, following in self._downstream.items():
             for other in following:
-                found[other].append(tile)
-        return {tile: tuple(tiles) for tile, tiles in found.items()}
+                result[other].append(tile)
+        return {tile: tuple(tiles) for tile, tiles in result.items()}
 
     @cached_property
     def _depth_to_loss(self) -> dict[Tile, int]:
@@ -169,7 +169,7 @@ class Plan:
 
     def warm_up(self, tile: Tile) -> int:
         """Return how many forward passes a tile does before it alternates, if it has one tile a rank."""
-        return self.depth_to_loss(tile) + tile.ahead
+        return self.depth_to_loss(tile) + tile.extra_warmup
 
     def path_length(self, tile: Tile) -> int:
         """Return the number of tiles on the longest path through this one."""
@@ -191,15 +191,15 @@ class Plan:
             tiles += f", up to {max(chunks)} a rank" if max(chunks) > 1 else ""
         unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
         schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
-        most = max((tile.ahead for tile in self.tiles), default=0)
-        ahead = f", up to {most} more under way" if most else ""
-        return f"{tiles}, {microbatches}{schedule}{ahead}{unused}"
+        most = max((tile.extra_warmup for tile in self.tiles), default=0)
+        extra_warmup = f", up to {most} more under way" if most else ""
+        return f"{tiles}, {microbatches}{schedule}{extra_warmup}{unused}"
 
 
 def joined(plan: Plan) -> list[list[Tile]]:
     """Return the tiles that share messages, directly or through others, together, in the order of the plan's."""
     place = {tile: i for i, tile in enumerate(plan.tiles)}
-    found: list[list[Tile]] = []
+    result: list[list[Tile]] = []
     seen: set[Tile] = set()
     for start in plan.tiles:
         if start in seen:
@@ -210,8 +210,8 @@ def joined(plan: Plan) -> list[list[Tile]]:
             near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
             seen.update(near)
             together += near
-        found.append(sorted(together, key=place.get))
-    return found
+        result.append(sorted(together, key=place.get))
+    return result
 
 
 def counted(number: int, what: str) -> str:

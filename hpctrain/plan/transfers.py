@@ -38,7 +38,7 @@ class Transfer:
         return self.tokens.size * self.features.size
 
 
-def held(tile: Tile, rank: int, row: RowShape) -> tuple[Interval, Interval]:
+def owned(tile: Tile, rank: int, row: RowShape) -> tuple[Interval, Interval]:
     """Return the tokens and the features of a microbatch's activation that a rank of the tile holds."""
     x, _, z = tile.coordinate(rank)
     return tile.rows_at(z).scale(row.positions), cut_evenly(row.hidden_size, tile.tensor.x)[x]
@@ -75,25 +75,25 @@ def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gather
     and they share the sending: of what two parts have in common, the i-th of n senders brings what the i-th n-th of the
     receivers needs, or a piece of it.
     """
-    tokens, features = held(target, receiver, row)
+    tokens, features = owned(target, receiver, row)
     _, target_y, _ = target.coordinate(receiver)
     if is_gathered:
         tokens = tokens.part(Interval(target_y, target_y + 1), target.tensor.y)
     ours = Interval(0, source.tensor.y).shift(target_y * source.tensor.y)
     senders = [(y, ours.intersect(Interval(y, y + 1).scale(target.tensor.y))) for y in range(source.tensor.y)]
     senders = [(y, part.shift(-ours.start)) for y, part in senders if part.size]
-    found = []
+    result = []
     for z in range(source.tensor.z):
         for x in range(source.tensor.x):
-            their_tokens, their_features = held(source, source.rank_at(x, 0, z), row)
+            their_tokens, their_features = owned(source, source.rank_at(x, 0, z), row)
             shared_tokens, shared_features = tokens.intersect(their_tokens), features.intersect(their_features)
             if not (shared_tokens.size and shared_features.size):
                 continue
             pieces = ((y, shared_tokens.part(part, ours.size)) for y, part in senders)
-            found += [
+            result += [
                 Transfer(source.rank_at(x, y, z), receiver, piece, shared_features) for y, piece in pieces if piece.size
             ]
-    return found
+    return result
 
 
 def receives(
@@ -103,16 +103,16 @@ def receives(
     of senders."""
     sources = plan.upstream(tile) if forward else plan.downstream(tile)
     is_gathered = gathers(plan, tile, forward, near)
-    found = (t for source in sources for t in _between(source, tile, rank, row, is_gathered))
-    return sorted(found, key=lambda t: t.sender)
+    result = (t for source in sources for t in _between(source, tile, rank, row, is_gathered))
+    return sorted(result, key=lambda t: t.sender)
 
 
 def sends(plan: Plan, tile: Tile, rank: int, row: RowShape, forward: bool, near: Near = everywhere) -> list[Transfer]:
     """Return what a rank of a tile sends of a microbatch from it: activations (forward) or their gradients, in order of
     receivers."""
-    found = []
+    result = []
     for target in plan.downstream(tile) if forward else plan.upstream(tile):
         is_gathered = gathers(plan, target, forward, near)
         for receiver in target.ranks:
-            found += _between(tile, target, receiver, row, is_gathered)
-    return sorted((t for t in found if t.sender == rank), key=lambda t: t.receiver)
+            result += _between(tile, target, receiver, row, is_gathered)
+    return sorted((t for t in result if t.sender == rank), key=lambda t: t.receiver)

@@ -43,8 +43,8 @@ def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None
         plan = load_plan(request.file)
         check_plan(job, plan, str(request.file))
         check_ranks(plan, num_ranks)
-        found = families_of(plan, families) if families else [tile.family for tile in plan.tiles]
-        for number, (tile, family) in enumerate(zip(plan.tiles, found, strict=True)):
+        result = families_of(plan, families) if families else [tile.family for tile in plan.tiles]
+        for number, (tile, family) in enumerate(zip(plan.tiles, result, strict=True)):
             if tile.family != family:
                 raise PlanError(
                     f"{request.file}: tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)} are"
@@ -64,8 +64,8 @@ def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None
 
 def with_families(plan: Plan, families: Sequence[str]) -> Plan:
     """Return the plan with the families of the ranks named in its tiles."""
-    found = zip(plan.tiles, families_of(plan, families), strict=True)
-    return replace(plan, tiles=tuple(replace(tile, family=family) for tile, family in found))
+    result = zip(plan.tiles, families_of(plan, families), strict=True)
+    return replace(plan, tiles=tuple(replace(tile, family=family) for tile, family in result))
 
 
 def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
@@ -109,10 +109,10 @@ def _choose_microbatch(per_replica: int, z: int, pipeline: int, chunks: int, seq
     fitting = [n for n in divisors(per_replica) if n >= z] or [per_replica]
     enough = [n for n in fitting if per_replica // n >= WANTED_MICROBATCHES_PER_STAGE * pipeline or pipeline == 1]
     small = [n for n in enough or fitting[:1] if n * sequence_length <= WANTED_TOKENS * z]
-    chosen = max(small) if small else (enough or fitting)[0]
-    count = per_replica // chosen
+    microbatch = max(small) if small else (enough or fitting)[0]
+    count = per_replica // microbatch
     bubble = (pipeline - 1) / (count * chunks + pipeline - 1)
-    reason = f"{chosen * sequence_length} tokens at once"
+    reason = f"{microbatch * sequence_length} tokens at once"
     if pipeline > 1:
         reason += f"; {count} microbatches over {pipeline} stages leave a bubble of {bubble:.0%} at most"
-    return chosen, reason
+    return microbatch, reason

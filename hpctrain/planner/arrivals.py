@@ -23,11 +23,11 @@ class _Messages:
 
     def _by_node(self, cut: Callable[[Tile], int]) -> dict[tuple[int, int], list[int]]:
         """Return by node, and by where in the items tiles are cut, the ranks of these tiles."""
-        found: dict[tuple[int, int], list[int]] = {}
+        result: dict[tuple[int, int], list[int]] = {}
         for tile in self._plan.tiles:
             for rank in tile.ranks:
-                found.setdefault((self._nodes[rank], cut(tile)), []).append(rank)
-        return found
+                result.setdefault((self._nodes[rank], cut(tile)), []).append(rank)
+        return result
 
     def _flows(self, sender: int, receiver: int, item: int, forward: bool) -> int:
         """Return how many messages share a NIC of one that crosses before an item: replicas send theirs then, too."""
@@ -38,7 +38,7 @@ class _Messages:
         )
 
     def all(self) -> dict[tuple[Tile, Tile], float]:
-        found: dict[tuple[Tile, Tile], float] = {}
+        result: dict[tuple[Tile, Tile], float] = {}
         known: dict[tuple, list[float | None]] = {}
         for tile in self._plan.tiles:
             for forward in (True, False):
@@ -48,10 +48,10 @@ class _Messages:
                 key = forward, self._meeting((tile, *sources), tile.items.start if forward else tile.items.stop)
                 if key not in known:
                     known[key] = self._between(tile, sources, forward)
-                found |= {
+                result |= {
                     (source, tile): each for source, each in zip(sources, known[key], strict=True) if each is not None
                 }
-        return found
+        return result
 
     def _meeting(self, tiles: Sequence[Tile], item: int) -> tuple:
         """Return what messages between tiles depend on: their grids and rows, how their ranks are spread, and which
@@ -63,22 +63,22 @@ class _Messages:
         where = tuple((d.table, nodes[d.node], d.index, first[r]) for d, r in zip(devices, ranks, strict=True))
         rows = tuple(tile.rows.shift(-tiles[0].rows.start) for tile in tiles)
         devices = self._network.cluster.devices
-        beside = tuple(
+        overlapped = tuple(
             tuple(devices[rank].index for rank in at.get((node, item), ()))
             for node in nodes
             for at in (self._ending, self._starting)
         )
-        return where, beside, rows, tuple(tile.tensor for tile in tiles)
+        return where, overlapped, rows, tuple(tile.tensor for tile in tiles)
 
     def _between(self, tile: Tile, sources: Sequence[Tile], forward: bool) -> list[float | None]:
         """Return for each source what its messages take; None where it sends nothing."""
-        found: dict[Tile, float] = {}
+        result: dict[Tile, float] = {}
         like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
         # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
         for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks:
             for source, seconds in self._arriving(tile, sources, rank, forward).items():
-                found[source] = max(found.get(source, 0.0), seconds)
-        return [found.get(source) for source in sources]
+                result[source] = max(result.get(source, 0.0), seconds)
+        return [result.get(source) for source in sources]
 
     def _arriving(self, tile: Tile, sources: Sequence[Tile], rank: int, forward: bool) -> dict[Tile, float]:
         """Return by source what it takes until a rank has what it is sent of a microbatch."""
@@ -87,7 +87,7 @@ class _Messages:
         arriving: dict[Tile, float] = {}
         stack = self._setup.stack
         parts = tile.tensor.y if stack.sequence_parallel else 1  # what is cut over y is sent so, and not gathered
-        how = forward, self._network.is_near if stack.gathers_pieces and parts == 1 else everywhere
+        how = forward, self._network.is_near if stack.gathers_parts and parts == 1 else everywhere
         for piece in receives(self._plan, tile, rank, row, *how):
             source = source_of[piece.sender]
             if piece.sender == rank:  # a tile of its own
@@ -102,7 +102,7 @@ class _Messages:
             _, _, z = tile.coordinate(rank)
             num_elements = tile.rows_at(z).size * row.positions * (row.hidden_size // tile.tensor.x)
             num_bytes = num_elements * self._setup.item_bytes
-            beside = self._network.crowd(tile.ranks)
-            gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), beside)
+            overlapped = self._network.crowd(tile.ranks)
+            gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), overlapped)
             arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later
         return arriving

@@ -59,7 +59,7 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
 
 def _row_counts(most: int, profiled: int) -> list[int]:
     """Return the numbers of rows whose seconds are looked up."""
-    found = list(range(1, max(EVERY_COUNT_UP_TO, profiled) + 1))
-    while found[-1] < most:
-        found.append(min(most, int(found[-1] * NEXT_COUNT)))
-    return [*found, VERY_MANY_ROWS]
+    result = list(range(1, max(EVERY_COUNT_UP_TO, profiled) + 1))
+    while result[-1] < most:
+        result.append(min(most, int(result[-1] * NEXT_COUNT)))
+    return [*result, VERY_MANY_ROWS]

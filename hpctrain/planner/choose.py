@@ -13,14 +13,14 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.explain import runner_up
 from hpctrain.planner.predictor import Prediction
-from hpctrain.planner.search import Found, Limits, search
+from hpctrain.planner.search import Limits, SearchResult, search
 from hpctrain.planner.space import Space
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """A plan, and for each thing that was chosen rather than given its reason."""
 
     plan: Plan
@@ -36,13 +36,13 @@ def dtype_on(job: Job, cluster: Cluster, used: Sequence[str], where: str) -> tup
     if job.train.dtype is not None:
         return job.train.dtype, ""
     speeds = {name: _speeds(name, cluster) for name in used}
-    chosen = choose_dtype(speeds, {name: cluster.families[name].kind for name in used})
-    if chosen is None:
+    resolved = choose_dtype(speeds, {name: cluster.families[name].kind for name in used})
+    if resolved is None:
         raise TopologyError(
             f"{where}: families {', '.join(used)} have no dtype in common to train in"
             f" ({' or '.join(TRAINED_DTYPES)}); set their peak_flops_per_second or sustained_flops_per_second"
         )
-    return chosen
+    return resolved
 
 
 def _speeds(name: str, cluster: Cluster) -> dict[str, float]:
@@ -66,34 +66,34 @@ def families_in(dtype: str, cluster: Cluster, where: str) -> list[str]:
     return having
 
 
-def find_best(job: Job, cluster: Cluster, limits: Limits, where: str, space: Space | None = None) -> Found:
+def search_best(job: Job, cluster: Cluster, limits: Limits, where: str, space: Space | None = None) -> SearchResult:
     """Search for the plan of a job whose dtype and overlaps are values, in a space or among all plans.
 
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
     families = families_in(job.train.dtype, cluster, where)
-    found = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
-    check_plan(job, found.best.plan, "the plan that was found")
-    return found
+    result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
+    check_plan(job, result.best.plan, "the plan that was found")
+    return result
 
 
-def choose_plan(job: Job, cluster: Cluster, where: str) -> Choice:
+def choose_plan(job: Job, cluster: Cluster, where: str) -> PlanChoice:
     """Return the best plan that a search finds within the job's budget (`[search]`), with the reason and the runner-up.
 
-    `job` is resolved but for its plan. `where` is what messages call the cluster. Raises as `find_best`.
+    `job` is resolved but for its plan. `where` is what messages call the cluster. Raises as `search_best`.
     """
     budget = job.search
-    found = find_best(job, cluster, Limits(weighed=budget.plans, seconds=budget.seconds), where)
-    best = found.best
-    layout = best.layout.describe([pool.name for pool in found.pools])
+    result = search_best(job, cluster, Limits(scored=budget.plans, seconds=budget.seconds), where)
+    best = result.best
+    layout = best.layout.describe([pool.name for pool in result.pools])
     reasons = {
         "plan": (
-            f"{layout}: predicted {best.seconds:.4g} s a step, the least of {found.searched['weighed']:,} plans"
-            f" ({found.searched['timed']} simulated, {found.wall_seconds:.2g} s)"
+            f"{layout}: predicted {best.seconds:.4g} s a step, the least of {result.searched['scored']:,} plans"
+            f" ({result.searched['timed']} simulated, {result.wall_seconds:.2g} s)"
         ),
-        "runner-up": runner_up(found) or "none",
+        "runner-up": runner_up(result) or "none",
     }
-    return Choice(best.plan, reasons)
+    return PlanChoice(best.plan, reasons)
 
 
 def check_fits(prediction: Prediction, plan: Plan, where: str) -> None:

@@ -22,15 +22,15 @@ class Passes(NamedTuple):
 
 
 def done_after(
-    passes: Sequence[Passes], messages: Sequence[float], microbatches: int, room: Sequence[float]
+    passes: Sequence[Passes], messages: Sequence[float], microbatches: int, headroom: Sequence[float]
 ) -> list[float]:
     """Return about when each stage of a pipeline is done.
 
-    `messages` are seconds between a stage and the next one, one way; `room` is how many more microbatches than by 1F1B
-    a stage has memory for.
+    `messages` are the seconds of a message between a stage and the next one. `headroom` is how many more microbatches
+    than by 1F1B a stage has memory for.
     """
     count, m = len(passes), microbatches
-    held_up = _held_up(passes, messages, room)
+    delay = _delays(passes, messages, headroom)
     behind = [0.0] * count  # from the end of a stage's forward pass to when its backward pass can start
     for s in range(count - 2, -1, -1):
         behind[s] = behind[s + 1] + passes[s + 1].forward + passes[s + 1].backward + 2 * messages[s]
@@ -41,7 +41,7 @@ def done_after(
         if m > warmup + 1:
             first = max((warmup + 1) * forward, forward + behind[s])
             last = max(warmup * backward, behind[s])
-            each = max(forward + backward, *held_up[max(0, s - 1) : s + 1], 0.0)
+            each = max(forward + backward, *delay[max(0, s - 1) : s + 1], 0.0)
             own = first + (m - 1 - warmup) * each + last + backward
         else:
             own = max(max(m * forward, forward + behind[s]) + m * backward, m * forward + behind[s] + backward)
@@ -50,9 +50,11 @@ def done_after(
     return _sent_back(done, passes, messages, passes)
 
 
-def _held_up(passes: Sequence[Passes], messages: Sequence[float], room: Sequence[float]) -> list[float]:
-    """Return what a microbatch takes where messages between a stage and the next one hold it up, see `ahead.py`; 0
-    where they do not."""
+def _delays(passes: Sequence[Passes], messages: Sequence[float], headroom: Sequence[float]) -> list[float]:
+    """Return the seconds by which messages between a stage and the next one delay a microbatch; 0 where they do not.
+
+    See `extra_warmup.py`.
+    """
     if not any(messages):
         return [0.0] * len(messages)
     whole = [sum(each) for each in passes]
@@ -61,12 +63,12 @@ def _held_up(passes: Sequence[Passes], messages: Sequence[float], room: Sequence
         round_trip = whole[s] + passes[s + 1].forward + passes[s + 1].backward + 2 * seconds
         if seconds and not is_hidden(round_trip, 1, slowest):
             gaps.append(Gap(s, s + 1, round_trip))
-    under_way = list(range(len(passes) - 1, -1, -1))
-    widen(gaps, under_way, room, slowest, [range(s) for s in range(len(passes))])
-    found = [0.0] * len(messages)
+    in_flight = list(range(len(passes) - 1, -1, -1))
+    widen(gaps, in_flight, headroom, slowest, [range(s) for s in range(len(passes))])
+    result = [0.0] * len(messages)
     for gap in gaps:
-        found[gap.before] = gap.round_trip / (gap.lead(under_way) + 1)
-    return found
+        result[gap.before] = gap.round_trip / (gap.lead(in_flight) + 1)
+    return result
 
 
 def done_at_the_least(most: Sequence[Passes], microbatches: int, least: Sequence[Passes]) -> list[float]:

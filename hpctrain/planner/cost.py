@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
     """Whether it sums the output of a layer that is cut over its input."""
     behind: Product | None = None
     """What is computed meanwhile in a backward pass, where the software overlaps them."""
-    beside: "Work | None" = None
+    overlapped: "Work | None" = None
     """What is computed meanwhile of the other half of the rows, where they are computed in halves."""
 
 
@@ -77,14 +77,14 @@ class Work:
     @classmethod
     def joined(cls, works: "Iterable[Work]") -> Self:
         """Return all of them as one, in their order."""
-        found = cls()
+        result = cls()
         for work in works:
-            found.products += work.products
-            found.passed_bytes += work.passed_bytes
-            found.operations += work.operations
-            found.exchanges += work.exchanges
-            found.passes += work.passes
-        return found
+            result.products += work.products
+            result.passed_bytes += work.passed_bytes
+            result.operations += work.operations
+            result.exchanges += work.exchanges
+            result.passes += work.passes
+        return result
 
     def as_pass(self, item: str, direction: int, rows: int) -> Self:
         """Return it as a pass over an item, or as a part of one."""
@@ -124,8 +124,8 @@ class Setup:
         """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off."""
         dtype = dtype or job.train.dtype
         overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
-        stack = HPCTRAIN if job.comm.gather_messages else replace(HPCTRAIN, gathers_pieces=False)
-        return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.beside_bytes)
+        stack = HPCTRAIN if job.comm.gather_messages else replace(HPCTRAIN, gathers_parts=False)
+        return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.overlapped_bucket_bytes)
 
     @property
     def item_bytes(self) -> int:
@@ -207,10 +207,10 @@ def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Wor
     backward = Work.joined((*(block.cost.backward_input for block in blocks), cut))
     weight = Work.joined(block.cost.backward_weight for block in blocks)
     turns = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
-    beside = [replace(following, exchanges=[]) for following in (*turns[1:], Work())]
+    overlapped = [replace(following, exchanges=[]) for following in (*turns[1:], Work())]
     forward = [
-        replace(segment, exchanges=[e._replace(beside=meanwhile) if e.is_output else e for e in segment.exchanges])
-        for segment, meanwhile in zip(turns, beside, strict=True)
+        replace(segment, exchanges=[e._replace(overlapped=meanwhile) if e.is_output else e for e in segment.exchanges])
+        for segment, meanwhile in zip(turns, overlapped, strict=True)
     ]
     return ItemCost(Work.joined((*forward, cut)), backward, weight), Work.joined(block.core for block in blocks)
 

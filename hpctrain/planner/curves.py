@@ -85,18 +85,18 @@ def describe_training(m: Model, positions: int, dtype: str) -> str:
 
 def profiles_of(cluster: Cluster, job: Job, dtype: str) -> dict[str, dict[int, Profile]]:
     """Return the cluster's profiles of a job, by family and ZeRO stage: those made with as many devices as it has."""
-    work, found = describe_work(job, dtype), {}
+    work, result = describe_work(job, dtype), {}
     for profile in cluster.profiles:
         if profile.work == work and profile.replicas == cluster.num_devices:
-            found.setdefault(profile.family, {})[profile.zero] = profile
-    return found
+            result.setdefault(profile.family, {})[profile.zero] = profile
+    return result
 
 
 def is_profiled(cluster: Cluster, job: Job, dtype: str) -> bool:
     """Say whether all families of the cluster's devices have profiles of the job, in all ZeRO stages."""
-    found = profiles_of(cluster, job, dtype)
+    result = profiles_of(cluster, job, dtype)
     return all(
-        {zero for zero, of in found.get(device.family, {}).items() if of.largest_rows is not None}
+        {zero for zero, of in result.get(device.family, {}).items() if of.largest_rows is not None}
         == set(PROFILED_ZEROS)
         for device in cluster.devices
     )

@@ -19,7 +19,7 @@ ROUNDS = 12
 """Of halving the time by which rows are given at once."""
 
 
-class Way(NamedTuple):
+class StageVariant(NamedTuple):
     """One way to compute a stage."""
 
     recompute: str
@@ -46,16 +46,19 @@ class Way(NamedTuple):
 class Stage:
     """What a stage would take with so many blocks."""
 
-    ways: tuple[Way, ...]
+    variants: tuple[StageVariant, ...]
 
-    def way(self, blocks: int) -> Way | None:
+    def variant(self, blocks: int) -> StageVariant | None:
         """Return the fastest way that has memory for so many blocks, and no more pieces than that takes."""
-        fitting = [way for way in self.ways if way.beyond < blocks <= way.most]
-        return min(fitting, key=lambda way: way.seconds(blocks)) if fitting else None
+        fitting = [variant for variant in self.variants if variant.beyond < blocks <= variant.most]
+        return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
 
     def seconds(self, blocks: int) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""
-        return min((way.seconds(blocks) for way in self.ways if way.beyond < blocks <= way.most), default=math.inf)
+        return min(
+            (variant.seconds(blocks) for variant in self.variants if variant.beyond < blocks <= variant.most),
+            default=math.inf,
+        )
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[Stage]) -> list[int] | None:
@@ -75,7 +78,7 @@ def cut_blocks(num_blocks: int, stages: Sequence[Stage]) -> list[int] | None:
             return None
         blocks[-negative] += 1
         heapq.heapreplace(waiting, (stages[-negative].seconds(blocks[-negative] + 1), negative))
-    return blocks if all(stage.way(count) for stage, count in zip(stages, blocks, strict=True)) else None
+    return blocks if all(stage.variant(count) for stage, count in zip(stages, blocks, strict=True)) else None
 
 
 def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:

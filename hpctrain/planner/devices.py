@@ -49,7 +49,7 @@ class DeviceModel:
     def efficiency(self) -> Efficiency:
         known = self.fitted or efficiency_of(self.family.kind, self.family.model)
         if self._is_scaled_down:
-            return replace(known, processors=1, overlap_times=1.0)
+            return replace(known, processors=1, overlap_slowdown=1.0)
         return known if self.family.half_speed_rows is None else replace(known, processors=1)
 
     @cached_property
@@ -58,9 +58,9 @@ class DeviceModel:
         return max(speeds) < SLOWEST_WITH_TILES
 
     @property
-    def overlap_times(self) -> float:
+    def overlap_slowdown(self) -> float:
         """How many times as long it computes while it communicates."""
-        return self.family.overlap_times or self.efficiency.overlap_times
+        return self.family.overlap_slowdown or self.efficiency.overlap_slowdown
 
     def speed(self, dtype: str) -> float:
         """Return FLOP/s of large products. Raises PlanError for a dtype that the family does not have."""
@@ -124,13 +124,13 @@ class DeviceModel:
     @cached_property
     def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:
         """By dtype, for each measured shape its place and by how much the formula is wrong there, in logarithms."""
-        found: dict[str, list] = {}
+        result: dict[str, list] = {}
         for product in self.family.products:
             m, k, n = product.shape
             real = 2.0 * m * k * n / product.flops_per_second
             ratio = math.log(real / self._modelled(product.dtype, m, k, n, 1))
-            found.setdefault(product.dtype, []).append((_place(m, k, n), ratio))
-        return found
+            result.setdefault(product.dtype, []).append((_place(m, k, n), ratio))
+        return result
 
     def _correction(self, dtype: str, m: int, k: int, n: int) -> float:
         """Interpolate between measured shapes by inverse squared distance (Shepard 1968) of their logarithms."""
@@ -144,12 +144,12 @@ class DeviceModel:
     @cached_property
     def guesses(self) -> list[str]:
         """Return what was assumed of the family rather than given or known of its model."""
-        found = []
+        result = []
         if not self.efficiency.known:
-            found.append(f"families.{self.name}.model: unknown, so how near it comes to its data sheet")
+            result.append(f"families.{self.name}.model: unknown, so how near it comes to its data sheet")
         if not self.family.products:
-            found.append(f"families.{self.name}.products: speed by shape, by formula")
-        return found
+            result.append(f"families.{self.name}.products: speed by shape, by formula")
+        return result
 
 
 def _alignment_times(dtype: str, m: int, k: int, n: int) -> float:

@@ -27,7 +27,7 @@ class Efficiency:
     fused_share: float = 1.0
     """Of the share at which attention in one kernel computes on an A100 (`Stack.flash`): what is written for it reaches
     less of what comes later. FlashAttention-2 340 TFLOP/s on an H100, half of large products' (Shah et al. 2024)."""
-    overlap_times: float = 1.0
+    overlap_slowdown: float = 1.0
     """How many times as long it computes while it communicates."""
     known: bool = True
     """Whether it is of this model, not a guess by its kind."""
@@ -51,16 +51,16 @@ BESIDE_NCCL = 1.19
 # 10 % less of the second. A B200 computes all but attention of a training step 1.67 times as fast as an H200, where its
 # sheet says 2.28, and attention 1.87 times (stas00/ml-engineering, insights/when-to-upgrade-gpus, at 2d872ed).
 EFFICIENCIES: dict[str, Efficiency] = {
-    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_times=BESIDE_NCCL),
-    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
-    "t4": Efficiency(0.32, 0.62, 2e-6, 40, 0.55, overlap_times=BESIDE_NCCL),
-    "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_times=BESIDE_NCCL),
-    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_times=BESIDE_NCCL),
-    "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44, fused_share=0.75, overlap_times=BESIDE_NCCL),
-    "blackwell": Efficiency(0.50, 0.85, 2e-6, 148, 0.85, 0.32, fused_share=0.84, overlap_times=BESIDE_NCCL),
-    "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_times=BESIDE_NCCL),
-    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_times=BESIDE_NCCL),
-    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_times=BESIDE_NCCL),
+    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_slowdown=BESIDE_NCCL),
+    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_slowdown=BESIDE_NCCL),
+    "t4": Efficiency(0.32, 0.62, 2e-6, 40, 0.55, overlap_slowdown=BESIDE_NCCL),
+    "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_slowdown=BESIDE_NCCL),
+    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_slowdown=BESIDE_NCCL),
+    "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44, fused_share=0.75, overlap_slowdown=BESIDE_NCCL),
+    "blackwell": Efficiency(0.50, 0.85, 2e-6, 148, 0.85, 0.32, fused_share=0.84, overlap_slowdown=BESIDE_NCCL),
+    "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_slowdown=BESIDE_NCCL),
+    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_slowdown=BESIDE_NCCL),
+    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_slowdown=BESIDE_NCCL),
     "ascend": Efficiency(0.60, 0.75, 3e-6, 1),
 }
 _UNKNOWN = Efficiency(0.70, 0.80, 3e-6, 1, known=False)
@@ -75,8 +75,14 @@ def efficiency_name(model: str | None) -> str | None:
     for name, accelerator in sorted(ACCELERATORS.items(), key=lambda pair: -len(pair[0])):
         if name.upper() in called:
             return accelerator.family_name
-    alike = (("A100", "ampere"), ("A800", "ampere"), ("H800", "hopper"), ("MI250X", "cdna2"), ("GB200", "blackwell"))
-    return next((name for part, name in alike if part in called), None)
+    equivalent = (
+        ("A100", "ampere"),
+        ("A800", "ampere"),
+        ("H800", "hopper"),
+        ("MI250X", "cdna2"),
+        ("GB200", "blackwell"),
+    )
+    return next((name for part, name in equivalent if part in called), None)
 
 
 def efficiency_of(kind: str, model: str | None) -> Efficiency:

@@ -2,43 +2,43 @@
 
 from hpctrain.plan.tiling import Plan, counted
 from hpctrain.planner.score import Placed
-from hpctrain.planner.search import Found, Timed
+from hpctrain.planner.search import SearchResult, Timed
 from hpctrain.planner.space import names_of
 
 MIB = 2**20
 
 
-def reasons(found: Found) -> list[str]:
+def reasons(result: SearchResult) -> list[str]:
     """Return what limits the best plan, and what its main choices are better than."""
-    best = found.best
-    told = [_bottleneck(found), _arrangement(found), _microbatches(found)]
-    told += [_ahead(best), *_memory(best)]
-    told += _unused(found)
-    return [reason for reason in told if reason]
+    best = result.best
+    summary = [_bottleneck(result), _arrangement(result), _microbatches(result)]
+    summary += [_extra_warmup(best), *_memory(best)]
+    summary += _unused(result)
+    return [reason for reason in summary if reason]
 
 
-def runner_up(found: Found) -> str:
+def runner_up(result: SearchResult) -> str:
     """Say what the second best plan is, and by how much it is slower."""
-    if len(found.plans) < 2:
+    if len(result.plans) < 2:
         return ""
-    second = found.plans[1]
-    names = [pool.name for pool in found.pools]
-    return f"{second.layout.describe(names)}: {_share(second.seconds, found.best.seconds)} slower"
+    second = result.plans[1]
+    names = [pool.name for pool in result.pools]
+    return f"{second.layout.describe(names)}: {_share(second.seconds, result.best.seconds)} slower"
 
 
 def _share(seconds: float, best: float) -> str:
     return f"{seconds / best - 1:.1%}"
 
 
-def _bottleneck(found: Found) -> str:
-    best = found.best
+def _bottleneck(result: SearchResult) -> str:
+    best = result.best
     shape, stages = best.layout.shape, best.layout.all_stages
 
     def busy(placed: Placed) -> float:
         return shape.microbatches * (placed.forward + placed.backward)
 
     def name(number: int) -> str:
-        return f"stage {number} ({counted(stages[number].blocks, 'block')} on {found.pools[stages[number].pool].name})"
+        return f"stage {number} ({counted(stages[number].blocks, 'block')} on {result.pools[stages[number].pool].name})"
 
     slowest = max(range(len(stages)), key=lambda number: busy(stages[number]))
     text = (
@@ -51,36 +51,36 @@ def _bottleneck(found: Found) -> str:
     return f"{text}; {name(fastest)} computes the least, {busy(stages[fastest]):.4g} s"
 
 
-def _arrangement(found: Found) -> str:
-    names = [pool.name for pool in found.pools]
-    chosen = found.best.layout.shape.pipelines
-    others = {p: s for p, s in found.least_by_arrangement.items() if p != chosen}
+def _arrangement(result: SearchResult) -> str:
+    names = [pool.name for pool in result.pools]
+    resolved = result.best.layout.shape.pipelines
+    others = {p: s for p, s in result.least_by_arrangement.items() if p != resolved}
     if not others:
         return ""
     other = min(others, key=others.get)
-    own = found.least_by_arrangement[chosen]
-    return f"{names_of(chosen, names)}: with {names_of(other, names)} a step takes about {_than(others[other], own)}"
+    own = result.least_by_arrangement[resolved]
+    return f"{names_of(resolved, names)}: with {names_of(other, names)} a step takes about {_than(others[other], own)}"
 
 
-def _microbatches(found: Found) -> str:
-    shape, rows = found.best.layout.shape, found.best.plan.rows
-    others = {m: s for m, s in found.least_by_microbatches.items() if m != shape.microbatches}
+def _microbatches(result: SearchResult) -> str:
+    shape, rows = result.best.layout.shape, result.best.plan.rows
+    others = {m: s for m, s in result.least_by_microbatches.items() if m != shape.microbatches}
     text = f"{counted(shape.microbatches, 'microbatch')} of {counted(rows, 'row')}"
     if not others:
         return text
     other = min(others, key=others.get)
-    own = found.least_by_microbatches[shape.microbatches]
+    own = result.least_by_microbatches[shape.microbatches]
     return f"{text}: with {other} a step takes about {_than(others[other], own)}"
 
 
-def _ahead(best: Timed) -> str:
-    if best.held_up_seconds is None:
+def _extra_warmup(best: Timed) -> str:
+    if best.delay_seconds is None:
         return ""
-    first = max(best.plan.tiles, key=lambda tile: tile.ahead)
+    first = max(best.plan.tiles, key=lambda tile: tile.extra_warmup)
     return (
-        f"up to {counted(first.ahead, 'microbatch')} more than by 1F1B are under way (items {list(first.items)},"
+        f"up to {counted(first.extra_warmup, 'microbatch')} more than by 1F1B are under way (items {list(first.items)},"
         f" {first.family}), because messages would hold them up: a step would take"
-        f" {_share(best.held_up_seconds, best.seconds)} longer"
+        f" {_share(best.delay_seconds, best.seconds)} longer"
     )
 
 
@@ -89,33 +89,33 @@ def _than(other: float, own: float) -> str:
 
 
 def _memory(best: Timed) -> list[str]:
-    told = []
+    summary = []
     stages = best.layout.all_stages
-    again = [number for number, placed in enumerate(stages) if placed.way.recompute != "none"]
+    again = [number for number, placed in enumerate(stages) if placed.variant.recompute != "none"]
     if again:
         which = f"{counted(len(again), 'stage')} of {len(stages)}, stage {again[0]} the first,"
-        told.append(f"{which} would not fit with all activations kept, and computes them again")
-    if pieces := {tile.substeps for tile in best.plan.tiles if tile.substeps > 1}:
-        told.append(
+        summary.append(f"{which} would not fit with all activations kept, and computes them again")
+    if pieces := {tile.row_chunks for tile in best.plan.tiles if tile.row_chunks > 1}:
+        summary.append(
             f"at the loss rows go in {' or '.join(map(str, sorted(pieces)))} pieces, one of which is kept at a time"
         )
     fullest = max(best.prediction.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     used, available = fullest.memory.total, fullest.available_bytes
-    told.append(
+    summary.append(
         f"ZeRO {best.layout.shape.zero}: the fullest rank (items {list(fullest.tile.items)}, {fullest.tile.family})"
         f" needs {used / MIB:,.1f} of {available / MIB:,.1f} MiB"
     )
-    return told
+    return summary
 
 
-def _unused(found: Found) -> list[str]:
-    plan: Plan = found.best.plan
+def _unused(result: SearchResult) -> list[str]:
+    plan: Plan = result.best.plan
     unused = set(plan.unused)
-    told = []
-    for pool in found.pools:
+    summary = []
+    for pool in result.pools:
         idle = sum(rank in unused for ranks in pool.nodes for rank in ranks)
         if idle:
-            told.append(
+            summary.append(
                 f"{idle} of {pool.num_devices} {pool.name} are unused: no plan that was weighed does more with them"
             )
-    return told
+    return summary

@@ -30,9 +30,9 @@ class Gap(NamedTuple):
     round_trip: float
     """Seconds of a microbatch through both, there and back, and of its two messages."""
 
-    def lead(self, under_way: Sequence[int]) -> int:
+    def lead(self, in_flight: Sequence[int]) -> int:
         """Return how many microbatches more the first of them has under way."""
-        return under_way[self.before] - under_way[self.after]
+        return in_flight[self.before] - in_flight[self.after]
 
 
 def is_hidden(round_trip: float, lead: int, slowest: float) -> bool:
@@ -41,33 +41,37 @@ def is_hidden(round_trip: float, lead: int, slowest: float) -> bool:
 
 
 def widen(
-    gaps: Sequence[Gap], under_way: list[int], room: Sequence[float], slowest: float, raised: Sequence[Collection[int]]
+    gaps: Sequence[Gap],
+    in_flight: list[int],
+    headroom: Sequence[float],
+    slowest: float,
+    raised: Sequence[Collection[int]],
 ) -> None:
-    """Add to what is `under_way`, as long as that makes the gap shorter by which a microbatch is held up the most.
+    """Add to the microbatches `in_flight` while that shortens the longest delay of a microbatch.
 
-    `room` is how many more each has memory for, `slowest` what a microbatch takes the slowest, and `raised` who else
-    has one more under way where one has.
+    `headroom` is how many more each has memory for. `slowest` is the seconds of a microbatch on the slowest. `raised`
+    lists who else gets one more in flight when one does.
     """
-    at_first = list(under_way)
+    at_first = list(in_flight)
     while True:
-        times = [gap.round_trip / (gap.lead(under_way) + 1) for gap in gaps]
+        times = [gap.round_trip / (gap.lead(in_flight) + 1) for gap in gaps]
         longest = max(times, default=0.0)
         widest = [gap for gap, seconds in zip(gaps, times, strict=True) if seconds >= longest * ALIKE]
         more = {number for gap in widest for number in (gap.before, *raised[gap.before])}
         if (
-            all(is_hidden(gap.round_trip, gap.lead(under_way), slowest) for gap in widest)
-            or any(gap.lead(under_way) > MOST_AHEAD for gap in widest)
-            or any(under_way[i] + 1 - at_first[i] > room[i] for i in more)
+            all(is_hidden(gap.round_trip, gap.lead(in_flight), slowest) for gap in widest)
+            or any(gap.lead(in_flight) > MOST_AHEAD for gap in widest)
+            or any(in_flight[i] + 1 - at_first[i] > headroom[i] for i in more)
         ):
             return
         for i in more:
-            under_way[i] += 1
+            in_flight[i] += 1
 
 
-def further_ahead(plan: Plan, costs: Costs, room: Mapping[Tile, float] | None = None) -> Plan | None:
+def with_extra_warmup(plan: Plan, costs: Costs, headroom: Mapping[Tile, float] | None = None) -> Plan | None:
     """Return a plan with more under way, None where messages hold up nobody or its schedule has no such thing.
 
-    `room` is how many more a tile has memory for; None: whatever they want.
+    `headroom` is how many more a tile has memory for; None: whatever they want.
     """
     if plan.schedule != "1f1b" or plan.microbatches == 1 or any(len(plan.chunks(tile)) > 1 for tile in plan.tiles):
         return None
@@ -82,12 +86,16 @@ def further_ahead(plan: Plan, costs: Costs, room: Mapping[Tile, float] | None = 
     before = _before(plan)
     warm_up = [plan.depth_to_loss(tile) for tile in plan.tiles]
     least = list(warm_up)
-    has_room = [math.inf if room is None else room[tile] for tile in plan.tiles]
-    widen(gaps, warm_up, has_room, max(seconds.values()), [[number[each] for each in before[t]] for t in plan.tiles])
-    ahead = [max(0, min(now, plan.microbatches - 1) - had) for now, had in zip(warm_up, least, strict=True)]
-    if not any(ahead):
+    has_headroom = [math.inf if headroom is None else headroom[tile] for tile in plan.tiles]
+    widen(
+        gaps, warm_up, has_headroom, max(seconds.values()), [[number[each] for each in before[t]] for t in plan.tiles]
+    )
+    extra_warmup = [max(0, min(now, plan.microbatches - 1) - had) for now, had in zip(warm_up, least, strict=True)]
+    if not any(extra_warmup):
         return None
-    return replace(plan, tiles=tuple(replace(tile, ahead=n) for tile, n in zip(plan.tiles, ahead, strict=True)))
+    return replace(
+        plan, tiles=tuple(replace(tile, extra_warmup=n) for tile, n in zip(plan.tiles, extra_warmup, strict=True))
+    )
 
 
 def _before(plan: Plan) -> dict[Tile, set[Tile]]:
@@ -95,9 +103,9 @@ def _before(plan: Plan) -> dict[Tile, set[Tile]]:
     together: dict[object, list[Tile]] = {}
     for tile in plan.tiles:
         together.setdefault(tile.items if tile.zero >= 2 else tile, []).append(tile)
-    found: dict[Tile, set[Tile]] = {}
+    result: dict[Tile, set[Tile]] = {}
     for tiles in sorted(together.values(), key=lambda tiles: tiles[0].items.start):
         direct = {other for tile in tiles for other in plan.upstream(tile)}
-        every = set(tiles).union(direct, *(found[other] for other in direct))
-        found |= dict.fromkeys(tiles, every)
-    return found
+        every = set(tiles).union(direct, *(result[other] for other in direct))
+        result |= dict.fromkeys(tiles, every)
+    return result

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.plan.holders import Holdings
-from hpctrain.plan.schedule import Op, passes, under_way, weight_delay
+from hpctrain.plan.holders import RankShards
+from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.cost import Setup, goes_in_halves, unit_elements
 from hpctrain.sharding.grid import TensorGrid
@@ -59,46 +59,52 @@ class StageMemory:
         return self.memory.total <= self.available_bytes
 
 
-def memory_of(setup: Setup, plan: Plan, tile: Tile, held: Holdings, rank: int, waiting: int, available: int) -> Memory:
+def memory_of(
+    setup: Setup, plan: Plan, tile: Tile, shards: RankShards, rank: int, waiting: int, available: int
+) -> Memory:
     """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent.
 
-    `held` is what `rank` holds, which is of this tile or of one with like items, grid and state.
+    `shards` is what `rank` holds, which is of this tile or of one with like items, grid and state.
     Its device has so many bytes `available`, of which software may lose a share.
     """
     weights = gradients = moments = 0
     mixed = setup.item_bytes < MASTER_BYTES
     of_gradient = setup.stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
     z = plan.tile_of(rank).coordinate(rank)[2]
-    for holding in held.holdings:
-        packed = sum(slab.size for slab in holding.slabs)
-        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in holding.layouts) + packed
-        place = holding.ranks.index(rank)
-        updated = holding.cuts(stored)[place].size if holding.zero else stored
+    for shard_group in shards.shard_groups:
+        packed = sum(region.size for region in shard_group.regions)
+        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in shard_group.layouts) + packed
+        place = shard_group.ranks.index(rank)
+        updated = shard_group.cuts(stored)[place].size if shard_group.zero else stored
         if setup.stack.stores_halves or not mixed:
-            weights += (updated if holding.zero == 3 else stored) * setup.item_bytes
-        weights += (packed if holding.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
-        gradients += (updated if holding.zero >= 2 else stored) * of_gradient
-        if holding.zero == 1 and len(holding.ranks) > 1 and not setup.stack.sums_in_place:
+            weights += (updated if shard_group.zero == 3 else stored) * setup.item_bytes
+        weights += (packed if shard_group.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
+        gradients += (updated if shard_group.zero >= 2 else stored) * of_gradient
+        if shard_group.zero == 1 and len(shard_group.ranks) > 1 and not setup.stack.sums_in_place:
             gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
     messages = waiting + _expected(setup, plan, tile) + _sent(plan, tile)
     buffers = largest + messages * largest_message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
-    buffers += int(setup.stack.lost_share * available)
-    others = max((len(holding.ranks) for holding in held.holdings), default=1), tile.tensor.x, tile.tensor.y
+    buffers += int(setup.stack.overhead_share * available)
+    others = (
+        max((len(shard_group.ranks) for shard_group in shards.shard_groups), default=1),
+        tile.tensor.x,
+        tile.tensor.y,
+    )
     num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
     buffers += int(num_groups * setup.stack.communicator_bytes)
-    return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, held), buffers)
+    return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, shards), buffers)
 
 
-def _gathered(setup: Setup, plan: Plan, tile: Tile, held: Holdings) -> int:
-    zero = max((holding.zero for holding in held.holdings), default=0)
+def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
+    zero = max((shard_group.zero for shard_group in shards.shard_groups), default=0)
     if tile.is_idle:
         return 0
     chunks = plan.chunks(tile)
     sizes = [unit_elements(setup.model, tile.tensor, item) for chunk in chunks for item in range(*chunk.items)]
     pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
-    holders = min((len(held_by.ranks) for held_by in held.holdings if held_by.zero >= 2), default=0)
+    holders = min((len(stored_by.ranks) for stored_by in shards.shard_groups if stored_by.zero >= 2), default=0)
     splits = any(_splits(setup, plan, chunk) for chunk in chunks)
     return int(gathered_bytes(setup, tile.tensor.z, zero, holders, max(sizes), pair, splits))
 
@@ -137,7 +143,7 @@ def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
     rows = -(-chunks[0].rows.size // chunks[0].tensor.z)
     each = []
     for tile in chunks:
-        kept_rows = rows if plan.downstream(tile) else -(-rows // tile.substeps)
+        kept_rows = rows if plan.downstream(tile) else -(-rows // tile.row_chunks)
         each.append(kept_rows * sum(item_kept(setup, tile.tensor, item, tile.recompute) for item in range(*tile.items)))
     alive = most = 0.0
     for op, chunk, _ in passes(plan, chunks[0]):
@@ -148,9 +154,9 @@ def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
 
 def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     rows = -(-tile.rows.size // tile.tensor.z)
-    at_once = -(-rows // tile.substeps)
+    at_once = -(-rows // tile.row_chunks)
     at_loss = not plan.downstream(tile)
-    microbatches = under_way(plan, tile)
+    microbatches = in_flight(plan, tile)
     one = sum(item_kept(setup, tile.tensor, item, tile.recompute) for item in range(*tile.items))
     buffers = _computing(setup, plan, tile)
     kept_rows = at_once if at_loss else microbatches * rows
@@ -169,7 +175,7 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     gone, or has become what weight passes need.
     """
     rows = -(-tile.rows.size // tile.tensor.z)
-    at_once = -(-rows // tile.substeps)
+    at_once = -(-rows // tile.row_chunks)
     is_split = _splits(setup, plan, tile)
     most = more = 0.0
     for item in reversed(range(*tile.items)):
@@ -192,11 +198,11 @@ def item_computing(setup: Setup, grid: TensorGrid, item: int, again: bool, in_ha
     kept = item_kept(setup, grid, item, "none")
     if item > setup.model.num_layers:
         logits = setup.positions * padded_vocabulary(setup.model, grid) / grid.y
-        beside = logits * setup.stack.loss_bytes.get(setup.item_bytes, 0) + setup.positions * LOSS_BYTES
-        beside = max(kept / 2, beside)
+        overlapped = logits * setup.stack.loss_bytes.get(setup.item_bytes, 0) + setup.positions * LOSS_BYTES
+        overlapped = max(kept / 2, overlapped)
     else:
-        beside = kept / (4 if in_halves and goes_in_halves(setup, grid) and item else 2)
-    return again * kept + beside
+        overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and item else 2)
+    return again * kept + overlapped
 
 
 def _is_recomputed(setup: Setup, tile: Tile, item: int) -> bool:

@@ -69,17 +69,17 @@ def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = No
     With a `setup` they have what its profiles say of them, by which they may be unlike.
     """
     models = device_models(cluster, setup)
-    found: dict[tuple, dict[int, list[int]]] = {}
+    result: dict[tuple, dict[int, list[int]]] = {}
     named: dict[tuple, list[str]] = {}
     for device in cluster.devices:
         if device.family not in families:
             continue
-        key = _alike(cluster, models[device.family]), _nics(cluster.nodes[device.table])
-        found.setdefault(key, {}).setdefault(device.node, []).append(device.rank)
+        key = _equivalent(cluster, models[device.family]), _nics(cluster.nodes[device.table])
+        result.setdefault(key, {}).setdefault(device.node, []).append(device.rank)
         if device.family not in named.setdefault(key, []):
             named[key].append(device.family)
     pools = []
-    for key, nodes in found.items():
+    for key, nodes in result.items():
         name = "+".join(named[key])
         if sum(named[key] == others for others in named.values()) > 1:
             name += f" on {'+'.join(sorted({nic[0] for nic in key[1][0]})) or 'no fabric'}"
@@ -87,7 +87,7 @@ def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = No
     return tuple(pools)
 
 
-def _alike(cluster: Cluster, device: DeviceModel) -> str:
+def _equivalent(cluster: Cluster, device: DeviceModel) -> str:
     """Return all that is said of a family but its name, also by the links that it has, and by its profile."""
     name, links = device.name, []
     for link in cluster.links:

@@ -11,11 +11,11 @@ from functools import cached_property, partial
 from hpctrain.comm.network import ClusterNetwork, Crowd
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
-from hpctrain.plan.holders import Holding, Holdings, holdings_of
-from hpctrain.plan.schedule import one_f_one_b, schedules_of, under_way, weight_delay
+from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
+from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals
-from hpctrain.planner.assumed import assumed_inputs
+from hpctrain.planner.assumed import list_assumed_inputs
 from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
@@ -45,7 +45,7 @@ class Prediction:
     memory: tuple[StageMemory, ...]
     tokens_per_second: float
     mfu: float
-    guessed: tuple[str, ...]
+    assumed_inputs: tuple[str, ...]
     profiled: tuple[str, ...]
     """The families whose seconds of computing are from a profile of the job."""
     exposed_seconds: dict[str, float]
@@ -85,7 +85,7 @@ def pass_cost(
     else, as the next item's weights come while this one computes; and by how much computing is slower meanwhile.
     """
     over_z = {"all_gather": 0.0, "reduce_scatter": 0.0}
-    times, slowed = max(device.overlap_times for device in devices), 0.0
+    times, slowed = max(device.overlap_slowdown for device in devices), 0.0
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
     tensor = data = 0.0
     axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
@@ -98,7 +98,7 @@ def pass_cost(
         if exchange.axis == "z" and "z" in setup.overlaps:
             over_z[exchange.operation] += seconds
             continue
-        if (meanwhile := _beside(exchange, work, setup)) is not None:
+        if (meanwhile := _overlapped_work(exchange, work, setup)) is not None:
             hidden = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
             longer = slowed_by(hidden, seconds, times)
             slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
@@ -108,12 +108,12 @@ def pass_cost(
     return PassCost(compute + slowed, tensor + max(0.0, of_z - compute - slowed - tensor), data, *over_z.values())
 
 
-def _beside(exchange: Exchange, work: Work, setup: Setup) -> Work | None:
+def _overlapped_work(exchange: Exchange, work: Work, setup: Setup) -> Work | None:
     """Return what of a pass is computed beside a sum over the tensor grid, None where it is waited for."""
     # `is`: a product that is computed again may have the shape of one of a weight.
     if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
         return Work([exchange.behind], passes=work.passes)
-    return exchange.beside if "tensor" in setup.overlaps else None
+    return exchange.overlapped if "tensor" in setup.overlaps else None
 
 
 class Predictor:
@@ -130,7 +130,7 @@ class Predictor:
         """`efficiencies` are by family, in place of the catalogue's. `network` is the cluster's, of others who know its
         times already."""
         self.setup, self.plan, self.cluster = setup, plan, cluster
-        self._beside = setup.bucket_bytes is not None
+        self._overlapped_work = setup.bucket_bytes is not None
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
         self.network = network or setup.stack.network(cluster, setup.stack.link_share)
         self.network.check_ranks(len(plan.ranks))
@@ -142,7 +142,7 @@ class Predictor:
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
         self._shares: dict[Tile, float] = {}
 
-    def with_ahead(self, plan: Plan) -> "Predictor":
+    def for_plan(self, plan: Plan) -> "Predictor":
         """Return what is known of a plan that has more microbatches under way, and is else the same."""
         other = copy(self)
         other.plan = plan
@@ -155,14 +155,14 @@ class Predictor:
         return other
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
-        found = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
+        result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
         named = tile.family.split("+")
-        if set(named) <= set(self.cluster.families) and set(named) != set(found):
+        if set(named) <= set(self.cluster.families) and set(named) != set(result):
             raise PlanError(
                 f"tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)[:8]} are of"
-                f" '{'+'.join(found)}' in this cluster; order its ranks as the cluster does, or make a plan for it"
+                f" '{'+'.join(result)}' in this cluster; order its ranks as the cluster does, or make a plan for it"
             )
-        return found
+        return result
 
     def predict(self, interleave: int = 1) -> Prediction:
         memory = self.memory_by(interleave)
@@ -188,7 +188,7 @@ class Predictor:
             memory,
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
-            self.guessed,
+            self.assumed_inputs,
             tuple(family for family in self._used_families if self._devices[family].profiled),
             exposed,
         )
@@ -211,10 +211,12 @@ class Predictor:
         return all(device.profiled or device.family.products for device in devices)
 
     @cached_property
-    def guessed(self) -> tuple[str, ...]:
+    def assumed_inputs(self) -> tuple[str, ...]:
         """Return which inputs nobody measured or read in a data sheet."""
         tiles = {used: [t for t, own in self._families.items() if used in own] for used in self._used_families}
-        return tuple(assumed_inputs(self.cluster, self._devices, tiles, bool(self.setup.overlaps) or self._beside))
+        return tuple(
+            list_assumed_inputs(self.cluster, self._devices, tiles, bool(self.setup.overlaps) or self._overlapped_work)
+        )
 
     def _device(self, rank: int) -> DeviceModel:
         return self._devices[self.cluster.devices[rank].family]
@@ -226,7 +228,7 @@ class Predictor:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
             place, splits = self._place(tile), self._weight_delay(tile) is not None
-            pieces = tuple(piece.size for piece in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.substeps))
+            pieces = tuple(piece.size for piece in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
             key = (tile.items, pieces, tile.tensor, tile.recompute, place, splits)
             if key not in known:
                 known[key] = self._tile_cost(tile, pieces, splits)
@@ -242,11 +244,15 @@ class Predictor:
             devices = [self.cluster.devices[rank] for rank in tile.ranks]
             nodes = list(dict.fromkeys(device.node for device in devices))
             where = tuple((d.table, nodes.index(d.node), d.index) for d in devices)
-            self._places[tile] = self._families[tile], where, self._held(tile).holdings and self._zero_groups(tile)
+            self._places[tile] = (
+                self._families[tile],
+                where,
+                self._rank_shards(tile).shard_groups and self._zero_groups(tile),
+            )
         return self._places[tile]
 
     def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
-        return next((h.ranks for h in self._held(tile).holdings if h.zero >= 2), ())
+        return next((h.ranks for h in self._rank_shards(tile).shard_groups if h.zero >= 2), ())
 
     def _tile_cost(self, tile: Tile, pieces: Sequence[int], splits: bool) -> TileCost:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
@@ -256,11 +262,11 @@ class Predictor:
             each = [self.item_passes(tile, item, rows) for item in range(*tile.items)]
             for name, made in passes.items():
                 made.append(sum((of_item[name] for of_item in each), PassCost(0.0)))
-        times = max(self._devices[family].overlap_times for family in self._families[tile])
+        times = max(self._devices[family].overlap_slowdown for family in self._families[tile])
         before, after = self._alone_over_z(tile, pieces[0])
         return TileCost(
             update_seconds=self._update_seconds(tile),
-            overlap_times=times,
+            overlap_slowdown=times,
             before_seconds=before,
             after_seconds=after,
             **{name: tuple(made) for name, made in passes.items()},
@@ -279,7 +285,7 @@ class Predictor:
         like = item if item in (0, self.setup.model.num_items - 1) else 1
         key = like, rows, tile.tensor, tile.recompute, self._place(tile)
         if key not in self._passes:
-            zero = max((h.zero for h in self._held(tile).holdings), default=0)
+            zero = max((h.zero for h in self._rank_shards(tile).shard_groups), default=0)
             cost = item_cost(self.setup, tile.tensor, item, rows, tile.recompute, zero)
             self._passes[key] = {name: self._pass(tile, getattr(cost, name)) for name in PASSES.values()}
         return self._passes[key]
@@ -298,37 +304,44 @@ class Predictor:
         tiles = (tile for tile in self.plan.tiles if any(len(nodes[item]) > 1 for item in range(*tile.items)))
         return self.network.crowd(tuple(dict.fromkeys(rank for tile in tiles for rank in tile.ranks)))
 
-    def _held(self, tile: Tile) -> Holdings:
+    def _rank_shards(self, tile: Tile) -> RankShards:
         """Return what the first rank of a tile holds; the same for tiles that share items and grid."""
-        return self._first_held(tile)[0]
+        return self._first_rank_shards(tile)[0]
 
-    def _first_held(self, tile: Tile) -> tuple[Holdings, int]:
+    def _first_rank_shards(self, tile: Tile) -> tuple[RankShards, int]:
         items = tuple(chunk.items for chunk in self.plan.chunks(tile))
         key = items, tile.tensor, tile.zero, tile.state_share, tile.family
-        if key not in self._holdings:
-            held = holdings_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
+        if key not in self._shards_by_tile:
+            shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
             if not self.setup.stack.evens_families:
-                held = replace(held, holdings=tuple(self._as_told(holding) for holding in held.holdings))
-            self._holdings[key] = held, tile.ranks[0]
-        return self._holdings[key]
+                shards = replace(
+                    shards,
+                    shard_groups=tuple(self._with_declared_zero(shard_group) for shard_group in shards.shard_groups),
+                )
+            self._shards_by_tile[key] = shards, tile.ranks[0]
+        return self._shards_by_tile[key]
 
-    def _as_told(self, holding: Holding) -> Holding:
+    def _with_declared_zero(self, shard_group: ShardGroup) -> ShardGroup:
         """Return a holding in the ZeRO stage of its tiles, also where these are of several families."""
-        return replace(holding, zero=min(holding.zero, max(self.plan.tile_of(rank).zero for rank in holding.ranks)))
+        return replace(
+            shard_group, zero=min(shard_group.zero, max(self.plan.tile_of(rank).zero for rank in shard_group.ranks))
+        )
 
     @cached_property
-    def _holdings(self) -> dict[tuple, tuple[Holdings, int]]:
+    def _shards_by_tile(self) -> dict[tuple, tuple[RankShards, int]]:
         return {}
 
-    def _stored(self, holding, z: int) -> int:
-        return sum(layout.size for layout in holding.layouts) // z + sum(slab.size for slab in holding.slabs)
+    def _stored(self, shard_group, z: int) -> int:
+        return sum(layout.size for layout in shard_group.layouts) // z + sum(
+            region.size for region in shard_group.regions
+        )
 
     def _updated_and_stored(self, tile: Tile) -> tuple[int, int]:
         """Return how many weights a rank updates, and how many it stores (in ZeRO 3 together with its holders)."""
         updated = whole = 0
-        for holding in self._held(tile).holdings:
-            stored = self._stored(holding, tile.tensor.z)
-            updated += holding.cuts(stored)[0].size if holding.zero else stored
+        for shard_group in self._rank_shards(tile).shard_groups:
+            stored = self._stored(shard_group, tile.tensor.z)
+            updated += shard_group.cuts(stored)[0].size if shard_group.zero else stored
             whole += stored
         return updated, whole
 
@@ -337,47 +350,49 @@ class Predictor:
         return max(update_seconds(self.setup, self._devices[f], updated) for f in self._families[tile])
 
     def _sharings(self) -> tuple[Sharing, ...]:
-        found: dict[tuple, Sharing] = {}
+        result: dict[tuple, Sharing] = {}
         for tile in self.plan.tiles:
-            self._held(tile)
-        for held, rank in self._holdings.values():
+            self._rank_shards(tile)
+        for shards, rank in self._shards_by_tile.values():
             known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
-            for holding in held.holdings:
-                what = holding.ranks, holding.items
+            for shard_group in shards.shard_groups:
+                what = shard_group.ranks, shard_group.items
                 known[what] += 1
                 key = *what, known[what]
-                if len(holding.ranks) == 1 or key in found:
+                if len(shard_group.ranks) == 1 or key in result:
                     continue
                 tile = self.plan.tile_of(rank)
-                stored = self._stored(holding, tile.tensor.z)
+                stored = self._stored(shard_group, tile.tensor.z)
                 reduced = stored * self.setup.gradient_bytes
                 reduce = gather = 0.0
-                if holding.zero < 2:
-                    operation = "reduce_scatter" if holding.zero else "all_reduce"
-                    reduce = self.network.group_seconds(operation, reduced, holding.ranks, self._sharers)
-                if holding.zero in (1, 2):
+                if shard_group.zero < 2:
+                    operation = "reduce_scatter" if shard_group.zero else "all_reduce"
+                    reduce = self.network.group_seconds(operation, reduced, shard_group.ranks, self._sharers)
+                if shard_group.zero in (1, 2):
                     gather = self.network.group_seconds(
-                        "all_gather", stored * self.setup.item_bytes, holding.ranks, self._sharers
+                        "all_gather", stored * self.setup.item_bytes, shard_group.ranks, self._sharers
                     )
-                tiles = tuple(dict.fromkeys(self._tile_with(rank, holding.items) for rank in holding.ranks))
-                found[key] = self._placed(Sharing(tiles, reduce, gather), holding)
-        return tuple(found.values())
+                tiles = tuple(dict.fromkeys(self._tile_with(rank, shard_group.items) for rank in shard_group.ranks))
+                result[key] = self._placed(Sharing(tiles, reduce, gather), shard_group)
+        return tuple(result.values())
 
     def _tile_with(self, rank: int, items: Sequence[int]) -> Tile:
         """Return the first tile of a rank that has one of the items: where their weights are needed first, and their
         gradients are final."""
-        return next(tile for tile in self.plan.tiles_of(rank) if any(map(tile.holds, items)))
+        return next(tile for tile in self.plan.tiles_of(rank) if any(map(tile.contains, items)))
 
-    def _placed(self, sharing: Sharing, holding: Holding) -> Sharing:
+    def _placed(self, sharing: Sharing, shard_group: ShardGroup) -> Sharing:
         """Return a sharing with when its gradients are made and its weights needed, where it goes on beside."""
-        if not self._beside:
+        if not self._overlapped_work:
             return sharing
         ready, needed, before = {}, {}, {}
         for tile in sharing.tiles:
             if tile.items not in before:
-                before[tile.items] = min(filter(tile.holds, holding.items)) - tile.items.start
+                before[tile.items] = min(filter(tile.contains, shard_group.items)) - tile.items.start
             needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
-        is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not holding.slabs
+        is_early = (
+            all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not shard_group.regions
+        )
         return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
@@ -386,7 +401,7 @@ class Predictor:
         if tile not in self._until:
             last = "backward" if self._weight_delay(tile) is None else "backward_weight"
             made = []
-            rows = -(-tile.rows.size // tile.tensor.z) // tile.substeps
+            rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
             for name in ("forward", last):
                 key = tile.items, rows, name, tile.tensor, tile.recompute, self._place(tile)
                 if key not in self._sums:
@@ -431,37 +446,37 @@ class Predictor:
         )
 
     @property
-    def room(self) -> dict[Tile, float]:
+    def headroom(self) -> dict[Tile, float]:
         """Return by tile how many more microbatches it has memory for, and for their messages, where these wait."""
-        found = {}
+        result = {}
         for tile, stage in self._memory.items():
-            kept = under_way(self.plan, tile)
+            kept = in_flight(self.plan, tile)
             each = stage.memory.activations / kept
             each += largest_message_bytes(self.setup, tile) if self._waiting_share(tile) else 0
-            room = (stage.available_bytes - stage.memory.total) // each if each else math.inf
-            found[tile] = room if kept + room < self.plan.microbatches else math.inf
-        return found
+            headroom = (stage.available_bytes - stage.memory.total) // each if each else math.inf
+            result[tile] = headroom if kept + headroom < self.plan.microbatches else math.inf
+        return result
 
     @cached_property
     def _memory(self) -> dict[Tile, StageMemory]:
         known: dict[tuple, StageMemory] = {}
-        found = {}
+        result = {}
         for tile in self.plan.first_tiles:
             chunks = self.plan.chunks(tile)
             available = min(self.cluster.families[f].usable_bytes for f in self._families[tile])
-            unlike = tuple((chunk.items, chunk.recompute) for chunk in chunks)
-            how = tile.zero, tile.family, tile.substeps, *(self.plan.warm_up(chunk) for chunk in chunks)
+            mixed = tuple((chunk.items, chunk.recompute) for chunk in chunks)
+            how = tile.zero, tile.family, tile.row_chunks, *(self.plan.warm_up(chunk) for chunk in chunks)
             waiting = self._waiting(tile)
-            key = (unlike, tile.rows.size, tile.tensor, how, waiting)
+            key = (mixed, tile.rows.size, tile.tensor, how, waiting)
             if key not in known:
-                memory = memory_of(self.setup, self.plan, tile, *self._first_held(tile), waiting, available)
+                memory = memory_of(self.setup, self.plan, tile, *self._first_rank_shards(tile), waiting, available)
                 known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
-            found[tile] = known[key]
-        return found
+            result[tile] = known[key]
+        return result
 
     def _waiting(self, tile: Tile) -> int:
         """Return how many activations wait to be sent when a tile has warmed up."""
-        return math.ceil(self._waiting_share(tile) * (under_way(self.plan, tile) - 1))
+        return math.ceil(self._waiting_share(tile) * (in_flight(self.plan, tile) - 1))
 
     def _waiting_share(self, tile: Tile) -> float:
         if tile not in self._shares:

@@ -39,13 +39,12 @@ class PassCost:
         return self.compute + self.tensor + self.data
 
 
-def slowed_by(beside: float, moving: float, times: float) -> float:
-    """Return how much longer a rank computes, as its device takes `times` as long while bytes move.
+def slowed_by(overlapped: float, moving: float, times: float) -> float:
+    """Return how many seconds longer a rank computes, as its device takes `times` as long while bytes move.
 
-    So many seconds of communication were `beside` its computing, all of it took `moving`: where it is under way when
-    computing would end, it slows what is left of that, too.
+    `overlapped` are the seconds of computing that communication overlaps, `moving` the seconds of communication.
     """
-    return min(moving, beside * times) * (1 - 1 / times)
+    return min(moving, overlapped * times) * (1 - 1 / times)
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class TileCost:
     backward_input: tuple[PassCost, ...] = ()
     """The two parts of `backward`, for schedules that split it."""
     backward_weight: tuple[PassCost, ...] = ()
-    overlap_times: float = 1.0
+    overlap_slowdown: float = 1.0
     """How many times as long its ranks compute while they communicate."""
     before_seconds: float = 0.0
     """Before a step's first forward pass, of what comes over z, while nothing computes beside."""

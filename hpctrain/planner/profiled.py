@@ -67,17 +67,17 @@ class ProfiledPasses:
 
     def assumptions(self, tiles: Sequence[Tile]) -> list[str]:
         """Return what of the family's tiles the profile does not say."""
-        key, found = f"families.{self._device.name}", []
+        key, result = f"families.{self._device.name}", []
         if grids := sorted({str(tile.tensor) for tile in tiles if tile.tensor.size > 1}):
-            found.append(f"{key}: what tensor grids ({', '.join(grids)}) change of the profiled passes, by formula")
+            result.append(f"{key}: what tensor grids ({', '.join(grids)}) change of the profiled passes, by formula")
         if any(tile.zero >= 2 for tile in tiles):
-            found.append(f"{key}: passes in ZeRO 2 and 3, as profiled in {TIMED_ZERO}")
-        most = max(-(-tile.rows.size // (tile.tensor.z * tile.substeps)) for tile in tiles)
+            result.append(f"{key}: passes in ZeRO 2 and 3, as profiled in {TIMED_ZERO}")
+        most = max(-(-tile.rows.size // (tile.tensor.z * tile.row_chunks)) for tile in tiles)
         if most > self._last_rows:
-            found.append(f"{key}: {most} rows at once, at the speed of the {self._last_rows} that were profiled")
+            result.append(f"{key}: {most} rows at once, at the speed of the {self._last_rows} that were profiled")
         if self.element_seconds is None:
-            found.append(f"{key}: seconds of updates, by formula")
-        return found
+            result.append(f"{key}: seconds of updates, by formula")
+        return result
 
 
 def device_models(

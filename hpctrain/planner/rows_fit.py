@@ -25,18 +25,18 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
     ]
     if not profiles or setup.stack.name != HPCTRAIN.name:
         return []
-    costs, found = StageCosts(setup, cluster, ()), []
+    costs, result = StageCosts(setup, cluster, ()), []
     for profile in profiles:
         available = cluster.families[profile.family].usable_bytes
         rows, measured = _rows_that_fit(costs, profile.zero, available), profile.largest_rows
         clear = max(CLEAR_ROWS, CLEAR_SHARE * measured)
         if rows < measured - clear or (profile.limited_by == "memory" and rows > measured + clear):
-            found.append(
+            result.append(
                 f"families.{profile.family}: of the whole model {measured} rows fit when it was profiled (ZeRO"
                 f" {profile.zero}), {rows} by the memory model: do not trust its verdicts here; compare peaks in a"
                 " short run, or set train.global_batch so that plans keep fewer rows"
             )
-    return found
+    return result
 
 
 def _rows_that_fit(costs: StageCosts, zero: int, available_bytes: int) -> int:

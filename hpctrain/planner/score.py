@@ -14,18 +14,18 @@ from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.plan.uniform import with_families
 from hpctrain.planner.closed_form import Passes, done_after, done_at_the_least
 from hpctrain.planner.cost import update_seconds
-from hpctrain.planner.cut import Stage, Way, cut_blocks, cut_rows
+from hpctrain.planner.cut import Stage, StageVariant, cut_blocks, cut_rows
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.predictor import MOST_BUCKETS
-from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Choice, Shape, Space
-from hpctrain.planner.stages import Line, Seconds, StageCosts, piece_counts
+from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Shape, Space, StageChoice
+from hpctrain.planner.stages import Line, Seconds, StageCosts, row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 MANY_ROWS = 8
 """So many rows at once tell a device's speed."""
 
-Role = tuple[int, Choice, int, tuple[bool, bool]]
+Role = tuple[int, StageChoice, int, tuple[bool, bool]]
 """Of a stage: its pool, what that becomes, its depth to the loss, and whether it has the first and the last item."""
 
 
@@ -33,30 +33,30 @@ class Placed(NamedTuple):
     """A stage of a pipeline, with its cut."""
 
     pool: int
-    choice: Choice
+    choice: StageChoice
     blocks: int
-    way: Way
+    variant: StageVariant
 
     @property
     def forward(self) -> float:
-        return self.way.forward.at(self.blocks)
+        return self.variant.forward.at(self.blocks)
 
     @property
     def backward(self) -> float:
-        return self.way.backward.at(self.blocks)
+        return self.variant.backward.at(self.blocks)
 
     @property
     def passes(self) -> Passes:
-        if self.way.split is None:
+        if self.variant.split is None:
             return Passes(self.forward, self.backward)
-        return Passes(self.forward, *(part.at(self.blocks) for part in self.way.split))
+        return Passes(self.forward, *(part.at(self.blocks) for part in self.variant.split))
 
     @property
     def needed_bytes(self) -> float:
-        return self.way.needed_bytes.at(self.blocks)
+        return self.variant.needed_bytes.at(self.blocks)
 
 
-class Piece(NamedTuple):
+class SharedBlocks(NamedTuple):
     """Blocks, and maybe ends of the model, that the same stages hold."""
 
     members: list[tuple[int, int]]
@@ -84,7 +84,7 @@ class Layout:
     def is_short_of_memory(self) -> bool:
         """Whether some stage could do better with more memory."""
         return any(
-            placed.way.recompute != "none" or placed.way.pieces > 1 or placed.way.most < placed.blocks + 1
+            placed.variant.recompute != "none" or placed.variant.pieces > 1 or placed.variant.most < placed.blocks + 1
             for placed in self.all_stages
         )
 
@@ -95,7 +95,7 @@ class Layout:
             ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
             for row, choices in zip(shape.pipelines, shape.choices, strict=True)
         )
-        return f"{'; beside '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
+        return f"{'; overlapped '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
 
     @property
     def all_stages(self) -> list[Placed]:
@@ -113,7 +113,7 @@ def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts:
     return max(map(max, now))
 
 
-class Weigher:
+class Scorer:
     """Weighs shapes for one job on one cluster."""
 
     def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
@@ -122,10 +122,10 @@ class Weigher:
         self.costs, self.global_batch, self.space = costs, global_batch, space
         self._model = costs.setup.model
         self._families = [device.family for device in costs.cluster.devices]
-        self._ways = lru_cache(None)(self._make_ways)
+        self._ways = lru_cache(None)(self._make_layouts)
         self._between = lru_cache(None)(self._message_between)
 
-    def weigh(self, shape: Shape) -> Layout | None:
+    def score(self, shape: Shape) -> Layout | None:
         """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
         rows = self._cut_rows(shape)
         if rows is None:
@@ -134,7 +134,7 @@ class Weigher:
             return self._place(shape, rows)
         # Ranks exchange in each piece, and so all of them have as many.
         least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
-        layouts = (self._place(shape, rows, pieces) for pieces in piece_counts(least, least))
+        layouts = (self._place(shape, rows, pieces) for pieces in row_chunk_counts(least, least))
         return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
 
     def _place(self, shape: Shape, rows: Sequence[int], pieces: int | None = None) -> Layout | None:
@@ -143,7 +143,7 @@ class Weigher:
         sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
         for number, of_row in enumerate(rows):
             roles = self.roles(shape, number)
-            ways = [
+            variants = [
                 self._ways(
                     pool,
                     choice,
@@ -151,25 +151,25 @@ class Weigher:
                     ends,
                     of_row,
                     self.holders(shape, choice),
-                    self.meets_unlike(shape, number, choice),
+                    self.meets_mixed(shape, number, choice),
                     shape.zero,
                     pieces,
                     sharing if pieces else (),
                 )
                 for pool, choice, depth, ends in roles
             ]
-            blocks = self._cut_blocks(roles, of_row, ways)
+            blocks = self._cut_blocks(roles, of_row, variants)
             if blocks is None:
                 return None
             placed = [
-                Placed(pool, choice, count, stage.way(count))
-                for (pool, choice, *_), count, stage in zip(roles, blocks, ways, strict=True)
+                Placed(pool, choice, count, stage.variant(count))
+                for (pool, choice, *_), count, stage in zip(roles, blocks, variants, strict=True)
             ]
             messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(placed)]
-            room = self._room(placed, [*messages, 0.0], of_row, shape.microbatches)
-            if min(room) < 0:
+            headroom = self._headroom(placed, [*messages, 0.0], of_row, shape.microbatches)
+            if min(headroom) < 0:
                 return None
-            passed.append(done_after([each.passes for each in placed], messages, shape.microbatches, room))
+            passed.append(done_after([each.passes for each in placed], messages, shape.microbatches, headroom))
             pipelines.append(tuple(placed))
         return Layout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
 
@@ -184,11 +184,11 @@ class Weigher:
         seconds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
         return cut_rows(rows, least, seconds)
 
-    def _cut_blocks(self, roles: Sequence[Role], rows: int, ways: Sequence[Stage]) -> list[int] | None:
+    def _cut_blocks(self, roles: Sequence[Role], rows: int, variants: Sequence[Stage]) -> list[int] | None:
         """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
         num_blocks, num_stages = self._model.num_layers, len(roles)
         if self.space.cut == BEST:
-            return cut_blocks(num_blocks, ways)
+            return cut_blocks(num_blocks, variants)
         if num_stages > num_blocks:
             return None
         if self.space.cut == EVEN:
@@ -199,13 +199,13 @@ class Weigher:
                 block, *at_end = (self._item_seconds(pool, choice, item, rows) for item in self.costs.items(ends))
                 seconds.append(lambda n, block=block, at_end=at_end: n * block + sum(at_end))
             blocks = cut_rows(num_blocks, [1] * num_stages, seconds)
-        return blocks if all(stage.way(count) for stage, count in zip(ways, blocks, strict=True)) else None
+        return blocks if all(stage.variant(count) for stage, count in zip(variants, blocks, strict=True)) else None
 
     def speed(self, pool: int, item: int = 1) -> float:
         """Return how many rows of a block, or of another item, a device of a pool does in a second, if it has many."""
         return MANY_ROWS / self.costs.seconds(pool, TensorGrid(), item, MANY_ROWS, self.space.recompute[0]).both
 
-    def even_seconds(self, pools: Sequence[int], choices: Sequence[Choice], rows: int) -> float:
+    def even_seconds(self, pools: Sequence[int], choices: Sequence[StageChoice], rows: int) -> float:
         """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
         each = [self._item_seconds(*pair, 1, rows) for pair in zip(pools, choices, strict=True)]
         first = self._item_seconds(pools[0], choices[0], 0, rows) / each[0]
@@ -213,7 +213,7 @@ class Weigher:
         stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
         return (self._model.num_layers + first + last) / stages
 
-    def _item_seconds(self, pool: int, choice: Choice, item: int, rows: int) -> float:
+    def _item_seconds(self, pool: int, choice: StageChoice, item: int, rows: int) -> float:
         """Return what an item takes a stage that has so many rows, as far as cuts are concerned."""
         each, grid = rank_rows(choice, rows), choice.grid
         if self.space.cut == BY_SPEED:
@@ -230,28 +230,28 @@ class Weigher:
         last = len(row) - 1
         return [(pool, choice, last - i, (i == 0, i == last)) for i, (pool, choice) in enumerate(row)]
 
-    def holders(self, shape: Shape, choice: Choice) -> int:
+    def holders(self, shape: Shape, choice: StageChoice) -> int:
         """Return how many ranks at least hold what a rank of a stage holds."""
         least = [min(c.replicas for c in row) for row in shape.choices]
         own = next(min(c.replicas for c in row) for row in shape.choices if choice in row)
         return choice.replicas + sum(least) - own
 
     @staticmethod
-    def meets_unlike(shape: Shape, number: int, choice: Choice) -> bool:
+    def meets_mixed(shape: Shape, number: int, choice: StageChoice) -> bool:
         """Say whether other pipelines have tensor grids with which a stage's ranks share no more than slabs: roughly,
         for it may be with stages of other items."""
         others = (row for i, row in enumerate(shape.choices) if i != number)
         return any(other.grid != choice.grid for row in others for other in row)
 
-    def _make_ways(
+    def _make_layouts(
         self,
         pool: int,
-        choice: Choice,
+        choice: StageChoice,
         kept: int,
         ends: tuple[bool, bool],
         rows: int,
         holders: int,
-        meets_unlike: bool,
+        meets_mixed: bool,
         zero: int,
         pieces: int | None,
         sharing: tuple[tuple[int, int], ...],
@@ -264,15 +264,15 @@ class Weigher:
         each = rank_rows(choice, rows)
         items = costs.items(ends)
         extra = [costs.exchange(pool, grid, choice.replicas, item, zero, sharing) for item in items]
-        counts = piece_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
+        counts = row_chunk_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
         counts = counts if pieces is None else [pieces]
-        ways: list[Way] = []
+        variants: list[StageVariant] = []
         for recompute in self.space.recompute:
             fitting = 0
             for pieces in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
                 at_once = -(-each // pieces) if pieces > 1 else None
                 needs = costs.needs(
-                    grid, each, recompute, zero, holders, ends, at_once=at_once, meets_unlike=meets_unlike
+                    grid, each, recompute, zero, holders, ends, at_once=at_once, meets_mixed=meets_mixed
                 )
                 needed = needs.keeping(kept)
                 most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
@@ -282,13 +282,15 @@ class Weigher:
                     if not ends[0] and pieces == 1 and costs.splits(grid, recompute, zero):
                         parts = [costs.parts(pool, grid, item, each, recompute) for item in items]
                         split = tuple(Line(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
-                    ways.append(Way(recompute, pieces, *seconds, fitting, most, needed, needs.activations, split))
+                    variants.append(
+                        StageVariant(recompute, pieces, *seconds, fitting, most, needed, needs.activations, split)
+                    )
                     fitting = most
                 if most >= self._model.num_layers:
                     break  # nothing is gained by more pieces
-            if ways and ways[0].pieces == 1 and ways[0].most >= self._model.num_layers:
+            if variants and variants[0].pieces == 1 and variants[0].most >= self._model.num_layers:
                 break
-        return Stage(tuple(ways))
+        return Stage(tuple(variants))
 
     def _stage_seconds(
         self,
@@ -327,26 +329,28 @@ class Weigher:
         after = _after([(members, gather) for members, _, gather in exchanged], updated)
         return longest + costs.agree_seconds + after + setup.stack.step_seconds
 
-    def _room(self, stages: Sequence[Placed], messages: Sequence[float], rows: int, microbatches: int) -> list[float]:
+    def _headroom(
+        self, stages: Sequence[Placed], messages: Sequence[float], rows: int, microbatches: int
+    ) -> list[float]:
         """Return how many more microbatches than by 1F1B each stage has memory for; below 0 where it has none for the
         activations that wait to be sent.
 
-        `messages` are the seconds of what each sends. See `Predictor.room`.
+        `messages` are the seconds of what each sends. See `Predictor.headroom`.
         """
         if self._is_roomy:
             return [math.inf] * len(stages)
-        setup, found = self.costs.setup, []
+        setup, result = self.costs.setup, []
         for depth, (placed, seconds) in enumerate(zip(reversed(stages), reversed(messages), strict=True)):
             kept = min(depth + 1, microbatches)
             share = 0.0 if setup.stack.blocking_sends else waiting_share(placed.forward, seconds)
             message = message_bytes(setup, placed.choice.grid, rank_rows(placed.choice, rows)) if share else 0
             waiting = math.ceil(share * (kept - 1)) * message
             free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes - waiting
-            room = free // (placed.way.kept_bytes.at(placed.blocks) + message)
-            found.append(room if room < 0 or kept + room < microbatches else math.inf)
-        return found[::-1]
+            headroom = free // (placed.variant.kept_bytes.at(placed.blocks) + message)
+            result.append(headroom if headroom < 0 or kept + headroom < microbatches else math.inf)
+        return result[::-1]
 
-    def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[Piece]:
+    def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[SharedBlocks]:
         ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
         start, at = 0, [0] * len(pipelines)
         for stop in sorted(set(itertools.chain(*ends))):
@@ -355,11 +359,11 @@ class Weigher:
                 self.costs.elements(stages[i].choice.grid, is_first, is_last).at(stop - start)
                 for stages, i in zip(pipelines, at, strict=True)
             ]
-            yield Piece(list(enumerate(at)), elements, stop - start, is_first, is_last)
+            yield SharedBlocks(list(enumerate(at)), elements, stop - start, is_first, is_last)
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], piece: Piece) -> tuple[float, float]:
+    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], piece: SharedBlocks) -> tuple[float, float]:
         """Return how long the gradients of a piece are waited for, and its weights.
 
         Ranks of unlike grids meet in parts of what the finest has, one after the other.
@@ -384,7 +388,7 @@ class Weigher:
         return self._waited_for(reduce, gather, buckets, placed, piece) if setup.bucket_bytes else (reduce, gather)
 
     def _waited_for(
-        self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], piece: Piece
+        self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], piece: SharedBlocks
     ) -> tuple[float, float]:
         """Return what is left of both beside the last backward pass, and the next step's first forward one.
 
@@ -397,10 +401,13 @@ class Weigher:
         )
         share = max(1 / buckets, *of_first)
         blocks = piece.blocks - 1 + piece.is_last
-        reduce = max(reduce * share, reduce - min(each.way.backward.each / each.way.pieces * blocks for each in placed))
+        reduce = max(
+            reduce * share, reduce - min(each.variant.backward.each / each.variant.pieces * blocks for each in placed)
+        )
         if len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1:
             gather = max(
-                gather * share, gather - min(each.way.forward.each / each.way.pieces * blocks for each in placed)
+                gather * share,
+                gather - min(each.variant.forward.each / each.variant.pieces * blocks for each in placed),
             )
         return reduce, gather
 
@@ -408,22 +415,22 @@ class Weigher:
         costs, into = self.costs, target.choice.grid
         each = min(rank_rows(source.choice, rows), rank_rows(target.choice, rows))
         num_bytes = each * costs.setup.positions * (self._model.hidden_size // into.x) * costs.setup.item_bytes
-        has_pieces = self.costs.setup.stack.gathers_pieces and into.y > 1
-        return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes, has_pieces)
+        has_parts = self.costs.setup.stack.gathers_parts and into.y > 1
+        return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes, has_parts)
 
     def _message_between(
-        self, source: int, choice: Choice, target: int, other: Choice, num_bytes: int, has_pieces: bool
+        self, source: int, choice: StageChoice, target: int, other: StageChoice, num_bytes: int, has_parts: bool
     ) -> float:
         """Return a message's seconds from the last stage of a pool to the next one, or inside the pool.
 
-        With `has_pieces` its y may gather it, see `transfers.gathers`.
+        With `has_parts` its y may gather it, see `transfers.gathers`.
         """
         network = self.costs.network
         sending = self.costs.pools[source].slots(choice.grid.size)
         receiving = self.costs.pools[target].slots(other.grid.size)
         ranks, into = sending[0], receiving[choice.replicas] if source == target else receiving[0]
         gather, y = 0.0, other.grid.y
-        if has_pieces and not network.is_near(ranks[0], into[0]):
+        if has_parts and not network.is_near(ranks[0], into[0]):
             gather = network.group_seconds("all_gather", num_bytes, into[:y], network.crowd(into))
             num_bytes /= y
         # All replicas send at once; as if their ranks were the first of their pools.
@@ -461,12 +468,12 @@ class Weigher:
     def _bare(self, placed: Placed, ends: list[int], rows: int) -> Passes:
         forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
         for item, times in [(1, placed.blocks), *((end, 1) for end in ends)]:
-            what = placed.pool, placed.choice.grid, item, rows, placed.way.recompute
-            seconds = self.costs.piecewise(*what, placed.way.pieces)
+            what = placed.pool, placed.choice.grid, item, rows, placed.variant.recompute
+            seconds = self.costs.piecewise(*what, placed.variant.pieces)
             forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
-            if placed.way.split is not None:
+            if placed.variant.split is not None:
                 parts = [have + times * more for have, more in zip(parts, self.costs.parts(*what), strict=True)]
-        return Passes(forward, backward) if placed.way.split is None else Passes(forward, *parts)
+        return Passes(forward, backward) if placed.variant.split is None else Passes(forward, *parts)
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 
@@ -481,7 +488,11 @@ class Weigher:
                 stop = item + placed.blocks + (i == 0) + (i == len(stages) - 1)
                 for rows in cut_evenly(of_row, placed.choice.replicas):
                     ranks = next(slots[placed.pool])
-                    how = {"recompute": placed.way.recompute, "zero": layout.shape.zero, "substeps": placed.way.pieces}
+                    how = {
+                        "recompute": placed.variant.recompute,
+                        "zero": layout.shape.zero,
+                        "row_chunks": placed.variant.pieces,
+                    }
                     tiles.append(Tile(Interval(item, stop), rows.shift(at), ranks, placed.choice.grid, **how))
                 item = stop
             at += of_row
@@ -490,7 +501,7 @@ class Weigher:
         return with_families(Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused), self._families)
 
 
-def rank_rows(choice: Choice, rows: int, fewest: bool = False) -> int:
+def rank_rows(choice: StageChoice, rows: int, fewest: bool = False) -> int:
     """Return the rows of a rank with the most (or the `fewest`), where a stage has so many of a microbatch."""
     of_tile = rows // choice.replicas if fewest else -(-rows // choice.replicas)
     return -(-of_tile // choice.grid.z)

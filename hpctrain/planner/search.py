@@ -20,11 +20,11 @@ from hpctrain.config.errors import PlanError
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.pools import Pool, pools_of
-from hpctrain.planner.score import Layout, Weigher
+from hpctrain.planner.score import Layout, Scorer
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
-from hpctrain.planner.timing import Timed, Timer, tell_shortage
+from hpctrain.planner.timing import Timed, Timer, format_shortage
 
 WEIGHED, TIMED = 2000, 10
 """How many plans are weighed, and timed, unless it is said."""
@@ -44,18 +44,18 @@ WEIGHING_SHARE = 0.6
 class Limits:
     """How far a search goes; `None`: to the end."""
 
-    weighed: int | None = WEIGHED
+    scored: int | None = WEIGHED
     timed: int | None = TIMED
     per_group: int | None = PER_GROUP
     seconds: float | None = None
 
 
-EVERY_PLAN = Limits(weighed=None, timed=40, per_group=None)
+EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
 """All are weighed, and all simulated whose closed form is within 3 % of the best, up to 40."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search has found."""
 
     plans: tuple[Timed, ...]
@@ -91,7 +91,7 @@ def search(
     space: Space | None = None,
     limits: Limits | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Found:
+) -> SearchResult:
     """Return the best plans found for a step of `global_batch` sequences on the devices of some families, or of all.
 
     The others are unused. Raises PlanError, with the numbers, if none is found that fits in memory, or if a family does
@@ -126,14 +126,14 @@ class Search:
         self._counts = sorted(counts, key=lambda m: abs(math.log(global_batch / m / num_nodes)))
         self._arrangements = space.arrangements(len(self._pools))
         self.costs = StageCosts(setup, cluster, self._pools)
-        self.weigher = Weigher(self.costs, global_batch, space)
+        self.scorer = Scorer(self.costs, global_batch, space)
         self._global_batch = global_batch
-        self._shortlists = Shortlists(self.weigher, limits.per_group)
-        self._timer = Timer(setup, cluster, self.weigher, limits.timed, lambda: self._is_over(1.0))
+        self._shortlists = Shortlists(self.scorer, limits.per_group)
+        self._timer = Timer(setup, cluster, self.scorer, limits.timed, lambda: self._is_over(1.0))
         self._first: Timed | None = None
         self._first_after = math.inf
         self.layouts: list[Layout] = []
-        self._num_weighed = self._num_groups = 0
+        self._num_scored = self._num_groups = 0
 
     def _is_over(self, share: float) -> bool:
         seconds = self._limits.seconds
@@ -142,23 +142,23 @@ class Search:
     @_uncollected()
     def fastest(self) -> tuple[list[Timed], bool]:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
-        all_weighed = self._weigh_groups() and not self._shortlists.left_out
+        all_scored = self._score_groups() and not self._shortlists.left_out
         self.layouts.sort(key=lambda layout: layout.seconds)
         plans, all_timed = self._timer.time(self.layouts, self._first)
         if not plans:
             raise PlanError(self._timer.shortage or self._least_shortage())
-        return plans, all_weighed and all_timed
+        return plans, all_scored and all_timed
 
     @_uncollected()
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         plans, is_complete = self.fastest()
-        return Found(
+        return SearchResult(
             plans=tuple(plans),
             pools=self._pools,
             lower_bound_seconds=least_seconds(self.costs, self._global_batch, self._space),
             searched={
                 "groups": self._num_groups,
-                "weighed": self._num_weighed,
+                "scored": self._num_scored,
                 "fitting": len(self.layouts),
                 "timed": len(plans),
             },
@@ -184,24 +184,24 @@ class Search:
 
     # ---- weighing ----------------------------------------------------------------------------------------------------
 
-    def _weigh_groups(self) -> bool:
+    def _score_groups(self) -> bool:
         """Weigh groups, the most promising first; return whether all were."""
-        groups, is_complete = self._weigh_one_each(), True
+        groups, is_complete = self._score_one_each(), True
         self._num_groups = len(groups)
         for _, _, group, tried in sorted(groups):
             for shape in itertools.islice(self._shapes(*group), tried, None):
                 if self.layouts and self._is_spent(1.0):
                     return False
-                self._weigh(shape)
+                self._score(shape)
         return is_complete and len(groups) == len(self._counts) * len(self._arrangements)
 
-    def _weigh_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
+    def _score_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
         """Return for each group the seconds of a plan that fits, its place, itself, and how many were weighed.
 
         First all pools in a row and all side by side, by each number of microbatches; then all arrangements, those
         first that leave no pool unused and have numbers of microbatches by which a plan was fast.
         """
-        found: list[tuple[float, int, tuple[Pipelines, int], int]] = []
+        result: list[tuple[float, int, tuple[Pipelines, int], int]] = []
         known: set[tuple[Pipelines, int]] = set()
 
         def look(group: tuple[Pipelines, int]) -> None:
@@ -209,17 +209,17 @@ class Search:
                 return
             seconds, tried = math.inf, 0
             for shape in itertools.islice(self._shapes(*group), TRIED):
-                seconds, tried = self._weigh(shape), tried + 1
+                seconds, tried = self._score(shape), tried + 1
                 if seconds < math.inf:
                     break
             known.add(group)
-            found.append((seconds, len(found), group, tried))
+            result.append((seconds, len(result), group, tried))
 
         pools = range(len(self._pools))
         first = [p for p in (tuple((pool,) for pool in pools), (tuple(pools),)) if p in self._arrangements]
         for group in itertools.product(first, self._counts):
             look(group)
-        least = {m: min((s for s, _, g, _ in found if g[1] == m), default=math.inf) for m in self._counts}
+        least = {m: min((s for s, _, g, _ in result if g[1] == m), default=math.inf) for m in self._counts}
         rank = {m: number for number, m in enumerate(sorted(least, key=least.get))}
 
         def place(group: tuple[Pipelines, int]) -> int:
@@ -228,16 +228,16 @@ class Search:
 
         for group in sorted(itertools.product(self._arrangements, self._counts), key=place):
             look(group)
-        return found
+        return result
 
     def _least_shortage(self) -> str:
         """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
         space = replace(self._space, recompute=self._space.recompute[-1:])
-        roomy = Weigher(self.costs, self._global_batch, space, is_short_of_nothing=True)
+        roomy = Scorer(self.costs, self._global_batch, space, is_short_of_nothing=True)
         groups = itertools.product(self._arrangements, self._counts)
         shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
         zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
-        layouts = (roomy.weigh(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
+        layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
         lacking = [(roomy.worst_shortage(layout), number, layout) for number, layout in enumerate(layouts) if layout]
         if not lacking:
             return (
@@ -245,13 +245,13 @@ class Search:
                 f" {self._setup.model.num_layers} blocks uses all devices; set train.global_batch to a multiple of"
                 " their number, or train on fewer"
             )
-        (_, stage), _, layout = min(lacking, key=lambda found: found[:2])
-        return tell_shortage(self._cluster, self._setup, roomy.plan(layout), *roomy.needed(layout, stage))
+        (_, stage), _, layout = min(lacking, key=lambda result: result[:2])
+        return format_shortage(self._cluster, self._setup, roomy.plan(layout), *roomy.needed(layout, stage))
 
     def _is_spent(self, share: float) -> bool:
         """Say whether a share of the budget, or of the time for weighing, is over."""
-        budget = self._limits.weighed
-        return (budget is not None and self._num_weighed >= budget * share) or self._is_over(WEIGHING_SHARE * share)
+        budget = self._limits.scored
+        return (budget is not None and self._num_scored >= budget * share) or self._is_over(WEIGHING_SHARE * share)
 
     def _shapes(self, pipelines: Pipelines, microbatches: int):
         """Yield the shapes of a group, those of the best choices first."""
@@ -262,12 +262,12 @@ class Search:
                 yield Shape(pipelines, choices, microbatches, 1)
             return
         lists = [self._shortlists.choices(microbatches, pool, row, pipelines) for row in pipelines for pool in row]
-        for places in sorted(itertools.product(*(range(len(found)) for found in lists)), key=sum):
-            chosen = iter(found[place] for found, place in zip(lists, places, strict=True))
-            choices = tuple(tuple(next(chosen) for _ in row) for row in pipelines)
+        for places in sorted(itertools.product(*(range(len(result)) for result in lists)), key=sum):
+            resolved = iter(result[place] for result, place in zip(lists, places, strict=True))
+            choices = tuple(tuple(next(resolved) for _ in row) for row in pipelines)
             yield Shape(pipelines, choices, microbatches, 1)
 
-    def _weigh(self, shape: Shape | None) -> float:
+    def _score(self, shape: Shape | None) -> float:
         """Weigh a shape with each ZeRO stage that may pay; return the least seconds."""
         if shape is None:
             return math.inf
@@ -276,8 +276,8 @@ class Search:
             # Where 1 is allowed, 0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone.
             if 1 in self._space.zero and (is_short if zero == 0 else zero >= 2 and not is_short):
                 continue
-            self._num_weighed += 1
-            layout = self.weigher.weigh(replace(shape, zero=zero))
+            self._num_scored += 1
+            layout = self.scorer.score(replace(shape, zero=zero))
             is_short |= layout is None or layout.is_short_of_memory
             if layout is not None:
                 self.layouts.append(layout)

@@ -3,8 +3,8 @@
 from bisect import insort
 from collections.abc import Sequence
 
-from hpctrain.planner.score import MANY_ROWS, Weigher, rank_rows
-from hpctrain.planner.space import BEST, Choice, Pipelines, choices_of, choices_of_all
+from hpctrain.planner.score import MANY_ROWS, Scorer, rank_rows
+from hpctrain.planner.space import BEST, Pipelines, StageChoice, choices_of, choices_of_all
 
 SLOWEST_SHARE = 0.5
 """Of the speed of a pool's fastest choice, that others must reach to be considered."""
@@ -16,40 +16,40 @@ MOST_CHOICES = 48
 class Shortlists:
     """The best choices for each pool, by number of microbatches and by what the others do."""
 
-    def __init__(self, weigher: Weigher, per_group: int | None):
+    def __init__(self, scorer: Scorer, per_group: int | None):
         """`per_group` is how many combinations of choices are wanted; None: all."""
-        self._weigher, self._costs, self._per_group = weigher, weigher.costs, per_group
+        self._scorer, self._costs, self._per_group = scorer, scorer.costs, per_group
         pools = self._costs.pools
-        self._power = [pool.num_devices * weigher.speed(number) for number, pool in enumerate(pools)]
-        self._found: dict[tuple, list[Choice]] = {}
-        self._fastest: dict[tuple[int, int], tuple[list[tuple[float, Choice]], float]] = {}
+        self._power = [pool.num_devices * scorer.speed(number) for number, pool in enumerate(pools)]
+        self._result: dict[tuple, list[StageChoice]] = {}
+        self._fastest: dict[tuple[int, int], tuple[list[tuple[float, StageChoice]], float]] = {}
         self.left_out = 0
         """Choices that were not returned."""
 
-    def choices(self, microbatches: int, pool: int, row: Sequence[int], pipelines: Pipelines) -> list[Choice]:
+    def choices(self, microbatches: int, pool: int, row: Sequence[int], pipelines: Pipelines) -> list[StageChoice]:
         """Return the choices for a pool of a pipeline `row`, the best first."""
         used = frozenset(number for other in pipelines for number in other)
         key = microbatches, pool, frozenset(row), used
-        if key not in self._found:
-            self._found[key] = self._choose(microbatches, pool, row, used)
-        return self._found[key]
+        if key not in self._result:
+            self._result[key] = self._choose(microbatches, pool, row, used)
+        return self._result[key]
 
-    def _rates(self, pool: int, rows: int) -> tuple[list[tuple[float, Choice]], float]:
+    def _rates(self, pool: int, rows: int) -> tuple[list[tuple[float, StageChoice]], float]:
         """Return each choice with the blocks that it does in a second, and the most."""
         if (pool, rows) not in self._fastest:
-            costs, space = self._costs, self._weigher.space
+            costs, space = self._costs, self._scorer.space
             how = space.recompute[0]
             choices = choices_of if space.cut == BEST else choices_of_all
             slots = space.num_slots(costs.pools[pool], costs.grids[pool])
-            found = [
+            result = [
                 (choice.stages / costs.seconds(pool, choice.grid, 1, rank_rows(choice, rows), how).both, choice)
                 for choice in choices(slots, costs.setup.model.num_layers, rows)
             ]
-            self._fastest[pool, rows] = found, max((rate for rate, _ in found), default=0.0)
+            self._fastest[pool, rows] = result, max((rate for rate, _ in result), default=0.0)
         return self._fastest[pool, rows]
 
-    def _choose(self, microbatches: int, pool: int, row: Sequence[int], used: frozenset[int]) -> list[Choice]:
-        rows = self._weigher.global_batch // microbatches
+    def _choose(self, microbatches: int, pool: int, row: Sequence[int], used: frozenset[int]) -> list[StageChoice]:
+        rows = self._scorer.global_batch // microbatches
         if self._per_group is None:
             return [choice for _, choice in self._rates(pool, rows)[0]]
         share = sum(self._power[n] for n in row) / sum(self._power[n] for n in used)
@@ -76,7 +76,7 @@ class Shortlists:
     def _score(
         self,
         pool: int,
-        choice: Choice,
+        choice: StageChoice,
         rate: float,
         others: float,
         rows: int,
@@ -90,7 +90,7 @@ class Shortlists:
         blocks = num_blocks * rate / (rate + others)
         slowest = num_blocks / (rate + others)
         of_stage = max(1, round(blocks / stages))
-        each, kept, space = rank_rows(choice, rows), min(stages, microbatches), self._weigher.space
+        each, kept, space = rank_rows(choice, rows), min(stages, microbatches), self._scorer.space
         memory = costs.pools[pool].memory_bytes
 
         def most(recompute: str, zero: int) -> int:

@@ -116,7 +116,7 @@ class _Simulation(ScheduleRun):
         if step is clock.opening:
             clock.spend("tensor", max(0.0, cost.before_seconds - clock.now))
         if step.chunk in clock.gathers:
-            self._await_weights(clock, cost.overlap_times, clock.gathers.pop(step.chunk))
+            self._await_weights(clock, cost.overlap_slowdown, clock.gathers.pop(step.chunk))
         clock.spend("compute", one.compute)
         if one.tensor or one.data:
             clock.spend("tensor", one.tensor)
@@ -196,7 +196,7 @@ class _Simulation(ScheduleRun):
             moment += alone + longer + late
             waited, slowed = waited + late, slowed + longer
         clock.spend("compute", slowed)
-        self._wait_beside(clock, taken, waited)
+        self._wait_overlapped(clock, taken, waited)
 
     def _reduce(self) -> None:
         """Sum gradients, each sharing when all its tiles have made them and the one before it is done.
@@ -217,19 +217,19 @@ class _Simulation(ScheduleRun):
             for tile, clock in clocks.items():
                 lane[clock] = start + sharing.reduce_seconds
                 taken[clock] += sharing.reduce_seconds
-                beside = min(sharing.reduce_seconds, max(0.0, clock.now + slowed[clock] - start))
-                times = self._costs.tiles[tile].overlap_times
-                slowed[clock] += slowed_by(beside, sharing.reduce_seconds, times)
+                overlapped = min(sharing.reduce_seconds, max(0.0, clock.now + slowed[clock] - start))
+                times = self._costs.tiles[tile].overlap_slowdown
+                slowed[clock] += slowed_by(overlapped, sharing.reduce_seconds, times)
         for clock in self._clocks:
             clock.spend("compute", slowed[clock])
-            self._wait_beside(clock, taken[clock], max(0.0, lane[clock] - clock.now))
+            self._wait_overlapped(clock, taken[clock], max(0.0, lane[clock] - clock.now))
 
     def _order_of_sums(self, sharing: Sharing) -> tuple[int, float]:
         chunk = max(self.runner_of[tile].chunks.index(tile) for tile in sharing.tiles)
         return -chunk, -max(sharing.ready_seconds.values(), default=0.0)
 
     @staticmethod
-    def _wait_beside(clock: _Clock, seconds: float, waited: float) -> None:
+    def _wait_overlapped(clock: _Clock, seconds: float, waited: float) -> None:
         """Account for what took so long beside computation, of which the end was waited for."""
         seen = min(waited, seconds)
         clock.now += waited

@@ -43,7 +43,7 @@ ALL_COUNTS_UP_TO = 8
 BEST, BY_SPEED, EVEN = "best", "by speed", "even"
 
 
-class Choice(NamedTuple):
+class StageChoice(NamedTuple):
     """What becomes of the devices of a pool."""
 
     grid: TensorGrid
@@ -67,8 +67,8 @@ class Space:
     """How rows and blocks are cut. `BY_SPEED` and `EVEN` restrict the shapes too."""
 
     def microbatch_counts(self, global_batch: int) -> list[int]:
-        found = divisors(global_batch)
-        return [count for count in found if self.microbatches is None or count in self.microbatches]
+        result = divisors(global_batch)
+        return [count for count in result if self.microbatches is None or count in self.microbatches]
 
     def arrangements(self, num_pools: int) -> list[Pipelines]:
         """Return the arrangements of pools that the space has."""
@@ -80,8 +80,8 @@ class Space:
 
     def num_slots(self, pool: Pool, grids: Iterable[TensorGrid]) -> dict[TensorGrid, int]:
         """Return how many places a pool has for each of some tensor grids; restricted spaces use all devices."""
-        found = {g: len(pool.slots(g.size)) for g in grids if g.size <= (self.largest_grid or g.size)}
-        return found if self.cut == BEST else {g: n for g, n in found.items() if n * g.size == pool.num_devices}
+        result = {g: len(pool.slots(g.size)) for g in grids if g.size <= (self.largest_grid or g.size)}
+        return result if self.cut == BEST else {g: n for g, n in result.items() if n * g.size == pool.num_devices}
 
 
 def by_speed_space(**restricted) -> Space:
@@ -99,7 +99,7 @@ class Shape:
     """Everything of a plan but its cuts."""
 
     pipelines: Pipelines
-    choices: tuple[tuple[Choice, ...], ...]
+    choices: tuple[tuple[StageChoice, ...], ...]
     """For each pool of each pipeline."""
     microbatches: int
     zero: int
@@ -158,25 +158,25 @@ def stage_counts(most: int, num_blocks: int) -> list[int]:
     return sorted(wanted | set(range(1, min(limit, ALL_COUNTS_UP_TO) + 1)))
 
 
-def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[Choice]:
+def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[StageChoice]:
     """Yield what a pool can become that has so many places for each tensor grid, for `rows` rows of a microbatch."""
     for grid, slots in num_slots.items():
         for stages in stage_counts(slots, num_blocks):
             for replicas in replica_counts(slots // stages, rows // grid.z):
-                yield Choice(grid, stages, replicas)
+                yield StageChoice(grid, stages, replicas)
 
 
-def choices_of_all(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[Choice]:
+def choices_of_all(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[StageChoice]:
     """Yield what a pool can become that uses all of its places."""
     for grid, slots in num_slots.items():
         for stages in divisors(slots):
             if stages <= num_blocks and slots // stages * grid.z <= rows:
-                yield Choice(grid, stages, slots // stages)
+                yield StageChoice(grid, stages, slots // stages)
 
 
 def even_choices(
     pipelines: Pipelines, num_slots: Sequence[dict[TensorGrid, int]], num_blocks: int, rows: int
-) -> Iterator[tuple[tuple[Choice, ...], ...]]:
+) -> Iterator[tuple[tuple[StageChoice, ...], ...]]:
     """Yield what the pools of an arrangement can become in even plans, which use all places of each pool."""
     for grid in num_slots[0]:
         if not all(grid in slots for slots in num_slots):
@@ -186,9 +186,11 @@ def even_choices(
             replicas = [sum(row) // stages for row in slots]
             divides = all(n % r == 0 for row, r in zip(slots, replicas, strict=True) for n in row)
             if divides and stages <= num_blocks and rows % sum(replicas) == 0 and rows // sum(replicas) >= grid.z:
-                yield tuple(tuple(Choice(grid, n // r, r) for n in row) for row, r in zip(slots, replicas, strict=True))
+                yield tuple(
+                    tuple(StageChoice(grid, n // r, r) for n in row) for row, r in zip(slots, replicas, strict=True)
+                )
 
 
 def names_of(pipelines: Pipelines, names: Sequence[str]) -> str:
-    """Say an arrangement in words, such as `fast then slow, beside slower`."""
+    """Say an arrangement in words, such as `fast then slow, overlapped slower`."""
     return ", beside ".join(" then ".join(names[pool] for pool in row) for row in pipelines)

@@ -81,7 +81,7 @@ class Stack:
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     copies_shards: bool = False
     """Whether `Passes.weight` leaves out that a rank copies its z-shard of weights, and adds to that of gradients."""
-    gathers_pieces: bool = False
+    gathers_parts: bool = False
     """Whether what comes over a slow link comes in pieces, see `hpctrain.plan.transfers.gathers`."""
     expected_messages: int = 0
     """For how many messages between stages a rank has room before it comes to receive them."""
@@ -97,7 +97,7 @@ class Stack:
     """Of a device's memory that its libraries take before there is a model."""
     communicator_bytes: float = 0.0
     """That buffers of each communicator take."""
-    lost_share: float = 0.0
+    overhead_share: float = 0.0
     """Of a device's memory that its buffers take, and its allocator cannot use."""
     step_seconds: float = 0.0
     """Of a step that no part of the model accounts for: reading data, agreeing on the norm."""
@@ -122,7 +122,7 @@ HPCTRAIN = Stack(
     loss_bytes={4: 4, 2: 6},  # logits in fp32, and in half precision, while their exponentials are made
     splits_backward=True,
     copies_shards=True,
-    gathers_pieces=True,
+    gathers_parts=True,
     expected_messages=EXPECTED_AHEAD,
     evens_families=True,
 )

@@ -75,11 +75,11 @@ class Needs(NamedTuple):
         return Line(state.base + kept.base * microbatches, state.each + kept.each * microbatches)
 
 
-def piece_counts(most: int, fewest: int) -> list[int]:
+def row_chunk_counts(most: int, fewest: int) -> list[int]:
     """Return in how many pieces ranks may go through so many rows: few, by twos and threes, and a row each."""
     wanted = {n << power for n in (2, 3) for power in range(fewest.bit_length())}
-    found = [1, *sorted(count for count in wanted if count < fewest), *([fewest] if fewest > 1 else [])]
-    at_once = {-(-most // count): count for count in reversed(found)}  # the fewest pieces of those with as many rows
+    result = [1, *sorted(count for count in wanted if count < fewest), *([fewest] if fewest > 1 else [])]
+    at_once = {-(-most // count): count for count in reversed(result)}  # the fewest pieces of those with as many rows
     return sorted(at_once.values())
 
 
@@ -107,14 +107,14 @@ class StageCosts:
 
     def _grids(self, pool: Pool) -> list[TensorGrid]:
         """Return the grids that have room on a node of the pool and cut the model."""
-        found = []
+        result = []
         for grid in pool.grids():
             try:
                 check_grid(self.setup.model, grid)
             except PlanError:
                 continue
-            found.append(grid)
-        return found
+            result.append(grid)
+        return result
 
     def items(self, ends: tuple[bool, bool]) -> list[int]:
         """Return the items that a stage's figures are made of: a block, which stands for all, and those at its ends."""
@@ -200,11 +200,11 @@ class StageCosts:
         holders: int,
         ends: tuple[bool, bool],
         at_once: int | None = None,
-        meets_unlike: bool = False,
+        meets_mixed: bool = False,
     ) -> Needs:
         """Return what a rank of a stage needs; see `memory_of`.
 
-        At the loss it may go through its rows in pieces, and keep so many `at_once`. Who `meets_unlike` grids has
+        At the loss it may go through its rows in pieces, and keep so many `at_once`. Who `meets_mixed` grids has
         weights packed for these, too.
         """
         setup, b = self.setup, self.setup.item_bytes
@@ -212,7 +212,7 @@ class StageCosts:
         share = 1 / holders if zero else 1.0
         state = b * (share if zero == 3 else 1) + GRADIENT_BYTES * (share if zero >= 2 else 1)
         state += (MOMENT_BYTES + (MASTER_BYTES if b < MASTER_BYTES else 0)) * share
-        if meets_unlike and zero < 3:
+        if meets_mixed and zero < 3:
             state = state + b
         if zero == 1:
             state = state + GRADIENT_BYTES * share * (holders > 1)
@@ -258,8 +258,8 @@ class StageCosts:
 
     def _sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         ranks = [slot[0] for number, size, replicas in groups for slot in self.pools[number].slots(size)[:replicas]]
-        beside = self._crowd(tuple((number, size) for number, size, _ in groups))
-        return self.network.group_seconds(operation, num_bytes, ranks, beside)
+        overlapped = self._crowd(tuple((number, size) for number, size, _ in groups))
+        return self.network.group_seconds(operation, num_bytes, ranks, overlapped)
 
     def _all_ranks(self, grids: tuple[tuple[int, int], ...]) -> Crowd:
         """Return the ranks of all places for tensor grids; these are (pool, ranks of one)."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from hpctrain.config.cluster import Cluster
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.score import Layout, Weigher
+from hpctrain.planner.score import Layout, Scorer
 
 FEW = 5
 """So many are timed at least."""
@@ -25,7 +25,7 @@ class Timed:
     layout: Layout
     plan: Plan
     prediction: Prediction
-    held_up_seconds: float | None = None
+    delay_seconds: float | None = None
     """Of a step with no more microbatches under way than by 1F1B, if it has more because that is slower."""
 
     @property
@@ -36,36 +36,34 @@ class Timed:
 class Timer:
     """Times plans."""
 
-    def __init__(
-        self, setup: Setup, cluster: Cluster, weigher: Weigher, limit: int | None, is_over: Callable[[], bool]
-    ):
+    def __init__(self, setup: Setup, cluster: Cluster, scorer: Scorer, limit: int | None, is_over: Callable[[], bool]):
         """At most `limit` are timed; None: all that may be the fastest. `is_over` says that time is."""
-        self._setup, self._cluster, self._weigher, self._limit, self._is_over = setup, cluster, weigher, limit, is_over
+        self._setup, self._cluster, self._scorer, self._limit, self._is_over = setup, cluster, scorer, limit, is_over
         self.shortage = ""
         """What the first plan lacked that did not fit after all."""
 
     def _predictor(self, plan: Plan) -> Predictor:
-        return Predictor(self._setup, plan, self._cluster, network=self._weigher.costs.network)
+        return Predictor(self._setup, plan, self._cluster, network=self._scorer.costs.network)
 
     def one(self, layout: Layout) -> Timed | None:
         """Return a layout with its time, or None where it does not fit."""
-        plan = self._weigher.plan(layout)
+        plan = self._scorer.plan(layout)
         predictor = self._predictor(plan)
         prediction = predictor.predict()
         if prediction.fits:
-            return self._further_ahead(Timed(layout, plan, prediction), predictor)
+            return self._with_extra_warmup(Timed(layout, plan, prediction), predictor)
         if not self.shortage:
             stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
             which = tuple(stage.tile.items), stage.tile.family, stage.memory.total, stage.available_bytes
-            self.shortage = tell_shortage(self._cluster, self._setup, plan, *which)
+            self.shortage = format_shortage(self._cluster, self._setup, plan, *which)
         return None
 
-    def _further_ahead(self, timed: Timed, predictor: Predictor) -> Timed:
+    def _with_extra_warmup(self, timed: Timed, predictor: Predictor) -> Timed:
         """Return a plan with more microbatches under way in place of the same one, if it fits and is faster."""
-        plan = further_ahead(timed.plan, predictor.costs, predictor.room)
+        plan = with_extra_warmup(timed.plan, predictor.costs, predictor.headroom)
         if plan is None:
             return timed
-        prediction = predictor.with_ahead(plan).predict()
+        prediction = predictor.for_plan(plan).predict()
         other = Timed(timed.layout, plan, prediction, timed.seconds)
         return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 
@@ -74,21 +72,21 @@ class Timer:
 
         `layouts` are in the order of what the closed form says; `known` is one of them, if it was timed before.
         """
-        found = [known] if known else []
-        best, all_done = min((timed.seconds for timed in found), default=math.inf), True
+        result = [known] if known else []
+        best, all_done = min((timed.seconds for timed in result), default=math.inf), True
         for number, layout in enumerate(layouts):
             if known and layout is known.layout:
                 continue
-            is_late = not found and number >= FEW and self._is_over()
-            if is_late or (found and self._is_enough(len(found), layout.seconds / best - 1)):
-                all_done = all(self._weigher.bound(other) >= best for other in layouts[number:])
+            is_late = not result and number >= FEW and self._is_over()
+            if is_late or (result and self._is_enough(len(result), layout.seconds / best - 1)):
+                all_done = all(self._scorer.bound(other) >= best for other in layouts[number:])
                 break
-            if len(found) >= FEW and self._weigher.bound(layout) >= best:
+            if len(result) >= FEW and self._scorer.bound(layout) >= best:
                 continue
             if timed := self.one(layout):
-                found.append(timed)
+                result.append(timed)
                 best = min(best, timed.seconds)
-        return sorted(found, key=lambda timed: timed.seconds), all_done
+        return sorted(result, key=lambda timed: timed.seconds), all_done
 
     def _is_enough(self, num_timed: int, slower_share: float) -> bool:
         """Say whether no more plans are timed, the next of which is expected to be slower by so much."""
@@ -99,7 +97,7 @@ class Timer:
         return num_timed >= self._limit or (num_timed >= FEW and slower_share > CLOSED_FORM_ERROR)
 
 
-def tell_shortage(
+def format_shortage(
     cluster: Cluster, setup: Setup, plan: Plan, items: tuple[int, int], family: str, needed: float, available: int
 ) -> str:
     """Return the message that a plan does not fit in memory."""

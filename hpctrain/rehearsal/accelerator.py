@@ -94,7 +94,7 @@ class RehearsedAccelerator(CpuAccelerator):
         seconds = seconds_of(func, args, outputs, truth)
         if seconds:
             if clock.is_moving:
-                seconds *= truth.overlap_times
+                seconds *= truth.overlap_slowdown
             if truth.jitter_share:
                 seconds *= max(0.0, self._random.gauss(1.0, truth.jitter_share))
             clock.charge(seconds * self.time_scale)

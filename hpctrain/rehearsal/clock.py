@@ -49,7 +49,7 @@ class Clock:
 
     def __init__(self):
         self.compute = Stream()
-        self.under_way: set[Paced] = set()
+        self.in_flight: set[Paced] = set()
         """Operations that have begun and not ended. Of several threads."""
         self.log: list[Paced] | None = None
         """Where operations are listed when they were waited for, if anybody wants to know."""
@@ -75,7 +75,7 @@ class Clock:
 
         One that waits for a rank which has not come to it moves nothing.
         """
-        return any(operation.is_moving for operation in tuple(self.under_way))
+        return any(operation.is_moving for operation in tuple(self.in_flight))
 
     def mark(self) -> "Mark":
         """Return where the device is in what it does: each call another mark."""
@@ -174,7 +174,7 @@ class Paced:
         self.begun = stream.moment
         if time.monotonic() < stream.moment:
             yield Pending(lambda: time.monotonic() >= stream.moment, "the pretended device", lambda: stream.moment)
-        clock.under_way.add(self)
+        clock.in_flight.add(self)
         try:
             while True:
                 clock.is_communicating = True
@@ -186,7 +186,7 @@ class Paced:
                 yield pending
         finally:
             clock.is_communicating = False
-            clock.under_way.discard(self)
+            clock.in_flight.discard(self)
             self.ended, self._late = stream.moment, stream.late
 
     @property

@@ -12,7 +12,7 @@ from hpctrain.config.errors import TopologyError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Fabric:
+class SharedFabric:
     """What connects NICs of nodes: InfiniBand, RoCE, Ethernet. Its inside is never a bottleneck."""
 
     name: str
@@ -21,7 +21,7 @@ class Fabric:
 
 
 @dataclass(frozen=True)
-class Nic:
+class SharedNic:
     """A network interface; both directions are used at once."""
 
     fabric: str
@@ -38,7 +38,7 @@ class Node:
     link_bytes_per_second: float
     """Between two devices: of the port that each of them has in each direction."""
     link_latency_seconds: float
-    nics: tuple[Nic, ...] = ()
+    nics: tuple[SharedNic, ...] = ()
 
 
 class Path(NamedTuple):
@@ -53,7 +53,7 @@ class Network:
     """The network of a rehearsal's ranks. Raises TopologyError where it is not whole."""
 
     nodes: tuple[Node, ...]
-    fabrics: tuple[Fabric, ...] = ()
+    fabrics: tuple[SharedFabric, ...] = ()
     dilation: float = 1.0
     """All times are this many times as long as described."""
 
@@ -78,16 +78,16 @@ class Network:
         return sum(len(node.ranks) for node in self.nodes)
 
     @property
-    def _nics(self) -> Iterator[tuple[Node, Nic]]:
+    def _nics(self) -> Iterator[tuple[Node, SharedNic]]:
         return ((node, nic) for node in self.nodes for nic in node.nics)
 
     @property
     def _described_bandwidths(self) -> list[float]:
         """Outwards and inwards, of each rank's device, then of each NIC."""
         links = {rank: node.link_bytes_per_second for node in self.nodes for rank in node.ranks}
-        found = [(links[rank], links[rank]) for rank in sorted(links)]
-        found += [(nic.send_bytes_per_second, nic.receive_bytes_per_second) for _, nic in self._nics]
-        return list(itertools.chain.from_iterable(found))
+        result = [(links[rank], links[rank]) for rank in sorted(links)]
+        result += [(nic.send_bytes_per_second, nic.receive_bytes_per_second) for _, nic in self._nics]
+        return list(itertools.chain.from_iterable(result))
 
     @cached_property
     def bandwidths(self) -> tuple[float, ...]:
@@ -109,19 +109,19 @@ class Network:
         if here == there:
             ports = () if source == target else (2 * source, 2 * target + 1)
             return Path(ports, self.nodes[here].link_latency_seconds * self.dilation)
-        found = []
+        result = []
         for fabric in self.fabrics:
             out, into = self._port(here, source, fabric.name), self._port(there, target, fabric.name)
             if out is not None and into is not None:
                 ports = (2 * out, 2 * into + 1)
                 narrowest = min(self.bandwidths[port] for port in ports)
-                found.append((-narrowest, fabric.latency_seconds * self.dilation, ports))
-        if not found:
+                result.append((-narrowest, fabric.latency_seconds * self.dilation, ports))
+        if not result:
             raise TopologyError(
                 f"ranks {source} and {target} are on nodes without a fabric in common"
                 f" ({self._fabrics_of(here)}; {self._fabrics_of(there)}): give both a NIC on the same one"
             )
-        _, latency, ports = min(found)
+        _, latency, ports = min(result)
         return Path(ports, latency)
 
     def _port(self, index: int, rank: int, fabric: str) -> int | None:
@@ -146,7 +146,7 @@ def network_of(cluster: Cluster, dilation: float = 1.0) -> Network:
     for ranks in members.values():
         table = cluster.nodes[cluster.devices[ranks[0]].table]
         nics = tuple(
-            Nic(
+            SharedNic(
                 nic.fabric,
                 _capped(cluster, nic.fabric, nic.send_bytes_per_second),
                 _capped(cluster, nic.fabric, nic.receive_bytes_per_second),
@@ -157,7 +157,7 @@ def network_of(cluster: Cluster, dilation: float = 1.0) -> Network:
         # A node of one device has no links.
         bandwidth, latency = table.link_bytes_per_second or 1.0, table.link_latency_seconds or 0.0
         nodes.append(Node(tuple(ranks), bandwidth, latency, nics))
-    fabrics = tuple(Fabric(name, fabric.latency_seconds) for name, fabric in cluster.fabrics.items())
+    fabrics = tuple(SharedFabric(name, fabric.latency_seconds) for name, fabric in cluster.fabrics.items())
     return Network(tuple(nodes), fabrics, dilation)
 
 

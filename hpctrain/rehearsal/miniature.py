@@ -114,7 +114,7 @@ def miniature(
     """
     if is_finished(cluster, truth):
         scaled = scale_for_finished(truth, job)
-        found, own = cluster, truth or own_truth(cluster, {name: "fp32" for name in cluster.families}, tile=1)
+        result, own = cluster, truth or own_truth(cluster, {name: "fp32" for name in cluster.families}, tile=1)
         scale = None
         given = own.time_scale if truth else None
     else:
@@ -131,11 +131,11 @@ def miniature(
         if memory is None:
             memory = _memory_scale(cluster, dtypes, job, scaled, is_half)
         scale = Scale(width, 2 if is_half else 4, memory)
-        found = scale_cluster(cluster, dtypes, scale)
+        result = scale_cluster(cluster, dtypes, scale)
         own = scale_truth(own_truth(cluster, dtypes), truth, dtypes, scale)
         given = truth.time_scale if truth and "time_scale" in truth.model_fields_set else None
-    seconds = time_scale or given or choose_time_scale(found, own, scaled, cores)
-    return Miniature(with_exact_links(found), own.model_copy(update={"time_scale": seconds}), scaled, scale, job)
+    seconds = time_scale or given or choose_time_scale(result, own, scaled, cores)
+    return Miniature(with_exact_links(result), own.model_copy(update={"time_scale": seconds}), scaled, scale, job)
 
 
 def dtypes_of(cluster: Cluster, job: Job) -> dict[str, str]:
@@ -209,7 +209,7 @@ def scale_job(job: Job, width: int) -> Job:
             "data": data.model_copy(update={"sequence_length": length}),
             "train": train,
             "overlap": job.overlap.model_copy(update={"bucket_bytes": bucket_bytes}),
-            "products": job.products.model_copy(update={"ways": {}}),
+            "products": job.products.model_copy(update={"layouts": {}}),
         }
     )
 

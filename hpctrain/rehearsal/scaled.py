@@ -115,7 +115,7 @@ def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> 
             launch_seconds=model.efficiency.launch_seconds,
             tile=(tile, tile),
             half_speed_rows=half,
-            overlap_times=model.overlap_times,
+            overlap_slowdown=model.overlap_slowdown,
         )
     return Truth(devices=devices)
 
@@ -155,14 +155,14 @@ def scale_truth(own: Truth, given: Truth | None, dtypes: Mapping[str, str], scal
 
 def _figures(table: Table, scale: Scale) -> dict:
     """Return the figures of a table that are of bytes: bandwidths and sizes of memory."""
-    found = {}
+    result = {}
     for name in type(table).model_fields:
         value = getattr(table, name)
         if value is not None and name.endswith("bytes_per_second"):
-            found[name] = value * scale.num_bytes
+            result[name] = value * scale.num_bytes
         elif value is not None and name.endswith("_bytes"):
-            found[name] = max(1, round(value * scale.memory))
-    return found
+            result[name] = max(1, round(value * scale.memory))
+    return result
 
 
 def _scaled(table: Table, scale: Scale):
@@ -178,7 +178,7 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
     """Return a family in fp32. What the planner would take from the catalogue by its dtype is written down."""
     model, origins = DeviceModel(name, family), dict(family.origins)
     origins.setdefault("sustained_flops_per_second", _origin(family, "sustained_flops_per_second"))
-    origins.setdefault("overlap_times", _origin(family, "overlap_times"))
+    origins.setdefault("overlap_slowdown", _origin(family, "overlap_slowdown"))
     peak = family.peak_flops_per_second.get(dtype)
     products = {}
     for product in family.products:
@@ -189,7 +189,7 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
     half = family.half_speed_rows
     if half is None and not products:  # in place of the catalogue's model of tiles, which is of real size
         half = HALF_SPEED_ROWS
-        origins["half_speed_rows"] = "guessed"
+        origins["half_speed_rows"] = "assumed_inputs"
     return _remade(
         family,
         {
@@ -199,13 +199,13 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
             "sustained_flops_per_second": {"fp32": model.speed(dtype) * scale.flops},
             "products": tuple(products.values()),
             "half_speed_rows": None if half is None else half / scale.width,
-            "overlap_times": model.overlap_times,
+            "overlap_slowdown": model.overlap_slowdown,
         },
     )
 
 
 def _origin(family: Family, figure: str) -> str:
-    return (family.origin_of(figure) if getattr(family, figure) else None) or "guessed"
+    return (family.origin_of(figure) if getattr(family, figure) else None) or "assumed_inputs"
 
 
 def _link(link: LinkClass, scale: Scale) -> LinkClass:

@@ -235,26 +235,26 @@ def item_units(model: Model, grid: TensorGrid, item: int) -> list[Unit]:
     """Cut an item into units for tiles of this tensor grid; a tied embedding belongs to the first item."""
     last = model.num_items - 1
     parameters = item_parameters(model, item)
-    found = []
+    result = []
     if model.tie_head and item in (0, last):
         if item == 0:
-            found.append(Unit((0, last), tuple(p for p in parameters if p.name == "embedding.weight")))
+            result.append(Unit((0, last), tuple(p for p in parameters if p.name == "embedding.weight")))
         parameters = [p for p in parameters if p.name != "embedding.weight"]
     own = tuple(p for p in parameters if not p.is_shared_over_y(grid))
     shared = tuple(p for p in parameters if p.is_shared_over_y(grid))
     if own:
-        found.append(Unit((item,), own))
+        result.append(Unit((item,), own))
     if shared:
-        found.append(Unit((item,), shared, shared_over_y=True))
-    return found
+        result.append(Unit((item,), shared, shared_over_y=True))
+    return result
 
 
 def join_units(units: Iterable[Unit]) -> list[Unit]:
     """Return units with those of the same items as one, for those who tell by slabs who shares what."""
-    found: dict[tuple[int, ...], list[Parameter]] = {}
+    result: dict[tuple[int, ...], list[Parameter]] = {}
     for unit in units:
-        found.setdefault(unit.items, []).extend(unit.parameters)
-    return [Unit(items, tuple(parameters)) for items, parameters in found.items()]
+        result.setdefault(unit.items, []).extend(unit.parameters)
+    return [Unit(items, tuple(parameters)) for items, parameters in result.items()]
 
 
 @lru_cache(maxsize=256)  # asked for by every rank of a plan that one process looks at

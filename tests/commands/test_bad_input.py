@@ -123,9 +123,9 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(hpctrain, folder, small_disk):
     ]
     done = hpctrain(*args, ranks=RANKS, cwd=folder)
     check(done, 16, ".partial: cannot be written: No space left on device; earlier checkpoints are untouched")
-    told = hpctrain("inspect", run, "--verify", cwd=folder)
-    assert told.code == 0, told.err
-    assert "all parts match their checksums" in told.out
+    summary = hpctrain("inspect", run, "--verify", cwd=folder)
+    assert summary.code == 0, summary.err
+    assert "all parts match their checksums" in summary.out
     assert not list(run.glob("checkpoints/*.partial"))
 
 

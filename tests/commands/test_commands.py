@@ -50,24 +50,24 @@ def test_what_is_auto_becomes_a_value_with_a_reason(hpctrain, folder):
     resolved = tomllib.loads((folder / "auto" / "resolved.toml").read_text())
     assert resolved["train"]["dtype"] in ("fp32", "bf16")
     assert resolved["model"]["vocab_size"] == 256
-    for key in ("train.dtype", "plan", "comm.algorithm", "products.ways"):
+    for key in ("train.dtype", "plan", "comm.algorithm", "products.layouts"):
         assert f"chosen {key}: " in done.out
-    ways = resolved["products"]["ways"]["cpu"]
+    ways = resolved["products"]["layouts"]["cpu"]
     assert len(ways) >= 12 and all(name.split("-")[1] == resolved["train"]["dtype"] for name in ways)
     arguments[3] = "train.steps=2"  # what can change a bit is that of the checkpoint, whatever the clock says now
     again = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=folder)
-    assert f"chosen products.ways: {len(ways)} of {len(ways)} products as they were" in again.out
+    assert f"chosen products.layouts: {len(ways)} of {len(ways)} products as they were" in again.out
     assert "chosen comm.algorithm: none: ranks share one host's memory, by the links of auto/checkpoints/" in again.out
-    assert tomllib.loads((folder / "auto" / "resolved.toml").read_text())["products"]["ways"]["cpu"] == ways
+    assert tomllib.loads((folder / "auto" / "resolved.toml").read_text())["products"]["layouts"]["cpu"] == ways
 
 
 @pytest.mark.timeout(120)
 def test_other_ranks_and_plans_give_the_same_losses(hpctrain, folder, whole_run):
     args = ["train", "job.toml", "--run", "runs/one", "--sample", "0"]
     assert last_line(hpctrain(*args, "--json", cwd=folder))["step"] == 5
-    told = last_line(hpctrain("compare", "runs/whole", "runs/one", "--json", cwd=folder))
-    assert told["same"]
-    assert 0 < told["largest_difference"] < 1e-5
+    summary = last_line(hpctrain("compare", "runs/whole", "runs/one", "--json", cwd=folder))
+    assert summary["same"]
+    assert 0 < summary["largest_difference"] < 1e-5
     done = hpctrain("compare", "runs/whole", "runs/one", "--exact", cwd=folder)
     assert done.code == 1
     assert "different: beyond 0" in done.out
@@ -77,10 +77,10 @@ def test_other_ranks_and_plans_give_the_same_losses(hpctrain, folder, whole_run)
 def test_a_resolved_job_runs_again_bit_for_bit(hpctrain, folder, whole_run):
     done = hpctrain("train", "runs/whole/resolved.toml", "--run", "runs/again", "--sample", "0", ranks=2, cwd=folder)
     assert done.code == 0, done.err
-    told = last_line(hpctrain("compare", "runs/whole", "runs/again", "--exact", "--json", cwd=folder))
-    assert told["same"]
-    assert told["largest_difference"] == 0
-    assert told["different_parameters"] == []
+    summary = last_line(hpctrain("compare", "runs/whole", "runs/again", "--exact", "--json", cwd=folder))
+    assert summary["same"]
+    assert summary["largest_difference"] == 0
+    assert summary["different_parameters"] == []
 
 
 @pytest.mark.timeout(120)
@@ -113,8 +113,8 @@ def test_a_signal_ends_a_run_in_order(hpctrain, folder, whole_run):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
     assert "stopped by SIGTERM; start the same command with --run runs/stopped to go on" in out
-    told = last_line(hpctrain("inspect", "runs/stopped", "--json", cwd=folder))
-    assert told["step"] == len(read_metrics(folder / "runs/stopped"))
+    summary = last_line(hpctrain("inspect", "runs/stopped", "--json", cwd=folder))
+    assert summary["step"] == len(read_metrics(folder / "runs/stopped"))
 
 
 @pytest.mark.timeout(120)
@@ -165,7 +165,7 @@ ranks = [0]
 items = [0, 4]
 rows = [1, 4]
 ranks = [2]
-substeps = 3
+row_chunks = 3
 """
 
 
@@ -192,10 +192,10 @@ def test_generate_is_a_function_of_the_seed(hpctrain, folder, whole_run):
 @pytest.mark.timeout(120)
 def test_bench_prints_one_line(hpctrain, folder):
     done = hpctrain("bench", "train", "job.toml", "--set", "plan.data=2", "--steps", "2", "--json", ranks=2, cwd=folder)
-    told = last_line(done)
+    summary = last_line(done)
     assert len(done.out.splitlines()) == 1
-    assert told["ranks"] == 2
-    assert len(told["step_seconds"]) == 2
+    assert summary["ranks"] == 2
+    assert len(summary["step_seconds"]) == 2
 
 
 def test_help_is_there_for_every_command(hpctrain, folder):

@@ -76,17 +76,17 @@ def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, 
     ]
     done = hpctrain(*arguments, ranks=2, cwd=clusters)
     assert done.code == 0, done.out + done.err
-    told = json.loads(done.out.splitlines()[-1])
+    summary = json.loads(done.out.splitlines()[-1])
     print(done.out, done.err)
-    alone = {name: told["alone"][name]["per_device"] for name in ("fast", "slow")}
+    alone = {name: summary["alone"][name]["per_device"] for name in ("fast", "slow")}
     assert alone["fast"] / alone["slow"] == pytest.approx(3, rel=0.1), "products are most of the work"
-    assert told["loss_difference"] < 1e-5
-    assert told["possible_of_even"] == pytest.approx(2, rel=0.1)
-    assert 0.85 < told["of_sum"] < 1.05 and told["of_even"] > 1.6
-    assert set(told["mixed"]) == {"even", "by speed", "searched"} and told["cause"] in told["lost"]
-    missing = 1 - told["of_sum"]
-    best = max(told["mixed"].values(), key=lambda about: about["tokens_per_second"])
-    assert sum(told["lost"].values()) == pytest.approx(missing, abs=1e-6), best
+    assert summary["loss_difference"] < 1e-5
+    assert summary["possible_speedup_over_even"] == pytest.approx(2, rel=0.1)
+    assert 0.85 < summary["fraction_of_sum"] < 1.05 and summary["speedup_over_even"] > 1.6
+    assert set(summary["mixed"]) == {"even", "by speed", "searched"} and summary["cause"] in summary["losses"]
+    missing = 1 - summary["fraction_of_sum"]
+    best = max(summary["mixed"].values(), key=lambda about: about["tokens_per_second"])
+    assert sum(summary["losses"].values()) == pytest.approx(missing, abs=1e-6), best
 
 
 @pytest.mark.timeout(120)

@@ -34,11 +34,11 @@ def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
     assert f"wrote {cluster}" in done.out and "rows fit" in done.out
     text = cluster.read_text()
     assert text.startswith(before.rstrip("\n")) and load_truth(cluster) == TRUTH
-    found = load_cluster(cluster).profiles
-    assert [(of.family, of.zero) for of in found] == [
+    result = load_cluster(cluster).profiles
+    assert [(of.family, of.zero) for of in result] == [
         (family, zero) for family in ("fast", "slow") for zero in (1, 2, 3)
     ]
-    limits = {(of.family, of.zero): of.largest_rows for of in found}
+    limits = {(of.family, of.zero): of.largest_rows for of in result}
     assert limits["slow", 1] < limits["fast", 1]
 
     again = hpctrain(*asked, "--json", ranks=2, cwd=folder)
@@ -61,10 +61,10 @@ def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
     )
     assert done.code == 0, done.err
 
-    told = hpctrain(
+    summary = hpctrain(
         "plan", "job.toml", "--cluster", cluster, "--proportional", "--set", "model.num_layers=3", cwd=folder
     )
-    assert told.code == 0 and "profile of this job" not in told.out
+    assert summary.code == 0 and "profile of this job" not in summary.out
 
 
 @pytest.mark.timeout(120)
@@ -106,10 +106,10 @@ def test_a_step_that_does_not_fit_ends_all_with_one_message(hpctrain, folder, cl
     done = hpctrain("train", "job.toml", *plan, "--run", run, "--rehearse", cluster, ranks=2, cwd=folder)
     assert done.code == 18, done.err
     assert done.err.count("hpctrain: TrainingError") == 1, done.err
-    told = " ".join(done.err.split())
-    assert "rank 1 (slow, items [0, 4], rows [16, 32]) is out of memory" in told
-    assert re.search(r"is out of memory in step 0: 1\.\d of 1\.9 MiB are in use", told)
+    summary = " ".join(done.err.split())
+    assert "rank 1 (slow, items [0, 4], rows [16, 32]) is out of memory" in summary
+    assert re.search(r"is out of memory in step 0: 1\.\d of 1\.9 MiB are in use", summary)
     assert re.search(
-        r"the pretended slow is out of memory: \d+ bytes more than the \d+ in use are beyond its 2000000", told
+        r"the pretended slow is out of memory: \d+ bytes more than the \d+ in use are beyond its 2000000", summary
     )
-    assert "give its tile fewer rows or items" in told and "Traceback" not in told
+    assert "give its tile fewer rows or items" in summary and "Traceback" not in summary

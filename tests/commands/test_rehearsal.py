@@ -34,8 +34,8 @@ def test_a_rehearsal_trains_as_any_run_and_says_what_its_times_are(hpctrain, fol
     assert compared["memory"][0]["measured_bytes"] == pytest.approx(compared["memory"][0]["predicted_bytes"], rel=0.1)
     assert "seconds of a step (mean of 2, and over ranks)" in done.out
     assert "seconds of a step (mean of 2, and over ranks)" in hpctrain("inspect", "runs/pretended", cwd=folder).out
-    told = hpctrain("compare", "runs/real", "runs/pretended", "--json", cwd=folder)
-    assert json.loads(told.out.splitlines()[-1])["same"]
+    summary = hpctrain("compare", "runs/real", "runs/pretended", "--json", cwd=folder)
+    assert json.loads(summary.out.splitlines()[-1])["same"]
 
 
 @pytest.mark.timeout(60)
@@ -80,8 +80,8 @@ def test_a_run_that_is_continued_keeps_the_algorithms_it_began_with(hpctrain, fo
     assert "chosen comm.algorithm: all-reduces of 4 ranks by doubling up to " in train("by-fast", "fast.toml")
     train("by-slow", "slow.toml")
     train("moved", "fast.toml", "--stop-after", "1")
-    told = train("moved", "slow.toml")
-    assert "by the links of runs/moved/checkpoints/" in told
+    summary = train("moved", "slow.toml")
+    assert "by the links of runs/moved/checkpoints/" in summary
     assert hpctrain("compare", "runs/by-fast", "runs/moved", "--exact", cwd=folder).code == 0
     assert hpctrain("compare", "runs/by-fast", "runs/by-slow", "--exact", cwd=folder).code == 1
 
@@ -146,15 +146,15 @@ def test_a_large_job_is_rehearsed_on_a_cluster_of_real_size(hpctrain, tmp_path):
     for run in ("first", "second"):  # once more where others use the cores
         done = hpctrain(*arguments, "--run", run, ranks=4, cwd=tmp_path)
         assert done.code == 0, done.err
-        told = json.loads(done.out.splitlines()[-1])
-        if told["overrun"] < MOST_OVERRUN:
+        summary = json.loads(done.out.splitlines()[-1])
+        if summary["overrun"] < MOST_OVERRUN:
             break
     sizes = "hidden 4096 -> 64, positions 2048 -> 32, vocabulary 128256 -> 2004 (1/64)"
     assert f"rehearsal of site.toml: {sizes}; FLOP/s 1/262,144; bytes/s 1/2,048; memory 1/" in done.err
     assert done.err.count("trained on generated tokens") == 1
     compared = json.loads((tmp_path / run / "drift.json").read_text())
-    print(done.err, told, compared)
-    assert told["overrun"] < MOST_OVERRUN, "the time scale was chosen so that the cores keep up"
+    print(done.err, summary, compared)
+    assert summary["overrun"] < MOST_OVERRUN, "the time scale was chosen so that the cores keep up"
     assert compared["measured_seconds"] == pytest.approx(compared["predicted_seconds"], rel=0.35)
     flops = 6 * 16 * 2048 * (4 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256)
     assert compared["measured_seconds"] > flops / (2 * 312e12 + 2 * 125e12), "no faster than the real devices' peaks"

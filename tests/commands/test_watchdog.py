@@ -55,14 +55,14 @@ def wait_for(ready: Callable[[], bool]) -> None:
 
 def guardians() -> list[str]:
     """Return the guardians that run for a test of this process; others test beside it."""
-    found, mark = [], f"{STARTED_BY}={os.getpid()}".encode()
+    result, mark = [], f"{STARTED_BY}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if b"guardian.py" in path.read_bytes() and mark in path.with_name("environ").read_bytes().split(b"\0"):
-                found.append(str(path))
+                result.append(str(path))
         except OSError:
             continue
-    return found
+    return result
 
 
 @pytest.mark.timeout(120)
@@ -72,9 +72,9 @@ def test_nothing_is_said_where_all_come(tmp_path, hpctrain):
     assert not guardians()
     assert "flight" in os.listdir(tmp_path)
     (tmp_path / "resolved.toml").write_text("")
-    told = hpctrain("inspect", tmp_path, cwd=tmp_path)
-    assert told.code == 0
-    assert "state" not in told.out
+    summary = hpctrain("inspect", tmp_path, cwd=tmp_path)
+    assert summary.code == 0
+    assert "state" not in summary.out
 
 
 @pytest.mark.timeout(120)
@@ -102,8 +102,8 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, hpctrain, culprit):
         stacks = (tmp_path / f"flight/stacks-{rank:05}.txt").read_text()
         assert ("in lost_in_thought" in stacks) == (rank == culprit)
         assert ("in together" in stacks) == (rank != culprit)
-    told = hpctrain("inspect", tmp_path, cwd=tmp_path)
-    assert f"rank 0 (host node0) reported: CommError: {name} has not entered all_reduce number 4" in told.out
+    summary = hpctrain("inspect", tmp_path, cwd=tmp_path)
+    assert f"rank 0 (host node0) reported: CommError: {name} has not entered all_reduce number 4" in summary.out
 
 
 @pytest.mark.timeout(120)
@@ -115,9 +115,11 @@ def test_where_files_are_waited_for_a_missing_rank_is_named_too(tmp_path, hpctra
         " on lane world [0-3]; its last was all_reduce number 3 on lane data [0-3], 4.2 MB, finished ",
         "found by rank 0: in a test an operation may take 1 s (raise observe.step_timeout_seconds if",
     )
-    told = hpctrain("inspect", tmp_path, cwd=tmp_path)
-    assert "not ended in order, 4 ranks, in a test\n" in told.out
-    assert "; in a test an operation may take 1 s (raise observe.step_timeout_seconds if it was only slow)" in told.out
+    summary = hpctrain("inspect", tmp_path, cwd=tmp_path)
+    assert "not ended in order, 4 ranks, in a test\n" in summary.out
+    assert (
+        "; in a test an operation may take 1 s (raise observe.step_timeout_seconds if it was only slow)" in summary.out
+    )
 
 
 @pytest.mark.timeout(120)
@@ -190,14 +192,14 @@ def test_a_killed_rank_is_named_by_us_or_the_launcher_and_by_inspect(tmp_path, h
     flights = read_flights(tmp_path / "flight")
     assert {flight.state for flight in flights.values()} == {RUNNING}
     assert all(flight.process_is_gone() for flight in flights.values())
-    assert flights[culprit].under_way == ()
-    told = hpctrain("inspect", tmp_path, cwd=tmp_path)
-    assert told.code == 0, told.err
-    assert "not ended in order, 4 ranks" in told.out
+    assert flights[culprit].in_flight == ()
+    summary = hpctrain("inspect", tmp_path, cwd=tmp_path)
+    assert summary.code == 0, summary.err
+    assert "not ended in order, 4 ranks" in summary.out
     name = f"rank {culprit} (host node{culprit // 2})"
-    assert f"{name} was killed or crashed, the first to end without a word; its last was " in told.out
+    assert f"{name} was killed or crashed, the first to end without a word; its last was " in summary.out
     for rank in range(RANKS):
-        assert f"rank {rank} (host node{rank // 2})  " in told.out
+        assert f"rank {rank} (host node{rank // 2})  " in summary.out
     assert record_path(tmp_path / "flight", 0).stat().st_size == 65536
 
 

@@ -22,16 +22,16 @@ def all_reduce(network, route: str) -> tuple[float, object]:
     command = [sys.executable, REDUCE, route, "ring", NUM_BYTES, REPEATS]
     done = network.run(command, cwd=Path(__file__).parents[2], timeout_seconds=60)
     assert done.code == 0, done.err
-    told = json.loads(done.out)
+    summary = json.loads(done.out)
     half = len(network.site.hosts) // 2
     alpha, beta = range(half), range(half, 2 * half)
     for name, here, there in (("alpha", alpha, beta), ("beta", beta, alpha)):
-        said = sum(told["sent"][source][target] for source in here for target in there)
+        said = sum(summary["sent"][source][target] for source in here for target in there)
         counted = done.traffic.clusters[name].sent
         print(f"{route}: {name} says it sent {said:,} bytes, its link counted {counted:,}")
         assert said == pytest.approx(CROSSING[route] * NUM_BYTES * REPEATS, rel=1e-3)
         assert said <= counted <= said * OVERHEAD + START_BYTES
-    return statistics.median(told["seconds"]), done
+    return statistics.median(summary["seconds"]), done
 
 
 @pytest.mark.timeout(150)

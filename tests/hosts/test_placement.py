@@ -83,9 +83,9 @@ def test_data_inside_a_fabric_and_pipeline_across_loses_little_to_a_slow_network
             command += ["--steps", STEPS, "--warmup", WARMUP]
             done = networks[on].run(command, cwd=tmp_path, timeout_seconds=60)
             assert done.code == 0, done.out + done.err
-            told = json.loads(NEXT_LINE.findall(done.out)[-1])
-            losses.add(round(told["loss"], 4))
-            seconds[on, placed] = statistics.median(told["step_seconds"])
+            summary = json.loads(NEXT_LINE.findall(done.out)[-1])
+            losses.add(round(summary["loss"], 4))
+            seconds[on, placed] = statistics.median(summary["step_seconds"])
             crossed[on, placed] = sum(link.sent for link in done.traffic.clusters.values()) / (STEPS + WARMUP)
             print(
                 f"{on} network, {placed}: {seconds[on, placed]:.3f} s a step, {crossed[on, placed]:,.0f} bytes between"

@@ -104,8 +104,10 @@ def pytest_pyfunc_call(pyfuncitem):
         failure = error
         result = True
     skipped = isinstance(failure, pytest.skip.Exception)
-    told = None if failure is None else (skipped, str(failure) if skipped else f"{type(failure).__name__}: {failure}")
-    every = verdicts(pyfuncitem, told)
+    summary = (
+        None if failure is None else (skipped, str(failure) if skipped else f"{type(failure).__name__}: {failure}")
+    )
+    every = verdicts(pyfuncitem, summary)
     failures = [f"rank {rank}: {verdict[1]}" for rank, verdict in enumerate(every) if verdict and not verdict[0]]
     if failures and (skipped or failure is None):
         pytest.fail("failed on other ranks:\n" + "\n".join(failures), pytrace=False)

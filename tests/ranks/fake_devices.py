@@ -113,7 +113,7 @@ class FakeAccelerator(Accelerator):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         return True
 
     def products_per_second(self, dtype: torch.dtype) -> float:

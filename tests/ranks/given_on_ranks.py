@@ -55,6 +55,6 @@ def _attempt(body, world, example) -> Exception | None:
 
 def _agree(world, failure: Exception | None) -> None:
     texts = world.gather_objects(failure and f"rank {world.rank}: {type(failure).__name__}: {failure}")
-    told = world.broadcast_object("\n".join(filter(None, texts)) if world.rank == 0 else None)
-    if told:
-        raise AssertionError(told)
+    summary = world.broadcast_object("\n".join(filter(None, texts)) if world.rank == 0 else None)
+    if summary:
+        raise AssertionError(summary)

@@ -96,7 +96,7 @@ class Figure(NamedTuple):
 
     what: str
     predicted: list[float]
-    found: list[float]
+    result: list[float]
     tolerance: float = TOLERANCE
 
 
@@ -112,7 +112,7 @@ def assert_in_time(world, measure: Callable[[], list[Figure]]) -> None:
     for _ in range(ROUNDS):
         complaints = []
         for figure in measure():
-            late = [found - predicted for found, predicted in zip(figure.found, figure.predicted, strict=True)]
+            late = [result - predicted for result, predicted in zip(figure.result, figure.predicted, strict=True)]
             median, usual = statistics.median(late), statistics.median(figure.predicted)
             text = (
                 f"{figure.what}: predicted {usual * 1e3:.3f} ms, late by {median * 1e3:.3f} ms in the median"
@@ -142,7 +142,7 @@ def together(world, network: Network, flows, num_bytes: int, delays) -> list[Tim
 
     Predictions are the fluid's, from the times at which flows were really started.
     """
-    found = []
+    result = []
     with shaped(world, network) as made:
         transport, starts = made.transport(range(world.size)), made.note_starts()
         for _ in range(REPEATS):
@@ -171,11 +171,11 @@ def together(world, network: Network, flows, num_bytes: int, delays) -> list[Tim
             fluid.advance(1e300)
             predicted = [fluid.left(i) + network.paths[path].latency_seconds for i, path in enumerate(paths)]
             assert all(abs(ready.due - predicted[i]) < 1e-6 for i, ready in arriving.items())
-            found.append(Times(*([times[i] for i in range(len(flows))] for times in (started, predicted, arrived))))
-    return found
+            result.append(Times(*([times[i] for i in range(len(flows))] for times in (started, predicted, arrived))))
+    return result
 
 
-def until_all_arrived(what: str, found: list[Times]) -> Figure:
+def until_all_arrived(what: str, result: list[Times]) -> Figure:
     """Compare the times from the first start to the last arrival."""
-    predicted = [max(times.predicted) - min(times.started) for times in found]
-    return Figure(what, predicted, [max(times.arrived) - min(times.started) for times in found])
+    predicted = [max(times.predicted) - min(times.started) for times in result]
+    return Figure(what, predicted, [max(times.arrived) - min(times.started) for times in result])

@@ -109,8 +109,8 @@ def losses(
     _, training, validation = open_datasets(job.data, job.train.seed)
     trainer = make_trainer(world, job, plan, accelerator)
     trainer.initialise()
-    found = [trainer.step(training)[0] for _ in range(steps)]
-    return [m["loss"] for m in found] + [found[-1]["grad_norm"], trainer.validate(validation)]
+    result = [trainer.step(training)[0] for _ in range(steps)]
+    return [m["loss"] for m in result] + [result[-1]["grad_norm"], trainer.validate(validation)]
 
 
 def parametrize_by_turns(metafunc, name: str, values: tuple[str, ...], layouts: dict[int, list[dict]]) -> None:
@@ -118,8 +118,8 @@ def parametrize_by_turns(metafunc, name: str, values: tuple[str, ...], layouts: 
     if "layout" in metafunc.fixturenames:
         from mpi4py import MPI
 
-        chosen = layouts.get(MPI.COMM_WORLD.size, [])
-        turns = [(values[i % len(values)], layout) for i, layout in enumerate(chosen)]
+        resolved = layouts.get(MPI.COMM_WORLD.size, [])
+        turns = [(values[i % len(values)], layout) for i, layout in enumerate(resolved)]
         metafunc.parametrize((name, "layout"), turns, ids=str)
 
 
@@ -129,10 +129,10 @@ def curve_and_weights(world, job: Job, plan: Plan, steps: int) -> tuple[list[flo
     with world.freeing():
         trainer = make_trainer(world, job, plan)
         trainer.initialise()
-        found = [trainer.step(training)[0] for _ in range(steps)]
-        told = [m[key] for m in found for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
+        result = [trainer.step(training)[0] for _ in range(steps)]
+        summary = [m[key] for m in result for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
         weights = [shard.master.numpy().tobytes() for shard in trainer.optimizer.shards]
-    return told, world.broadcast_object(world.gather_objects(sha256(b"".join(weights)).hexdigest()))
+    return summary, world.broadcast_object(world.gather_objects(sha256(b"".join(weights)).hexdigest()))
 
 
 @functools.cache
@@ -154,9 +154,9 @@ def go_on(world, job: Job, plan: Plan, folder: Path, steps: int, resume: bool) -
             trainer.resume(latest_checkpoint(folder))
         else:
             trainer.initialise()
-        found = [trainer.step(training)[0] for _ in range(steps)]
+        result = [trainer.step(training)[0] for _ in range(steps)]
         trainer.save(folder, {})
-    return [m[key] for m in found for key in ("loss", "grad_norm")]
+    return [m[key] for m in result for key in ("loss", "grad_norm")]
 
 
 def bytes_of_a_step(world, job: Job, which: Callable[[Layout], Iterable[Axis]], plan: Plan | None = None) -> int:
@@ -173,8 +173,8 @@ def bytes_of_a_step(world, job: Job, which: Callable[[Layout], Iterable[Axis]], 
             return sum(sum(group.bytes_sent) for group in groups)
 
         before = sent()
-        found = sent() - before
-    return sum(world.broadcast_object(world.gather_objects(found)))
+        result = sent() - before
+    return sum(world.broadcast_object(world.gather_objects(result)))
 
 
 def largest_relative_difference(a: list[float], b: list[float]) -> float:

@@ -15,7 +15,7 @@ from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
 from tests.ranks.small_runs import curve_and_weights, make_job, rehearsed_world
@@ -46,10 +46,10 @@ APART = parse_cluster(
 )
 
 
-def with_ahead(plan: Plan, *ahead: int) -> Plan:
+def for_plan(plan: Plan, *extra_warmup: int) -> Plan:
     """Return a plan whose stages have so many more under way."""
-    by_items = dict(zip(sorted({tuple(tile.items) for tile in plan.tiles}), ahead, strict=True))
-    return replace(plan, tiles=tuple(replace(tile, ahead=by_items[tuple(tile.items)]) for tile in plan.tiles))
+    by_items = dict(zip(sorted({tuple(tile.items) for tile in plan.tiles}), extra_warmup, strict=True))
+    return replace(plan, tiles=tuple(replace(tile, extra_warmup=by_items[tuple(tile.items)]) for tile in plan.tiles))
 
 
 @pytest.mark.ranks(2, 4)
@@ -59,10 +59,10 @@ def test_more_under_way_are_the_same_bits(world, tokens, route, monkeypatch):
     monkeypatch.setattr(world, "preferences", Preferences(route=route))
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     layouts = {2: [(2, 1, (1, 0)), (2, 1, (5, 0))], 4: [(4, 1, (3, 2, 1, 0)), (4, 1, (1, 1, 0, 0)), (2, 2, (2, 0))]}
-    for stages, data, ahead in layouts[world.size]:
+    for stages, data, extra_warmup in layouts[world.size]:
         plan = even_plan(6, TensorGrid(), stages, data, 4, 4)
         job = make_job(tokens, "llama").model_copy(update={"overlap": Overlap(data=True, bucket_bytes=3000)})
-        further = with_ahead(plan, *ahead)
+        further = for_plan(plan, *extra_warmup)
         check_plan(job, further, "this one")
         check_schedules(further, reduce_early=True)
         assert curve_and_weights(world, job, further, 3) == curve_and_weights(world, job, plan, 3)
@@ -76,7 +76,7 @@ def test_messages_hold_up_nobody_where_more_are_under_way(world, tokens):
     job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False, forward=False)})
     plan = even_plan(6, TensorGrid(), 4, 1, 8, 4, family="equal")
     predictor = Predictor(Setup.of_job(job), plan, APART)
-    further = further_ahead(plan, predictor.costs)
+    further = with_extra_warmup(plan, predictor.costs)
     predicted = [predictor.predict(), Predictor(Setup.of_job(job), further, APART).predict()]
     _, training, _ = open_datasets(job.data, job.train.seed)
 
@@ -91,16 +91,15 @@ def test_messages_hold_up_nobody_where_more_are_under_way(world, tokens):
         return seconds, overrun
 
     with rehearsed_world(world, APART, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
-        (held_up, late), (through, later) = measured(own, plan), measured(own, further)
+        (delay, late), (through, later) = measured(own, plan), measured(own, further)
     if world.rank == 0:
-        told = [
-            f"{s:.4f} s ({p.step_seconds:.4f} predicted)" for s, p in zip((held_up, through), predicted, strict=True)
+        summary = [
+            f"{s:.4f} s ({p.step_seconds:.4f} predicted)" for s, p in zip((delay, through), predicted, strict=True)
         ]
-        print(
-            f"1f1b {told[0]}, {[tile.ahead for tile in further.tiles]} ahead {told[1]}; overrun {max(late, later):.2%}"
-        )
+        extra = [tile.extra_warmup for tile in further.tiles]
+        print(f"1f1b {summary[0]}, extra warm-up {extra} {summary[1]}; overrun {max(late, later):.2%}")
     if max(late, later) > LATEST:
         pytest.skip(f"the machine was late by {max(late, later):.1%}: no times to be compared with predictions")
-    assert through < 0.9 * held_up
-    for seconds, prediction in zip((held_up, through), predicted, strict=True):
+    assert through < 0.9 * delay
+    for seconds, prediction in zip((delay, through), predicted, strict=True):
         assert seconds == pytest.approx(prediction.step_seconds, rel=0.05)

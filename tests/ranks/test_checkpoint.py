@@ -20,12 +20,12 @@ def run(world, job, folder, interrupt_after=None, resume=False):
         trainer.resume(latest_checkpoint(folder))
     else:
         trainer.initialise()
-    found = []
+    result = []
     while trainer.steps_done < (interrupt_after or STEPS):
         metrics, _ = trainer.step(training)
-        found.append((metrics["loss"], metrics["grad_norm"]))
+        result.append((metrics["loss"], metrics["grad_norm"]))
     trainer.save(folder, {})
-    return found
+    return result
 
 
 def layouts(size: int) -> list[dict]:
@@ -80,9 +80,9 @@ def test_the_index_shows_every_parameter_whole(world, tokens, folder, model):
             for name, parameter in all_parameters(job.model).items():
                 elements = Interval(0, int(np.prod(parameter.shape)))
                 expected = initial_values(parameter, elements, job.model, job.train.seed).numpy()
-                found = file["model"][name][:]
-                assert found.shape == parameter.shape
-                assert np.array_equal(found.reshape(-1), expected), name
+                result = file["model"][name][:]
+                assert result.shape == parameter.shape
+                assert np.array_equal(result.reshape(-1), expected), name
     world.agree(None)
 
 

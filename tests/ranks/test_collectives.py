@@ -83,11 +83,11 @@ def reduced(case, size: int) -> torch.Tensor:
     return {"sum": parts.sum(0), "max": parts.amax(0), "min": parts.amin(0)}[case["op"]]
 
 
-def assert_close(case, found: torch.Tensor, expected: torch.Tensor, op: str):
+def assert_close(case, result: torch.Tensor, expected: torch.Tensor, op: str):
     rounding = ROUNDING.get(case["dtype"], 0) if op == "sum" else 0
     magnitude = 100 * 4 * len(case["ranks"])  # of the terms: cancellation loses what they had
     scale = expected.abs() * rounding + magnitude * min(rounding, ROUNDING["fp32"])
-    assert ((found.double() - expected).abs() <= scale).all()
+    assert ((result.double() - expected).abs() <= scale).all()
 
 
 @pytest.mark.ranks(2, 4, 8)
@@ -211,21 +211,21 @@ def test_what_is_expected_arrives_before_it_is_received(world, monkeypatch):
     size, number = 4 << 20, 3
     with preferring(world, route="messages"):
         channel = world.channel(1 - world.rank, num_bytes=4 * size, depth=1)
-        told = world.group([0, 1])
+        summary = world.group([0, 1])
     if world.rank == 0:
         for i in range(number):  # with a depth of one each waits for the one before to have gone
             channel.send(torch.full((size,), float(i)))
-        told.barrier()
+        summary.barrier()
     else:
         arrivals = [torch.empty(size) for _ in range(number)]
         for arrival in arrivals:
             channel.expect(arrival)
-        told.barrier()
+        summary.barrier()
         for i, arrival in enumerate(arrivals):
             channel.receive(arrival)
             assert (arrival == i).all()
     channel.close()
-    told.close()
+    summary.close()
 
 
 @pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import family_of
 from hpctrain.comm.routes.cuda_aware import probe_direct
-from hpctrain.comm.routes.nccl import find_native_library
+from hpctrain.comm.routes.nccl import load_nccl
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
 from tests.ranks.test_staged import Pretended, check_collectives
 
@@ -67,17 +67,17 @@ def test_staged_collectives_on_gpus(world, families):
 def test_native_collectives_on_gpus(world, families):
     if world.size > NUM_GPUS:
         pytest.skip(f"NCCL needs a GPU for each of the {world.size} ranks, and there are {NUM_GPUS}")
-    if not (found := find_native_library().ability).works:
-        pytest.skip(found.reason)
+    if not (result := load_nccl().ability).works:
+        pytest.skip(result.reason)
     check_sizes(world, OnGpu(world, families[: world.size], native=True))
 
 
 @pytest.mark.timeout(300)
 def test_direct_collectives_on_gpus(world):
     kind = "rocm" if torch.version.hip else "cuda"
-    found = world.broadcast_object(probe_direct(kind) if world.rank == 0 else None)
-    if not found.works:
-        pytest.skip(f"this MPI is not given memory of GPUs: {found.reason}")
+    result = world.broadcast_object(probe_direct(kind) if world.rank == 0 else None)
+    if not result.works:
+        pytest.skip(f"this MPI is not given memory of GPUs: {result.reason}")
     check_sizes(world, OnGpu(world, "a" * world.size, direct="a"))
 
 
@@ -104,11 +104,11 @@ def test_training_on_gpus_gives_the_losses_of_one_cpu_rank(world, tokens, famili
     expected = world.broadcast_object(losses(Alone(), make_job(tokens, "llama")) if world.rank == 0 else None)
     for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
         pretended = OnGpu(world, families)
-        found = losses(pretended, make_job(tokens, "llama", plan), accelerator=pretended.device)
-        assert largest_relative_difference(found, expected) < 1e-4  # other exp and log than the processor's
+        result = losses(pretended, make_job(tokens, "llama", plan), accelerator=pretended.device)
+        assert largest_relative_difference(result, expected) < 1e-4  # other exp and log than the processor's
         if families == "aaaa":
             again = losses(pretended, make_job(tokens, "llama", plan), accelerator=pretended.device)
-            assert again == found, "the same job twice is the same, bit for bit"
+            assert again == result, "the same job twice is the same, bit for bit"
         pretended.progress.close()
 
 

@@ -58,10 +58,10 @@ def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]
     job = make_job(tokens, model, shape=SHAPE, global_batch=plan.rows * plan.microbatches)
     check_plan(job, plan, "a test")
     check_schedules(plan, reduce_early=True)
-    found = curve_and_weights(world, overlapped(job, True), plan, STEPS)
+    result = curve_and_weights(world, overlapped(job, True), plan, STEPS)
     one = curve_of_one_rank(world, tokens, model, plan.rows, plan.microbatches, STEPS, **SHAPE)
-    assert largest_relative_difference(found[0], one) < 1e-5
-    return found
+    assert largest_relative_difference(result[0], one) < 1e-5
+    return result
 
 
 @pytest.mark.ranks(2, 4, 8)
@@ -79,16 +79,16 @@ def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch)
 @pytest.mark.ranks(4)
 def test_what_is_split_and_goes_on_beside_changes_no_bit(world, tokens, monkeypatch):
     plan = even_plan(10, TensorGrid(z=2), 2, 1, 4, 2, chunks=2)
-    found = check(world, tokens, "gpt2", plan)
+    result = check(world, tokens, "gpt2", plan)
     monkeypatch.setattr(pipeline, "schedule_of", in_one)
     job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=8)
-    assert curve_and_weights(world, overlapped(job, False), plan, STEPS) == found
+    assert curve_and_weights(world, overlapped(job, False), plan, STEPS) == result
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.ranks(4)
 def test_microbatches_need_be_no_multiple_of_the_stages(world, tokens):
-    check(world, tokens, "gpt2", even_plan(10, TensorGrid(), 4, 1, 5, 2, chunks=2, substeps=2))
+    check(world, tokens, "gpt2", even_plan(10, TensorGrid(), 4, 1, 5, 2, chunks=2, row_chunks=2))
 
 
 @pytest.mark.timeout(120)
@@ -124,9 +124,9 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_goes_
     uninterrupted = run(2, 2)
     other = {2: [(1, 2)], 4: [(2, 1)], 8: []}[world.size]
     for before, after in [(2, 2), *other]:
-        found = run(1, before) + run(1, after, resume=True)
-        assert largest_relative_difference(found, uninterrupted) < 1e-5
-        assert before != after or found == uninterrupted
+        result = run(1, before) + run(1, after, resume=True)
+        assert largest_relative_difference(result, uninterrupted) < 1e-5
+        assert before != after or result == uninterrupted
 
 
 @pytest.mark.ranks(4)

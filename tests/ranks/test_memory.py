@@ -51,7 +51,7 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout, 
 @pytest.mark.timeout(120)
 def test_nor_does_one_that_goes_through_its_rows_in_chunks(world, tokens):
     job = make_job(tokens, "llama", {"data": 4}, shape=SHAPE, steps=2, global_batch=16)
-    check_memory(world, job, even_plan(job.model.num_items, TensorGrid(y=2), 1, 2, 1, 16, substeps=4))
+    check_memory(world, job, even_plan(job.model.num_items, TensorGrid(y=2), 1, 2, 1, 16, row_chunks=4))
 
 
 def check_memory(world, job, plan=None):

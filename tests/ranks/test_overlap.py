@@ -65,8 +65,8 @@ def curve(world, job, plan: Plan | None = None) -> list[float]:
     with world.freeing():
         trainer = make_trainer(world, job, plan)
         trainer.initialise()
-        found = [trainer.step(training)[0] for _ in range(STEPS)]
-    return [m[key] for m in found for key in ("loss", "grad_norm")]
+        result = [trainer.step(training)[0] for _ in range(STEPS)]
+    return [m[key] for m in result for key in ("loss", "grad_norm")]
 
 
 @functools.cache
@@ -101,13 +101,13 @@ HALVED = {
 def test_halves_of_rows_give_the_curve_of_one_rank_and_the_same_bits_again(world, tokens):
     for plan in HALVED[world.size]:
         job = make_job(tokens, "llama", plan)
-        found = curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True))
-        assert largest_relative_difference(found, one_rank(world, tokens, "llama")) < 1e-5
-        assert curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True)) == found
-        assert curve(world, overlapped(job, tensor=False, data=False, z=False, forward=True)) == found
+        result = curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True))
+        assert largest_relative_difference(result, one_rank(world, tokens, "llama")) < 1e-5
+        assert curve(world, overlapped(job, tensor=True, data=True, z=True, forward=True)) == result
+        assert curve(world, overlapped(job, tensor=False, data=False, z=False, forward=True)) == result
         if "pipeline" in plan:
             split = make_job(tokens, "llama", plan | {"schedule": "zb-h1"})
-            assert curve(world, overlapped(split, tensor=True, data=True, z=True, forward=True)) == found
+            assert curve(world, overlapped(split, tensor=True, data=True, z=True, forward=True)) == result
 
 
 @pytest.mark.ranks(2)
@@ -194,19 +194,19 @@ def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, token
     started = []
     trained = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self, *args: started.append(self) or trained(self, *args))
-    told = compare_pairs(world, prepared, 4)
-    assert list(told["overlaps"]) == ["nothing", "tensor", "forward"], "there are no replicas and there is no z"
-    assert told["same_bits"]
-    for each in told["overlaps"].values():
+    summary = compare_pairs(world, prepared, 4)
+    assert list(summary["overlaps"]) == ["nothing", "tensor", "forward"], "there are no replicas and there is no z"
+    assert summary["same_bits"]
+    for each in summary["overlaps"].values():
         ratio = each["ratio"]
         assert 0 < ratio["low"] <= ratio["middle"] <= ratio["high"]
     asked = {"data": "on: asked for", "z": "off: asked for", "forward": "off: asked for"}
-    assert told["auto"] == {"tensor": "off: a reason"} | asked
+    assert summary["auto"] == {"tensor": "off: a reason"} | asked
     of_one = started[: 2 * (2 + 4)]
     exposed, other = of_one[1], of_one[0]
     assert of_one == [other, exposed, exposed, other] * 3, "by turns, and who is first changes"
-    beside = [trainer.layout.axes.y.goes_beside for trainer in dict.fromkeys(started)]
-    assert beside == [False, False, True, False, True, False]
+    concurrent = [trainer.layout.axes.y.is_overlapped for trainer in dict.fromkeys(started)]
+    assert concurrent == [False, False, True, False, True, False]
 
 
 DEVICE = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 5e8})
@@ -219,11 +219,11 @@ def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
         own.configure(preferences=Preferences(algorithm="exchange"))
-        beside, blocking = own.group(range(4), "a", overlapped=True), own.group(range(4), "b")
+        concurrent, blocking = own.group(range(4), "a", overlapped=True), own.group(range(4), "b")
         device, a, tensor = own.accelerator, torch.ones(256, 256), torch.ones(100_000)
 
         def seconds(comm, computing: bool) -> float:
-            found = []
+            result = []
             for _ in range(7):
                 blocking.barrier()
                 taken = device.stopwatch()
@@ -232,11 +232,11 @@ def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
                     if computing:
                         a @ a
                     work.wait()
-                found.append(taken())
-            return own.smallest(min(found))  # a rank that gets no core is late
+                result.append(taken())
+            return own.smallest(min(result))  # a rank that gets no core is late
 
         computing = 2 * 256**3 / DEVICE.flops_per_second["fp32"]
-        alone, exposed, hidden = seconds(blocking, False), seconds(blocking, True), seconds(beside, True)
+        alone, exposed, hidden = seconds(blocking, False), seconds(blocking, True), seconds(concurrent, True)
         overrun = device.overrun
     if world.rank == 0:
         print(f"computing {computing:.4f} communicating {alone:.4f} exposed {exposed:.4f} hidden {hidden:.4f}")
@@ -264,11 +264,11 @@ def test_a_rehearsed_step_is_shorter_by_what_can_be_hidden(world, tokens, name):
     with rehearsed_world(world, CLUSTER, TRUTH.model_copy(update={"time_scale": 2.0})) as own:
         own.configure(preferences=Preferences(algorithm="exchange"))
         prepared = SimpleNamespace(job=overlapped(job), plan=plan, training=training)
-        told = compare(own, {each: measure(own, prepared, VARIANTS[each], 4) for each in ("exposed", name)})
+        summary = compare(own, {each: measure(own, prepared, VARIANTS[each], 4) for each in ("exposed", name)})
         overrun = own.accelerator.overrun
     if world.rank == 0:
-        print(told)
-    assert told["same_bits"]
+        print(summary)
+    assert summary["same_bits"]
     with measurement.checking(overrun):  # what one operation takes is tested above
-        assert told["step_seconds"][name] < told["step_seconds"]["exposed"]
-        assert 0.4 < told["hidden_share"][name] < 1.6
+        assert summary["step_seconds"][name] < summary["step_seconds"]["exposed"]
+        assert 0.4 < summary["hidden_share"][name] < 1.6

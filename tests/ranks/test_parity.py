@@ -41,11 +41,11 @@ def pytest_generate_tests(metafunc):
 
         size, models = MPI.COMM_WORLD.size, ("llama", "gpt2")
         if metafunc.config.getoption("--all-layouts"):
-            chosen = list(itertools.product(models, factorisations(size)))
+            resolved = list(itertools.product(models, factorisations(size)))
         else:  # each with one of the models
             layouts = SELECTION.get(size, [])
-            chosen = [(models[i % 2], layout) for i, layout in enumerate(layouts)]
-        metafunc.parametrize(("model", "layout"), chosen, ids=lambda each: each if each in models else name_of(each))
+            resolved = [(models[i % 2], layout) for i, layout in enumerate(layouts)]
+        metafunc.parametrize(("model", "layout"), resolved, ids=lambda each: each if each in models else name_of(each))
 
 
 def name_of(layout) -> str:
@@ -73,8 +73,8 @@ def plan_of(layout) -> dict:
 @pytest.mark.timeout(120)
 def test_losses_are_those_of_one_rank(world, tokens, steps, model, layout):
     expected = reference(world, tokens, model, steps)
-    found = losses(world, job_of(tokens, model, plan_of(layout)), steps)
-    difference = largest_relative_difference(found, expected)
+    result = losses(world, job_of(tokens, model, plan_of(layout)), steps)
+    difference = largest_relative_difference(result, expected)
     if world.rank == 0:
         print(f"{model} {dict(zip(AXES, layout, strict=True))}: {difference:.2e}")
     assert expected[steps - 1] < 0.95 * expected[0], "the reference learns"
@@ -108,8 +108,8 @@ def test_ranks_on_several_hosts_give_the_same_losses(world, tokens, steps, monke
     """Two ranks on each of two hosts, by name: tensor groups by shared memory, the pipeline by MPI messages."""
     monkeypatch.setattr(world, "topology", Topology(tuple(Place(host, "cpu") for host in "aabb")))
     for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
-        found = losses(world, job_of(tokens, "gpt2", plan), steps)
-        assert largest_relative_difference(found, reference(world, tokens, "gpt2", steps)) < TOLERANCE
+        result = losses(world, job_of(tokens, "gpt2", plan), steps)
+        assert largest_relative_difference(result, reference(world, tokens, "gpt2", steps)) < TOLERANCE
 
 
 @pytest.mark.ranks(4)
@@ -124,8 +124,8 @@ def test_uneven_tilings_give_the_same_losses(world, tokens, steps, shared_tmp_pa
         path.write_text(dump_plan(Plan(tuple(tiles), microbatches=2, rows=8)))
     world.agree(None)
     expected = reference(world, tokens, "llama", steps)
-    found = losses(world, job_of(tokens, "llama", {"file": path}), steps)
-    assert largest_relative_difference(found, expected) < TOLERANCE
+    result = losses(world, job_of(tokens, "llama", {"file": path}), steps)
+    assert largest_relative_difference(result, expected) < TOLERANCE
 
 
 @pytest.mark.ranks(4)
@@ -139,6 +139,6 @@ def test_the_same_plan_twice_is_bit_equal(world, tokens):
 @pytest.mark.timeout(120)
 def test_bf16_follows_fp32_and_is_bit_equal(world, tokens, steps):
     job = job_of(tokens, "llama", {"tensor": {"x": 2}, "data": 2}, dtype="bf16")
-    found = losses(world, job, steps)
-    assert largest_relative_difference(found[:steps], reference(world, tokens, "llama", steps)[:steps]) < 0.02
-    assert found == losses(world, job, steps)
+    result = losses(world, job, steps)
+    assert largest_relative_difference(result[:steps], reference(world, tokens, "llama", steps)[:steps]) < 0.02
+    assert result == losses(world, job, steps)

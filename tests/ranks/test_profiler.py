@@ -31,9 +31,9 @@ def resolved(world, job):
 
 def profiled(world, accelerator, job, seconds: float):
     """Return the profiles on all ranks, by family and stage."""
-    found = profile(world, accelerator, job, seconds)
-    assert (found is None) == (world.rank > 0)
-    profiles = world.broadcast_object(found and found[0])
+    result = profile(world, accelerator, job, seconds)
+    assert (result is None) == (world.rank > 0)
+    profiles = world.broadcast_object(result and result[0])
     return {(of.family, of.zero): of for of in profiles}
 
 
@@ -85,19 +85,19 @@ def test_what_was_found_alone_holds_together(world, tokens):
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
         job = resolved(own, make_job(tokens, "gpt2", shape=SHAPE, global_batch=400))
-        found = profiled(own, own.accelerator, job, seconds=200.0)
-        assert set(found) == {(family, zero) for family in ("fast", "slow") for zero in PROFILED_ZEROS}
+        result = profiled(own, own.accelerator, job, seconds=200.0)
+        assert set(result) == {(family, zero) for family in ("fast", "slow") for zero in PROFILED_ZEROS}
         for zero in (1, 3):
-            fast, slow = found["fast", zero], found["slow", zero]
+            fast, slow = result["fast", zero], result["slow", zero]
             assert 8 < slow.largest_rows < fast.largest_rows < 390
             assert slow.limited_by == fast.limited_by == "memory"
             with measurement.checking():
                 assert fast.times[-1].block_seconds[0] / fast.largest_rows < 0.6 * (
                     slow.times[-1].block_seconds[0] / slow.largest_rows
                 )
-            rows = {family: found[family, zero].largest_rows for family in ("fast", "slow")}
+            rows = {family: result[family, zero].largest_rows for family in ("fast", "slow")}
             busy = check_limits(own, own.accelerator, job, zero, rows)
-            mine = found[own.place.family, zero]
+            mine = result[own.place.family, zero]
             whole = model_seconds(mine, job.model.num_layers, mine.largest_rows)
             with measurement.checking(own.accelerator.overrun):
                 assert busy == pytest.approx(whole + mine.update_seconds, rel=0.06)
@@ -109,14 +109,14 @@ def test_ranks_on_cores_find_what_the_job_has(world, tokens):
     """Memory of the host is not the limit of a small job."""
     accelerator = CpuAccelerator()
     job = resolved(world, make_job(tokens, "llama", shape=SHAPE, global_batch=world.size + 5))
-    found = profiled(world, accelerator, job, seconds=60.0)
-    assert set(found) == {("cpu", zero) for zero in PROFILED_ZEROS}
-    for of in found.values():
+    result = profiled(world, accelerator, job, seconds=60.0)
+    assert set(result) == {("cpu", zero) for zero in PROFILED_ZEROS}
+    for of in result.values():
         assert of.largest_rows == 6 and of.limited_by == "job" and of.replicas == world.size
         assert of.work == describe_work(job, "fp32")
         assert of.times[0].rows == 1 and of.times[-1].rows == 6
     places = [place.family for place in world.topology.places]
-    described = CLUSTER.model_copy(update={"profiles": tuple(found.values())})
+    described = CLUSTER.model_copy(update={"profiles": tuple(result.values())})
     assert not is_profiled(described, job, "fp32"), f"these are of {places}, not of its families"
 
 

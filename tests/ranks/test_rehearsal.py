@@ -42,8 +42,8 @@ def rehearsed(world, truth: Truth = TRUTH):
 def test_a_rehearsal_gives_the_losses_of_one_rank(world, tokens, plan):
     expected = losses(Alone(), make_job(tokens, "llama"), steps=3)
     with rehearsed(world) as own:
-        found = losses(own, make_job(tokens, "llama", plan), steps=3, accelerator=own.accelerator)
-    assert largest_relative_difference(found, expected) < 1e-5
+        result = losses(own, make_job(tokens, "llama", plan), steps=3, accelerator=own.accelerator)
+    assert largest_relative_difference(result, expected) < 1e-5
 
 
 @pytest.mark.timeout(120)
@@ -58,8 +58,8 @@ def test_unlike_families_in_unlike_tiles_give_them_too(world, tokens, model):
         Tile(Interval(4, 6), Interval(5, 8), (3,), family="slow"),
     )
     with rehearsed(world) as own:
-        found = losses(own, job, steps=3, accelerator=own.accelerator, plan=Plan(tiles, microbatches=2, rows=8))
-    assert largest_relative_difference(found, expected) < 1e-5
+        result = losses(own, job, steps=3, accelerator=own.accelerator, plan=Plan(tiles, microbatches=2, rows=8))
+    assert largest_relative_difference(result, expected) < 1e-5
 
 
 @pytest.mark.timeout(120)
@@ -76,7 +76,7 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
     unused = tuple(sorted(set(range(4)) - {rank for tile in tiles for rank in tile.ranks}))
     plan = Plan(tiles, 2, ROWS.size, unused=unused)
     _, training, _ = open_datasets(job.data, job.train.seed)
-    found, seconds, sent, overruns = {}, {}, {}, []
+    result, seconds, sent, overruns = {}, {}, {}, []
     measurement = Measurement(world)
     truth = TRUTH.model_copy(update={"time_scale": 4.0})
     for way in ("pieces", "whole"):
@@ -86,7 +86,7 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
             trainer = make_trainer(own, job, plan, own.accelerator)
             trainer.initialise()
             metrics = [trainer.step(training)[0] for _ in range(3)]
-            found[way] = [each[key] for each in metrics for key in ("loss", "grad_norm")]
+            result[way] = [each[key] for each in metrics for key in ("loss", "grad_norm")]
             overruns.append(own.accelerator.overrun)
             seconds[way] = own.largest(min(each["step_seconds"] for each in metrics))
             transfers = trainer.layout.transfers[0]
@@ -95,7 +95,7 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
             sent[way] = sum(own.broadcast_object(own.gather_objects(elements)))
     if world.rank == 0:
         print(f"sent {sent}, seconds of a step {seconds}")
-    assert found["pieces"] == found["whole"]
+    assert result["pieces"] == result["whole"]
     num_ys = sum(tile.tensor.y for tile in tiles)
     assert sent["whole"] / sent["pieces"] == num_ys / 2, "to each tile one copy in place of one for each y"
     # 2 microbatches x 8 rows x 16 positions x 64 features x 4 bytes at 1 MB/s: 65 ms for each copy.
@@ -121,7 +121,7 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
             ]
         )
         assert predicted > 2 * num_elements * 4 / 2 / 5e7
-        a, found = torch.ones(128, 128), []
+        a, result = torch.ones(128, 128), []
         for _ in range(5):
             tensor = torch.ones(num_elements)
             comm.barrier()
@@ -135,13 +135,13 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
                 start + 2 * 128**3 / (FAST, SLOW)[rank // 2].flops_per_second["fp32"]
                 for rank, (start, _) in enumerate(every)
             ]
-            found.append(max(end for _, end in every) - max(computed))
+            result.append(max(end for _, end in every) - max(computed))
             assert (tensor == 4).all()
         if world.rank == 0:
-            print(f"predicted {predicted * 1e3:.2f} ms, pretended {[f'{1e3 * s:.2f}' for s in found]}")
-        assert min(found) > 0.98 * predicted
+            print(f"predicted {predicted * 1e3:.2f} ms, pretended {[f'{1e3 * s:.2f}' for s in result]}")
+        assert min(result) > 0.98 * predicted
         with measurement.checking(device.overrun):
-            assert min(found) < 1.05 * predicted
+            assert min(result) < 1.05 * predicted
 
 
 def _hierarchical(inner, across):
@@ -164,11 +164,11 @@ def test_what_does_not_fit_says_which_rank_and_what_to_change(world, tokens):
             error = caught
         for made in own._made:
             made.abandon()
-    told = world.gather_objects(str(error) if error else None)
+    summary = world.gather_objects(str(error) if error else None)
     if world.rank == 0:
-        assert told[:2] == [None, None]
-        assert "rank 2 (cpu, items [0, 6], rows [8, 12]) is out of memory in making weights" in told[2]
-        assert "of 0.1 MiB are in use" in told[2] and "the pretended slow is out of memory" in told[2]
+        assert summary[:2] == [None, None]
+        assert "rank 2 (cpu, items [0, 6], rows [8, 12]) is out of memory in making weights" in summary[2]
+        assert "of 0.1 MiB are in use" in summary[2] and "the pretended slow is out of memory" in summary[2]
 
 
 @pytest.mark.timeout(30)

@@ -77,13 +77,13 @@ def test_flows_that_share_a_nic_share_its_bandwidth(world):
     flows = [(i, half + i) for i in range(half)]
 
     def measure() -> list[Figure]:
-        found = together(world, two_nodes(world.size, bandwidth), flows, num_bytes, [0.0] * half)
-        for times in found:
+        result = together(world, two_nodes(world.size, bandwidth), flows, num_bytes, [0.0] * half)
+        for times in result:
             busy_until = 0.0  # one NIC: it carries all bytes without a pause
             for start in sorted(times.started):
                 busy_until = max(busy_until, start) + num_bytes / bandwidth
             assert max(times.predicted) == pytest.approx(busy_until + LATENCY_SECONDS, rel=0, abs=1e-6)
-        return [until_all_arrived(f"{half} flows through one NIC", found)]
+        return [until_all_arrived(f"{half} flows through one NIC", result)]
 
     assert_in_time(world, measure)
 
@@ -96,11 +96,11 @@ def test_flows_that_start_at_different_times_share_while_they_overlap(world):
     delays = [0.006 * i for i in range(half)]
 
     def measure() -> list[Figure]:
-        found = together(world, two_nodes(world.size, 100e6), flows, 1_000_000, delays)
+        result = together(world, two_nodes(world.size, 100e6), flows, 1_000_000, delays)
         figures = []
         for i, delay in enumerate(delays):
-            predicted = [times.predicted[i] - times.started[i] for times in found]
-            arrived = [times.arrived[i] - times.started[i] for times in found]
+            predicted = [times.predicted[i] - times.started[i] for times in result]
+            arrived = [times.arrived[i] - times.started[i] for times in result]
             figures.append(Figure(f"flow {i} of {half}, {delay * 1e3:.0f} ms after the first", predicted, arrived))
         return figures
 
@@ -113,10 +113,10 @@ def test_both_directions_are_used_at_once(world):
     flows = [(0, world.size - 1), (world.size - 1, 0)]
 
     def measure() -> list[Figure]:
-        found = together(world, two_nodes(world.size, 200e6), flows, 2_000_000, [0.0, 0.0])
-        for start, end in ((t.started[i], t.predicted[i]) for t in found for i in range(2)):
+        result = together(world, two_nodes(world.size, 200e6), flows, 2_000_000, [0.0, 0.0])
+        for start, end in ((t.started[i], t.predicted[i]) for t in result for i in range(2)):
             assert end - start == pytest.approx(0.011)
-        return [until_all_arrived("both directions", found)]
+        return [until_all_arrived("both directions", result)]
 
     assert_in_time(world, measure)
 
@@ -125,9 +125,9 @@ def test_both_directions_are_used_at_once(world):
 @pytest.mark.ranks(2, 4)
 def test_dilated_times_are_all_longer(world):
     def measure() -> list[Figure]:
-        found = together(world, two_nodes(world.size, 1e9, dilation=10.0), [(0, world.size - 1)], 1_000_000, [0.0])
-        assert found[0].predicted[0] - found[0].started[0] == pytest.approx(10 * (LATENCY_SECONDS + 1e-3))
-        return [until_all_arrived("10 times slower", found)]
+        result = together(world, two_nodes(world.size, 1e9, dilation=10.0), [(0, world.size - 1)], 1_000_000, [0.0])
+        assert result[0].predicted[0] - result[0].started[0] == pytest.approx(10 * (LATENCY_SECONDS + 1e-3))
+        return [until_all_arrived("10 times slower", result)]
 
     assert_in_time(world, measure)
 
@@ -141,7 +141,7 @@ def test_messages_of_a_pair_leave_one_after_the_other_whoever_looks(world, looki
     with shaped(world, two_nodes(world.size, bandwidth)) as made:
         transport, starts = made.transport(range(world.size)), made.note_starts()
         tensors = [torch.full((size,), i, dtype=torch.uint8) for i in range(count)]
-        found = []
+        result = []
         world.agree(None)
         if world.rank == source:
             ready = [transport.send(target, tensor) for tensor in tensors]
@@ -152,14 +152,14 @@ def test_messages_of_a_pair_leave_one_after_the_other_whoever_looks(world, looki
             if not looking:
                 complete(until_all([r._inner for r in ready], "the bytes"), "the test", world.patience)
                 time.sleep(2 * count * size / bandwidth)
-            found = [(wait(world, r), r.due) for r in ready]
+            result = [(wait(world, r), r.due) for r in ready]
         if world.rank == target:
             assert all(torch.equal(a, b) for a, b in zip(received, tensors, strict=True))
         start, *_ = everywhere(world, starts[:1])[source]
-        found = everywhere(world, found)[target]
-        due = [at - start for _, at in found]
+        result = everywhere(world, result)[target]
+        due = [at - start for _, at in result]
         assert due == pytest.approx([LATENCY_SECONDS + (i + 1) * size / bandwidth for i in range(count)], abs=1e-6)
-        arrived = ", ".join(f"{(at - start) * 1e3:.2f}" for at, _ in found)
+        arrived = ", ".join(f"{(at - start) * 1e3:.2f}" for at, _ in result)
         tell(world, f"{count} messages of 10 ms, {looking=}: {arrived} ms")
 
 
@@ -235,16 +235,16 @@ def test_a_hierarchical_all_reduce_takes_what_the_fluid_predicts(world):
         real = collectives(made.transport(domains[world.rank // 2]), made.transport(range(4)))
 
         def measure() -> list[Figure]:
-            found = []
+            result = []
             for _ in range(REPEATS):
                 tensor = contribution(world.rank)
                 world.agree(None)
                 begun = time.monotonic()
                 complete(real.all_reduce(tensor, "sum"), "all_reduce", world.patience)
                 every = everywhere(world, (begun, time.monotonic()))
-                found.append(max(end for _, end in every) - max(begin for begin, _ in every))
+                result.append(max(end for _, end in every) - max(begin for begin, _ in every))
                 assert torch.equal(tensor, tensors[world.rank])
-            return [Figure("hierarchical all-reduce", [predicted] * REPEATS, found, COLLECTIVE_TOLERANCE)]
+            return [Figure("hierarchical all-reduce", [predicted] * REPEATS, result, COLLECTIVE_TOLERANCE)]
 
         assert_in_time(world, measure)
 
@@ -260,11 +260,11 @@ def test_too_many_messages_are_refused_with_numbers(world):
             wait(world, received)
             wait(world, sent)
         world.agree(None)
-        under_way = [transport.send(peer, tensor) for _ in range(4)]
+        in_flight = [transport.send(peer, tensor) for _ in range(4)]
         with pytest.raises(CommError, match=rf"rank {world.rank} has 4 messages under way .* holds 4 of each rank"):
             transport.send(peer, tensor)
         world.agree(None)
-        for ready in [transport.receive(peer, token) for _ in range(4)] + under_way:
+        for ready in [transport.receive(peer, token) for _ in range(4)] + in_flight:
             wait(world, ready)
 
 

@@ -101,7 +101,7 @@ def split_tilings(tokens, model: str, size: int):
 @pytest.mark.ranks(4, 8)
 @pytest.mark.timeout(300)
 def test_random_tilings_are_bit_equal(world, tokens, monkeypatch):
-    """Unlike depths, grids, recomputing and substeps side by side."""
+    """Unlike depths, grids, recomputing and row_chunks side by side."""
     drawn = st.one_of(*(split_tilings(tokens, model, world.size) for model in ("gpt2", "llama")))
 
     @given_on_ranks(drawn, max_examples=5)
@@ -181,21 +181,21 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float], float]:
             seconds = trainer.step(training)[0]["step_seconds"]
             if (overrun := trainer.overrun()) <= LATEST:
                 break
-        beside = device.busy_seconds - sum(map(sum, noted.values()))
-        own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"beside": beside}
+        concurrent = device.busy_seconds - sum(map(sum, noted.values()))
+        own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"beside": concurrent}
     every = world.broadcast_object(world.gather_objects(own))
     return seconds, {name: max(each[name] for each in every) for name in own}, overrun
 
 
-def check_formulas(world, found: dict[str, tuple[float, float]], overruns: Sequence[float]) -> None:
+def check_formulas(world, result: dict[str, tuple[float, float]], overruns: Sequence[float]) -> None:
     """Compare by name the seconds of a step with those of a formula, where the machine was punctual enough for it."""
     if world.rank == 0:
-        for name, (seconds, formula) in found.items():
+        for name, (seconds, formula) in result.items():
             print(f"{name:12} {seconds:.4f} s, formula {formula:.4f} s ({seconds / formula - 1:+.1%})")
         print(f"overrun {max(overruns):.2%}")
     if max(overruns) > LATEST:
         pytest.skip(f"this machine is too busy: after {MOST_STEPS} steps ranks are still late by {max(overruns):.1%}")
-    for seconds, formula in found.values():
+    for seconds, formula in result.values():
         assert seconds == pytest.approx(formula, rel=0.05)
 
 

@@ -13,8 +13,8 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.channel import make_channel
 from hpctrain.comm.communicator import Backend, Communicator, Lane
 from hpctrain.comm.lanes import Progress
-from hpctrain.comm.routes.abilities import Ability, Devices, Family
 from hpctrain.comm.routes import staging
+from hpctrain.comm.routes.abilities import Ability, Devices, Family
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.comm.settings import Settings
@@ -298,6 +298,6 @@ def test_training_over_families_of_devices_gives_the_losses_of_one_rank(world, t
     expected = world.broadcast_object(losses(Alone(), make_job(tokens, "llama"), 3) if world.rank == 0 else None)
     for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
         pretended = Pretended(world, families, native=families == "aabb")
-        found = losses(pretended, make_job(tokens, "llama", plan), 3, pretended.device)
-        assert largest_relative_difference(found, expected) < 1e-5
+        result = losses(pretended, make_job(tokens, "llama", plan), 3, pretended.device)
+        assert largest_relative_difference(result, expected) < 1e-5
         pretended.progress.close()

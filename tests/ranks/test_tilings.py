@@ -12,7 +12,7 @@ from hpctrain.comm.topology import Preferences
 from hpctrain.config.job import Overlap
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
-from hpctrain.plan.holders import holdings_of
+from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.schedule import forward_only, one_f_one_b
 from hpctrain.plan.schedule_run import check_no_deadlock
 from hpctrain.plan.tiling import Plan, Tile
@@ -67,8 +67,8 @@ def curve(world, job, plan: Plan) -> list[float]:
     with world.freeing():
         trainer = make_trainer(world, job, plan)
         trainer.initialise()
-        found = [trainer.step(training)[0] for _ in range(job.train.steps)]
-        return [m[key] for m in found for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
+        result = [trainer.step(training)[0] for _ in range(job.train.steps)]
+        return [m[key] for m in result for key in ("loss", "grad_norm")] + [trainer.validate(validation)]
 
 
 @functools.cache
@@ -100,9 +100,9 @@ def unlike_tilings(tokens, name: str, size: int):
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(300)
 def test_random_tilings_give_the_losses_of_one_rank(world, tokens, monkeypatch):
-    unlike = st.one_of(*(unlike_tilings(tokens, name, world.size) for name in MODELS))
+    mixed = st.one_of(*(unlike_tilings(tokens, name, world.size) for name in MODELS))
 
-    @given_on_ranks(st.tuples(unlike, st.sampled_from(["auto", "messages"])), max_examples=10)
+    @given_on_ranks(st.tuples(mixed, st.sampled_from(["auto", "messages"])), max_examples=10)
     def every(world, drawn):
         (name, plan), route = drawn
         one_rank(world, tokens, name, STEPS)
@@ -120,24 +120,24 @@ FIXED = {
     ),
     "ends of unlike vocabularies, and a rank that is not used": (
         tile((0, 2), (0, 5), (3, 1), (1, 2, 1), recompute="full"),
-        tile((2, LAST), (0, 5), (0,), substeps=2),
+        tile((2, LAST), (0, 5), (0,), row_chunks=2),
     ),
     "stages of unlike data degree": (
         tile((0, 2), (0, 5), (0,)),
-        tile((2, 3), (0, 3), (3,), substeps=3),
+        tile((2, 3), (0, 3), (3,), row_chunks=3),
         tile((2, 3), (3, 5), (1,), zero=0),
         tile((3, LAST), (0, 5), (2,)),
     ),
     "tiles that share rows with some of the next ones only": (
         tile((0, 2), (0, 2), (0,)),
-        tile((0, 2), (2, 5), (2,), substeps=2),
+        tile((0, 2), (2, 5), (2,), row_chunks=2),
         tile((2, LAST), (0, 1), (1,)),
         tile((2, LAST), (1, 5), (3,), recompute="full"),
     ),
     "rows that z cuts unevenly": (
         tile((0, 3), (0, 3), (3, 0), (1, 1, 2)),
         tile((0, 3), (3, 5), (2,)),
-        tile((3, LAST), (0, 5), (1,), substeps=2),
+        tile((3, LAST), (0, 5), (1,), row_chunks=2),
     ),
 }
 
@@ -217,9 +217,9 @@ def test_unlike_grids_move_each_slab_by_formula(world, tokens, zero, monkeypatch
     plan = Plan(unlike_grids(zero), 1, ROWS)
     sent = bytes_of_a_step(world, job, lambda layout: layout.groups, plan)
     expected = 0
-    for holding in {h for rank in plan.ranks for h in holdings_of(job.model, plan, rank).holdings}:
-        size, others = sum(slab.size for slab in holding.slabs), len(holding.ranks) - 1
-        gathers = 1 if zero == 2 or holding.final_after == LAST - 1 else 2
+    for shard_group in {h for rank in plan.ranks for h in rank_shards_of(job.model, plan, rank).shard_groups}:
+        size, others = sum(region.size for region in shard_group.regions), len(shard_group.ranks) - 1
+        gathers = 1 if zero == 2 or shard_group.final_after == LAST - 1 else 2
         expected += others * size * 4 * (1 + gathers)
     assert sent == expected
 
@@ -230,8 +230,8 @@ def test_unlike_grids_move_each_slab_by_formula(world, tokens, zero, monkeypatch
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama"])
 def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, zero):
     """Uneven rows, uneven shares, and z or y inside; saved as shards, and read by one rank."""
-    grid, substeps = ((1, 1, 2), 1) if name == "llama" else ((1, 2, 1), 2)
-    options = {"grid": grid, "zero": zero, "substeps": substeps}
+    grid, row_chunks = ((1, 1, 2), 1) if name == "llama" else ((1, 2, 1), 2)
+    options = {"grid": grid, "zero": zero, "row_chunks": row_chunks}
     less = tile((0, LAST), (0, 2), (0, 3), **options)
     plan = plan_of((less, tile((0, LAST), (2, 5), (2, 1), **options, state_share=3)), 4)
     check(world, tokens, name, plan)
@@ -255,7 +255,7 @@ def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, 
 
 def unlike_grids(zero: int) -> tuple[Tile, ...]:
     return (
-        tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=zero, substeps=1),
+        tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=zero, row_chunks=1),
         tile((0, LAST), (2, 5), (3, 2), (1, 1, 2), zero=zero, state_share=3),
     )
 

@@ -31,7 +31,7 @@ def traced(world, job, plan: Plan, folder, accelerator, before_each=lambda: None
     """Train a step, and trace those after it; return their metrics. Then `before_each` has been called before each."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     trace = RunTrace(world, accelerator, folder, STEPS)
-    found = []
+    result = []
     with world.freeing():
         trainer = make_trainer(world, job, plan, accelerator)
         trainer.initialise()
@@ -39,12 +39,12 @@ def traced(world, job, plan: Plan, folder, accelerator, before_each=lambda: None
         trace.start()
         for step in range(STEPS):
             before_each()
-            found.append(trainer.step(training)[0])
+            result.append(trainer.step(training)[0])
             said = trace.step_is_done(1.0)
             assert (said is not None) == (world.rank == 0 and step == STEPS - 1)
         assert trace.finish() is None
     world.configure(tracer=UNTRACED)
-    return found
+    return result
 
 
 def with_overlap(job, switches):
@@ -55,13 +55,13 @@ def spans_by_thread(folder) -> dict[tuple[int, str], list[dict]]:
     """Return the events of each (rank, thread), with integer nanoseconds, in their order."""
     events = json.loads((folder / TRACE).read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found = defaultdict(list)
+    result = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             begin = round(event["ts"] * 1e3)
             times = {"begin": begin, "end": begin + round(event["dur"] * 1e3)}
-            found[event["pid"], names[event["pid"], event["tid"]]].append(event | times)
-    return found
+            result[event["pid"], names[event["pid"], event["tid"]]].append(event | times)
+    return result
 
 
 def assert_nested(spans) -> None:
@@ -98,12 +98,12 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
             names = [span["name"] for span in spans]
             assert [name for name in names if name in schedule] == schedule * STEPS
             assert [name for name in names if name.startswith("step")] == ["step 1", "step 2"]
-            ways = (
+            layouts = (
                 ("forward", "backward")
                 if "backward 0" in schedule
                 else ("forward", "backward input", "backward weight")
             )
-            for item, way in itertools.product(range(*tile.items), ways):
+            for item, way in itertools.product(range(*tile.items), layouts):
                 assert names.count(f"item {item} {way}") == STEPS * plan.microbatches
         lanes = {(rank, name): spans for (rank, name), spans in threads.items() if name != "compute"}
         for spans in lanes.values():
@@ -129,10 +129,10 @@ def test_clocks_of_hosts_are_aligned(world, monkeypatch):
     """All ranks have one clock here, of which those of every other pretended host are told to be ahead."""
     hosts = [f"host {rank // 2}" for rank in range(world.size)]
     monkeypatch.setattr(world, "_hosts", hosts)
-    ahead, real = 100.0 * (world.rank // 2), time.monotonic
-    monkeypatch.setattr("hpctrain.comm.clocks.time.monotonic", lambda: real() + ahead)
+    extra_warmup, real = 100.0 * (world.rank // 2), time.monotonic
+    monkeypatch.setattr("hpctrain.comm.clocks.time.monotonic", lambda: real() + extra_warmup)
     offset = world.clock_offset()
-    assert offset == pytest.approx(-ahead, abs=0.05)  # ranks may share a core
+    assert offset == pytest.approx(-extra_warmup, abs=0.05)  # ranks may share a core
     assert (offset == 0.0) == (world.rank < 2)
 
 

@@ -48,24 +48,24 @@ def pytest_generate_tests(metafunc):
 def history(world, job, folder, plan: Plan | None = None) -> list[float]:
     """Train, validate and save, go on from there in a new trainer; return losses, norms, and losses of validation."""
     _, training, validation = open_datasets(job.data, job.train.seed)
-    found = []
+    result = []
     with world.freeing():
         trainer = make_trainer(world, job, plan)
         trainer.initialise()
         for _ in range(SAVED):
             metrics = trainer.step(training)[0]
-            found += [metrics["loss"], metrics["grad_norm"]]
-        found.append(trainer.validate(validation))
+            result += [metrics["loss"], metrics["grad_norm"]]
+        result.append(trainer.validate(validation))
         trainer.save(folder, {})
     with world.freeing():
         trainer = make_trainer(world, job, plan)
         trainer.resume(latest_checkpoint(folder))
         while trainer.steps_done < STEPS:
             metrics = trainer.step(training)[0]
-            found += [metrics["loss"], metrics["grad_norm"]]
-        found.append(trainer.validate(validation))
+            result += [metrics["loss"], metrics["grad_norm"]]
+        result.append(trainer.validate(validation))
         trainer.save(folder, {})
-    return found
+    return result
 
 
 def with_overlap(job, **switches):
@@ -98,7 +98,7 @@ def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens,
 def test_substeps_and_unlike_grids_are_bit_equal_too(world, tokens, folder, monkeypatch):
     monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
     tiles = (
-        Tile(Interval(0, 6), Interval(0, 5), (0, 1), TensorGrid(z=2), substeps=2, recompute="full"),
+        Tile(Interval(0, 6), Interval(0, 5), (0, 1), TensorGrid(z=2), row_chunks=2, recompute="full"),
         Tile(Interval(0, 6), Interval(5, 8), (2, 3), TensorGrid(y=2)),
     )
     job = make_job(tokens, "gpt2", shape=SHAPE, steps=STEPS)

@@ -4,7 +4,7 @@ TEXT = """
 [families.a100]
 kind = "cuda"
 origin = "datasheet"
-origins = {host_copy_bytes_per_second = "guessed"}
+origins = {host_copy_bytes_per_second = "assumed"}
 memory_bytes = 80e9
 memory_bytes_per_second = 2.0e12
 host_copy_bytes_per_second = 25e9
@@ -29,7 +29,7 @@ origin = "datasheet"
 latency_seconds = 2.5e-6
 
 [fabrics.ethernet]
-origin = "guessed"
+origin = "assumed"
 latency_seconds = 30e-6
 bytes_per_second = 2e9
 

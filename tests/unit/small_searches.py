@@ -15,18 +15,18 @@ from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
-from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Limits
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.stages import piece_counts
+from hpctrain.planner.stages import row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import check_grid
 
-EVERYTHING = Limits(weighed=None, timed=None, per_group=None)
+EVERYTHING = Limits(scored=None, timed=None, per_group=None)
 # of devices, their memory, and links: computing takes milliseconds, and sending some of them
 SPEEDS, MEMORY, LINK, NIC = (1e9, 2e9, 3.7e9), 40_000_000, 1e9, 2e8
 FAST_NETWORK = {"link": 1e15, "nic": 1e15, "latency": 0.0}
@@ -72,7 +72,7 @@ def cluster_of(
             memory_bytes = {memory}
             memory_bytes_per_second = {speed!r}
             sustained_flops_per_second = {{fp32 = {speed!r}}}
-            overlap_times = {slowed}
+            overlap_slowdown = {slowed}
         """
     for place, (family, count, devices) in enumerate(tables):
         text += f"""
@@ -98,7 +98,7 @@ def every_plan(setup: Setup, batch: int, cluster: Cluster, space: Space):
         rows = batch // microbatches
         lists = [every_choice(setup.model, cluster, family, space) for row in pipelines for family in row]
         for choices in itertools.product(*lists):
-            chosen = dict(zip([family for row in pipelines for family in row], choices, strict=True))
+            resolved = dict(zip([family for row in pipelines for family in row], choices, strict=True))
             shares = any(replicas > 1 for _, _, replicas in choices)
             is_whole = all(len(row) == 1 for row in pipelines) and {(g, s) for g, s, _ in choices} == {
                 (choices[0][0], 1)
@@ -109,22 +109,22 @@ def every_plan(setup: Setup, batch: int, cluster: Cluster, space: Space):
             if any(grid.z * replicas > rows for grid, _, replicas in choices):
                 continue
             for zero in zeros:
-                if plan := plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero):
+                if plan := plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero):
                     yield plan
                     least = min(tile.rows.size // tile.tensor.z for tile in plan.tiles)
-                    for pieces in piece_counts(least, least) if zero > 1 and len(pipelines) > 1 else ():
-                        yield replace(plan, tiles=tuple(replace(tile, substeps=pieces) for tile in plan.tiles))
+                    for pieces in row_chunk_counts(least, least) if zero > 1 and len(pipelines) > 1 else ():
+                        yield replace(plan, tiles=tuple(replace(tile, row_chunks=pieces) for tile in plan.tiles))
 
 
 def every_arrangement(families: list[str]) -> set:
-    found = set()
+    result = set()
     for size in range(1, len(families) + 1):
         for order in itertools.permutations(families, size):
             for bars in itertools.product((False, True), repeat=size - 1):
                 ends = [0, *(i + 1 for i, bar in enumerate(bars) if bar), size]
                 rows = [order[start:stop] for start, stop in itertools.pairwise(ends)]
-                found.add(tuple(sorted(rows, key=lambda row: min(families.index(f) for f in row))))
-    return found
+                result.add(tuple(sorted(rows, key=lambda row: min(families.index(f) for f in row))))
+    return result
 
 
 def every_choice(model: Model, cluster: Cluster, family: str, space: Space):
@@ -141,24 +141,24 @@ def every_choice(model: Model, cluster: Cluster, family: str, space: Space):
                 yield grid, stages, replicas
 
 
-def plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero) -> Plan | None:
+def plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero) -> Plan | None:
     """Cut rows and blocks one by one, and check what memory allows by the predictor itself."""
     model, last = setup.model, setup.model.num_items - 1
 
     def seconds(family: str, item: int, of_row: int, recompute: str = "none") -> float:
-        grid, _, replicas = chosen[family]
+        grid, _, replicas = resolved[family]
         each = math.ceil(math.ceil(of_row / replicas) / grid.z)
         sharing = replicas if zero > 1 and len(pipelines) == 1 else 1
         slots = places(cluster, family, grid.size)[:sharing]
         return alone(setup, cluster, family, tuple(slots), grid, item, each, recompute, zero if sharing > 1 else 1)
 
     def even(row: tuple[str, ...], of_row: int) -> float:
-        speed = sum(chosen[family][1] / seconds(family, 1, of_row) for family in row)
+        speed = sum(resolved[family][1] / seconds(family, 1, of_row) for family in row)
         ends = seconds(row[0], 0, of_row) / seconds(row[0], 1, of_row)
         ends += seconds(row[-1], last, of_row) / seconds(row[-1], 1, of_row)
         return (model.num_layers + ends) / speed
 
-    shares = [max(chosen[family][0].z * chosen[family][2] for family in row) for row in pipelines]
+    shares = [max(resolved[family][0].z * resolved[family][2] for family in row) for row in pipelines]
     if sum(shares) > rows:
         return None
     while sum(shares) < rows:
@@ -166,7 +166,7 @@ def plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero) -> Plan
         shares[first] += 1
     tiles, at, unused = [], 0, {device.rank for device in cluster.devices}
     for row, of_row in zip(pipelines, shares, strict=True):
-        stages = [family for family in row for _ in range(chosen[family][1])]
+        stages = [family for family in row for _ in range(resolved[family][1])]
         if len(stages) > model.num_layers:
             return None
         blocks = [1] * len(stages)
@@ -179,7 +179,7 @@ def plan_of(setup, cluster, pipelines, chosen, microbatches, rows, zero) -> Plan
             blocks[min(range(len(stages)), key=lambda i: (round(with_one_more(i), 12), -i))] += 1
         item, taken = 0, {}
         for i, (family, count) in enumerate(zip(stages, blocks, strict=True)):
-            grid, _, replicas = chosen[family]
+            grid, _, replicas = resolved[family]
             stop = item + count + (i == 0) + (i == len(stages) - 1)
             for part in cut_evenly(of_row, replicas):
                 ranks = places(cluster, family, grid.size)[taken.setdefault(family, 0)]
@@ -229,7 +229,7 @@ SLOW = {"nic": 1e6}
 @st.composite
 def profiles(draw, setup: Setup, cluster: Cluster) -> Cluster:
     """Return the cluster with a profile of the setup's work of each family or of some, whose curves are not smooth."""
-    found = []
+    result = []
     for family in draw(st.sets(st.sampled_from(sorted(cluster.families)), min_size=1)):
         rows = draw(st.sampled_from([[1], [1, 2, 4], [1, 2, 3, 6]]))
 
@@ -240,7 +240,7 @@ def profiles(draw, setup: Setup, cluster: Cluster) -> Cluster:
         # Ends that take exactly as long as each other would make cuts equal, of which rounding then chooses one.
         passes = [list(zip(seconds(least), seconds(2 * least), strict=True)) for least in (1e-4, 1e-3, 3.137e-4)]
         names = "embedding_seconds", "block_seconds", "head_seconds"
-        found.append(
+        result.append(
             Profile(
                 origin="measured",
                 family=family,
@@ -254,7 +254,7 @@ def profiles(draw, setup: Setup, cluster: Cluster) -> Cluster:
                 ),
             )
         )
-    return cluster.model_copy(update={"profiles": tuple(found)})
+    return cluster.model_copy(update={"profiles": tuple(result)})
 
 
 @st.composite
@@ -292,9 +292,9 @@ def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
         return simulate(plan, schedules, predictor.costs).step_seconds + setup.stack.step_seconds
 
     predictor = Predictor(setup, plan, cluster)
-    found = [simulated(plan, predictor)]
-    if other := further_ahead(plan, predictor.costs, predictor.room):
+    result = [simulated(plan, predictor)]
+    if other := with_extra_warmup(plan, predictor.costs, predictor.room):
         predictor = Predictor(setup, other, cluster)
         if all(stage.fits for stage in predictor.memory):
-            found.append(simulated(other, predictor))
-    return min(found)
+            result.append(simulated(other, predictor))
+    return min(result)

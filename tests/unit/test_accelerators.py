@@ -10,10 +10,10 @@ import torch
 
 from hpctrain.comm.accelerators.bind import DTYPES, choose_device
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.detect import family_of, find_device
+from hpctrain.comm.accelerators.detect import detect_device, family_of
 from hpctrain.comm.routes.abilities import Ability, DescribedRoute, Family, combine, describe_routes
 from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
-from hpctrain.comm.routes.nccl import find_native_library
+from hpctrain.comm.routes.nccl import load_nccl
 from hpctrain.comm.routes.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.config.errors import TopologyError
@@ -48,14 +48,14 @@ def test_families_are_found_by_the_names_of_devices(name):
 
 
 def test_the_device_is_what_the_environment_says():
-    assert find_device({"HPCTRAIN_DEVICE": "cpu"}) == ("cpu", "cpu")
-    assert find_device({"HPCTRAIN_DEVICE": "cpu", "HPCTRAIN_FAMILY": "epyc"}) == ("cpu", "epyc")
+    assert detect_device({"HPCTRAIN_DEVICE": "cpu"}) == ("cpu", "cpu")
+    assert detect_device({"HPCTRAIN_DEVICE": "cpu", "HPCTRAIN_FAMILY": "epyc"}) == ("cpu", "epyc")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_found_out_later_by_all_ranks():
-    assert find_device({}) == ("cpu", "cpu")
-    assert find_device({"HPCTRAIN_DEVICE": "cuda"}) == ("cuda", "cuda")
+    assert detect_device({}) == ("cpu", "cpu")
+    assert detect_device({"HPCTRAIN_DEVICE": "cuda"}) == ("cuda", "cuda")
 
 
 def test_a_start_without_drivers_does_not_load_torch():
@@ -94,7 +94,7 @@ def test_a_cpu_says_what_it_has():
     assert memory.total >= memory.peak >= memory.used > 10_000_000
     assert device.model and device.kind == device.family == "cpu"
     assert device.products_per_second(DTYPES["fp32"]) > 1e8
-    assert device.queued().query() and not device.holds(torch.zeros(1))
+    assert device.queued().query() and not device.is_on_device(torch.zeros(1))
     target = torch.zeros(3)
     assert device.copy(target, torch.ones(3)).query() and target.tolist() == [1, 1, 1]
 
@@ -110,7 +110,7 @@ def test_buffers_are_used_again_by_size():
     pool = BufferPool(lambda size: torch.empty(size, dtype=torch.uint8))
     first, second = pool.take(100), pool.take(128)
     assert first.numel() == second.numel() == 128 and first.data_ptr() != second.data_ptr()
-    pool.give_back(first)
+    pool.release(first)
     assert pool.take(65).data_ptr() == first.data_ptr()
     assert pool.take(0).numel() == 1
     assert pool.num_bytes == 257
@@ -128,49 +128,49 @@ def test_routes_between_families_and_their_reasons():
         "c": family("c"),
         "d": family("d", "cpu", NO, NO),
     }
-    found = {(r.family, r.other): r for r in describe_routes(topology, known)}
-    routes = {pair: r.route for pair, r in found.items()}
+    result = {(r.family, r.other): r for r in describe_routes(topology, known)}
+    routes = {pair: r.route for pair, r in result.items()}
     assert routes[("a", "a")] == "native"
     assert routes[("b", "b")] == routes[("a", "b")] == routes[("b", "c")] == "staged"
     assert routes[("a", "c")] == "direct"
     assert routes[("a", "d")] == routes[("b", "d")] == "staged"
     assert routes[("c", "c")] == routes[("d", "d")] == "alone"
     assert len(routes) == 10
-    assert found[("a", "b")].reason == "MPI is not given memory of b: it does not"
-    assert found[("b", "b")].reason.endswith("no native library: it does not")
+    assert result[("a", "b")].reason == "MPI is not given memory of b: it does not"
+    assert result[("b", "b")].reason.endswith("no native library: it does not")
     hosts = Topology((Place("n0", "cpu"), Place("n0", "cpu")))
     assert [r[:3] for r in describe_routes(hosts, {})] == [("cpu", "cpu", "host")]
-    assert isinstance(found[("a", "a")], DescribedRoute)
+    assert isinstance(result[("a", "a")], DescribedRoute)
 
 
 def test_a_family_can_do_what_all_of_its_ranks_and_hosts_can():
     places = (("n0", "a", "cuda"), ("n0", "a", "cuda"), ("n1", "a", "cuda"), ("n1", "b", "rocm"), ("n2", "c"))
     topology = Topology(tuple(Place(*place) for place in places))
     lame = Ability(False, "n1 cannot")
-    found = combine(topology, [(YES, YES), (YES, None), (YES, lame), (NO, None), (NO, None)])
-    assert found["a"] == Family("a", "cuda", YES, lame)
-    assert found["b"] == Family("b", "rocm", NO, lame)
-    assert found["c"].kind == "cpu"
+    result = combine(topology, [(YES, YES), (YES, None), (YES, lame), (NO, None), (NO, None)])
+    assert result["a"] == Family("a", "cuda", YES, lame)
+    assert result["b"] == Family("b", "rocm", NO, lame)
+    assert result["c"].kind == "cpu"
 
 
 def test_the_probe_sends_to_itself_in_a_job_of_its_own(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "3")
     monkeypatch.setenv("PMI_SIZE", "8")
     monkeypatch.setenv("PMI_FD", "77")
-    found = probe_direct("cpu")
-    assert found == (True, "a probe sent it in messages of 1024 and 8388608 bytes, which arrived as they were")
+    result = probe_direct("cpu")
+    assert result == (True, "a probe sent it in messages of 1024 and 8388608 bytes, which arrived as they were")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_probe_says_why_it_could_not():
-    found = probe_direct("cuda")
-    assert not found.works and "exit code 1" in found.reason and "CUDA" in found.reason
+    result = probe_direct("cuda")
+    assert not result.works and "exit code 1" in result.reason and "CUDA" in result.reason
 
 
 def test_a_probe_that_dies_is_a_no():
-    found = probe_direct("cpu", command=[sys.executable, "-c", "import ctypes; ctypes.string_at(0)"])
-    assert found == (False, "a probe that sent it died of SIGSEGV: this MPI takes host memory only")
-    assert judge(139, "", "").reason == found.reason, "a launcher or a library's handler tells it so"
+    result = probe_direct("cpu", command=[sys.executable, "-c", "import ctypes; ctypes.string_at(0)"])
+    assert result == (False, "a probe that sent it died of SIGSEGV: this MPI takes host memory only")
+    assert judge(139, "", "").reason == result.reason, "a launcher or a library's handler tells it so"
     assert judge(3, "", "one\nthe last\n").reason.endswith("(exit code 3): the last")
     assert judge(0, "", "").reason.endswith("it said nothing")
 
@@ -179,8 +179,8 @@ def test_a_probe_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     note = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {note}; wait"
     start = time.monotonic()
-    found = probe_direct("cpu", timeout_seconds=0.5, command=["/bin/sh", "-c", script])
-    assert found == (False, "a probe that sent it was not done after 0.5 s")
+    result = probe_direct("cpu", timeout_seconds=0.5, command=["/bin/sh", "-c", script])
+    assert result == (False, "a probe that sent it was not done after 0.5 s")
     assert time.monotonic() - start < 50, "less than what was started sleeps"
     time.sleep(1)
     stat = f"/proc/{int(note.read_text())}/stat"
@@ -194,7 +194,7 @@ def test_the_launcher_is_left_out_of_the_probes_environment():
 
 def test_the_native_library_or_why_not(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_NATIVE", "0")
-    assert find_native_library().ability == (False, "HPCTRAIN_NATIVE=0")
+    assert load_nccl().ability == (False, "HPCTRAIN_NATIVE=0")
     monkeypatch.delenv("HPCTRAIN_NATIVE")
-    module, ability = find_native_library()
+    module, ability = load_nccl()
     assert (module is not None) == ability.works and ability.reason

@@ -70,10 +70,10 @@ class Reference:
         return rate, float(norm)
 
 
-def largest_error(found: dict[str, torch.Tensor], reference: Reference) -> float:
+def largest_error(result: dict[str, torch.Tensor], reference: Reference) -> float:
     """Return the largest difference of a parameter, relative to its largest element."""
     return max(
-        float((found[name] - wanted.detach()).abs().max() / wanted.detach().abs().max())
+        float((result[name] - wanted.detach()).abs().max() / wanted.detach().abs().max())
         for name, wanted in reference.weights.items()
     )
 
@@ -113,12 +113,12 @@ def test_fifty_updates_are_those_of_torch_adamw_with_clipping(tokens, dtype, zer
         assert norm == pytest.approx(expected, rel=1e-6)
         clipped.append(norm > trainer.job.train.clip_norm)
     assert 10 < sum(clipped) < 40
-    found = masters(trainer)
-    assert largest_error(found, reference) < 1e-6
+    result = masters(trainer)
+    assert largest_error(result, reference) < 1e-6
     for name, (shard, piece) in parameters.items():
         in_use = shard.group.weights_at(piece.at)
         assert in_use.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        assert torch.equal(in_use, found[name].flatten().to(in_use.dtype)), name
+        assert torch.equal(in_use, result[name].flatten().to(in_use.dtype)), name
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
@@ -134,18 +134,18 @@ def test_fifty_steps_of_training_are_those_of_plain_torch(tokens, model):
         loss.backward()
         rate, norm = reference.step()
         loss = float(loss.detach())
-        told, _ = trainer.step(training)
-        assert told["loss"] == pytest.approx(loss, rel=1e-5), f"step {step}"
-        assert told["grad_norm"] == pytest.approx(norm, rel=1e-4), f"step {step}"
-        assert told["learning_rate"] == pytest.approx(rate, rel=1e-9)
+        summary, _ = trainer.step(training)
+        assert summary["loss"] == pytest.approx(loss, rel=1e-5), f"step {step}"
+        assert summary["grad_norm"] == pytest.approx(norm, rel=1e-4), f"step {step}"
+        assert summary["learning_rate"] == pytest.approx(rate, rel=1e-9)
         clipped.append(norm > job.train.clip_norm)
         losses.append(loss)
     assert 0 < sum(clipped) < STEPS, "clipping is active in some steps, and not in others"
     assert losses[-1] < 0.8 * losses[0]
-    found = masters(trainer)
-    for name in [name for name in found if name.endswith("attention.k.bias")]:
+    result = masters(trainer)
+    for name in [name for name in result if name.endswith("attention.k.bias")]:
         # Softmax does not depend on it: its gradient is rounding errors alone, which AdamW makes as large as others.
-        del found[name], reference.weights[name]
-    error = largest_error(found, reference)
+        del result[name], reference.weights[name]
+    error = largest_error(result, reference)
     print(f"{model}: clipped in {sum(clipped)} of {STEPS} steps; weights differ by {error:.1e} at the end")
     assert error < 1e-4

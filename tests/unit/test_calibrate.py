@@ -27,31 +27,31 @@ TRUE = SHIPPED.changed(
 
 
 def measured(parameters=TRUE) -> list[Measured]:
-    found = []
+    result = []
     for number, run in enumerate(RUNS):
         prediction = parameters.predict(Measured("", run, 1.0))
         memory = max(stage.memory.total for stage in prediction.memory)
-        found.append(Measured(str(number), run, prediction.step_seconds, memory))
-    return found
+        result.append(Measured(str(number), run, prediction.step_seconds, memory))
+    return result
 
 
 def test_constants_that_made_the_measurements_are_found_again():
-    found = fit(measured())
-    for _, constant, true, fitted in changes(TRUE, found):
+    result = fit(measured())
+    for _, constant, true, fitted in changes(TRUE, result):
         assert fitted == pytest.approx(true, rel=0.1), constant
     for row in measured():
-        assert found.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.02)
+        assert result.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.02)
     others = {"volta", "ampere"}, {"megatron-lm", "hpctrain"}
-    assert all(found.efficiencies[name] == SHIPPED.efficiencies[name] for name in others[0]), "nobody measured them"
-    assert all(found.stacks[name] == SHIPPED.stacks[name] for name in others[1])
+    assert all(result.efficiencies[name] == SHIPPED.efficiencies[name] for name in others[0]), "nobody measured them"
+    assert all(result.stacks[name] == SHIPPED.stacks[name] for name in others[1])
 
 
 def test_one_bad_row_of_many_does_not_spoil_a_fit():
     rows = measured()
     rows[3] = replace(rows[3], seconds=3 * rows[3].seconds)
-    found = fit(rows)
+    result = fit(rows)
     good = [row for number, row in enumerate(rows) if number != 3]
-    assert all(found.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.05) for row in good)
+    assert all(result.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.05) for row in good)
 
 
 def test_parameters_are_written_and_read_back(tmp_path):

@@ -33,13 +33,13 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
     least = searching.run().lower_bound_seconds
     for layout in searching.layouts[:20]:
-        seconds = step_seconds(setup, searching.weigher.plan(layout), cluster)
-        assert searching.weigher.bound(layout) <= seconds * (1 + 1e-9)
+        seconds = step_seconds(setup, searching.scorer.plan(layout), cluster)
+        assert searching.scorer.bound(layout) <= seconds * (1 + 1e-9)
         assert least <= seconds * (1 + 1e-9)
         # As if each stage began at its pool's first node, and all ranks of its nodes exchanged: it knows nothing of
         # those that lie across nodes in other ways, nor that unused ones go through no NIC.
-        chosen = zip(itertools.chain(*layout.shape.pipelines), itertools.chain(*layout.shape.choices), strict=True)
-        if all(lie_the_same(searching.costs.pools[pool], c.grid.size, c.replicas) for pool, c in chosen):
+        resolved = zip(itertools.chain(*layout.shape.pipelines), itertools.chain(*layout.shape.choices), strict=True)
+        if all(lie_the_same(searching.costs.pools[pool], c.grid.size, c.replicas) for pool, c in resolved):
             assert 0.4 * seconds <= layout.seconds <= 2 * seconds, "what ranks plans is near what decides"
 
 
@@ -61,7 +61,7 @@ def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
         assert "MiB too few" in str(error)
         return
     for layout in searching.layouts[:20]:
-        plan = searching.weigher.plan(layout)
+        plan = searching.scorer.plan(layout)
         check_tiling(plan, setup.model.num_items)
         assert least <= step_seconds(setup, plan, cluster) * (1 + 1e-9)
         for stage in Predictor(setup, plan, cluster).memory:
@@ -72,12 +72,12 @@ def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
 @given(cases(), st.integers(2, 6))
 def test_choices_that_are_not_scored_are_none_of_the_best(case, per_group):
     setup, batch, cluster, space = case
-    weigher = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0).weigher
-    lists = Shortlists(weigher, per_group)
-    (microbatches,), row = space.microbatches, tuple(range(len(weigher.costs.pools)))
+    scorer = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0).scorer
+    lists = Shortlists(scorer, per_group)
+    (microbatches,), row = space.microbatches, tuple(range(len(scorer.costs.pools)))
     rows = batch // microbatches
     for pool in row:
-        found = lists.choices(microbatches, pool, row, (row,))
+        result = lists.choices(microbatches, pool, row, (row,))
         every, best = lists._rates(pool, rows)
         others = sum(lists._rates(other, rows)[1] for other in row if other != pool)
         considered = [(rate, choice) for rate, choice in every if rate >= best * SLOWEST_SHARE]
@@ -85,8 +85,8 @@ def test_choices_that_are_not_scored_are_none_of_the_best(case, per_group):
             lists._score(pool, choice, rate, others, rows, microbatches, len(row) == 1) for rate, choice in considered
         ]
         order = sorted(range(len(scores)), key=lambda i: (scores[i], i))
-        assert found == [considered[i][1] for i in order[: len(found)]]
-        assert len(found) >= min(2, len(considered))
+        assert result == [considered[i][1] for i in order[: len(result)]]
+        assert len(result) >= min(2, len(considered))
 
 
 @settings(max_examples=200, deadline=None)
@@ -109,12 +109,12 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
         )
     every = [blocks for blocks in itertools.product(range(1, 10), repeat=len(each)) if sum(blocks) == num_blocks]
     times = [max(stage.seconds(k) for stage, k in zip(stages, each, strict=True)) for each in every]
-    found = cut_blocks(num_blocks, stages)
+    result = cut_blocks(num_blocks, stages)
     if not times or min(times) == float("inf"):
-        assert found is None
+        assert result is None
     else:
-        assert max(stage.seconds(k) for stage, k in zip(stages, found, strict=True)) == min(times)
-        assert sum(found) == num_blocks
+        assert max(stage.seconds(k) for stage, k in zip(stages, result, strict=True)) == min(times)
+        assert sum(result) == num_blocks
 
 
 @pytest.mark.parametrize("many_rows", [MANY_ROWS, 0])
@@ -130,12 +130,12 @@ def test_rows_are_cut_as_no_other_cut_is_better(many_rows, pipelines, num_rows):
     every = [max(of(n) for of, n in zip(times, rows, strict=True)) for rows in every if sum(rows) == num_rows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cut, "MANY_ROWS", many_rows)
-        found = cut_rows(num_rows, least, times)
+        result = cut_rows(num_rows, least, times)
     if not every:
-        assert found is None
+        assert result is None
     else:
-        assert sum(found) == num_rows and all(n >= first for n, first in zip(found, least, strict=True))
-        assert max(of(n) for of, n in zip(times, found, strict=True)) == min(every)
+        assert sum(result) == num_rows and all(n >= first for n, first in zip(result, least, strict=True))
+        assert max(of(n) for of, n in zip(times, result, strict=True)) == min(every)
 
 
 @settings(max_examples=100, deadline=None)
@@ -143,15 +143,15 @@ def test_rows_are_cut_as_no_other_cut_is_better(many_rows, pipelines, num_rows):
 def test_many_rows_are_cut_as_if_they_were_given_one_by_one(pipelines, num_rows):
     least = [first for first, _ in pipelines]
     times = [lambda n, least=least, speed=speed: (3 + -(-n // least)) / speed for least, speed in pipelines]
-    found = cut_rows(num_rows, least, times)
+    result = cut_rows(num_rows, least, times)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cut, "MANY_ROWS", num_rows)
-        assert found == cut_rows(num_rows, least, times)
-    assert sum(found) == num_rows
+        assert result == cut_rows(num_rows, least, times)
+    assert sum(result) == num_rows
 
 
 @pytest.mark.parametrize(("num_pools", "ways"), [(1, 1), (2, 2 + 3), (3, 3 + 3 * 3 + 13), (4, 4 + 6 * 3 + 4 * 13 + 73)])
 def test_every_arrangement_is_there_once(num_pools, ways):
-    found = list(arrangements(num_pools))
-    assert len(found) == len(set(found)) == ways, "Lah numbers of all subsets"
-    assert set(found) == every_arrangement(list(range(num_pools)))
+    result = list(arrangements(num_pools))
+    assert len(result) == len(set(result)) == ways, "Lah numbers of all subsets"
+    assert set(result) == every_arrangement(list(range(num_pools)))

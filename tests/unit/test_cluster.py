@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hpctrain.comm.network import ClusterNetwork
-from hpctrain.config.cluster import Cluster, Fabric, Family, Nic, Nodes, guessed_figures
+from hpctrain.config.cluster import Cluster, Fabric, Family, Nic, Nodes, assumed_figures
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.links import link_between, message_seconds, nic_of, slowest_links
 from tests.unit.described import FAMILY, NODE, TEXT
@@ -27,10 +27,10 @@ def test_devices_are_numbered_node_by_node(cluster):
 
 
 def test_ranks_may_be_given_and_mixed_nodes_list_theirs_family_by_family():
-    text = FAMILY + FAMILY.replace("mi250x", "t4") + "[fabrics.ib]\norigin = 'guessed'\nlatency_seconds = 1e-6\n"
+    text = FAMILY + FAMILY.replace("mi250x", "t4") + "[fabrics.ib]\norigin = 'assumed'\nlatency_seconds = 1e-6\n"
     node = (
-        "[[nodes]]\ncount = 2\ndevices = {mi250x = 1, t4 = 1}\nranks = [0, 2, 1, 3]\norigin = 'guessed'\n"
-        "link_latency_seconds = 1e-6\nlink_bytes_per_second = 1e9\nnics = [{fabric = 'ib', origin = 'guessed',"
+        "[[nodes]]\ncount = 2\ndevices = {mi250x = 1, t4 = 1}\nranks = [0, 2, 1, 3]\norigin = 'assumed'\n"
+        "link_latency_seconds = 1e-6\nlink_bytes_per_second = 1e9\nnics = [{fabric = 'ib', origin = 'assumed',"
         "send_bytes_per_second = 1e9, receive_bytes_per_second = 1e9}]\n"
     )
     devices = parse_cluster(text + node, "cluster.toml").devices
@@ -121,7 +121,7 @@ def test_times_that_were_measured_are_never_discounted(cluster):
 
 
 def test_what_was_guessed_is_listed(cluster):
-    assert guessed_figures(cluster) == [
+    assert assumed_figures(cluster) == [
         "families.a100.host_copy_bytes_per_second",
         "fabrics.ethernet.latency_seconds",
         "fabrics.ethernet.bytes_per_second",
@@ -132,23 +132,29 @@ def test_4096_devices_answer_at_once():
     """No pairs are enumerated: an order of magnitude more than is allowed would take minutes."""
     start = time.process_time()
     family = Family(
-        origin="guessed",
+        origin="assumed",
         kind="cuda",
         memory_bytes=1,
         memory_bytes_per_second=1e12,
         peak_flops_per_second={"bf16": 1e14},
     )
-    fabrics = {name: Fabric(origin="guessed", latency_seconds=1e-6) for name in ("ib", "roce", "ethernet")}
+    fabrics = {name: Fabric(origin="assumed", latency_seconds=1e-6) for name in ("ib", "roce", "ethernet")}
 
     def nodes(family: str, fabric: str) -> Nodes:
         nics = [
-            Nic(origin="guessed", fabric=name, count=4, send_bytes_per_second=speed, receive_bytes_per_second=speed)
+            Nic(
+                origin="assumed",
+                fabric=name,
+                count=4,
+                send_bytes_per_second=speed,
+                receive_bytes_per_second=speed,
+            )
             for name, speed in ((fabric, 25e9), ("ethernet", 1e9))
         ]
         return Nodes(
             count=128,
             devices={family: 8},
-            origin="guessed",
+            origin="assumed",
             link_latency_seconds=1e-6,
             link_bytes_per_second=1e11,
             nics=nics,

@@ -39,7 +39,7 @@ names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_si
 speeds = st.floats(1e6, 1e15)  # what is no accelerator is refused
 seconds = st.just(0.0) | st.floats(1e-12, 1.0)
 sizes = st.integers(1 << 17, 1 << 46)
-origins = st.sampled_from(["measured", "datasheet", "guessed"])
+origins = st.sampled_from(["measured", "datasheet", "assumed"])
 dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
 
 
@@ -67,14 +67,14 @@ def profiles_of(draw, families) -> list[Profile]:
     keys = st.tuples(st.sampled_from(sorted(families)), st.sampled_from(["a job", "llama: 8 layers; fp32"]))
     keys = st.tuples(keys, st.integers(1, 3))
     passes = st.tuples(speeds, speeds)
-    found = []
+    result = []
     for (family, work), zero in draw(st.lists(keys, unique=True, max_size=3)):
         rows = sorted(draw(st.sets(st.integers(1, 99), min_size=1, max_size=3)))
         times = [
             RowTimes(rows=n, embedding_seconds=draw(passes), block_seconds=draw(passes), head_seconds=draw(passes))
             for n in rows
         ]
-        found.append(
+        result.append(
             Profile(
                 origin="measured",
                 family=family,
@@ -87,7 +87,7 @@ def profiles_of(draw, families) -> list[Profile]:
                 times=times,
             )
         )
-    return found
+    return result
 
 
 @st.composite
@@ -123,7 +123,7 @@ def clusters(draw) -> Cluster:
     keys = st.tuples(
         st.sampled_from([None, *fabrics]), st.lists(st.sampled_from(sorted(families)), min_size=2, max_size=2)
     )
-    chosen = draw(st.lists(keys, unique_by=lambda key: (key[0], tuple(sorted(key[1]))), max_size=3))
+    resolved = draw(st.lists(keys, unique_by=lambda key: (key[0], tuple(sorted(key[1]))), max_size=3))
     times = st.lists(st.builds(Time, message_bytes=sizes, flows=st.integers(1, 8), seconds=speeds), max_size=3)
     links = [
         LinkClass(
@@ -134,9 +134,9 @@ def clusters(draw) -> Cluster:
             latency_seconds=draw(seconds),
             bytes_per_second=draw(speeds),
         )
-        for fabric, pair in chosen
+        for fabric, pair in resolved
     ]
-    found = Cluster(
+    result = Cluster(
         families=families,
         fabrics=fabrics,
         nodes=draw(st.lists(nodes, min_size=1, max_size=3)),
@@ -144,13 +144,13 @@ def clusters(draw) -> Cluster:
         profiles=draw(profiles_of(families)),
     )
     if not draw(st.booleans()):
-        return found
-    ranks = iter(draw(st.permutations(range(found.num_devices))))
+        return result
+    ranks = iter(draw(st.permutations(range(result.num_devices))))
     placed = [
         table.model_copy(update={"ranks": tuple(next(ranks) for _ in range(table.count * table.num_devices))})
-        for table in found.nodes
+        for table in result.nodes
     ]
-    return found.model_copy(update={"nodes": tuple(placed)})
+    return result.model_copy(update={"nodes": tuple(placed)})
 
 
 @settings(deadline=None)
@@ -259,7 +259,7 @@ BAD_FILES = [
         "mi250x: where is memory_bytes from? set origin to 'measured', '",
     ),
     (
-        FAMILY + "origins = {memory_byte = 'guessed'}\n" + NODE,
+        FAMILY + "origins = {memory_byte = 'assumed'}\n" + NODE,
         "'memory_byte' is no figure of this table; did you mean 'me",
     ),
     (
@@ -287,7 +287,7 @@ BAD_FILES = [
     (
         FAMILY
         + NODE
-        + "nics = [{fabric = 'ib', origin = 'guessed', send_bytes_per_second = 1, receive_bytes_per_second = 1}]",
+        + "nics = [{fabric = 'ib', origin = 'assumed', send_bytes_per_second = 1, receive_bytes_per_second = 1}]",
         "nodes.0.nics.0.fabric: no fabric 'ib'; none is described",
     ),
     (

@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.config.cluster_file import filled_figures, load_cluster, parse_cluster
-from hpctrain.config.device_catalogue import find_accelerator
+from hpctrain.config.device_catalogue import lookup_accelerator
 from hpctrain.config.errors import TopologyError
 from tests.unit.described import FAMILY, NODE
 
@@ -30,7 +30,7 @@ memory_bytes = 192
 memory_byte_per_second = 5e12
 [families.cpu]
 kind = "cpv"
-origin = "guessed"
+origin = "assumed"
 memory_bytes = -3
 memory_bytes_per_second = "fast"
 memory_bytes_per_second = 3e9
@@ -38,7 +38,7 @@ peak_flops_per_second = {bf16 = 989}
 [fabrics.ib]
 network = "NDRR"
 [fabrics.eth]
-origin = "guessed"
+origin = "assumed"
 latency_seconds = 3
 [[nodes]]
 count = 0
@@ -81,7 +81,7 @@ def test_a_model_and_a_network_fill_in_the_rest(tmp_path):
     assert cluster.families["mi300x"].origin_of("memory_bytes") == "datasheet"
     assert cluster.nodes[0].link_bytes_per_second == 64e9  # the slower one's
     assert cluster.nodes[0].nics[0].send_bytes_per_second == 50e9
-    assert cluster.fabrics["ib"].origin_of("latency_seconds") == "guessed"
+    assert cluster.fabrics["ib"].origin_of("latency_seconds") == "assumed"
     sources = filled_figures(path)
     assert sources["families.h100.memory_bytes"] == "NVIDIA H100 data sheet, SXM5"
     assert "slower" in sources["nodes.0.link_bytes_per_second"]
@@ -113,7 +113,7 @@ def test_all_mistakes_are_listed():
     ],
 )
 def test_names_match_loosely(model, name):
-    assert find_accelerator(model) == name
+    assert lookup_accelerator(model) == name
 
 
 def test_memory_twice_scaled_is_refused_but_not_with_a_truth():
@@ -124,7 +124,8 @@ def test_memory_twice_scaled_is_refused_but_not_with_a_truth():
         "h100"
         in parse_cluster(
             typed.replace(
-                "[[nodes]]", '[[nodes]]\nlink_latency_seconds = 1e-6\nlink_bytes_per_second = 1e8\norigin = "guessed"'
+                "[[nodes]]",
+                '[[nodes]]\nlink_latency_seconds = 1e-6\nlink_bytes_per_second = 1e8\norigin = "assumed"',
             )
             + "[truth]\n",
             "a file",

@@ -56,8 +56,8 @@ def test_domains_reduce_inside_while_they_send_across(num_nodes, link, operation
     cluster = cluster_of(families, speeds=dict.fromkeys("abcd", 1e9), link=link, nic=2e7)
     domains = [(2 * node, 2 * node + 1) for node in range(num_nodes)]
     predicted = ClusterNetwork(cluster).group_seconds(operation, 4 * NUM_ELEMENTS, range(cluster.num_devices))
-    found = taken(cluster, [domains], operation)
-    assert predicted == pytest.approx(found, rel=1e-3)
+    result = taken(cluster, [domains], operation)
+    assert predicted == pytest.approx(result, rel=1e-3)
 
 
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
@@ -66,12 +66,12 @@ def test_groups_side_by_side_share_what_leads_to_other_domains(operation):
     cluster = ready_miniature("ib-roce").cluster
     groups = [[(place, 2 + place), (4 + place, 6 + place)] for place in (0, 1)]
     network, ranks = ClusterNetwork(cluster), [rank for domain in groups[0] for rank in domain]
-    beside, alone = (
+    concurrent, alone = (
         network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, others)
         for others in (network.crowd(tuple(range(8))), None)
     )
     assert alone == pytest.approx(taken(cluster, groups[:1], operation), rel=1e-3)
-    assert beside == pytest.approx(taken(cluster, groups, operation), rel=1e-3) and beside > 1.7 * alone
+    assert concurrent == pytest.approx(taken(cluster, groups, operation), rel=1e-3) and concurrent > 1.7 * alone
 
 
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
@@ -98,9 +98,9 @@ LAID_OUT = {
 def test_ranks_of_all_groups_share_their_nodes_nics(name, operation):
     tables, groups = LAID_OUT[name]
     cluster = cluster_of(tables, link=1e9, nic=2e7)
-    ranks, beside = ([r for domains in some for domain in domains for r in domain] for some in (groups[:1], groups))
+    ranks, concurrent = ([r for domains in some for domain in domains for r in domain] for some in (groups[:1], groups))
     network = ClusterNetwork(cluster)
-    predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, network.crowd(tuple(beside)))
+    predicted = network.group_seconds(operation, 4 * NUM_ELEMENTS, ranks, network.crowd(tuple(concurrent)))
     assert predicted == pytest.approx(taken(cluster, groups, operation), rel=1e-3)
 
 
@@ -118,9 +118,9 @@ def test_the_algorithm_that_is_chosen_is_the_fastest_and_takes_what_is_predicted
     cluster = cluster_of([("a", num_nodes, 1)], nic=1e8, latency=2e-3)
     network, ranks = ClusterNetwork(cluster), range(num_nodes)
     taken = {each: all_reduce_seconds(cluster, each, num_bytes) for each in ("exchange", "doubling", "ring")}
-    chosen = network.algorithm("all_reduce", num_bytes, ranks)
-    assert taken[chosen] <= 1.01 * min(taken.values())
-    assert network.group_seconds("all_reduce", num_bytes, ranks) == pytest.approx(taken[chosen], rel=0.02)
+    resolved = network.algorithm("all_reduce", num_bytes, ranks)
+    assert taken[resolved] <= 1.01 * min(taken.values())
+    assert network.group_seconds("all_reduce", num_bytes, ranks) == pytest.approx(taken[resolved], rel=0.02)
 
 
 def test_small_all_reduces_double_and_large_ones_need_no_room_for_it():
@@ -141,5 +141,5 @@ def test_who_communicates_beside_changes_what_a_group_takes_and_not_what_it_choo
     network, ranks = ClusterNetwork(cluster_of([("a", 4, 4)], nic=1e9)), (0, 4, 8, 12)
     assert network.algorithm("all_reduce", 40_000, ranks) == "doubling"
     doubling, exchange = 2 * (1e-5 + 40_000 / 0.25e9), 2 * (1e-5 + 2 * 1e-5 + 30_000 / 0.25e9)
-    beside = network.group_seconds("all_reduce", 40_000, ranks, network.crowd(tuple(range(16))))
-    assert beside == pytest.approx(doubling) and exchange < doubling
+    concurrent = network.group_seconds("all_reduce", 40_000, ranks, network.crowd(tuple(range(16))))
+    assert concurrent == pytest.approx(doubling) and exchange < doubling

@@ -10,7 +10,7 @@ from hpctrain.comm.watchdog import flight
 from hpctrain.comm.watchdog.diagnosis import Evidence, diagnose, post_mortem
 from hpctrain.comm.watchdog.flight import claim_last_word, record_path
 from hpctrain.comm.watchdog.recorder import Recorder
-from hpctrain.comm.watchdog.waits import find_waits
+from hpctrain.comm.watchdog.waits import detect_waits
 from tests.unit.recorded import everywhere, evidence_of, make_recorders
 
 
@@ -25,16 +25,16 @@ def test_the_rank_that_has_not_entered_is_named():
     recorders[2].finish(recorders[2].start(everyone, "broadcast", 8))
     for rank in (0, 1, 3):
         recorders[rank].start(data, "all_reduce", 4_200_000)
-    found = diagnose(dataclasses.replace(evidence_of(recorders), now=time.time() + 12.4))
-    assert found.culprits == (2,)
-    assert found.sentences == (
+    result = diagnose(dataclasses.replace(evidence_of(recorders), now=time.time() + 12.4))
+    assert result.culprits == (2,)
+    assert result.sentences == (
         "rank 2 (host a) has not entered all_reduce number 17 on lane data [0-3], 4.2 MB; its last was"
         " broadcast number 4 on lane everyone [0-3], 8 bytes, finished 12.4 s ago; 3 ranks wait for it",
     )
-    assert found.table[0].startswith(
+    assert result.table[0].startswith(
         "rank 0 (host a)  waits  all_reduce 17 on data, 4.2 MB, begun 12.4 s ago | all_red"
     )
-    assert found.table[2].startswith("rank 2 (host a)  works  broadcast 4 on everyone, 8 bytes, done 12.4 s ago | ")
+    assert result.table[2].startswith("rank 2 (host a)  works  broadcast 4 on everyone, 8 bytes, done 12.4 s ago | ")
 
 
 def test_several_ranks_are_missing_and_one_is_gone():
@@ -42,17 +42,17 @@ def test_several_ranks_are_missing_and_one_is_gone():
     lane = everywhere(recorders, "data")
     for recorder in recorders[:4]:
         recorder.start(lane, "barrier", 0)
-    found = diagnose(evidence_of(recorders))
-    assert found.culprits == (4, 5)
-    assert found.sentences[0].startswith(
+    result = diagnose(evidence_of(recorders))
+    assert result.culprits == (4, 5)
+    assert result.sentences[0].startswith(
         "ranks 4-5 (hosts a, b) have not entered barrier number 1 on lane data [0-5]; "
     )
-    assert "rank 4 has recorded no operation; 4 ranks wait for them" in found.sentences[0]
-    found = diagnose(evidence_of(recorders, gone=frozenset({5})))
-    assert found.culprits == (5,)
-    assert "rank 5 (host b) is gone: its process ended without a word; has not entered barrier" in found.sentences[0]
-    found = diagnose(evidence_of(recorders[:5], silent=frozenset({5}), hosts=list("abcdef")))
-    assert found.sentences[0].startswith("rank 5 (host f) does not answer: it is gone, or stuck in a call that holds")
+    assert "rank 4 has recorded no operation; 4 ranks wait for them" in result.sentences[0]
+    result = diagnose(evidence_of(recorders, gone=frozenset({5})))
+    assert result.culprits == (5,)
+    assert "rank 5 (host b) is gone: its process ended without a word; has not entered barrier" in result.sentences[0]
+    result = diagnose(evidence_of(recorders[:5], silent=frozenset({5}), hosts=list("abcdef")))
+    assert result.sentences[0].startswith("rank 5 (host f) does not answer: it is gone, or stuck in a call that holds")
 
 
 def test_another_operation_under_the_same_number():
@@ -60,9 +60,9 @@ def test_another_operation_under_the_same_number():
     lane = everywhere(recorders, "data")
     for recorder in recorders:
         recorder.start(lane, "broadcast" if recorder.rank == 0 else "all_reduce", 8)
-    found = diagnose(evidence_of(recorders))
-    assert found.culprits == (0,)
-    assert found.sentences[0] == (
+    result = diagnose(evidence_of(recorders))
+    assert result.culprits == (0,)
+    assert result.sentences[0] == (
         "rank 0 (host a) entered broadcast number 1 on lane data [0-3], 8 bytes,"
         " where others of the lane entered all_reduce, 8 bytes"
     )
@@ -87,14 +87,14 @@ def test_the_end_of_a_chain_is_named_and_a_circle_as_such():
     lanes = {pair: [recorders[r].add_group(f"pipeline {pair}", pair) for r in pair] for pair in ((0, 1), (1, 2))}
     recorders[0].start(lanes[0, 1][0], "receive", 8)
     recorders[1].start(lanes[1, 2][0], "receive", 8)
-    found = diagnose(evidence_of(recorders))
-    assert found.culprits == (2,)
-    assert "has not entered the send for receive number 1 from 2 on lane pipeline (1, 2) [1-2]" in found.sentences[0]
-    assert found.sentences[0].endswith("rank 1 (host b) waits for it")
+    result = diagnose(evidence_of(recorders))
+    assert result.culprits == (2,)
+    assert "has not entered the send for receive number 1 from 2 on lane pipeline (1, 2) [1-2]" in result.sentences[0]
+    assert result.sentences[0].endswith("rank 1 (host b) waits for it")
     recorders[2].start(lanes[1, 2][1], "receive", 8)
-    found = diagnose(evidence_of(recorders))
-    assert found.culprits == (1, 2)
-    assert found.sentences[0].startswith("ranks wait for each other: ")
+    result = diagnose(evidence_of(recorders))
+    assert result.culprits == (1, 2)
+    assert result.sentences[0].startswith("ranks wait for each other: ")
 
 
 def test_a_message_is_not_missing_because_the_ring_has_forgotten_it():
@@ -104,9 +104,9 @@ def test_a_message_is_not_missing_because_the_ring_has_forgotten_it():
     for _ in range(2 * flight.RING_SLOTS):
         recorders[1].finish(recorders[1].start(data, "all_reduce", 8))
     recorders[0].start(pipeline, "receive", 8)
-    assert [wait.missing for wait in find_waits(evidence_of(recorders).flights)] == [()]
+    assert [wait.missing for wait in detect_waits(evidence_of(recorders).flights)] == [()]
     recorders[0].start(data, "all_reduce", 8)  # and of what it has finished it is not missing either
-    assert [wait.missing for wait in find_waits(evidence_of(recorders).flights)] == [(), ()]
+    assert [wait.missing for wait in detect_waits(evidence_of(recorders).flights)] == [(), ()]
 
 
 def test_lanes_of_one_name_are_told_apart_by_the_order_in_which_they_were_made():
@@ -114,7 +114,7 @@ def test_lanes_of_one_name_are_told_apart_by_the_order_in_which_they_were_made()
     first, second = everywhere(recorders, "data"), everywhere(recorders, "data")
     recorders[0].start(first, "all_reduce", 8)
     recorders[1].start(second, "all_reduce", 8)
-    assert [wait.missing for wait in find_waits(evidence_of(recorders).flights)] == [(1,), (0,)]
+    assert [wait.missing for wait in detect_waits(evidence_of(recorders).flights)] == [(1,), (0,)]
 
 
 LANES = st.lists(st.sets(st.integers(0, 4), min_size=2).map(sorted).map(tuple), min_size=1, max_size=4, unique=True)
@@ -153,8 +153,8 @@ def test_the_rank_that_stopped_is_always_found(lanes, program, stopped, after):
                     if blocked.get(other) == i:  # who sent has gone on, and may wait in something else
                         recorders[other].finish(handle)
                         del blocked[other]
-    found = diagnose(evidence_of(recorders))
-    assert found.culprits == ((stopped,) if blocked else ())
+    result = diagnose(evidence_of(recorders))
+    assert result.culprits == ((stopped,) if blocked else ())
 
 
 def test_thousands_of_ranks_take_seconds_at_most():
@@ -165,12 +165,12 @@ def test_thousands_of_ranks_take_seconds_at_most():
             recorder.start(lane, "all_reduce", 8)
     flights = {r.rank: r.snapshot() for r in recorders}
     start = time.process_time()
-    found = diagnose(Evidence(flights, 2048, time.time()))
+    result = diagnose(Evidence(flights, 2048, time.time()))
     assert time.process_time() - start < 5
-    assert found.culprits == (1999,)
-    assert "2047 ranks wait for it" in found.sentences[0]
-    assert len(found.table) == 33
-    assert any(line.startswith("rank 1999 (host node249)") for line in found.table)
+    assert result.culprits == (1999,)
+    assert "2047 ranks wait for it" in result.sentences[0]
+    assert len(result.table) == 33
+    assert any(line.startswith("rank 1999 (host node249)") for line in result.table)
 
 
 def dead(path):
@@ -194,14 +194,14 @@ def test_a_run_that_is_under_way_is_told_as_such(tmp_path):
     recorders = make_recorders(2, tmp_path)
     lane = everywhere(recorders, "data")
     recorders[0].start(lane, "all_reduce", 8)
-    state, found = post_mortem(tmp_path, time.time())
-    assert (state, found.sentences) == ("under way, 2 ranks", ("no rank waited for another one",))
-    state, found = post_mortem(tmp_path, time.time() + 60)
-    assert found.culprits == (1,)
+    state, result = post_mortem(tmp_path, time.time())
+    assert (state, result.sentences) == ("under way, 2 ranks", ("no rank waited for another one",))
+    state, result = post_mortem(tmp_path, time.time() + 60)
+    assert result.culprits == (1,)
     dead(record_path(tmp_path, 1))
-    state, found = post_mortem(tmp_path, time.time())
+    state, result = post_mortem(tmp_path, time.time())
     assert state == "not ended in order, 2 ranks"
-    assert found.sentences[0].startswith("rank 1 (host b) is gone")
+    assert result.sentences[0].startswith("rank 1 (host b) is gone")
 
 
 def test_who_died_first_and_who_reported_an_error(tmp_path):
@@ -210,14 +210,14 @@ def test_who_died_first_and_who_reported_an_error(tmp_path):
     for recorder in recorders:
         recorder.finish(recorder.start(lane, "all_reduce", 8))
         dead(record_path(tmp_path, recorder.rank))
-    state, found = post_mortem(tmp_path, time.time())
-    assert (state, found.sentences) == ("not ended in order, 3 ranks", ("no rank waited for another one",))
+    state, result = post_mortem(tmp_path, time.time())
+    assert (state, result.sentences) == ("not ended in order, 3 ranks", ("no rank waited for another one",))
     assert claim_last_word(tmp_path, {"rank": 1, "time": time.time()})
-    state, found = post_mortem(tmp_path, time.time())
-    assert found.culprits == (1,)
-    assert found.sentences[0].startswith("rank 1 (host b) was killed or crashed, the first to end without a word; its")
-    assert "rank 1 (host b)  died first  all_reduce 1 on data, 8 bytes, done " in found.table[1]
+    state, result = post_mortem(tmp_path, time.time())
+    assert result.culprits == (1,)
+    assert result.sentences[0].startswith("rank 1 (host b) was killed or crashed, the first to end without a word; its")
+    assert "rank 1 (host b)  died first  all_reduce 1 on data, 8 bytes, done " in result.table[1]
     recorders = make_recorders(3, tmp_path, attempt=2)
     recorders[2].close("TrainingError: the loss is not a number")
-    _, found = post_mortem(tmp_path, time.time())
-    assert found.sentences == ("rank 2 (host a) reported: TrainingError: the loss is not a number",)
+    _, result = post_mortem(tmp_path, time.time())
+    assert result.sentences == ("rank 2 (host a) reported: TrainingError: the loss is not a number",)

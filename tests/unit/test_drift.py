@@ -16,10 +16,10 @@ from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
 
 @pytest.mark.parametrize("plan", LAYOUTS)
 def test_where_ranks_stand_adds_up_to_the_step_as_predicted(plan):
-    found = predict(SETUP, plan, CLUSTER)
-    assert sum(found.exposed_seconds.values()) == pytest.approx(found.step_seconds)
-    assert found.exposed_seconds["compute"] == pytest.approx(found.breakdown_seconds["compute"])
-    assert all(seconds >= 0 for seconds in found.exposed_seconds.values())
+    result = predict(SETUP, plan, CLUSTER)
+    assert sum(result.exposed_seconds.values()) == pytest.approx(result.step_seconds)
+    assert result.exposed_seconds["compute"] == pytest.approx(result.breakdown_seconds["compute"])
+    assert all(seconds >= 0 for seconds in result.exposed_seconds.values())
 
 
 class Heard(Tracer):
@@ -75,11 +75,11 @@ def measured(**times) -> list[drift.Measured]:
 
 
 def test_a_step_as_predicted_is_no_drift(tmp_path):
-    told = drift.Expected(FOUND, PLAN, "c.toml", True).compare(measured(), 4)
-    assert told["drift"] == pytest.approx(0.0) and not told["is_large"]
-    assert "warning" not in drift.text(told)
-    drift.write(tmp_path, told)
-    assert drift.read(tmp_path) == json.loads(json.dumps(told))
+    summary = drift.Expected(FOUND, PLAN, "c.toml", True).compare(measured(), 4)
+    assert summary["drift"] == pytest.approx(0.0) and not summary["is_large"]
+    assert "warning" not in drift.text(summary)
+    drift.write(tmp_path, summary)
+    assert drift.read(tmp_path) == json.loads(json.dumps(summary))
     assert drift.read(tmp_path / "nowhere") is None
 
 
@@ -87,16 +87,16 @@ def test_a_step_as_predicted_is_no_drift(tmp_path):
 def test_a_part_that_drifts_is_named(part, times):
     share = FOUND.exposed_seconds[part] / FOUND.step_seconds
     expected = drift.Expected(replace(FOUND, interval_seconds=(0, FOUND.step_seconds)), PLAN, "c.toml", True)
-    told = expected.compare(measured(**{part: times}), 4)
-    assert told["drift"] == pytest.approx(share * (times - 1))
-    assert told["drifted"] == part
-    assert told["is_large"] == (abs(told["drift"]) > 0.1)
-    assert f"in '{part}'" in drift.blame(told) and ("longer" if times > 1 else "shorter") in drift.blame(told)
-    assert ("warning: " in drift.text(told)) == told["is_large"]
+    summary = expected.compare(measured(**{part: times}), 4)
+    assert summary["drift"] == pytest.approx(share * (times - 1))
+    assert summary["drifted"] == part
+    assert summary["is_large"] == (abs(summary["drift"]) > 0.1)
+    assert f"in '{part}'" in drift.blame(summary) and ("longer" if times > 1 else "shorter") in drift.blame(summary)
+    assert ("warning: " in drift.text(summary)) == summary["is_large"]
 
 
 def test_of_devices_that_compute_beside_their_host_the_step_alone_is_told():
-    told = drift.Expected(FOUND, PLAN, "c.toml", False).compare(measured(compute=2.0), 4)
-    assert "parts" not in told and told["is_large"]
-    assert "steps took" in drift.text(told)
+    summary = drift.Expected(FOUND, PLAN, "c.toml", False).compare(measured(compute=2.0), 4)
+    assert "parts" not in summary and summary["is_large"]
+    assert "steps took" in drift.text(summary)
     assert set(EXPOSED) == set(FOUND.exposed_seconds)

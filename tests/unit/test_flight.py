@@ -73,23 +73,23 @@ def test_the_ring_keeps_the_last_operations_and_all_that_are_under_way():
         recorder.finish(recorder.start(lanes[1], "all_reduce", 1))
     read = recorder.snapshot()
     assert len(read.operations) == flight.RING_SLOTS
-    assert [o.lane.name for o in read.under_way] == ["slow"]
+    assert [o.lane.name for o in read.in_flight] == ["slow"]
     assert max(o.sequence for o in read.operations) == 3 * flight.RING_SLOTS
-    assert recorder.longest_under_way()[0] == handle
+    assert recorder.max_in_flight()[0] == handle
     assert [o.lane.name for o in read.shortened(2).operations] == ["slow", "fast", "fast"]
     recorder.finish(handle)
-    assert recorder.snapshot().under_way == ()
-    assert recorder.longest_under_way() is None
+    assert recorder.snapshot().in_flight == ()
+    assert recorder.max_in_flight() is None
 
 
 def test_more_under_way_than_the_ring_holds():
     recorder = Recorder(None, 0, 2, "a", "cpu")
     lane = recorder.add_group("data", [0, 1])
     handles = [recorder.start(lane, "all_reduce", 1) for _ in range(flight.RING_SLOTS + 10)]
-    assert len(recorder.snapshot().under_way) == flight.RING_SLOTS
+    assert len(recorder.snapshot().in_flight) == flight.RING_SLOTS
     for handle in handles:
         recorder.finish(handle)
-    assert recorder.snapshot().under_way == ()
+    assert recorder.snapshot().in_flight == ()
 
 
 def test_two_threads_record_at_once():
@@ -107,7 +107,7 @@ def test_two_threads_record_at_once():
         thread.join()
     read = recorder.snapshot()
     assert [lane.entered[0] for lane in read.lanes] == [3000, 3000]
-    assert read.under_way == ()
+    assert read.in_flight == ()
     for number in lanes:
         own = [o.sequence for o in read.operations if o.lane.number == number]
         assert own == sorted(set(own))

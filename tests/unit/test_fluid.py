@@ -95,9 +95,9 @@ def test_no_flow_ends_before_its_earliest_end(bandwidths, started, share):
     for slot, (_, path, size) in enumerate(started):
         fluid.start(slot, path, size, START)
     fluid.advance(START + share * (fluid.next_end - START))
-    told = [fluid.earliest_end(slot) for slot in range(len(started))]
+    summary = [fluid.earliest_end(slot) for slot in range(len(started))]
     fluid.advance(1e300)
-    assert all(fluid.left(slot) >= earliest - 1e-7 for slot, earliest in enumerate(told))
+    assert all(fluid.left(slot) >= earliest - 1e-7 for slot, earliest in enumerate(summary))
 
 
 def test_what_a_narrow_flow_leaves_goes_to_the_others():

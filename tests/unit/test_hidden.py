@@ -44,18 +44,18 @@ def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
         )
         for i in (0, 1)
     )
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
-    assert found.step_seconds == pytest.approx(6.0 + exposed)
-    for parts in found.parts.values():
-        assert sum(parts.values()) == pytest.approx(found.step_seconds)
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    assert result.step_seconds == pytest.approx(6.0 + exposed)
+    for parts in result.parts.values():
+        assert sum(parts.values()) == pytest.approx(result.step_seconds)
         assert parts["data"] == 4.0 and parts["data"] + parts["hidden"] == pytest.approx(exposed)
 
 
 @pytest.mark.parametrize("plan", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[7], plan_of((1, 1, 2), pipeline=1, data=2)])
 def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
-    exposed, beside = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (None, 1_000_000))
-    assert sum(beside.breakdown_seconds.values()) == pytest.approx(beside.step_seconds)
-    saved = exposed.step_seconds - beside.step_seconds
+    exposed, concurrent = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (None, 1_000_000))
+    assert sum(concurrent.breakdown_seconds.values()) == pytest.approx(concurrent.step_seconds)
+    saved = exposed.step_seconds - concurrent.step_seconds
     if all(tile.zero < 3 for tile in plan.tiles):
         latencies = 0.001 * exposed.step_seconds  # each bucket has its own
         assert -latencies < saved < exposed.breakdown_seconds["data"] + exposed.breakdown_seconds["bubble"]
@@ -75,12 +75,12 @@ def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
     """A pass whose last second makes what is summed, on a device that takes twice as long while bytes move."""
     plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0)
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
     sharing = Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 1.0))
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, (sharing,)))
-    assert found.step_seconds == pytest.approx(3.0 + longer)
-    for parts in found.parts.values():
-        assert sum(parts.values()) == pytest.approx(found.step_seconds)
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, (sharing,)))
+    assert result.step_seconds == pytest.approx(3.0 + longer)
+    for parts in result.parts.values():
+        assert sum(parts.values()) == pytest.approx(result.step_seconds)
 
 
 def test_what_unlike_pipelines_share_is_exchanged_once():
@@ -105,25 +105,25 @@ TWO_SUMS = [  # moments of a pass of 2 s at which two sums of 0.5 and 1 s are re
 def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
     plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_times=2.0)
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
     sharings = tuple(
         Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - moment))
         for seconds, moment in zip((0.5, 1.0), ready, strict=True)
     )
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
-    assert found.step_seconds == pytest.approx(3.0 + longer)
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    assert result.step_seconds == pytest.approx(3.0 + longer)
 
 
 def test_weights_that_come_slow_what_does_not_wait_for_them():
     """Two gathers of 1 s: the first is waited for, the second comes while a second's work is done before it."""
     plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    cost = TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_times=2.0)
+    cost = TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_slowdown=2.0)
     sharings = tuple(
         Sharing(plan.tiles, 0.0, 1.0, needed_seconds=dict.fromkeys(plan.tiles, needed)) for needed in (0.0, 1.0)
     )
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
-    assert found.step_seconds == pytest.approx(3.5 + 1.0 + 0.5)
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
+    assert result.step_seconds == pytest.approx(3.5 + 1.0 + 0.5)
 
 
 HIDING = replace(SETUP, overlaps=frozenset(("tensor", "z")))
@@ -152,21 +152,21 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         assert exposed.tensor - hidden.tensor == pytest.approx(min(2 * seconds_of_one, products))
         alone = pass_cost(HIDING, network, device, cost.backward_input, tile, (), ())
         assert alone.tensor == len(cost.backward_input.exchanges) * seconds_of_one, "no product of weights runs then"
-        slowed = [DeviceModel("fast", CLUSTER.families["fast"].model_copy(update={"overlap_times": 1.5}))]
+        slowed = [DeviceModel("fast", CLUSTER.families["fast"].model_copy(update={"overlap_slowdown": 1.5}))]
         slower = pass_cost(HIDING, network, slowed, cost.backward, tile, (), ())
         rest = len(cost.backward.exchanges) - len(behind)
         assert slower.seconds - exposed.compute - rest * seconds_of_one == pytest.approx(
             2 * seconds_of_one / 3 if seconds_of_one < 1 else 2 * seconds_of_one - products
         )
         over_z = item_cost(SETUP, TensorGrid(z=2), 1, 4).forward
-        found = pass_cost(HIDING, network, device, over_z, plan_of((1, 1, 2), 2, 1).tiles[0], (), ())
-        assert found.seconds == pytest.approx(max(found.compute, seconds_of_one))
+        result = pass_cost(HIDING, network, device, over_z, plan_of((1, 1, 2), 2, 1).tiles[0], (), ())
+        assert result.seconds == pytest.approx(max(result.compute, seconds_of_one))
 
 
 IN_HALVES = replace(SETUP, overlaps=frozenset(("tensor", "forward")))
 
 
-def in_turns(halves: list[list[Work]], device: DeviceModel, message_seconds: float) -> float:
+def alternating(halves: list[list[Work]], device: DeviceModel, message_seconds: float) -> float:
     """Return when two halves are through that take turns, where all sums go one after the other beside them."""
     now = lane = 0.0
     arrived = [0.0, 0.0]
@@ -195,17 +195,17 @@ def test_outputs_are_summed_beside_the_other_half_of_the_rows(grid, rows):
     again = item_cost(IN_HALVES, grid, 1, rows, "full").backward_input
     for seconds in (1e-6, compute / 20, compute / 5, 1e3):
         network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds: one)
-        found, all_of_it, rest = (
+        result, all_of_it, rest = (
             pass_cost(IN_HALVES, network, [device], work, tile, (), ())
             for work in (cost.forward, again, cost.backward_input)
         )
-        simulated = in_turns(halves, device, seconds) + copied
+        simulated = alternating(halves, device, seconds) + copied
         exposed = compute + len(cost.forward.exchanges) * seconds
         if grid.x == 1:
-            assert found.seconds == pytest.approx(simulated)
+            assert result.seconds == pytest.approx(simulated)
         else:  # while norms are summed over x, outputs of the other half are, too
-            assert simulated * (1 - 1e-9) <= found.seconds < exposed
-        assert all_of_it.tensor - rest.tensor == pytest.approx(found.tensor), "what is computed again hides the same"
+            assert simulated * (1 - 1e-9) <= result.seconds < exposed
+        assert all_of_it.tensor - rest.tensor == pytest.approx(result.tensor), "what is computed again hides the same"
 
 
 def test_a_single_row_and_a_grid_that_cuts_no_weights_have_no_halves():

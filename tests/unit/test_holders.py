@@ -15,7 +15,7 @@ from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.store import Store
 from hpctrain.plan.checks import check_tiling
-from hpctrain.plan.holders import check_zero, holdings_of
+from hpctrain.plan.holders import check_zero, rank_shards_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
@@ -72,9 +72,9 @@ def store_of(model: Model, plan, rank: int):
     tile = plan.tile_of(rank)
     sizes = (tile.tensor.x, tile.tensor.y, tile.tensor.z)
     axes = Axes(*(Position(i, n) for i, n in zip(tile.coordinate(rank), sizes, strict=True)))
-    held = holdings_of(model, plan, rank)
-    groups = [Position(holding.ranks.index(rank), len(holding.ranks)) for holding in held.holdings]
-    return Store(groups, held, axes, torch.float32, torch.device("cpu")), held
+    shards = rank_shards_of(model, plan, rank)
+    groups = [Position(shard_group.ranks.index(rank), len(shard_group.ranks)) for shard_group in shards.shard_groups]
+    return Store(groups, shards, axes, torch.float32, torch.device("cpu")), shards
 
 
 @given(EVEN | INTERLEAVED | ANY)
@@ -83,9 +83,9 @@ def test_owners_cover_every_element_once(drawn):
     check_tiling(plan, model.num_items)
     seen = {name: np.zeros(p.shape, int).reshape(p.shape[0], -1) for name, p in all_parameters(model).items()}
     for rank in plan.ranks:
-        store, held = store_of(model, plan, rank)
-        for group, holding in zip(store.groups, held.holdings, strict=True):
-            owned = holding.cuts(group.size)[holding.ranks.index(rank)]
+        store, shards = store_of(model, plan, rank)
+        for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
+            owned = shard_group.cuts(group.size)[shard_group.ranks.index(rank)]
             for piece in group.pieces(owned):
                 if piece.counts:
                     for rows, columns, _ in whole_rows(piece.parameter, piece.box, piece.elements):
@@ -97,25 +97,25 @@ def test_owners_cover_every_element_once(drawn):
 def test_holders_agree_about_each_other_and_their_order(drawn):
     model, plan = drawn
     of_rank = {rank: store_of(model, plan, rank) for rank in plan.ranks}
-    for rank, (_, held) in of_rank.items():
-        sets = [holding.ranks for holding in held.holdings]
-        exchanged_at_once = [holding.ranks for holding in held.holdings if holding.zero < 2]
+    for rank, (_, shards) in of_rank.items():
+        sets = [shard_group.ranks for shard_group in shards.shard_groups]
+        exchanged_at_once = [shard_group.ranks for shard_group in shards.shard_groups if shard_group.zero < 2]
         assert len(set(exchanged_at_once)) == len(exchanged_at_once)
         for ranks in sets:
             assert rank in ranks
         # the plan-wide order: any two ranks meet in their common groups in the same order
         for other, (_, theirs) in of_rank.items():
             common = [ranks for ranks in sets if other in ranks]
-            assert common == [holding.ranks for holding in theirs.holdings if rank in holding.ranks]
-    told = defaultdict(set)
-    for store, held in of_rank.values():
+            assert common == [shard_group.ranks for shard_group in theirs.shard_groups if rank in shard_group.ranks]
+    summary = defaultdict(set)
+    for store, shards in of_rank.values():
         said = defaultdict(list)
-        for group, holding in zip(store.groups, held.holdings, strict=True):
+        for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
             pieces = tuple((p.parameter.name, p.at) for p in group.pieces(Interval(0, group.size)))
-            said[holding.ranks].append((pieces, group.size, holding.shares, holding.zero))
+            said[shard_group.ranks].append((pieces, group.size, shard_group.shares, shard_group.zero))
         for ranks, all_of_them in said.items():
-            told[ranks].add(tuple(all_of_them))
-    assert {len(different) for different in told.values()} == {1}
+            summary[ranks].add(tuple(all_of_them))
+    assert {len(different) for different in summary.values()} == {1}
 
 
 def gradient(name: str, shape, salt: int) -> np.ndarray:
@@ -130,7 +130,7 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
     model, plan = drawn
     parameters = all_parameters(model)
     expected = {name: np.zeros(p.shape, np.float32) for name, p in parameters.items()}
-    found = {name: np.zeros(p.shape, np.float32) for name, p in parameters.items()}
+    result = {name: np.zeros(p.shape, np.float32) for name, p in parameters.items()}
     sums: dict[tuple, torch.Tensor] = {}
     pieces: dict[tuple, list] = {}
     for number, tile in enumerate(plan.tiles):
@@ -139,7 +139,7 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
             copies = tile.tensor.y // parameter.heads if parameter.is_shared_over_y(tile.tensor) else 1
             expected[name] += copies * gradient(name, parameter.shape, number)
     for rank in plan.ranks:
-        store, held = store_of(model, plan, rank)
+        store, shards = store_of(model, plan, rank)
         tile = plan.tile_of(rank)
         number = plan.tiles.index(tile) if not tile.is_idle else -1
         for arrays in store._arrays:  # zero is 0 or 1 here
@@ -154,35 +154,35 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
                         values = torch.from_numpy(whole[slice(*rows), columns].reshape(-1).copy())
                         first = where.start + taken.start - (inside.start - placed.start)
                         arrays.grads[first : first + values.numel()] = values
-        for group, holding in zip(store.groups, held.holdings, strict=True):
-            sums[holding.ranks] = sums.get(holding.ranks, 0) + group.own_grads()
-            pieces[holding.ranks] = [p for p in group.pieces(Interval(0, group.size)) if p.counts] or pieces.get(
-                holding.ranks, []
+        for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
+            sums[shard_group.ranks] = sums.get(shard_group.ranks, 0) + group.own_grads()
+            pieces[shard_group.ranks] = [p for p in group.pieces(Interval(0, group.size)) if p.counts] or pieces.get(
+                shard_group.ranks, []
             )
     for ranks, total in sums.items():
         for piece in pieces[ranks]:
             for rows, columns, taken in whole_rows(piece.parameter, piece.box, piece.elements):
                 values = total[slice(*taken.shift(piece.at.start - piece.elements.start))].numpy()
-                target = found[piece.parameter.name].reshape(piece.parameter.shape[0], -1)
+                target = result[piece.parameter.name].reshape(piece.parameter.shape[0], -1)
                 target[slice(*rows), columns] = values.reshape(rows.size, -1)
     for name in parameters:
-        assert np.array_equal(found[name], expected[name]), name
+        assert np.array_equal(result[name], expected[name]), name
 
 
 def test_equal_grids_exchange_whole_units():
     for model in MODELS:
-        held = holdings_of(model, even_plan(model.num_items, TensorGrid(2, 2, 2), 2, 2, 1, 8), 3)
-        assert not held.cut_units
-        assert all(holding.layouts and not holding.slabs for holding in held.holdings)
+        shards = rank_shards_of(model, even_plan(model.num_items, TensorGrid(2, 2, 2), 2, 2, 1, 8), 3)
+        assert not shards.cut_units
+        assert all(shard_group.layouts and not shard_group.regions for shard_group in shards.shard_groups)
 
 
 def test_shared_heads_and_tied_embeddings_have_more_holders():
     gpt2, llama, _ = MODELS
     plan = even_plan(llama.num_items, TensorGrid(y=4), 2, 1, 1, 1)
-    shared = [h for h in holdings_of(llama, plan, 1).holdings if any(u.unit.shared_over_y for u in h.layouts)]
+    shared = [h for h in rank_shards_of(llama, plan, 1).shard_groups if any(u.unit.shared_over_y for u in h.layouts)]
     assert {p.name.split(".")[-2] for h in shared for u in h.layouts for p in u.unit.parameters} == {"k", "v"}
     assert [h.ranks for h in shared] == [(0, 1)]
-    tied = next(h for h in holdings_of(gpt2, plan, 1).holdings if len(h.layouts[0].unit.items) == 2)
+    tied = next(h for h in rank_shards_of(gpt2, plan, 1).shard_groups if len(h.layouts[0].unit.items) == 2)
     assert tied.ranks == (1, 5)
 
 
@@ -194,11 +194,11 @@ def unlike_pair(**options) -> Plan:
 
 
 def test_unlike_grids_hold_slabs_together():
-    sets = [holding.ranks for holding in holdings_of(MODELS[0], unlike_pair(), 0).holdings]
+    sets = [shard_group.ranks for shard_group in rank_shards_of(MODELS[0], unlike_pair(), 0).shard_groups]
     assert sets == [(0, 1), (0, 2), (0, 1, 2)], "a half with each of the two, norms and such with both"
     for rank in (1, 2):
-        held = holdings_of(MODELS[0], unlike_pair(), rank)
-        assert [holding.ranks for holding in held.holdings] == [(0, rank), (0, 1, 2)]
+        shards = rank_shards_of(MODELS[0], unlike_pair(), rank)
+        assert [shard_group.ranks for shard_group in shards.shard_groups] == [(0, rank), (0, 1, 2)]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -212,7 +212,7 @@ def test_everybody_updates_everything_only_where_all_are_alike(zero):
         (unlike_pair(zero=zero), 1),
     ]
     for plan, expected in stages:
-        assert {h.zero for h in holdings_of(MODELS[0], plan, 0).holdings} == {expected}
+        assert {h.zero for h in rank_shards_of(MODELS[0], plan, 0).shard_groups} == {expected}
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -229,25 +229,27 @@ def test_zero_2_and_3_go_through_items_together():
     items = Interval(0, MODELS[0].num_items)
     tiles = [Tile(items, Interval(2 * i, 2 * i + 2), (i,), zero=3) for i in range(2)]
     check_zero(Plan(tuple(tiles), 1, 4), "p.toml")
-    for change, told in [
+    for change, summary in [
         ({"zero": 1}, "zero: 3 and 1"),
-        ({"substeps": 2}, "substeps: 1 and 2"),
+        ({"row_chunks": 2}, "row_chunks: 1 and 2"),
         ({"items": Interval(0, 3)}, r"items: \[0, 6\] and \[0, 3\]"),
     ]:
         plan = Plan((tiles[0], replace(tiles[1], **change)), 1, 4)
-        with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have unlike {told}; make them alike"):
+        with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have unlike {summary}; make them alike"):
             check_zero(plan, "p.toml")
-    unlike = Plan((tiles[0], replace(tiles[1], tensor=TensorGrid(z=2), ranks=(1, 2))), 1, 4)
-    check_zero(unlike, "p.toml")
-    held = holdings_of(MODELS[0], unlike, 0).holdings
-    assert {(h.final_after, h.zero) for h in held} == {(0, 1), *((item, 3) for item in range(6))}
-    stages = {h.layouts[0].unit.items: h.zero for h in holdings_of(MODELS[0], Plan(tuple(tiles), 1, 4), 0).holdings}
+    mixed = Plan((tiles[0], replace(tiles[1], tensor=TensorGrid(z=2), ranks=(1, 2))), 1, 4)
+    check_zero(mixed, "p.toml")
+    shards = rank_shards_of(MODELS[0], mixed, 0).shard_groups
+    assert {(h.final_after, h.zero) for h in shards} == {(0, 1), *((item, 3) for item in range(6))}
+    stages = {
+        h.layouts[0].unit.items: h.zero for h in rank_shards_of(MODELS[0], Plan(tuple(tiles), 1, 4), 0).shard_groups
+    }
     assert stages == {(0, 5): 1, (0,): 3, (1,): 3, (2,): 3, (3,): 3, (4,): 3, (5,): 3}, "tied: no more than 1"
 
 
 def test_a_share_is_that_of_the_tile_which_has_it():
     items = Interval(0, MODELS[0].num_items)
     tiles = (Tile(items, Interval(0, 2), (1,), state_share=3), Tile(items, Interval(2, 4), (0,)))
-    (holding,) = holdings_of(MODELS[0], Plan(tiles, 1, 4), 0).holdings
-    sizes = dict(zip(holding.ranks, (cut.size for cut in holding.cuts(400)), strict=True))
+    (shard_group,) = rank_shards_of(MODELS[0], Plan(tiles, 1, 4), 0).shard_groups
+    sizes = dict(zip(shard_group.ranks, (cut.size for cut in shard_group.cuts(400)), strict=True))
     assert sizes == {1: 300, 0: 100}

@@ -12,7 +12,7 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.holders import check_zero
-from hpctrain.plan.schedule import ADDING, Instruction, Op, forward_only, one_f_one_b, passes, schedule_of, under_way
+from hpctrain.plan.schedule import ADDING, Instruction, Op, forward_only, in_flight, one_f_one_b, passes, schedule_of
 from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.cost import Setup
@@ -170,7 +170,7 @@ def test_channels_hold_what_is_under_way(shape):
             if plan.chunks(tile)[chunk] == tile:
                 alive += 1 if op is Op.FORWARD else -1
                 most = max(most, alive)
-        assert under_way(plan, tile) == most <= shape[2]
+        assert in_flight(plan, tile) == most <= shape[2]
 
 
 def test_stages_of_unlike_degree_and_two_tiles_of_one_rank_end():
@@ -233,16 +233,16 @@ def on_two_ranks(plan: Plan) -> Plan:
 
 def test_chunks_shorten_the_predicted_bubble_and_cost_memory_as_the_paper_says():
     plans = {n: on_two_ranks(even_plan(10, TensorGrid(), 2, 1, 8, 8, chunks=n, family="fast")) for n in (1, 2, 4)}
-    found = {n: predict(SETUP, plan, CLUSTER) for n, plan in plans.items()}
-    bubbles = {n: each.breakdown_seconds["bubble"] for n, each in found.items()}
+    result = {n: predict(SETUP, plan, CLUSTER) for n, plan in plans.items()}
+    bubbles = {n: each.breakdown_seconds["bubble"] for n, each in result.items()}
     assert bubbles[2] == pytest.approx(bubbles[1] / 2, rel=0.15)
     assert bubbles[4] == pytest.approx(bubbles[1] / 4, rel=0.3)
-    for n, prediction in found.items():
+    for n, prediction in result.items():
         assert sum(prediction.breakdown_seconds.values()) == pytest.approx(prediction.step_seconds)
         first, last = prediction.memory
         assert len(first.items) == n and first.items[0].start == 0 and last.items[-1].stop == 10
-        assert first.memory.weights + last.memory.weights == sum(s.memory.weights for s in found[1].memory)
-        kept = first.memory.activations / found[1].memory[0].memory.activations
+        assert first.memory.weights + last.memory.weights == sum(s.memory.weights for s in result[1].memory)
+        kept = first.memory.activations / result[1].memory[0].memory.activations
         assert kept == pytest.approx((2 + (n > 1) / n) / 2, rel=0.05), "p + (p - 1) / v microbatches instead of p"
 
 
@@ -259,6 +259,6 @@ def test_gradients_of_the_last_chunks_are_summed_beside_the_passes_of_the_first(
     plan = even_plan(10, TensorGrid(), 2, 2, 8, 8, chunks=2, zero=1)
     families = ("fast", "fast", "slow", "slow")
     plan = replace(plan, tiles=tuple(replace(tile, family=families[tile.ranks[0]]) for tile in plan.tiles))
-    beside, after = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (1, None))
-    assert beside.breakdown_seconds["hidden"] < after.breakdown_seconds["hidden"]
-    assert beside.step_seconds < after.step_seconds
+    concurrent, after = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (1, None))
+    assert concurrent.breakdown_seconds["hidden"] < after.breakdown_seconds["hidden"]
+    assert concurrent.step_seconds < after.step_seconds

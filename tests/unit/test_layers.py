@@ -30,25 +30,25 @@ def predicted(tmp_path, plan, times, **more):
 
 def test_a_step_computes_what_its_layers_do(tmp_path):
     plan = plan_of((1, 1, 1), pipeline=1, data=4, microbatches=4)
-    found = predicted(tmp_path, plan, {"fast": 0.5, "slow": 0.5})
+    result = predicted(tmp_path, plan, {"fast": 0.5, "slow": 0.5})
     layers = 0.1 + (NUM_ITEMS - 2) + 3.0
-    assert found.breakdown_seconds["compute"] == pytest.approx(3 * 0.5 * 2 * 4 * layers)
-    agreeing = found.breakdown_seconds["optimizer"] - NUM_ITEMS * 0.001 / 4
+    assert result.breakdown_seconds["compute"] == pytest.approx(3 * 0.5 * 2 * 4 * layers)
+    agreeing = result.breakdown_seconds["optimizer"] - NUM_ITEMS * 0.001 / 4
     assert 0 < agreeing < 0.1, "each of four replicas updates a quarter"
     halved = predicted(tmp_path, plan, {"fast": 0.25, "slow": 0.25})
-    assert halved.breakdown_seconds["compute"] == pytest.approx(found.breakdown_seconds["compute"] / 2)
-    assert halved.memory == found.memory
+    assert halved.breakdown_seconds["compute"] == pytest.approx(result.breakdown_seconds["compute"] / 2)
+    assert halved.memory == result.memory
 
 
 def test_collectives_of_a_grid_are_part_of_the_layers_and_recomputing_is_a_forward_pass(tmp_path):
     plan = plan_of((1, 2, 1), pipeline=1, data=2)
-    found = predicted(tmp_path, plan, {"fast": 0.5, "slow": 0.5}, tensor=2)
-    assert found.breakdown_seconds["tensor"] == 0
+    result = predicted(tmp_path, plan, {"fast": 0.5, "slow": 0.5}, tensor=2)
+    assert result.breakdown_seconds["tensor"] == 0
     assert Predictor(SETUP, plan, CLUSTER).predict().breakdown_seconds["tensor"] > 0
     again = predicted(
         tmp_path, plan_of((1, 2, 1), pipeline=1, data=2, recompute="full"), {"fast": 0.5, "slow": 0.5}, tensor=2
     )
-    assert again.breakdown_seconds["compute"] == pytest.approx(found.breakdown_seconds["compute"] * 4 / 3)
+    assert again.breakdown_seconds["compute"] == pytest.approx(result.breakdown_seconds["compute"] * 4 / 3)
 
 
 def test_what_a_table_does_not_have_is_told(tmp_path):

@@ -134,16 +134,16 @@ def test_a_split_backward_pass_gives_the_bits_of_one_in_one(name, recompute):
     whole, split = make_stage(model, recompute), make_stage(model, recompute)
     for m in (0, 1):
         whole.backward(forward(whole, m), of_loss)
-    under_way = []
+    in_flight = []
     for m in (0, 1):
-        under_way.append(forward(split, m))
-        split.backward_input(under_way[m], of_loss)
+        in_flight.append(forward(split, m))
+        split.backward_input(in_flight[m], of_loss)
         assert not any(gradient.any() for gradient in by_name(split, "grads").values())
     passed = []
-    for saved in under_way:
+    for saved in in_flight:
         split.backward_weight(saved, passed.append)
         assert not saved.deferred
     assert passed == [*reversed(range(model.num_items))] * 2
-    expected, found = by_name(whole, "grads"), by_name(split, "grads")
+    expected, result = by_name(whole, "grads"), by_name(split, "grads")
     assert all(expected[name].any() for name in expected)
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert [name for name in expected if not torch.equal(expected[name], result[name])] == []

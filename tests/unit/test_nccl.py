@@ -35,8 +35,8 @@ def bus(link: PairLink) -> float:
     ],
 )
 def test_an_all_reduce_takes_about_what_was_published(link, mebibytes, microseconds):
-    found = collective_seconds("all_reduce", mebibytes * MIB, 8, link, bus(link))
-    assert found == pytest.approx(microseconds * 1e-6, rel=0.15)
+    result = collective_seconds("all_reduce", mebibytes * MIB, 8, link, bus(link))
+    assert result == pytest.approx(microseconds * 1e-6, rel=0.15)
 
 
 @pytest.mark.parametrize("speed", [12e9, 300e9, 450e9])

@@ -26,7 +26,7 @@ def message_seconds(run: DescribedRun, stack: Stack) -> float:
 
 
 def test_ranks_of_a_stage_share_a_message_and_gather_it_inside_the_node():
-    whole = message_seconds(CARDS, replace(MEGATRON, gathers_pieces=False))
+    whole = message_seconds(CARDS, replace(MEGATRON, gathers_parts=False))
     cut = message_seconds(CARDS, MEGATRON)
     scattered = message_seconds(CARDS, replace(MEGATRON, sequence_parallel=True))
     num_bytes = 2048 * 4096 * 2
@@ -64,8 +64,8 @@ def test_recomputing_whole_blocks_keeps_a_part_of_their_inputs_where_norms_are_c
 def test_a_distributed_optimizer_needs_what_megatrons_readme_says():
     run = replace(CARDS, dtype="bf16", zero=1, data=4, tensor=1, pipeline=1, global_batch=32, stack="megatron-core")
     memory, weights = run.memory()[0].memory, 12 * 4096**2 * 8 + 2 * 4096 * 51200
-    found = (memory.weights + memory.gradients + memory.moments) / weights
-    assert found == pytest.approx(6 + 12 / 4, rel=0.03)
+    result = (memory.weights + memory.gradients + memory.moments) / weights
+    assert result == pytest.approx(6 + 12 / 4, rel=0.03)
 
 
 def test_each_communicator_takes_memory():

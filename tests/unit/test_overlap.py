@@ -12,7 +12,7 @@ from hpctrain.comm.topology import Place, Topology
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model, Overlap
 from hpctrain.engine.resolve_overlap import continued, crossings, resolve_forward, resolve_on, resolve_overlap
-from hpctrain.plan.holders import holdings_of
+from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.schedule import Instruction, Op, one_f_one_b
 from hpctrain.plan.schedule_run import check_no_deadlock
 from hpctrain.plan.tiling import Plan, Tile, even_plan
@@ -37,16 +37,16 @@ ACROSS, FOUR = cluster_with(3e6), TensorGrid(y=4)
     ],
 )
 def test_auto_becomes_a_value_with_a_reason(topology, expected, reason):
-    found, reasons = resolve_overlap(Overlap(), topology)
-    assert (found.tensor, found.data, found.z) == expected
+    result, reasons = resolve_overlap(Overlap(), topology)
+    assert (result.tensor, result.data, result.z) == expected
     assert reasons["overlap.tensor"].startswith(reason)
     assert set(reasons) == {"overlap.tensor", "overlap.data", "overlap.z"}
 
 
 def test_only_what_crosses_between_hosts_goes_beside():
     topology = Topology((HERE, HERE, THERE, THERE))
-    found, reasons = resolve_overlap(Overlap(), topology, {"tensor": False, "data": True, "z": False})
-    assert (found.tensor, found.data, found.z) == (False, True, False)
+    result, reasons = resolve_overlap(Overlap(), topology, {"tensor": False, "data": True, "z": False})
+    assert (result.tensor, result.data, result.z) == (False, True, False)
     assert reasons["overlap.tensor"].startswith("off: no groups of x or y on several hosts")
     assert reasons["overlap.data"].startswith("on: there are holders of the same weights on")
 
@@ -66,16 +66,16 @@ def test_what_crosses_between_hosts_follows_from_the_plan(hosts, grid, expected)
     plan = even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 4)
     topology = Topology(tuple(Place(host, "cpu") for host in hosts))
     job = SimpleNamespace(model=MODEL, overlap=Overlap())
-    told = []
+    summary = []
     for rank in range(4):
         world = SimpleNamespace(topology=topology, rank=rank, largest=lambda value: value)
-        told.append(crossings(world, job, plan))
-    assert tuple(any(each[key] for each in told) for key in ("tensor", "data", "z")) == expected
+        summary.append(crossings(world, job, plan))
+    assert tuple(any(each[key] for each in summary) for key in ("tensor", "data", "z")) == expected
 
 
 def test_what_was_asked_for_stays():
-    found, reasons = resolve_overlap(Overlap(tensor=True, z=False, bucket_bytes=7), Topology((HERE, THERE)))
-    assert (found.tensor, found.data, found.z, found.bucket_bytes) == (True, True, False, 7)
+    result, reasons = resolve_overlap(Overlap(tensor=True, z=False, bucket_bytes=7), Topology((HERE, THERE)))
+    assert (result.tensor, result.data, result.z, result.bucket_bytes) == (True, True, False, 7)
     assert set(reasons) == {"overlap.data"}
 
 
@@ -111,22 +111,22 @@ GPUS = Topology((Place("a", "h200", "cuda"),) * 4)
     ],
 )
 def test_halves_of_rows_are_computed_in_turn_where_that_is_predicted_to_pay(plan, overlap, topology, cluster, expected):
-    found, reasons = resolve_forward(job_of(**overlap), plan, topology, cluster)
+    result, reasons = resolve_forward(job_of(**overlap), plan, topology, cluster)
     value, reason = expected
-    assert found.forward is value and found.tensor is overlap["tensor"]
+    assert result.forward is value and result.tensor is overlap["tensor"]
     assert reasons.get("overlap.forward", "").startswith(reason) if reason else not reasons
 
 
 def test_halves_that_are_asked_for_have_sums_go_on_beside():
-    found, reasons = resolve_overlap(Overlap(forward=True), HOST)
-    assert found.tensor is True and reasons["overlap.tensor"] == "on: overlap.forward needs it"
+    result, reasons = resolve_overlap(Overlap(forward=True), HOST)
+    assert result.tensor is True and reasons["overlap.tensor"] == "on: overlap.forward needs it"
     assert resolve_overlap(Overlap(forward=True, tensor=False), HOST)[0].tensor is False
 
 
 def test_a_run_that_is_continued_keeps_what_can_change_its_bits():
     before = Overlap(tensor=False, data=True, z=False)  # saved before there was `forward`
-    found, reasons = continued(Overlap(), before)
-    assert found == Overlap(tensor=False, data=True, z=False, forward=False)
+    result, reasons = continued(Overlap(), before)
+    assert result == Overlap(tensor=False, data=True, z=False, forward=False)
     assert reasons == {
         f"overlap.{k}": v for k, v in (("tensor", "off"), ("data", "on"), ("z", "off"), ("forward", "off"))
     }
@@ -146,18 +146,18 @@ def test_a_run_that_is_continued_keeps_what_can_change_its_bits():
 def test_a_prediction_resolves_what_is_auto_as_a_run_would(plan, pretended, expected):
     families = {name: family.model_copy(update={"kind": "cpu"}) for name, family in CLUSTER.families.items()}
     cpus = CLUSTER.model_copy(update={"families": families})
-    found, _ = resolve_on(job_of(), cpus, pretended, plan)
-    assert (found.tensor, found.data, found.z, found.forward) == expected
+    result, _ = resolve_on(job_of(), cpus, pretended, plan)
+    assert (result.tensor, result.data, result.z, result.forward) == expected
     devices, reasons = resolve_on(job_of(), CLUSTER, False, plan)
     assert (devices.tensor, devices.data, devices.z) == (True, False, False), reasons
 
 
 def test_buckets_are_whole_items_of_enough_bytes_and_the_first_has_what_is_left_over():
     plan = even_plan(MODEL.num_items, TensorGrid(), 1, 2, 1, 2)
-    whole = holdings_of(MODEL, plan, 0).holdings
+    whole = rank_shards_of(MODEL, plan, 0).shard_groups
     assert len(whole) == 1 and whole[0].final_after == 0
     block = next(layout.size for layout in whole[0].layouts if layout.unit.items == (2,))
-    cut = holdings_of(MODEL, plan, 0, bucket_bytes=4 * 2 * block).holdings
+    cut = rank_shards_of(MODEL, plan, 0, bucket_bytes=4 * 2 * block).shard_groups
     assert [[unit.unit.items[0] for unit in h.layouts] for h in cut] == [[0], [1, 2], [3, 4], [5, 6, 7]]
     assert [h.final_after for h in cut] == [0, 1, 3, 5]
     assert sum((h.layouts for h in cut), ()) == whole[0].layouts
@@ -168,8 +168,8 @@ def test_a_tied_embedding_is_final_after_the_first_of_its_items_that_a_tile_has(
     two = even_plan(TIED.num_items, TensorGrid(), 2, 1, 1, 1)
 
     def final(plan, rank):
-        held = holdings_of(TIED, plan, rank, bucket_bytes=1).holdings
-        return next(h.final_after for h in held if len(h.layouts[0].unit.items) == 2)
+        shards = rank_shards_of(TIED, plan, rank, bucket_bytes=1).shard_groups
+        return next(h.final_after for h in shards if len(h.layouts[0].unit.items) == 2)
 
     assert (final(whole, 0), final(two, 0), final(two, 1)) == (0, 0, TIED.num_items - 1)
 
@@ -179,15 +179,15 @@ def test_holders_of_slabs_find_the_same_buckets():
         Tile(Interval(0, 8), Interval(0, 2), (0, 1), TensorGrid(1, 2, 1)),
         Tile(Interval(0, 8), Interval(2, 4), (2, 3), TensorGrid(1, 1, 2)),
     )
-    told: dict = {}
+    summary: dict = {}
     for rank in range(4):
-        for holding in holdings_of(TIED, Plan(tiles, 1, 4), rank, bucket_bytes=2000).holdings:
-            key = tuple((slab.parameter.name, slab.rows, slab.columns) for slab in holding.slabs)
-            told.setdefault((holding.ranks, key), []).append(rank)
+        for shard_group in rank_shards_of(TIED, Plan(tiles, 1, 4), rank, bucket_bytes=2000).shard_groups:
+            key = tuple((region.parameter.name, region.rows, region.columns) for region in shard_group.regions)
+            summary.setdefault((shard_group.ranks, key), []).append(rank)
             items = {int(n.split(".")[1]) + 1 for n, *_ in key if n.startswith("blocks")}
-            assert holding.final_after <= min(items, default=0)
-    assert all(sorted(ranks) == sorted(found) for (ranks, _), found in told.items())
-    assert len(told) > len({ranks for ranks, _ in told})
+            assert shard_group.final_after <= min(items, default=0)
+    assert all(sorted(ranks) == sorted(result) for (ranks, _), result in summary.items())
+    assert len(summary) > len({ranks for ranks, _ in summary})
 
 
 def schedules(plan: Plan) -> dict:
@@ -195,7 +195,7 @@ def schedules(plan: Plan) -> dict:
 
 
 def test_the_last_backward_pass_starts_to_reduce_and_nobody_waits_for_it():
-    plan = even_plan(4, TensorGrid(), 2, 2, 3, 4, substeps=2)
+    plan = even_plan(4, TensorGrid(), 2, 2, 3, 4, row_chunks=2)
     for steps in schedules(plan).values():
         assert [str(s) for s in steps if s.starts_reducing] == ["backward 2.1 and start to reduce"]
     check_no_deadlock(plan, schedules(plan))
@@ -249,8 +249,8 @@ def test_the_interval_of_a_ratio_is_of_its_median_and_narrower_with_more_pairs()
 
 def test_intervals_hold_the_median_as_often_as_they_say():
     draw = random.Random(2)
-    held = 0
+    shards = 0
     for _ in range(100):
-        found = ratio_of([draw.lognormvariate(0, 0.05) for _ in range(20)])
-        held += found.low <= 1.0 <= found.high
-    assert held >= 90
+        result = ratio_of([draw.lognormvariate(0, 0.05) for _ in range(20)])
+        shards += result.low <= 1.0 <= result.high
+    assert shards >= 90

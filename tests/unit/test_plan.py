@@ -74,7 +74,7 @@ def test_neighbours_share_rows():
     [
         uneven_plan(),
         even_plan(10, TensorGrid(2, 2, 2), 2, 2, 4, 8, schedule="zb-h1", zero=0),
-        replace(uneven_plan(), tiles=tuple(replace(tile, ahead=1) for tile in uneven_plan().tiles)),
+        replace(uneven_plan(), tiles=tuple(replace(tile, extra_warmup=1) for tile in uneven_plan().tiles)),
     ],
 )
 def test_files_round_trip(plan, tmp_path):
@@ -94,7 +94,7 @@ def test_depths_are_those_of_the_longest_paths():
 
 
 AHEAD = (
-    "tile 1: ahead = 2, so that it wants 4 microbatches before it sends one back, and tile 0 before it sends 3;"
+    "tile 1: extra_warmup = 2, so that it wants 4 microbatches before it sends one back, and tile 0 before it sends 3;"
     " set that one's ahead to 1 or more"
 )
 
@@ -119,19 +119,19 @@ def broken(plan: Plan | None = None, **changes) -> Plan:
         (broken(tile=2, items=Interval(3, 7)), r"tile 2 .*: items must lie in \[0, 6\)"),
         (broken(tile=2, rows=Interval(0, 9)), r"tile 2 .*: rows must lie in \[0, 8\)"),
         (
-            broken(tile=2, ahead=1),
-            r"tile 2: ahead = 1, and nothing comes after it that it could be ahead of; set it to 0",
+            broken(tile=2, extra_warmup=1),
+            r"tile 2: extra_warmup = 1, and nothing comes after it that it could be ahead of; set it to 0",
         ),
-        (broken(even_plan(6, TensorGrid(), 3, 1, 4, 2), tile=1, ahead=2), AHEAD),
+        (broken(even_plan(6, TensorGrid(), 3, 1, 4, 2), tile=1, extra_warmup=2), AHEAD),
         (
-            broken(even_plan(6, TensorGrid(), 3, 1, 4, 2, schedule="zb-h1"), tile=0, ahead=1),
-            r'tile 0: ahead = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
+            broken(even_plan(6, TensorGrid(), 3, 1, 4, 2, schedule="zb-h1"), tile=0, extra_warmup=1),
+            r'tile 0: extra_warmup = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
         ),
         (
-            broken(even_plan(6, TensorGrid(), 2, 1, 4, 2, chunks=2), tile=0, ahead=1),
-            r'tile 0: ahead = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
+            broken(even_plan(6, TensorGrid(), 2, 1, 4, 2, chunks=2), tile=0, extra_warmup=1),
+            r'tile 0: extra_warmup = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
         ),
-        (broken(tile=0, substeps=4), r"tile 0 .*: z = 1 and substeps = 4 split 3 rows; lower"),
+        (broken(tile=0, row_chunks=4), r"tile 0 .*: z = 1 and row_chunks = 4 split 3 rows; lower"),
     ],
 )
 def test_what_is_no_tiling_is_refused(plan, message):

@@ -55,7 +55,7 @@ LAYOUTS = [
     plan_of((1, 1, 1), 2, 2, chunks=2, zero=2),
     Plan(
         (
-            Tile(Interval(0, NUM_ITEMS), Interval(0, 3), (2,), family="slow", substeps=2),
+            Tile(Interval(0, NUM_ITEMS), Interval(0, 3), (2,), family="slow", row_chunks=2),
             Tile(Interval(0, 3), Interval(3, 8), (0,), family="fast"),
             Tile(Interval(3, NUM_ITEMS), Interval(3, 8), (1,), family="fast"),
         ),
@@ -68,13 +68,13 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("plan", LAYOUTS)
 def test_the_parts_add_up_to_the_step(plan):
-    found = predict(SETUP, plan, CLUSTER)
-    assert sum(found.breakdown_seconds.values()) == pytest.approx(found.step_seconds)
-    assert all(seconds >= 0 for part, seconds in found.breakdown_seconds.items() if part != "hidden")
-    assert found.breakdown_seconds["hidden"] <= 0
-    assert found.interval_seconds[0] < found.step_seconds < found.interval_seconds[1]
-    assert found.tokens_per_second == pytest.approx(32 * 128 / found.step_seconds)
-    assert 0 < found.mfu < 1
+    result = predict(SETUP, plan, CLUSTER)
+    assert sum(result.breakdown_seconds.values()) == pytest.approx(result.step_seconds)
+    assert all(seconds >= 0 for part, seconds in result.breakdown_seconds.items() if part != "hidden")
+    assert result.breakdown_seconds["hidden"] <= 0
+    assert result.interval_seconds[0] < result.step_seconds < result.interval_seconds[1]
+    assert result.tokens_per_second == pytest.approx(32 * 128 / result.step_seconds)
+    assert 0 < result.mfu < 1
 
 
 def scaled(times: float) -> Cluster:
@@ -128,10 +128,10 @@ def test_the_bubble_of_equal_stages_is_that_of_the_literature(microbatches):
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
     pairs = {(a, b): 0.0 for a in plan.tiles for b in plan.tiles}
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
-    found = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), pairs))
-    assert found.step_seconds == pytest.approx(3.0 * (microbatches + stages - 1))
-    for parts in found.parts.values():
-        assert parts["bubble"] / found.step_seconds == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), pairs))
+    assert result.step_seconds == pytest.approx(3.0 * (microbatches + stages - 1))
+    for parts in result.parts.values():
+        assert parts["bubble"] / result.step_seconds == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
 def test_messages_are_hidden_behind_what_is_computed_meanwhile():
@@ -169,8 +169,8 @@ def test_tiles_that_meet_alike_have_messages_alike(plan):
     for tile, forward in itertools.product(plan.tiles, (True, False)):
         sources = plan.upstream(tile) if forward else plan.downstream(tile)
         if sources:
-            found = zip(sources, messages._between(tile, sources, forward), strict=True)
-            expected |= {(source, tile): seconds for source, seconds in found if seconds is not None}
+            result = zip(sources, messages._between(tile, sources, forward), strict=True)
+            expected |= {(source, tile): seconds for source, seconds in result if seconds is not None}
     assert {pair: pytest.approx(seconds) for pair, seconds in messages.all().items()} == expected
 
 
@@ -188,8 +188,8 @@ def test_weight_passes_that_wait_keep_their_operands():
     """By ZB-H1 the last stage keeps as much as the first; by 1F1B splitting takes no more than activations did."""
 
     def activations(plan, **stack) -> list[int]:
-        found = predict(replace(SETUP, stack=replace(HPCTRAIN, **stack)), plan, CLUSTER).memory
-        return [stage.memory.activations for stage in found]
+        result = predict(replace(SETUP, stack=replace(HPCTRAIN, **stack)), plan, CLUSTER).memory
+        return [stage.memory.activations for stage in result]
 
     plan = plan_of(pipeline=4, data=1, microbatches=8)
     as_one, split = activations(plan, splits_backward=False), activations(plan)
@@ -273,7 +273,7 @@ def test_weights_that_replicas_share_are_exchanged_beside_what_is_computed():
     cut = replace(run, pipeline=2, data=8, stages=(16, 18))
     assert [tuple(tile.items) for tile in cut.plan.tiles] == [(0, 16), (16, 34)]
     with pytest.raises(PlanError, match="with zero = 3 all exchanges are beside"):
-        replace(run, beside=True)
+        replace(run, concurrent=True)
     slow = replace(run, network="Ethernet-10").predict()
     assert slow.breakdown_seconds["tensor"] > 0.5 * slow.breakdown_seconds["compute"], "no longer hidden"
 
@@ -281,9 +281,9 @@ def test_weights_that_replicas_share_are_exchanged_beside_what_is_computed():
 def test_4096_ranks_take_seconds():
     run = DescribedRun(12288, 96, 96, 2048, 8, 8, 64, 1, 2048, "A100-80", zero=1)
     start = time.process_time()
-    found = run.predict()
+    result = run.predict()
     assert time.process_time() - start < 3, "0.4 s on an idle core"
-    assert 0.2 < found.mfu < 0.7
+    assert 0.2 < result.mfu < 0.7
 
 
 def test_other_peoples_runs_can_be_told():
@@ -324,15 +324,15 @@ def run_command(tmp_path, *more: str, cluster: Cluster = CLUSTER, plan: Plan | N
 
 
 def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
-    told = json.loads(run_command(tmp_path, "--json").stdout)
-    assert {"step_seconds", "interval_seconds", "breakdown_seconds", "memory_bytes"} < set(told)
-    assert {"tokens_per_second", "mfu", "guessed", "fits"} < set(told)
-    assert sum(told["breakdown_seconds"].values()) == pytest.approx(told["step_seconds"])
-    stage = told["memory_bytes"][0]
+    summary = json.loads(run_command(tmp_path, "--json").stdout)
+    assert {"step_seconds", "interval_seconds", "breakdown_seconds", "memory_bytes"} < set(summary)
+    assert {"tokens_per_second", "mfu", "assumed_inputs", "fits"} < set(summary)
+    assert sum(summary["breakdown_seconds"].values()) == pytest.approx(summary["step_seconds"])
+    stage = summary["memory_bytes"][0]
     parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers")
     assert sum(stage[part] for part in parts) == stage["total"]
-    assert any("families.fast.model: unknown" in guess for guess in told["guessed"])
-    assert any("fp32: the only one" in guess for guess in told["guessed"])
+    assert any("families.fast.model: unknown" in guess for guess in summary["assumed_inputs"])
+    assert any("fp32: the only one" in guess for guess in summary["assumed_inputs"])
     shown = run_command(tmp_path).stdout
     assert "where the time goes" in shown
     assert "bubble" in shown
@@ -341,19 +341,19 @@ def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
 
 @pytest.mark.parametrize(("switch", "plan"), [("tensor", LAYOUTS[1]), ("z", LAYOUTS[3]), ("data", LAYOUTS[0])])
 def test_the_command_hides_what_the_job_says_and_what_a_run_there_would(tmp_path, switch, plan):
-    def told(*settings: str, truth: Truth | None = None) -> dict:
+    def summary(*settings: str, truth: Truth | None = None) -> dict:
         exposed = [f"overlap.{each}=false" for each in {"tensor", "forward", "z", "data"} - {switch}]
         all_set = [part for each in (*exposed, *settings) for part in ("--set", each)]
         return json.loads(run_command(tmp_path, "--json", *all_set, plan=plan, truth=truth).stdout)
 
-    on, off, auto = told(f"overlap.{switch}=true"), told(f"overlap.{switch}=false"), told()
+    on, off, auto = summary(f"overlap.{switch}=true"), summary(f"overlap.{switch}=false"), summary()
     assert on["step_seconds"] < off["step_seconds"]
-    assert not on["chosen"] and list(auto["chosen"]) == [f"overlap.{switch}"]
+    assert not on["resolved"] and list(auto["resolved"]) == [f"overlap.{switch}"]
     of_devices = on if switch == "tensor" else off
-    assert auto["step_seconds"] == of_devices["step_seconds"], auto["chosen"]
-    pretended = told(truth=Truth())
+    assert auto["step_seconds"] == of_devices["step_seconds"], auto["resolved"]
+    pretended = summary(truth=Truth())
     assert pretended["step_seconds"] == on["step_seconds"]
-    assert pretended["chosen"][f"overlap.{switch}"].startswith("on: a rehearsal's devices")
+    assert pretended["resolved"][f"overlap.{switch}"].startswith("on: a rehearsal's devices")
 
 
 def test_other_software_is_predicted_on_unlike_families_in_one_pipeline():

@@ -58,5 +58,5 @@ def predictor(*layout: str) -> Predictor:
     ],
 )
 def test_predictions_are_near_what_was_rehearsed(layout, rehearsed_seconds):
-    found = predictor(*layout).predict(interleave=1)
-    assert found.step_seconds == pytest.approx(rehearsed_seconds, rel=0.03)
+    result = predictor(*layout).predict(interleave=1)
+    assert result.step_seconds == pytest.approx(rehearsed_seconds, rel=0.03)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpctrain.config.errors import DataError
 from hpctrain.data import corpus as module
-from hpctrain.data.corpus import Summary, find_files, prepare
+from hpctrain.data.corpus import Summary, list_files, prepare
 from hpctrain.data.tokenizer import train_bpe
 from hpctrain.data.tokens import TokenWriter, open_tokens
 from hpctrain.jobs.prepare import command
@@ -43,7 +43,7 @@ def documents(path: Path) -> list[str]:
 
 
 def names(*arguments, **options) -> list[str]:
-    return [name for _, name in find_files(*arguments, **options)[0]]
+    return [name for _, name in list_files(*arguments, **options)[0]]
 
 
 # Finding
@@ -86,12 +86,12 @@ def test_every_file_is_taken_once(corpus):
 )
 def test_paths_that_cannot_be(arguments, message):
     with pytest.raises(DataError, match=message):
-        find_files(*arguments)
+        list_files(*arguments)
 
 
 def test_globs_that_match_nothing(corpus):
     with pytest.raises(DataError, match=r"nothing to prepare: .*corpus: no file matches --glob '\*.c' '\*.h'; give"):
-        find_files([corpus], ["*.c", "*.h"])
+        list_files([corpus], ["*.c", "*.h"])
 
 
 def test_a_pipe_in_a_folder_is_not_waited_for(corpus):
@@ -100,10 +100,10 @@ def test_a_pipe_in_a_folder_is_not_waited_for(corpus):
 
 
 def test_the_standard_library_is_that_without_other_packages():
-    found = names([], stdlib=True)
-    assert {"json/decoder.py", "typing.py"} <= set(found)
-    assert all(name.endswith(".py") for name in found)
-    assert not any("site-packages" in name for name in found)
+    result = names([], stdlib=True)
+    assert {"json/decoder.py", "typing.py"} <= set(result)
+    assert all(name.endswith(".py") for name in result)
+    assert not any("site-packages" in name for name in result)
     outside = Path(sysconfig.get_path("stdlib"), "site-packages")
     assert (outside.is_dir() and any(outside.rglob("*.py"))) or sys.prefix != sys.base_prefix
 
@@ -113,9 +113,9 @@ def test_the_standard_library_is_that_without_other_packages():
 
 def test_documents_are_whole_with_a_separator_between_two(corpus, tmp_path):
     summary = prepare([corpus], tmp_path / "t.h5")
-    found = documents(tmp_path / "t.h5")
-    assert sorted(text.removesuffix("\0") for text in found) == sorted(TEXTS.values())
-    assert [text.endswith("\0") for text in found] == [True, True, True, False]
+    result = documents(tmp_path / "t.h5")
+    assert sorted(text.removesuffix("\0") for text in result) == sorted(TEXTS.values())
+    assert [text.endswith("\0") for text in result] == [True, True, True, False]
     size = sum(len(text.encode()) for text in TEXTS.values())
     assert summary == Summary(
         path=tmp_path / "t.h5",
@@ -134,9 +134,9 @@ def test_documents_are_whole_with_a_separator_between_two(corpus, tmp_path):
 
 def test_bpe_documents_are_whole_too(corpus, tmp_path):
     summary = prepare([corpus], tmp_path / "t.h5", tokenizer="bpe", vocab_size=280)
-    found = documents(tmp_path / "t.h5")
-    assert sorted(text.removesuffix("<|endoftext|>") for text in found) == sorted(TEXTS.values())
-    assert sum("<|endoftext|>" in text for text in found) == 3
+    result = documents(tmp_path / "t.h5")
+    assert sorted(text.removesuffix("<|endoftext|>") for text in result) == sorted(TEXTS.values())
+    assert sum("<|endoftext|>" in text for text in result) == 3
     assert 257 < summary.vocab_size <= 280
     assert summary.wanted_vocab_size == 280
 
@@ -145,13 +145,13 @@ def test_the_order_is_shuffled_and_does_not_depend_on_where_the_folder_is(tmp_pa
     texts = {f"{i:02}.txt": f"{i:02}" for i in range(40)}
     for place in ("one", "other/place"):
         prepare([make(tmp_path / place, texts)], tmp_path / f"{place[:3]}.h5")
-    found = documents(tmp_path / "one.h5")
+    result = documents(tmp_path / "one.h5")
     assert (tmp_path / "one.h5").read_bytes() == (tmp_path / "oth.h5").read_bytes()
-    assert [text[:2] for text in found] != sorted(texts.values())
+    assert [text[:2] for text in result] != sorted(texts.values())
     prepare([tmp_path / "one"], tmp_path / "half.h5", globs=["[02468]*.txt", "1*.txt"])
     kept = [text[:2] for text in documents(tmp_path / "half.h5")]
-    assert kept == [text[:2] for text in found if text[:2] in kept]  # one file more or less moves no other
-    late = sum(int(text[:2]) >= 20 for text in found[20:])
+    assert kept == [text[:2] for text in result if text[:2] in kept]  # one file more or less moves no other
+    late = sum(int(text[:2]) >= 20 for text in result[20:])
     assert 5 <= late <= 15
 
 
@@ -166,9 +166,9 @@ def test_what_is_not_text_is_skipped_and_counted(corpus, tmp_path):
 
 def test_folders_and_files_that_vanish_are_skipped(corpus, tmp_path, monkeypatch):
     def vanish(*arguments):
-        found, skipped = find_files(*arguments)
+        result, skipped = list_files(*arguments)
         (corpus / "a.py").unlink()
-        return found, skipped
+        return result, skipped
 
     monkeypatch.setattr(module, "find_files", vanish)
     assert prepare([corpus], tmp_path / "t.h5").skipped == {"unreadable": 1}
@@ -228,8 +228,8 @@ def test_bpe_learns_from_the_first_documents_only(tmp_path, monkeypatch):
 def test_a_file_that_changes_while_it_is_read_is_an_error(corpus, tmp_path, monkeypatch, damage):
     shuffled = module._shuffled
 
-    def change(found):
-        done = shuffled(found)
+    def change(result):
+        done = shuffled(result)
         (corpus / "a.py").write_bytes(b"\xff") if damage == "not text" else (corpus / "a.py").unlink()
         return done
 

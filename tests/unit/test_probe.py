@@ -20,7 +20,7 @@ from hpctrain.comm.probe.device_timing import (
     measure_device,
     seconds_of,
 )
-from hpctrain.comm.probe.link_timing import ACROSS, SIZES, Measured, PairClass, one_way, pair_classes
+from hpctrain.comm.probe.link_timing import ACROSS, SIZES, Measured, PairClass, one_direction, pair_classes
 from hpctrain.comm.probe.survey import check_names
 from hpctrain.comm.topology import Place
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
@@ -69,16 +69,16 @@ def test_flows_double(number, flows):
 def test_one_way_is_what_the_answer_leaves_and_at_least_half():
     pairs = PairClass(("a", "a"), None, ((0, 1),))
     trips = {(1, 1): 20e-6} | {(1, size): 20e-6 + size / 1e9 for size in SIZES}
-    measured = one_way(pairs, trips)
+    measured = one_direction(pairs, trips)
     assert measured.latency_seconds == pytest.approx(10e-6)
     assert measured.seconds[1, 1 << 20] == pytest.approx(10e-6 + (1 << 20) / 1e9)
     assert measured.bytes_per_second(1) == pytest.approx(1e9)
     assert (1, 1) not in measured.seconds
-    without_large = one_way(pairs, {key: seconds for key, seconds in trips.items() if key[1] < 1 << 20})
+    without_large = one_direction(pairs, {key: seconds for key, seconds in trips.items() if key[1] < 1 << 20})
     assert without_large.bytes_per_second(1) == pytest.approx(1e9)
-    disturbed = one_way(pairs, trips | {(1, 1): 1.0})
+    disturbed = one_direction(pairs, trips | {(1, 1): 1.0})
     assert disturbed.latency_seconds == pytest.approx(10.5e-6, rel=0.05)
-    lucky = one_way(pairs, trips | {(2, SIZES[0]): 1e-6})
+    lucky = one_direction(pairs, trips | {(2, SIZES[0]): 1e-6})
     assert lucky.seconds[2, SIZES[0]] == 0.5e-6, "faster than the latency: at least half of the round trip"
 
 
@@ -154,7 +154,7 @@ def figures_of(place: Place, slower: float = 1.0) -> DeviceFigures:
 def measured_of(pair_class: PairClass) -> Measured:
     speed = {None: 5e9, "ib": 2e9, "roce": 2e9}.get(pair_class.fabric, 1e8)
     trips = {(f, s): 2e-6 + s * f**0.5 / speed for f in pair_class.flows for s in (1, *SIZES)}
-    return one_way(pair_class, trips)
+    return one_direction(pair_class, trips)
 
 
 def test_what_was_measured_becomes_a_cluster_whose_links_are_those():
@@ -166,7 +166,7 @@ def test_what_was_measured_becomes_a_cluster_whose_links_are_those():
     assert cluster.describe() == "8 fast and 3 slow on 3 nodes, by backbone, ib"
     fast, slow = cluster.families["fast"], cluster.families["slow"]
     assert (fast.kind, fast.measured_at_once, fast.host_copy_bytes_per_second) == ("cuda", 4, 1e9)
-    assert (fast.overlap_times, slow.overlap_times) == (1.2, None)
+    assert (fast.overlap_slowdown, slow.overlap_slowdown) == (1.2, None)
     assert slow.sustained_flops_per_second == {"fp32": 5e9}
     assert "3 ranks; figures are the median rank's. They differ by up to 2.00x. 3 ranks of a host measured" in text
     assert [nodes.count for nodes in cluster.nodes] == [2, 1]

@@ -42,7 +42,7 @@ origin = "datasheet"
 memory_bytes = 15_625_000
 memory_bytes_per_second = 3.735e+08
 sustained_flops_per_second = {{fp32 = {fast}}}
-overlap_times = 1.2
+overlap_slowdown = 1.2
 
 [families.slow]
 kind = "cuda"
@@ -50,10 +50,10 @@ origin = "datasheet"
 memory_bytes = 15_625_000
 memory_bytes_per_second = 1.328e+08
 sustained_flops_per_second = {{fp32 = 1.233e+08}}
-overlap_times = 1.25
+overlap_slowdown = 1.25
 
 [fabrics.ib]
-origin = "guessed"
+origin = "assumed"
 latency_seconds = 5e-06
 
 [[nodes]]
@@ -96,7 +96,7 @@ FOUR_HEADS = "model.num_heads=4"  # so that products between heads are large eno
 JOB = ready_miniature("v100-t4", load_job("mixed", [FOUR_HEADS])).job
 SETUP = Setup.of_job(JOB)
 LAST = JOB.model.num_items - 1
-LIMITS = Limits(weighed=300, timed=5)
+LIMITS = Limits(scored=300, timed=5)
 
 
 class TrueDevice(DeviceModel):
@@ -178,9 +178,9 @@ def test_what_was_measured_is_taken_as_it_is(item):
     name = {0: "embedding_seconds", 1: "block_seconds", LAST: "head_seconds"}[item]
     for times in cluster.profiles[0].times:
         forward, backward = getattr(times, name)
-        found = passes_of(cluster, TensorGrid(), item, times.rows)
-        assert found[:2] == pytest.approx([forward, backward])
-        assert found[2] + found[3] == pytest.approx(backward), "the formula says which part is which"
+        result = passes_of(cluster, TensorGrid(), item, times.rows)
+        assert result[:2] == pytest.approx([forward, backward])
+        assert result[2] + result[3] == pytest.approx(backward), "the formula says which part is which"
         again = passes_of(cluster, TensorGrid(), item, times.rows, "full")
         assert again[0] == pytest.approx(forward) and again[1] == pytest.approx(forward + backward)
 
@@ -207,8 +207,8 @@ def test_the_correction_comes_nearer_to_the_truth_on_other_tensor_grids(grid, ro
     cluster = profiled()
     true = item_cost(SETUP, grid, 1, rows).forward.seconds(true_models(cluster)["fast"], "fp32", SETUP.stack)
     plain = passes_of(cluster.model_copy(update={"profiles": ()}), grid, 1, rows)[0]
-    found = passes_of(cluster, grid, 1, rows)[0]
-    assert found == pytest.approx(true, rel=0.05) and abs(found - true) < 0.3 * abs(plain - true)
+    result = passes_of(cluster, grid, 1, rows)[0]
+    assert result == pytest.approx(true, rel=0.05) and abs(result - true) < 0.3 * abs(plain - true)
 
 
 @pytest.mark.parametrize(
@@ -226,18 +226,18 @@ def test_a_table_of_measured_layers_goes_before_a_profile(tmp_path):
     lines += [f"{name},{rows},1,{item},{rows},{rows},0.1" for name, rows, item in points]
     (tmp_path / "layers.csv").write_text("\n".join(lines) + "\n")
     layers, plan = load_layers(tmp_path / "layers.csv"), replicas_plan((8, 8))
-    found, plain = (
+    result, plain = (
         LayeredPredictor(layers, SETUP, plan, cluster).predict()
         for cluster in (profiled(), parse_cluster(WRONG, "a test"))
     )
-    assert found == plain and found.breakdown_seconds["compute"] == pytest.approx(2 * 8 * (LAST + 1))
+    assert result == plain and result.breakdown_seconds["compute"] == pytest.approx(2 * 8 * (LAST + 1))
 
 
 def test_times_hold_for_any_number_of_replicas_and_updates_do_not():
     plan = replicas_plan()
     eight, four = (predict(SETUP, plan, profiled(replicas=n)) for n in (8, 4))
     assert four.breakdown_seconds["compute"] == pytest.approx(eight.breakdown_seconds["compute"])
-    assert any("families.fast: seconds of updates, by formula" in guess for guess in four.guessed)
+    assert any("families.fast: seconds of updates, by formula" in guess for guess in four.assumed_inputs)
     slower = predict(SETUP, plan, profiled(update_seconds=1.0))
     assert slower.breakdown_seconds["optimizer"] == pytest.approx(1.0, rel=0.3), "each updates an eighth"
     assert predict(SETUP, plan, profiled(zero=2)) == predict(SETUP, plan, parse_cluster(WRONG, "a test"))
@@ -275,17 +275,17 @@ def test_no_rows_are_faster_than_the_bound_allows(rows):
 
 
 def test_a_prediction_says_what_is_measured_and_what_is_assumed():
-    found = predict(SETUP, replicas_plan(), profiled())
-    assert found.profiled == ("fast", "slow")
-    assert found.interval_seconds[0] == pytest.approx(found.step_seconds * (1 - MEASURED_ERROR))
-    assert not any(guess.startswith("families.") for guess in found.guessed), found.guessed
+    result = predict(SETUP, replicas_plan(), profiled())
+    assert result.profiled == ("fast", "slow")
+    assert result.interval_seconds[0] == pytest.approx(result.step_seconds * (1 - MEASURED_ERROR))
+    assert not any(guess.startswith("families.") for guess in result.assumed_inputs), result.assumed_inputs
     half = predict(SETUP, replicas_plan(), profiled(families=("fast",)))
     assert half.profiled == ("fast",)
     assert half.interval_seconds[0] == pytest.approx(half.step_seconds * (1 - DATASHEET_ERROR))
-    assert "families.slow: no profile of this job, which other families have" in half.guessed
+    assert "families.slow: no profile of this job, which other families have" in half.assumed_inputs
     many = predict(SETUP, replicas_plan((50, 46), zero=2), profiled())
-    assert "families.slow: 46 rows at once, at the speed of the 45 that were profiled" in many.guessed
-    assert "families.fast: passes in ZeRO 2 and 3, as profiled in 1" in many.guessed
+    assert "families.slow: 46 rows at once, at the speed of the 45 that were profiled" in many.assumed_inputs
+    assert "families.fast: passes in ZeRO 2 and 3, as profiled in 1" in many.assumed_inputs
 
 
 def test_the_commands_say_where_seconds_are_from(tmp_path):
@@ -294,9 +294,9 @@ def test_the_commands_say_where_seconds_are_from(tmp_path):
     )
     (tmp_path / "p.toml").write_text(dump_plan(replicas_plan()))
     cluster = ["--cluster", str(tmp_path / "c.toml"), "--set", FOUR_HEADS]
-    told = CliRunner().invoke(predict_command, ["mixed", *cluster, "--plan", str(tmp_path / "p.toml")]).stdout
-    assert "source    compute seconds of fast, slow: profile of this job" in told
-    assert "warning   families.fast: of the whole model 20 rows fit when it was profiled (ZeRO 1)" in told
+    summary = CliRunner().invoke(predict_command, ["mixed", *cluster, "--plan", str(tmp_path / "p.toml")]).stdout
+    assert "source    compute seconds of fast, slow: profile of this job" in summary
+    assert "warning   families.fast: of the whole model 20 rows fit when it was profiled (ZeRO 1)" in summary
     planned = CliRunner().invoke(plan_command, ["mixed", *cluster, "--budget", "50"]).stdout
     assert "# compute seconds of fast, slow: profile of this job" in planned
     assert "# warning families.slow: of the whole model 20 rows fit" in planned
@@ -327,7 +327,7 @@ def test_a_search_by_profile_is_as_good_as_one_that_knows_the_truth(monkeypatch)
         monkeypatch.setattr(module, "device_models", true_models)
     right = parse_cluster(RIGHT, "a test")
     truth = search(SETUP, JOB.train.global_batch, right, limits=LIMITS)
-    by_sheet, by_profile = (predict(SETUP, found.best.plan, right).step_seconds for found in (wrong, cluster))
+    by_sheet, by_profile = (predict(SETUP, result.best.plan, right).step_seconds for result in (wrong, cluster))
     assert by_profile <= 1.02 * truth.best.seconds
     assert by_sheet > 1.02 * truth.best.seconds
     assert cluster.best.seconds == pytest.approx(by_profile, rel=0.02)

@@ -42,10 +42,10 @@ def test_the_largest_is_found_from_any_guess_in_few_trials(limit, most, guess):
         tried.append(rows)
         return rows <= limit
 
-    found = largest_that_fits(fits, most, guess)
-    assert found == min(limit, most)
+    result = largest_that_fits(fits, most, guess)
+    assert result == min(limit, most)
     assert len(tried) == len(set(tried))
-    distance = abs(found - min(max(guess, 1), most))
+    distance = abs(result - min(max(guess, 1), most))
     assert len(tried) <= 2 * (distance + 1).bit_length() + 2
     if distance == 0:
         assert len(tried) <= 2, "a good guess is confirmed by two"
@@ -72,7 +72,7 @@ def test_one_row_more_than_the_limit_overflows(tmp_path):
     alone, accelerator = trials(job)
     limits = {zero: alone.limit(zero, 200) for zero in (1, 2, 3)}
     for zero, limit in limits.items():
-        assert limit.because == "memory" and 2 < limit.rows < 200
+        assert limit.reason == "memory" and 2 < limit.rows < 200
         alone._train(zero, limit.rows)
         with pytest.raises(torch.OutOfMemoryError):
             alone._train(zero, limit.rows + 1)
@@ -119,8 +119,8 @@ def test_a_host_s_memory_is_not_filled_to_the_brim(tmp_path):
     """Its ranks share it, and one that takes too much is killed: what should not fit, by two rows, is not tried."""
     alone, accelerator = trials(small_job(tmp_path, "llama"), DEVICE.model_copy(update={"memory_bytes": 10**8}))
     peaks = iter([100_000, 300_000])
-    told = accelerator.memory
-    accelerator.memory = lambda: told()._replace(peak=next(peaks, 10**6))
+    summary = accelerator.memory
+    accelerator.memory = lambda: summary()._replace(peak=next(peaks, 10**6))
     accelerator.shares_memory, alone._share = True, 1_000_000
     tried = []
     fits = alone._fits
@@ -156,10 +156,10 @@ def test_a_silent_collective_leaves_numbers_that_can_be_computed_with():
     group.reduce_scatter(torch.arange(10.0), out, cuts)
     assert out.tolist() == [3, 4, 5]
     group.start_all_reduce(flat).wait()
-    beside = Solo(1, 4).group(range(4), "data", overlapped=True)
-    assert beside.goes_beside and not group.goes_beside, "what goes on beside needs rooms of its own"
+    concurrent = Solo(1, 4).group(range(4), "data", overlapped=True)
+    assert concurrent.is_overlapped and not group.is_overlapped, "what goes on beside needs rooms of its own"
     flat[3:6] = torch.tensor([4.0, 5.0, 6.0])
-    beside.start_all_gather(flat, cuts).wait()
+    concurrent.start_all_gather(flat, cuts).wait()
     assert flat.tolist() == [4, 5, 6, 4, 5, 6, 4, 5, 6, 4]
     assert Solo(1, 4).group([1]).size == 1
 

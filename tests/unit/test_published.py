@@ -44,28 +44,28 @@ def test_what_ran_on_whole_devices_fits():
 
 
 def test_what_ran_at_scale_fits_and_what_ran_out_of_memory_does_not():
-    found = published.bigscience()
-    memory = {row.name: max(row.run.memory(), key=lambda stage: stage.memory.total) for row in found.rows[::3]}
+    result = published.bigscience()
+    memory = {row.name: max(row.run.memory(), key=lambda stage: stage.memory.total) for row in result.rows[::3]}
     assert all(stage.fits for stage in memory.values())
-    off = [memory[r.name].memory.total / r.memory_bytes - 1 for r in found.rows[::3] if r.memory_bytes]
+    off = [memory[r.name].memory.total / r.memory_bytes - 1 for r in result.rows[::3] if r.memory_bytes]
     assert statistics.mean(map(abs, off)) < 0.06
-    missed = [row.name for row in found.out_of_memory if all(stage.fits for stage in row.run.memory())]
-    assert len(found.out_of_memory) == 6
+    missed = [row.name for row in result.out_of_memory if all(stage.fits for stage in row.run.memory())]
+    assert len(result.out_of_memory) == 6
     assert len(missed) <= 1
 
 
 def test_memory_is_near_what_was_published_part_by_part():
-    for name, told, found in published.korthikanti_memory():
-        assert found == pytest.approx(told, rel=0.05), name
+    for name, summary, result in published.korthikanti_memory():
+        assert result == pytest.approx(summary, rel=0.05), name
 
 
 def test_time_and_memory_follow_from_profiles_of_layers():
     rows = [row for row in published.sailor().rows if row.run.num_devices <= 16]
-    found = [SHIPPED.predict(row) for row in rows]
-    assert statistics.mean(abs(p.step_seconds / row.seconds - 1) for p, row in zip(found, rows, strict=True)) < 0.1
-    memory = [max(stage.memory.total for stage in p.memory) for p in found]
+    result = [SHIPPED.predict(row) for row in rows]
+    assert statistics.mean(abs(p.step_seconds / row.seconds - 1) for p, row in zip(result, rows, strict=True)) < 0.1
+    memory = [max(stage.memory.total for stage in p.memory) for p in result]
     assert statistics.median(abs(m / row.memory_bytes - 1) for m, row in zip(memory, rows, strict=True)) < 0.05
-    assert all(p.fits for p in found), "they ran"
+    assert all(p.fits for p in result), "they ran"
 
 
 def test_one_function_predicts_a_described_run():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.config.cluster_file import find_cluster, load_cluster, load_truth, ready_clusters
+from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster, ready_clusters
 from hpctrain.config.errors import TopologyError
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.rehearsal.fabric import network_of
@@ -51,7 +51,7 @@ def test_these_are_ready():
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_ready_cluster_is_whole_and_of_real_size(name):
-    path = find_cluster(name)
+    path = locate_cluster(name)
     cluster, truth = load_cluster(path), load_truth(path)
     assert [cluster.num_of(family) for family in cluster.families] == DEVICES[name]
     assert set(truth.devices) == set(cluster.families)
@@ -63,18 +63,18 @@ def test_a_ready_cluster_is_whole_and_of_real_size(name):
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_its_miniature_has_the_figures_of_a_model_64_times_narrower(name):
-    real, made = load_cluster(find_cluster(name)), ready_miniature(name)
+    real, made = load_cluster(locate_cluster(name)), ready_miniature(name)
     fewer = 4 if name == "a100-80-40" else 1
     for family, (memory, bandwidth, peak, probed, speed, half) in FIGURES.items():
         if family not in real.families:
             continue
-        found, device = made.cluster.families[family], made.truth.devices[family]
-        for each in (found, device):
+        result, device = made.cluster.families[family], made.truth.devices[family]
+        for each in (result, device):
             assert each.memory_bytes == pytest.approx(memory / fewer, rel=0.01)
             assert each.memory_bytes_per_second == pytest.approx(bandwidth, rel=0.01)
-            assert each.overlap_times == real.families[family].overlap_times
-        assert found.peak_flops_per_second == pytest.approx({"fp32": peak}, rel=0.01)
-        assert found.sustained_flops_per_second == pytest.approx({"fp32": probed}, rel=0.01)
+            assert each.overlap_slowdown == real.families[family].overlap_slowdown
+        assert result.peak_flops_per_second == pytest.approx({"fp32": peak}, rel=0.01)
+        assert result.sustained_flops_per_second == pytest.approx({"fp32": probed}, rel=0.01)
         assert device.flops_per_second == pytest.approx({"fp32": speed}, rel=0.01)
         assert (device.tile, device.half_speed_rows) == ((2, 2), half)
     for there, here in zip(real.nodes, made.cluster.nodes, strict=True):
@@ -108,5 +108,5 @@ def test_what_is_measured_follows_from_the_truth(name):
 
 def test_a_name_that_is_none_is_told_with_a_likely_one(tmp_path):
     with pytest.raises(TopologyError, match="v100-t5: no such cluster file, nor a ready one .* did you mean 'v100-t4'"):
-        find_cluster("v100-t5")
-    assert find_cluster("missing.toml") == Path("missing.toml"), "told by who reads it"
+        locate_cluster("v100-t5")
+    assert locate_cluster("missing.toml") == Path("missing.toml"), "told by who reads it"

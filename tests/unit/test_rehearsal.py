@@ -105,7 +105,7 @@ def test_time_is_scaled_and_really_passes():
 
 @pytest.mark.parametrize(("is_moving", "times"), [(lambda: True, 1.5), (lambda: False, 1.0), (None, 1.0)])
 def test_computing_is_slower_while_bytes_move_and_what_communicates_is_not_charged(is_moving, times):
-    made = device(overlap_times=1.5)
+    made = device(overlap_slowdown=1.5)
     a = torch.ones(100, 100)
     pace = Pace(made.clock)
     here = []

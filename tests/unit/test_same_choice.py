@@ -13,7 +13,7 @@ from hpctrain.engine.resolve_overlap import resolve_on
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.plan.role import role_of
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.choose import find_best
+from hpctrain.planner.choose import search_best
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Limits
@@ -38,17 +38,17 @@ class Priced(ClusterNetwork):
         self._by: dict[tuple, str] = {}
         self._asked: dict[tuple[int, ...], set[tuple]] = {}
 
-    def group_seconds(self, operation, num_bytes, ranks, beside=None):
-        seconds = super().group_seconds(operation, num_bytes, ranks, beside)
+    def group_seconds(self, operation, num_bytes, ranks, concurrent=None):
+        seconds = super().group_seconds(operation, num_bytes, ranks, concurrent)
         if seconds:
-            form = self._form(tuple(ranks), beside)
+            form = self._form(tuple(ranks), concurrent)
             self._asked.setdefault(tuple(ranks), set()).add((operation, int(num_bytes), form))
         return seconds
 
-    def _seconds_by(self, algorithm, operation, num_bytes, form, beside):
-        if beside == BESIDE:
+    def _seconds_by(self, algorithm, operation, num_bytes, form, concurrent):
+        if concurrent == BESIDE:
             self._by[operation, num_bytes, form] = algorithm
-        return super()._seconds_by(algorithm, operation, num_bytes, form, beside)
+        return super()._seconds_by(algorithm, operation, num_bytes, form, concurrent)
 
     def exchanged(self, num_ranks: int) -> set[tuple[str, int]]:
         """Return operation and bytes of what groups of this size exchange: of groups of a tile one is priced."""
@@ -73,8 +73,8 @@ class Unconnected(RouteMaker):
         """Return the algorithm that the group's collectives take, as they ask for it."""
         made = self._collectives(ranks, self.transport(ranks), self._preferences.route)
         if hasattr(made, "_across"):
-            chosen = made._choose(operation, num_bytes)
-            return chosen if chosen == "domains" else made._across._choose(operation, num_bytes)
+            choice = made._choose(operation, num_bytes)
+            return choice if choice == "domains" else made._across._choose(operation, num_bytes)
         return made._choose(operation, num_bytes)
 
 
@@ -83,7 +83,7 @@ def resolved(job: Job, cluster, plan=None) -> Job:
 
 
 def found_plan(name: str, job: Job, cluster):
-    return find_best(resolved(job, cluster), cluster, Limits(weighed=PLANS, seconds=60), name).best.plan
+    return search_best(resolved(job, cluster), cluster, Limits(scored=PLANS, seconds=60), name).best.plan
 
 
 def even_plan(job: Job, cluster, request: PlanRequest):
@@ -93,11 +93,11 @@ def even_plan(job: Job, cluster, request: PlanRequest):
 
 def groups_of(job: Job, plan) -> set[tuple[int, ...]]:
     """Return each axis of each tensor grid, each set of ranks that hold the same weights, and all ranks."""
-    found = {tuple(plan.ranks)}
+    result = {tuple(plan.ranks)}
     for rank in plan.ranks:
         role = role_of(job.model, job.data.sequence_length, plan, rank, job.overlap.bucket_bytes)
-        found |= set(role.axes.values()) | {holding.ranks for holding in role.held.holdings}
-    return {ranks for ranks in found if len(ranks) > 1}
+        result |= set(role.axes.values()) | {shard_group.ranks for shard_group in role.shards.shard_groups}
+    return {ranks for ranks in result if len(ranks) > 1}
 
 
 @pytest.mark.parametrize("grid", [None, *GRIDS])

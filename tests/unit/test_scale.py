@@ -43,12 +43,12 @@ print(json.dumps({"ranks": len(places), "groups": len(groups), "routes": routes,
 def test_a_rank_among_4096_knows_its_groups_and_routes(grids):
     done = subprocess.run([sys.executable, "-c", SCRIPT, grids], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    print(found)
-    assert found["ranks"] == 4096
-    assert found["groups"] >= 7
-    assert {"hierarchical", "messages"} <= set(found["routes"])
-    assert ("shared" in found["routes"]) == (grids == "alike"), "x and y of the other grid are on two nodes"
-    assert found["seconds"] < 1.0
-    assert found["bytes"] < 200e6
-    assert found["heavy"] == []
+    result = json.loads(done.stdout)
+    print(result)
+    assert result["ranks"] == 4096
+    assert result["groups"] >= 7
+    assert {"hierarchical", "messages"} <= set(result["routes"])
+    assert ("shared" in result["routes"]) == (grids == "alike"), "x and y of the other grid are on two nodes"
+    assert result["seconds"] < 1.0
+    assert result["bytes"] < 200e6
+    assert result["heavy"] == []

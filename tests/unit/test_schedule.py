@@ -16,14 +16,14 @@ from hpctrain.plan.schedule import (
     Op,
     channel_depth,
     forward_only,
+    in_flight,
     one_f_one_b,
     schedule_of,
-    under_way,
     weight_delay,
 )
 from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.extra_warmup import further_ahead
+from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.simulate import simulate
 from hpctrain.sharding.grid import TensorGrid
@@ -144,7 +144,7 @@ def test_all_ranks_end_a_step_together():
 
 
 def test_substeps_keep_one_at_the_loss():
-    plan = even_plan(4, TensorGrid(), 2, 1, 1, 2, substeps=2)
+    plan = even_plan(4, TensorGrid(), 2, 1, 1, 2, row_chunks=2)
     check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
     assert ", ".join(map(str, one_f_one_b(plan, plan.tiles[1]))) == (
         "receive activation 0, forward 0, backward 0, forward 0.1, backward 0.1, send gradient 0, reduce gradients,"
@@ -169,15 +169,15 @@ TILINGS = st.integers(1, 12).flatmap(
 
 def most(steps, over: tuple[Op, ...]) -> int:
     """The most pieces of microbatches that were forward and not yet in a pass of `over`."""
-    alive = found = 0
+    alive = result = 0
     for step in steps:
         alive += (step.op is Op.FORWARD) - (step.op in over)
-        found = max(found, alive)
-    return found
+        result = max(result, alive)
+    return result
 
 
 def check_each_pass_is_once_and_in_order(plan: Plan, tile: Tile, steps) -> None:
-    every = [(m, s) for m in range(plan.microbatches) for s in range(tile.substeps)]
+    every = [(m, s) for m in range(plan.microbatches) for s in range(tile.row_chunks)]
     for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
         assert [(step.microbatch, step.substep) for step in steps if step.op in ops] == every
 
@@ -202,9 +202,9 @@ def test_more_microbatches_under_way_wait_for_nobody_for_ever(plan, reduce_early
         steps = schedule_of(plan, tile, reduce_early)
         check_each_pass_is_once_and_in_order(plan, tile, steps)
         if plan.downstream(tile):
-            kept = min(plan.depth_to_loss(tile) + tile.ahead + 1, plan.microbatches)
-            assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.substeps * kept
-            assert under_way(plan, tile) == kept
+            kept = min(plan.depth_to_loss(tile) + tile.extra_warmup + 1, plan.microbatches)
+            assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.row_chunks * kept
+            assert in_flight(plan, tile) == kept
 
 
 EXCHANGING = st.integers(1, 8).flatmap(
@@ -218,32 +218,32 @@ def test_what_goes_further_ahead_for_its_messages_is_a_plan(plan, data):
     cost = {tile: TileCost((PassCost(data.draw(seconds)),), (PassCost(data.draw(seconds)),)) for tile in plan.tiles}
     pairs = [pair for tile in plan.tiles for o in plan.downstream(tile) for pair in ((tile, o), (o, tile))]
     messages = {pair: data.draw(st.floats(0.0, 3.0)) for pair in pairs}
-    further = further_ahead(plan, Costs(cost, messages))
+    further = with_extra_warmup(plan, Costs(cost, messages))
     if further is None:
         return
     check_tiling(further, MODEL.num_items)
     check_zero(further, "a test")
     check_schedules(further)
     for tile, other in zip(plan.tiles, further.tiles, strict=True):
-        assert other == replace(tile, ahead=other.ahead)
-        assert under_way(further, other) <= plan.microbatches
+        assert other == replace(tile, extra_warmup=other.extra_warmup)
+        assert in_flight(further, other) <= plan.microbatches
 
 
 def test_messages_that_take_longer_have_more_under_way():
     plan = even_plan(5, TensorGrid(), 3, 1, 12, 1)
     cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
 
-    def ahead(message_seconds: float, microbatches: int = 12) -> list[int]:
+    def extra_warmup(message_seconds: float, microbatches: int = 12) -> list[int]:
         of = replace(plan, microbatches=microbatches)
         messages = {(a, b): message_seconds for a in plan.tiles for b in plan.tiles}
-        further = further_ahead(of, Costs(cost, messages))
-        return [tile.ahead for tile in further.tiles] if further else [0, 0, 0]
+        further = with_extra_warmup(of, Costs(cost, messages))
+        return [tile.extra_warmup for tile in further.tiles] if further else [0, 0, 0]
 
-    assert ahead(0.0) == ahead(0.02) == [0, 0, 0], "of a round trip of 6 s, a hundredth of one stage's 3"
-    assert ahead(0.1) == ahead(1.5) == [2, 1, 0]
-    assert ahead(1.6) == ahead(100.0) == [4, 2, 0], "two more, at the most"
-    assert ahead(100.0, microbatches=4) == [1, 2, 0], "there are no more than 4"
-    assert ahead(100.0, microbatches=2) == [0, 0, 0]
+    assert extra_warmup(0.0) == extra_warmup(0.02) == [0, 0, 0], "of a round trip of 6 s, a hundredth of one stage's 3"
+    assert extra_warmup(0.1) == extra_warmup(1.5) == [2, 1, 0]
+    assert extra_warmup(1.6) == extra_warmup(100.0) == [4, 2, 0], "two more, at the most"
+    assert extra_warmup(100.0, microbatches=4) == [1, 2, 0], "there are no more than 4"
+    assert extra_warmup(100.0, microbatches=2) == [0, 0, 0]
 
 
 def test_where_memory_is_short_the_slowest_messages_have_more_under_way_first():
@@ -252,24 +252,26 @@ def test_where_memory_is_short_the_slowest_messages_have_more_under_way_first():
     first, second, third, last = plan.tiles
     messages = {(first, second): 2.0, (third, last): 3.0}
 
-    def ahead(*room: int) -> list[int]:
-        further = further_ahead(plan, Costs(cost, messages), dict(zip(plan.tiles, room, strict=True)))
-        return [tile.ahead for tile in further.tiles] if further else [0, 0, 0, 0]
+    def extra_warmup(*room: int) -> list[int]:
+        further = with_extra_warmup(plan, Costs(cost, messages), dict(zip(plan.tiles, room, strict=True)))
+        return [tile.extra_warmup for tile in further.tiles] if further else [0, 0, 0, 0]
 
-    assert ahead(9, 9, 9, 0) == [2, 1, 1, 0], "one more for each of the two gaps"
-    assert ahead(2, 1, 1, 0) == [2, 1, 1, 0]
-    assert ahead(1, 1, 1, 0) == [1, 1, 1, 0], "the later messages take longer"
-    assert ahead(1, 0, 1, 0) == [0, 0, 0, 0], "all before must have room; and without them the earlier gain nothing"
+    assert extra_warmup(9, 9, 9, 0) == [2, 1, 1, 0], "one more for each of the two gaps"
+    assert extra_warmup(2, 1, 1, 0) == [2, 1, 1, 0]
+    assert extra_warmup(1, 1, 1, 0) == [1, 1, 1, 0], "the later messages take longer"
+    assert extra_warmup(1, 0, 1, 0) == [0, 0, 0, 0], (
+        "all before must have room; and without them the earlier gain nothing"
+    )
 
 
 def test_pipelines_that_are_alike_but_for_what_is_under_way_are_not_simulated_as_one():
-    def step(*ahead: int) -> float:
+    def step(*extra_warmup: int) -> float:
         """Return what pipelines side by side take together, the first stages of which are so far ahead."""
         tiles = []
-        for row, number in enumerate(ahead):
-            tiles.append(Tile(Interval(0, 3), Interval(row, row + 1), (2 * row,), ahead=number))
+        for row, number in enumerate(extra_warmup):
+            tiles.append(Tile(Interval(0, 3), Interval(row, row + 1), (2 * row,), extra_warmup=number))
             tiles.append(Tile(Interval(3, 6), Interval(row, row + 1), (2 * row + 1,)))
-        plan = Plan(tuple(tiles), 8, len(ahead))
+        plan = Plan(tuple(tiles), 8, len(extra_warmup))
         cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
         messages = {(a, b): 1.0 for a in plan.tiles for b in plan.tiles}
         return simulate(plan, {t: one_f_one_b(plan, t) for t in plan.tiles}, Costs(cost, messages)).step_seconds
@@ -282,10 +284,10 @@ def test_zb_h1_keeps_no_more_microbatches_than_the_first_tile_on_the_longest_pat
     plan = replace(drawn, schedule="zb-h1")
     for tile in plan.tiles:
         steps, depth = schedule_of(plan, tile), plan.depth_to_loss(tile)
-        if plan.downstream(tile):  # at the loss substeps go forward and back one by one
-            assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.substeps * min(depth + 1, plan.microbatches)
+        if plan.downstream(tile):  # at the loss row_chunks go forward and back one by one
+            assert most(steps, (Op.BACKWARD, Op.BACKWARD_INPUT)) == tile.row_chunks * min(depth + 1, plan.microbatches)
         path = depth + plan.depth_from_start(tile) + 1
-        assert most(steps, ADDING) <= tile.substeps * min(path, plan.microbatches)
+        assert most(steps, ADDING) <= tile.row_chunks * min(path, plan.microbatches)
 
 
 @given(TILINGS)
@@ -306,7 +308,7 @@ def test_1f1b_sends_the_gradient_before_it_computes_those_of_weights_where_that_
         " reduce gradients, update"
     )
     assert schedule_of(plan, plan.tiles[0]) == one_f_one_b(plan, plan.tiles[0]), "nobody waits for it"
-    for option in ({"recompute": "full"}, {"substeps": 2}, {"zero": 2}):
+    for option in ({"recompute": "full"}, {"row_chunks": 2}, {"zero": 2}):
         assert delay_of_the_second(TensorGrid(), **option) is None
     grids = (TensorGrid(z=2), TensorGrid(y=2), TensorGrid(x=2))
     assert [delay_of_the_second(grid) for grid in grids] == [0, None, None]

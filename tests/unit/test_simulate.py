@@ -41,8 +41,8 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     plan, copies = beside_itself(replace(drawn, unused=()))
     tiles: dict[Tile, TileCost] = {}
     for tile, copy in copies.items():
-        passes = [(PassCost(data.draw(SECONDS)),) * tile.substeps for _ in range(4)]
-        cost = TileCost(passes[0], passes[1], 0.25, passes[2], passes[3], overlap_times=1.5)
+        passes = [(PassCost(data.draw(SECONDS)),) * tile.row_chunks for _ in range(4)]
+        cost = TileCost(passes[0], passes[1], 0.25, passes[2], passes[3], overlap_slowdown=1.5)
         tiles[tile] = tiles[copy] = cost
     pairs = [pair for a in copies for b in plan.downstream(a) for pair in ((a, b), (b, a))]
     messages = {pair: data.draw(SECONDS) for pair in pairs}
@@ -57,7 +57,7 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
         messages[copies[a], copies[b]] = messages[a, b] + 0.75
     elif data.draw(st.booleans()):
         tile = data.draw(st.sampled_from(list(copies)))
-        tiles[copies[tile]] = replace(tiles[tile], forward=(PassCost(3.0),) * tile.substeps)
+        tiles[copies[tile]] = replace(tiles[tile], forward=(PassCost(3.0),) * tile.row_chunks)
     costs = Costs(tiles, messages, tuple(sharings), agree_seconds=0.1)
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)

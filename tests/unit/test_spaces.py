@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
-from hpctrain.engine.yardstick import tell_yardstick, yardstick
+from hpctrain.engine.yardstick import format_yardstick, yardstick
 from hpctrain.jobs.common import Described, check_runs, ready_miniature
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.holders import check_zero
@@ -49,18 +49,18 @@ def every_even_plan():
 
 @pytest.mark.parametrize("space", [Space(), even_space()])
 def test_no_even_plan_of_a_family_is_faster_than_what_is_found(space):
-    found = search(SETUP, JOB.train.global_batch, CLUSTER, [FAMILY], space, EVERY_PLAN)
+    result = search(SETUP, JOB.train.global_batch, CLUSTER, [FAMILY], space, EVERY_PLAN)
     predicted = [predict(SETUP, plan, CLUSTER) for plan in every_even_plan()]
     fitting = [each.step_seconds for each in predicted if each.fits]
     assert len(fitting) > 50
-    assert found.best.seconds <= min(fitting) * 1.001
+    assert result.best.seconds <= min(fitting) * 1.001
 
 
 def test_a_family_alone_uses_its_devices_only():
     own = {device.rank for device in CLUSTER.devices if device.family == FAMILY}
-    found = search(SETUP, JOB.train.global_batch, CLUSTER, [FAMILY], limits=EVERY_PLAN)
-    assert len(found.plans) >= 5
-    for timed in found.plans:
+    result = search(SETUP, JOB.train.global_batch, CLUSTER, [FAMILY], limits=EVERY_PLAN)
+    assert len(result.plans) >= 5
+    for timed in result.plans:
         check_runs(JOB, timed.plan, "alone")
         assert {rank for tile in timed.plan.tiles for rank in tile.ranks} <= own
         assert set(range(CLUSTER.num_devices)) - own <= set(timed.plan.unused)
@@ -88,21 +88,21 @@ def check_even(plan: Plan, num_blocks: int) -> None:
 def test_an_even_plan_is_even(case):
     setup, batch, cluster, space = case
     try:
-        found = search(setup, batch, cluster, None, replace(even_space(), zero=space.zero), EVERYTHING)
+        result = search(setup, batch, cluster, None, replace(even_space(), zero=space.zero), EVERYTHING)
     except PlanError as error:
         assert "no even plan of" in str(error) and "uses all devices" in str(error)
         devices = cluster.num_devices
         assert batch % devices, "replicas alone would do"
         assert setup.model.num_layers < devices, "and so would a pipeline of all devices"
         return
-    for timed in found.plans:
+    for timed in result.plans:
         check_even(timed.plan, setup.model.num_layers)
 
 
 @pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
 def test_restricted_plans_of_a_ready_cluster_can_run_and_are_not_faster_than_all(name):
     made = ready_miniature(name)
-    job, cluster, limits = made.job, made.cluster, Limits(weighed=400, timed=4)
+    job, cluster, limits = made.job, made.cluster, Limits(scored=400, timed=4)
     setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
     best, by_speed, even = (
         search(setup, job.train.global_batch, cluster, space=space, limits=limits)
@@ -148,7 +148,7 @@ def test_by_speed_no_other_cut_is_done_earlier_by_the_speeds(case):
     except PlanError as error:
         assert "no by speed plan of" in str(error)
         return
-    speed = searching.weigher.speed
+    speed = searching.scorer.speed
 
     def seconds(pool: int, choice, blocks: int, rows: int, ends) -> float:
         """Return what a stage takes if it computes by one speed of its devices."""
@@ -178,11 +178,11 @@ def test_by_speed_rows_and_blocks_are_in_proportion():
     """Of devices of which one is three times as fast as the other, where networks cost nothing."""
     cluster = cluster_of([("a", 1, 1), ("b", 1, 1)], speeds={"a": 1e9, "b": 3e9}, **FAST_NETWORK)
     setup = setup_of(16, vocabulary=2)
-    found = Search(setup, 32, cluster, None, by_speed_space(microbatches=(1, 8), zero=(1,)), EVERYTHING, lambda: 0.0)
-    found.run()
-    rows = [dict(zip(at.shape.pipelines, at.rows, strict=True)) for at in found.layouts if at.shape.microbatches == 1]
+    result = Search(setup, 32, cluster, None, by_speed_space(microbatches=(1, 8), zero=(1,)), EVERYTHING, lambda: 0.0)
+    result.run()
+    rows = [dict(zip(at.shape.pipelines, at.rows, strict=True)) for at in result.layouts if at.shape.microbatches == 1]
     assert {((0,), 8), ((1,), 24)} == {pair for cut in rows if len(cut) == 2 for pair in cut.items()}
-    for layout in found.layouts:
+    for layout in result.layouts:
         if len(layout.stages) == 1 and all(c.stages == 1 for row in layout.shape.choices for c in row):
             assert {placed.pool: placed.blocks for placed in layout.all_stages} == {0: 4, 1: 12}
 
@@ -195,14 +195,14 @@ def test_by_speed_memory_is_not_considered_when_cutting():
     needed = max(stage.memory.total for stage in roomy.prediction.memory if stage.tile.family == "c")
     small = cluster.families["c"].model_copy(update={"memory_bytes": int(needed * 0.8)})
     cluster = cluster.model_copy(update={"families": cluster.families | {"c": small}})
-    found = search(setup, 16, cluster, space=Space(**space), limits=EVERYTHING).best
-    assert found.prediction.fits
+    result = search(setup, 16, cluster, space=Space(**space), limits=EVERYTHING).best
+    assert result.prediction.fits
     try:
         by_speed = search(setup, 16, cluster, space=by_speed_space(**space), limits=EVERYTHING).best.seconds
     except PlanError as error:
-        by_speed, told = float("inf"), str(error)
-        assert "fits in memory" in told
-    assert found.seconds < by_speed
+        by_speed, summary = float("inf"), str(error)
+        assert "fits in memory" in summary
+    assert result.seconds < by_speed
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -212,16 +212,16 @@ def test_replicas_of_unlike_families_get_rows_by_speed_in_every_zero_stage(zero)
         cluster_of([("a", 1, 1), ("c", 1, 1)], memory=2_000_000, **FAST_NETWORK),
         setup_of(1, vocabulary=512),
     )
-    found = search(setup, 48, cluster, space=Space(zero=(zero,)), limits=EVERYTHING).best
+    result = search(setup, 48, cluster, space=Space(zero=(zero,)), limits=EVERYTHING).best
     even = search(setup, 48, cluster, space=even_space(zero=(zero,)), limits=EVERYTHING).best
-    check_tiling(found.plan, 3)
-    check_zero(found.plan, "a plan")
-    assert {tile.zero for tile in (*found.plan.tiles, *even.plan.tiles)} == {zero}
-    rows = {tile.family: tile.rows.size * found.plan.microbatches for tile in found.plan.tiles}
+    check_tiling(result.plan, 3)
+    check_zero(result.plan, "a plan")
+    assert {tile.zero for tile in (*result.plan.tiles, *even.plan.tiles)} == {zero}
+    rows = {tile.family: tile.rows.size * result.plan.microbatches for tile in result.plan.tiles}
     assert rows["c"] / rows["a"] == pytest.approx(3.7, rel=0.2)
-    assert 1.5 < even.seconds / found.seconds < 3.92
+    assert 1.5 < even.seconds / result.seconds < 3.92
     slower = search(setup, 48, cluster_of([("a", 1, 1), ("c", 1, 1)], nic=2e7), space=Space(zero=(zero,))).best
-    assert slower.seconds > 1.01 * found.seconds
+    assert slower.seconds > 1.01 * result.seconds
     assert slower.layout.seconds == pytest.approx(slower.seconds, rel=0.05), "the closed form knows what they exchange"
 
 
@@ -246,27 +246,30 @@ def test_a_family_that_cannot_hold_the_model_is_named():
     large = JOB.model_copy(update={"model": JOB.model.model_copy(update={"num_layers": 90})})
     with pytest.raises(PlanError, match="fits in memory"):
         search(replace(SETUP, model=large.model), 24, CLUSTER, [FAMILY], limits=EVERY_PLAN)
-    told = yardstick(large, RUN_ON, 1000.0)
-    assert told["no_ratio"] == "a100-40 alone cannot hold the model" and "of_sum" not in told
-    assert "a100-40 cannot hold the model tokens/s" not in (said := tell_yardstick(told, RUN_ON))
+    summary = yardstick(large, RUN_ON, 1000.0)
+    assert summary["no_ratio"] == "a100-40 alone cannot hold the model" and "fraction_of_sum" not in summary
+    assert "a100-40 cannot hold the model tokens/s" not in (said := format_yardstick(summary, RUN_ON))
     assert "no ratio: a100-40 alone cannot hold the model" in said
-    assert f"{told['of_even']:.2f} times the job cut evenly" in said, "over all devices there is room"
+    assert f"{summary['speedup_over_even']:.2f} times the job cut evenly" in said, "over all devices there is room"
     larger = large.model_copy(update={"model": large.model.model_copy(update={"num_layers": 110})})
-    told = yardstick(larger, RUN_ON, 1000.0)
-    assert "cut evenly the job does not fit" in tell_yardstick(told, RUN_ON) and "of_even" not in told
+    summary = yardstick(larger, RUN_ON, 1000.0)
+    assert "cut evenly the job does not fit" in format_yardstick(summary, RUN_ON) and "speedup_over_even" not in summary
 
 
 def test_the_share_is_of_the_sum_of_what_families_are_predicted_to_do():
-    told = yardstick(JOB, RUN_ON, 1000.0)
-    alone = told["predicted_alone"]
+    summary = yardstick(JOB, RUN_ON, 1000.0)
+    alone = summary["predicted_alone"]
     assert set(alone) == {"a100-80", "a100-40"}
-    assert told["of_sum"] == pytest.approx(1000.0 / sum(alone.values()))
-    assert told["of_best_family"] == pytest.approx(1000.0 / max(alone.values()))
-    said = tell_yardstick(told, RUN_ON)
-    assert told["of_even"] == pytest.approx(1000.0 / told["predicted_even"])
-    assert 0.7 * sum(alone.values()) < told["predicted_even"] < sum(alone.values()), "they are about as fast"
-    assert f", {told['of_even']:.2f} times the job cut evenly;" in said
-    assert f"this run is {told['of_sum']:.2f} of their sum" in said and "`hpctrain bench mixed a100-80-40`" in said
+    assert summary["fraction_of_sum"] == pytest.approx(1000.0 / sum(alone.values()))
+    assert summary["speedup_over_best_family"] == pytest.approx(1000.0 / max(alone.values()))
+    said = format_yardstick(summary, RUN_ON)
+    assert summary["speedup_over_even"] == pytest.approx(1000.0 / summary["predicted_even"])
+    assert 0.7 * sum(alone.values()) < summary["predicted_even"] < sum(alone.values()), "they are about as fast"
+    assert f", {summary['speedup_over_even']:.2f} times the job cut evenly;" in said
+    assert (
+        f"this run is {summary['fraction_of_sum']:.2f} of their sum" in said
+        and "`hpctrain bench mixed a100-80-40`" in said
+    )
     real = Described(CLUSTER, "ours.toml", is_rehearsed=False)
     assert yardstick(JOB, real, 1000.0)["predicted_alone"] == pytest.approx(alone, rel=0.05)
-    assert tell_yardstick(told, real).endswith("times the job cut evenly"), "what is real is not rehearsed"
+    assert format_yardstick(summary, real).endswith("times the job cut evenly"), "what is real is not rehearsed"

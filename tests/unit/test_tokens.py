@@ -227,11 +227,11 @@ def test_a_flipped_bit_anywhere_is_harmless_or_found(small, tmp_path, data):
     path = tmp_path / "flipped.h5"
     path.write_bytes(flipped)
     try:
-        found = everything(path)
+        result = everything(path)
     except DataError as error:
         assert str(path) in str(error)
     else:
-        assert found == everything(whole)
+        assert result == everything(whole)
 
 
 @settings(max_examples=150, **IN_A_FIXTURE)

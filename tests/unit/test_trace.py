@@ -99,8 +99,8 @@ def test_a_recording_keeps_what_happens_while_it_runs():
 
 
 def test_who_traces_offers_all_that_is_told():
-    told = {name for name in vars(Tracer) if not name.startswith("_")}
-    assert told <= {*vars(Recording), "now"} and type(UNTRACED) is Tracer
+    text = {name for name in vars(Tracer) if not name.startswith("_")}
+    assert text <= {*vars(Recording), "now"} and type(UNTRACED) is Tracer
 
 
 def test_steps_note_when_they_begin_and_end():
@@ -121,8 +121,8 @@ class PretendedRanks:
 
     rank = 1
 
-    def __init__(self, clock, ahead: float, delays):
-        self._clock, self._ahead, self._delays = clock, ahead, iter(delays)
+    def __init__(self, clock, extra_warmup: float, delays):
+        self._clock, self._ahead, self._delays = clock, extra_warmup, iter(delays)
 
     def send(self, value, dest):
         assert dest == 0

@@ -13,7 +13,7 @@ from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.functions import add_part
 from hpctrain.model.store import Store
-from hpctrain.plan.holders import holdings_of
+from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.schedule import forward_only, items_in_order, one_f_one_b
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -30,9 +30,9 @@ class PretendedAxis:
 
     rank, size = 0, 2
 
-    def __init__(self, goes_beside: bool):
-        self.goes_beside = goes_beside
-        self.under_way: deque[PretendedWork] = deque()
+    def __init__(self, is_overlapped: bool):
+        self.is_overlapped = is_overlapped
+        self.in_flight: deque[PretendedWork] = deque()
         self.started: Counter[str] = Counter()
 
     def start_all_gather(self, tensor, cuts=None):
@@ -46,13 +46,13 @@ class PretendedAxis:
     def _start(self, name, move):
         work = PretendedWork(self, move)
         self.started[name] += 1
-        self.under_way.append(work)
-        if not self.goes_beside:
+        self.in_flight.append(work)
+        if not self.is_overlapped:
             work.wait()
         return work
 
     def barrier(self):
-        assert not self.under_way
+        assert not self.in_flight
 
     def allocate(self, numel, dtype, device):
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -68,20 +68,20 @@ class PretendedWork:
         self._axis, self._move = axis, move
 
     def wait(self):
-        while self in self._axis.under_way:
-            self._axis.under_way.popleft()._move()
+        while self in self._axis.in_flight:
+            self._axis.in_flight.popleft()._move()
 
 
 def store_of(plan: Plan, z: PretendedAxis, holders: PretendedAxis, keep: int = 0) -> Store:
-    held = holdings_of(MODEL, plan, 0)
+    shards = rank_shards_of(MODEL, plan, 0)
     axes = Axes(ALONE, ALONE, z if plan.tile_of(0).tensor.z > 1 else ALONE)
-    groups = [holders if len(holding.ranks) > 1 else ALONE for holding in held.holdings]
-    return Store(groups, held, axes, torch.float32, torch.device("cpu"), ITEMS[:keep])
+    groups = [holders if len(shard_group.ranks) > 1 else ALONE for shard_group in shards.shard_groups]
+    return Store(groups, shards, axes, torch.float32, torch.device("cpu"), ITEMS[:keep])
 
 
-def items_from(order, i: int, beside: int) -> list[int]:
+def items_from(order, i: int, concurrent: int) -> list[int]:
     """Return the item at a place of an order and, where gathers go on beside, so many others that come next."""
-    return list(dict.fromkeys(order[i:]))[: 1 + beside]
+    return list(dict.fromkeys(order[i:]))[: 1 + concurrent]
 
 
 def whole_units(store: Store) -> set:
@@ -98,9 +98,9 @@ orders = st.lists(st.sampled_from([list(ITEMS), list(reversed(ITEMS))]), min_siz
 )
 
 
-@given(order=orders, beside=st.booleans(), keep=st.integers(0, MODEL.num_items))
-def test_weights_are_there_when_their_item_computes_and_few_others_are(order, beside, keep):
-    z = PretendedAxis(beside)
+@given(order=orders, concurrent=st.booleans(), keep=st.integers(0, MODEL.num_items))
+def test_weights_are_there_when_their_item_computes_and_few_others_are(order, concurrent, keep):
+    z = PretendedAxis(concurrent)
     store = store_of(even_plan(MODEL.num_items, TensorGrid(z=2), 1, 1, 1, 2), z, ALONE, keep)
     handles = {
         item: store.weights(item, [p.name for u in store._units_of(item) for p in u.layout.unit.parameters])
@@ -112,16 +112,16 @@ def test_weights_are_there_when_their_item_computes_and_few_others_are(order, be
         store.traffic.gather(item)
         for weight in handles[item]:
             assert weight.data.shape and set(weight.data.flatten().tolist()) <= {0.0, 1.0}
-        near = items_from(order, i, beside)
+        near = items_from(order, i, concurrent)
         assert whole_units(store) == kept & units_of(store, [*order[:i], *near]) | units_of(store, near)
-        assert len(z.under_way) <= 2 * beside
+        assert len(z.in_flight) <= 2 * concurrent
         store.traffic.release(item)
-    assert not z.under_way and whole_units(store) <= kept
+    assert not z.in_flight and whole_units(store) <= kept
     turns = [item for item, _ in groupby(order)]
     expected = 0
     for unit in store._units:
         uses = [i for i, item in enumerate(turns) if item in unit.layout.unit.items]
-        again = sum(b - a > 1 + beside for a, b in pairwise(uses))
+        again = sum(b - a > 1 + concurrent for a, b in pairwise(uses))
         expected += bool(uses) + (0 if unit in kept else again)
     assert z.started["all_gather"] == expected
     store.traffic.forget()
@@ -141,27 +141,27 @@ def test_shards_over_z_and_over_holders_are_gathered_one_after_the_other(order, 
         assert all(unit._is_gathered for unit in units)
         assert whole_units(store) <= units_of(store, items_from(order, i, operations))
         store.traffic.release(item)
-    assert not z.under_way and not holders.under_way
+    assert not z.in_flight and not holders.in_flight
     assert holders.started["all_gather"] <= len(order)
 
 
 @given(
     microbatches=st.integers(1, 3),
-    beside=st.tuples(st.booleans(), st.booleans()),
+    concurrent=st.tuples(st.booleans(), st.booleans()),
     layout=st.sampled_from([(2, 1, 1), (2, 2, 2), (1, 2, 2), (1, 2, 3), (2, 2, 3), (1, 1, 1)]),
 )
-def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are(microbatches, beside, layout):
+def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are(microbatches, concurrent, layout):
     """Each pass adds another number to all gradients; who is told of an item finds them all in its shards.
 
     Those of a tied head's table are made by two items; what no item makes is zero.
     """
-    (z_size, data, zero), (z, holders) = layout, (PretendedAxis(b) for b in beside)
+    (z_size, data, zero), (z, holders) = layout, (PretendedAxis(b) for b in concurrent)
     store = store_of(even_plan(MODEL.num_items, TensorGrid(z=z_size), 1, data, 1, 2, zero=zero), z, holders)
-    told = []
+    summary = []
     handles = {item: store.weights(item, [p.name for p in item_parameters(MODEL, item)]) for item in ITEMS}
 
     def passed(item):
-        told.append(item)
+        summary.append(item)
         for unit in store._units_of(item):
             if unit.scatters and len(unit.layout.unit.items) == 1:
                 shard = unit._sharded.own_grads() if unit._sharded else unit._grad_shard
@@ -179,11 +179,11 @@ def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are
                     for half in (0.5, 0.5):
                         weight.accumulate(add_part, torch.full_like(weight.grad, half * 10.0**m))
             store.traffic.end_backward(item, passed if m == microbatches - 1 else None)
-            assert len(store.traffic._scattering) <= 2 * any(beside)
+            assert len(store.traffic._scattering) <= 2 * any(concurrent)
             store.traffic.release(item)
     store.traffic.collect()
-    assert told == list(reversed(ITEMS))
-    assert not z.under_way and not holders.under_way
+    assert summary == list(reversed(ITEMS))
+    assert not z.in_flight and not holders.in_flight
 
 
 def test_what_is_not_expected_is_refused():

@@ -80,7 +80,7 @@ class Accelerator(ABC):
     def synchronize(self) -> None:
         """Wait until everything that was queued is done."""
 
-    def give_back(self) -> None:  # noqa: B027
+    def release(self) -> None:  # noqa: B027
         """Give memory that was freed, and is kept to be used again, back to the device. Most keep none."""
 
     def running(self) -> AbstractContextManager:
@@ -142,7 +142,7 @@ class Accelerator(ABC):
         """Return uint8 host memory that the device copies from and to by itself (pinned)."""
 
     @abstractmethod
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Say whether a tensor is in memory of the device, which the host must not touch."""
 
     @abstractmethod

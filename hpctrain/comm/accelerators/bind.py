@@ -10,7 +10,7 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, family_of
 from hpctrain.comm.routes.abilities import ON_HOST, Ability, Devices, combine
 from hpctrain.comm.routes.cuda_aware import probe_direct
-from hpctrain.comm.routes.nccl import find_native_library
+from hpctrain.comm.routes.nccl import load_nccl
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
@@ -60,11 +60,11 @@ def _learn_devices(world: World, accelerator: Accelerator, sharing: bool) -> Dev
     places, rank = world.topology.places, world.rank
     native, direct = ON_HOST, None
     if accelerator.kind != "cpu":
-        native = Ability(False, "ranks share devices") if sharing else find_native_library().ability
+        native = Ability(False, "ranks share devices") if sharing else load_nccl().ability
         if rank == min(r for r, p in enumerate(places) if p.host == places[rank].host and p.kind != "cpu"):
             direct = probe_direct(accelerator.kind, accelerator.device.index)
-    found = world.broadcast_object(world.gather_objects((native, direct)))
-    return Devices(accelerator, combine(world.topology, found))
+    result = world.broadcast_object(world.gather_objects((native, direct)))
+    return Devices(accelerator, combine(world.topology, result))
 
 
 def _visible_devices(kind: str) -> list[str]:
@@ -85,13 +85,13 @@ def _visible_devices(kind: str) -> list[str]:
 def _gpu(index: int, family: str) -> Accelerator:
     from hpctrain.comm.accelerators.cuda import CudaAccelerator
 
-    found = CudaAccelerator(index, family)
-    if FAMILY_VARIABLE not in os.environ and family_of(found.model) != family:
+    result = CudaAccelerator(index, family)
+    if FAMILY_VARIABLE not in os.environ and family_of(result.model) != family:
         raise TopologyError(
-            f"this rank was taken for one of family '{family}', but its device {index} is a {found.model}: the host"
+            f"this rank was taken for one of family '{family}', but its device {index} is a {result.model}: the host"
             f" has devices of several kinds; set {FAMILY_VARIABLE} for each rank"
         )
-    return found
+    return result
 
 
 def choose_device(topology: Topology, visible: Sequence[Sequence[str]], rank: int, sharing: bool = False) -> int:
@@ -129,9 +129,9 @@ def _threads_per_core(world: World) -> float:
     """Return how many computing threads of this host's CPU ranks share a core. All ranks must call."""
     own = world.place.kind == "cpu", torch.get_num_threads(), os.sched_getaffinity(0)
     here = [
-        found
-        for place, found in zip(world.topology.places, _of_all(world, own), strict=True)
-        if place.host == world.place.host and found[0]
+        result
+        for place, result in zip(world.topology.places, _of_all(world, own), strict=True)
+        if place.host == world.place.host and result[0]
     ]
     cores = set().union(*(cores for _, _, cores in here))
     return max(1.0, sum(threads for _, threads, _ in here) / max(1, len(cores)))

@@ -85,7 +85,7 @@ class CpuAccelerator(Accelerator):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         return False  # MPI may touch all that there is
 
     def products_per_second(self, dtype: torch.dtype) -> float:

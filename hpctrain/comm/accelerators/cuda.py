@@ -59,7 +59,7 @@ class CudaAccelerator(Accelerator):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         torch.cuda.empty_cache()
 
     def new_stream(self) -> Stream:
@@ -83,7 +83,7 @@ class CudaAccelerator(Accelerator):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
     def products_per_second(self, dtype: torch.dtype) -> float:

@@ -25,7 +25,7 @@ MIG_PATTERN = r"\bmig (\d+g\.\d+gb)"
 VENDOR_WORDS = r"\b(nvidia|amd|tesla|geforce|quadro|radeon|instinct|graphics)\b"
 
 
-class Found(NamedTuple):
+class DetectedDevice(NamedTuple):
     """What a rank says of its device before it takes one."""
 
     kind: str
@@ -33,27 +33,27 @@ class Found(NamedTuple):
     family: str
 
 
-def find_device(environment: Mapping[str, str] = os.environ) -> Found:
+def detect_device(environment: Mapping[str, str] = os.environ) -> DetectedDevice:
     """Return the kind of this process' device and its family. Never raises.
 
     The kind is HPCTRAIN_DEVICE, else what torch sees; the family HPCTRAIN_FAMILY, else from the device's name.
     """
     asked = environment.get(DEVICE_VARIABLE, "auto")
     if asked == "cpu" or (asked == "auto" and not any(map(os.path.exists, DRIVER_FILES))):
-        return Found("cpu", environment.get(FAMILY_VARIABLE, "cpu"))
+        return DetectedDevice("cpu", environment.get(FAMILY_VARIABLE, "cpu"))
 
     import torch
 
     if not torch.cuda.is_available():
         kind = "cpu" if asked == "auto" else asked
-        return Found(kind, environment.get(FAMILY_VARIABLE, kind))
+        return DetectedDevice(kind, environment.get(FAMILY_VARIABLE, kind))
 
     from hpctrain.comm.accelerators.cuda import gpu_kind
 
     kind = gpu_kind() if asked in ("auto", "cuda", "rocm") else asked
     local_rank = next((int(environment[v]) for v in LOCAL_RANK_VARIABLES if v in environment), 0)
     name = torch.cuda.get_device_name(local_rank % torch.cuda.device_count())
-    return Found(kind, environment.get(FAMILY_VARIABLE) or family_of(name))
+    return DetectedDevice(kind, environment.get(FAMILY_VARIABLE) or family_of(name))
 
 
 def family_of(name: str) -> str:
@@ -62,7 +62,7 @@ def family_of(name: str) -> str:
     part = re.search(MIG_PATTERN, lower)
     suffix = f"-mig-{part[1]}" if part else ""
     for pattern in NAME_PATTERNS:
-        if found := re.search(pattern, lower):
-            return found[1].replace(" ", "") + suffix
+        if result := re.search(pattern, lower):
+            return result[1].replace(" ", "") + suffix
     words = re.sub(VENDOR_WORDS, " ", lower)
     return re.sub(r"[^a-z0-9]+", "-", words).strip("-") or "gpu"

@@ -29,8 +29,8 @@ def describe(
         if m.pairs.fabric:
             across.setdefault(m.pairs.fabric, []).append(m)
     described = {}
-    for name, found in across.items():
-        described[name] = Fabric(origin="measured", latency_seconds=_short(min(m.latency_seconds for m in found)))
+    for name, result in across.items():
+        described[name] = Fabric(origin="measured", latency_seconds=_short(min(m.latency_seconds for m in result)))
         comments[f"fabrics.{name}"] = "Between nodes. The latency is that of an empty message, of the nearest families."
     inside = [m for m in measured if m.pairs.fabric is None]
     nodes = _nodes(places, fabrics, inside, across, comments)
@@ -66,9 +66,9 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
     comments[f"{key}.products"] = (
         "[m, k] @ [k, n]; shapes that would have taken too long are left out. Each the best of some rounds."
     )
-    slowed = [other.overlap_times for other in figures if other.overlap_times]
+    slowed = [other.overlap_slowdown for other in figures if other.overlap_slowdown]
     if slowed:
-        comments[f"{key}.overlap_times"] = "A product while an all-reduce of all ranks is under way, of one without."
+        comments[f"{key}.overlap_slowdown"] = "A product while an all-reduce of all ranks is under way, of one without."
     return Family(
         origin="measured",
         kind=first.kind,
@@ -81,7 +81,7 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
             Product(dtype=dtype, shape=shape, flops_per_second=_short(speed))
             for (dtype, shape), speed in speeds.items()
         ),
-        overlap_times=_short(statistics.median(slowed)) if slowed else None,
+        overlap_slowdown=_short(statistics.median(slowed)) if slowed else None,
         measured_at_once=at_once,
     )
 
@@ -97,19 +97,19 @@ def _nodes(
     hosts: dict[str, dict[str, list[int]]] = {}
     for rank, place in enumerate(places):
         hosts.setdefault(place.host, {}).setdefault(place.family, []).append(rank)
-    alike: dict[tuple, list[str]] = {}
+    equivalent: dict[tuple, list[str]] = {}
     for host, families in hosts.items():
         own = fabrics[min(rank for ranks in families.values() for rank in ranks)]
         counts = tuple((family, len(ranks)) for family, ranks in families.items())
-        alike.setdefault((own, counts), []).append(host)
-    order = [rank for kind in alike.values() for host in kind for ranks in hosts[host].values() for rank in ranks]
-    found = []
-    for (own, counts), kind in alike.items():
+        equivalent.setdefault((own, counts), []).append(host)
+    order = [rank for kind in equivalent.values() for host in kind for ranks in hosts[host].values() for rank in ranks]
+    result = []
+    for (own, counts), kind in equivalent.items():
         devices = dict(counts)
         pairs = [m for m in inside if set(m.pairs.families) <= set(devices)]
         slowest = max(pairs, key=lambda m: -m.bytes_per_second(1), default=None)
         several = sum(devices.values()) > 1 and slowest is not None
-        key = f"nodes.{len(found)}"
+        key = f"nodes.{len(result)}"
         comments[key] = f"{', '.join(kind[:4])}{' and others' if len(kind) > 4 else ''}."
         if several:
             comments[f"{key}.link_latency_seconds"] = "Of the slowest pair of families on the node."
@@ -117,7 +117,7 @@ def _nodes(
         if nics:
             comments[f"{key}.nics"] = "What all flows of a node got together, through however many NICs it has."
         ranks = tuple(rank for host in kind for of_family in hosts[host].values() for rank in of_family)
-        found.append(
+        result.append(
             Nodes(
                 origin="measured" if several else None,
                 count=len(kind),
@@ -128,7 +128,7 @@ def _nodes(
                 ranks=None if order == sorted(order) else ranks,
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def _nic(fabric: str, measured: Sequence[Measured]) -> Nic:

@@ -54,7 +54,7 @@ class DeviceFigures(NamedTuple):
     host_copy_bytes_per_second: float | None
     flops_per_second: dict[tuple[str, Shape], float]
     """Of dtype and shape; those that would have taken too long are left out."""
-    overlap_times: float | None = None
+    overlap_slowdown: float | None = None
     """How many times as long it computes while it communicates; None where it does not do both at once."""
 
 
@@ -155,10 +155,10 @@ def host_copy_seconds(accelerator, num_bytes: int, seconds: float) -> float:
         torch.ones(num_bytes, dtype=torch.uint8, device=accelerator.device),
     )
 
-    def one_way(target: torch.Tensor, source: torch.Tensor) -> None:
+    def one_direction(target: torch.Tensor, source: torch.Tensor) -> None:
         event = accelerator.copy(target, source)
         while not event.query():
             os.sched_yield()
 
     ways = ((host, there), (there, host))
-    return max(seconds_of(lambda w=way: one_way(*w), accelerator, seconds / 2) for way in ways)
+    return max(seconds_of(lambda w=way: one_direction(*w), accelerator, seconds / 2) for way in ways)

@@ -63,12 +63,12 @@ def pair_classes(places: Sequence[Place], fabrics: Sequence[str]) -> list[PairCl
 
     `fabrics` are by rank. Of hosts that are alike two are looked at, however many there are.
     """
-    found: dict[tuple, PairClass] = {}
+    result: dict[tuple, PairClass] = {}
     for pair_class in _candidates(places, fabrics):
         key = (pair_class.fabric, pair_class.families)
-        if key not in found or len(pair_class.pairs) > len(found[key].pairs):
-            found[key] = pair_class
-    return [found[key] for key in sorted(found, key=lambda key: (key[0] is not None, key[0] or "", key[1]))]
+        if key not in result or len(pair_class.pairs) > len(result[key].pairs):
+            result[key] = pair_class
+    return [result[key] for key in sorted(result, key=lambda key: (key[0] is not None, key[0] or "", key[1]))]
 
 
 def _candidates(places: Sequence[Place], fabrics: Sequence[str]) -> Iterator[PairClass]:
@@ -76,11 +76,11 @@ def _candidates(places: Sequence[Place], fabrics: Sequence[str]) -> Iterator[Pai
     for rank, place in enumerate(places):
         hosts.setdefault(place.host, {}).setdefault(place.family, []).append(rank)
     fabric_of = {place.host: fabrics[rank] for rank, place in reversed(list(enumerate(places)))}
-    alike: dict[tuple, list[str]] = {}
+    equivalent: dict[tuple, list[str]] = {}
     for host, families in hosts.items():
         counts = tuple(sorted((family, len(ranks)) for family, ranks in families.items()))
-        alike.setdefault((fabric_of[host], counts), []).append(host)
-    some = [host for kind in alike.values() for host in kind[:2]]
+        equivalent.setdefault((fabric_of[host], counts), []).append(host)
+    some = [host for kind in equivalent.values() for host in kind[:2]]
     for host in some:
         for one, other in combinations_with_replacement(sorted(hosts[host]), 2):
             ranks = hosts[host]
@@ -114,11 +114,11 @@ def measure_messages(
         for flows in pair_class.flows:
             for size in meter.affordable_sizes(trips, flows):
                 trips[flows, size] = meter.seconds_of(pair_class.pairs[:flows], size)
-        measured.append(one_way(pair_class, trips))
+        measured.append(one_direction(pair_class, trips))
     return measured
 
 
-def one_way(pair_class: PairClass, trips: Mapping[tuple[int, int], float]) -> Measured:
+def one_direction(pair_class: PairClass, trips: Mapping[tuple[int, int], float]) -> Measured:
     """Return what messages take, by what they and an answer of one byte do, by flows and bytes. Pure.
 
     The answer takes the latency, and never more than the message: half a round trip is the least that this can take.

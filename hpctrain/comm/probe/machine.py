@@ -70,12 +70,12 @@ def describe_machine(world: World, accelerator: Accelerator, fresh: bool = False
     `SHORT_PROBE_SECONDS` and kept there. Raises TopologyError where names of families or fabrics cannot be used.
     """
     path = cache_folder() / "machines" / f"{fingerprint(world, accelerator)}.toml"
-    found = None
+    result = None
     if world.rank == 0 and not fresh:
-        found = _read(path)
-    found = world.broadcast_object(found)
-    if found:
-        return found
+        result = _read(path)
+    result = world.broadcast_object(result)
+    if result:
+        return result
     start = time.monotonic()
     topology = world.topology
     can_overlap = topology.has_devices or len({place.host for place in topology.places}) > 1
@@ -89,8 +89,8 @@ def describe_machine(world: World, accelerator: Accelerator, fresh: bool = False
         )
         text = dump_cluster(cluster, {"": head} | comments)
         kept = keep(path, text)
-        found = Machine(path, text, cluster, f"a probe of {seconds:.1f} s now{kept}")
-    return world.broadcast_object(found)
+        result = Machine(path, text, cluster, f"a probe of {seconds:.1f} s now{kept}")
+    return world.broadcast_object(result)
 
 
 def _read(path: Path) -> Machine | None:

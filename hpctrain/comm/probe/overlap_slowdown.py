@@ -29,7 +29,7 @@ def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: 
 
     At least 1; None where the group has no lane, which a thread must move. All ranks must call.
     """
-    if not comm.goes_beside:
+    if not comm.is_overlapped:
         return None
     on_cpu = accelerator.kind == "cpu"
     size = PRODUCT_SIZE_ON_CPUS if on_cpu else PRODUCT_SIZE
@@ -50,18 +50,18 @@ def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: 
             count += 1
         return _Computed(count, time.perf_counter() - start)
 
-    alone = beside = _Computed()
+    alone = overlapped = _Computed()
     agreed, end, is_warm = torch.zeros(1, device=device), time.monotonic() + seconds, False
     while not agreed.item():
         work = comm.start_all_reduce(moved)
-        found = compute(lambda work=work: work.ended)  # no poll: a thread moves the bytes
+        result = compute(lambda work=work: work.ended)  # no poll: a thread moves the bytes
         work.wait()
         comm.barrier()
-        stop = time.perf_counter() + found.seconds
+        stop = time.perf_counter() + result.seconds
         other = compute(lambda stop=stop: time.perf_counter() >= stop)
         if is_warm:  # the first time memory is touched, and threads are woken
-            alone, beside = alone + other, beside + found
+            alone, overlapped = alone + other, overlapped + result
         agreed.fill_(is_warm and time.monotonic() >= end)
         is_warm = True
         comm.all_reduce(agreed, "max")
-    return max(1.0, (beside.seconds / beside.products) / (alone.seconds / alone.products))
+    return max(1.0, (overlapped.seconds / overlapped.products) / (alone.seconds / alone.products))

@@ -46,7 +46,7 @@ def probe_cluster(
     figures = measure_device(comm, accelerator, world.place.family, ranks_on_host, seconds * for_devices)
     if with_overlap:
         times = measure_overlap(comm, accelerator, figures.memory_bytes, seconds * for_overlap)
-        figures = figures._replace(overlap_times=times)
+        figures = figures._replace(overlap_slowdown=times)
     measured = measure_messages(world, comm, accelerator, classes, seconds * (1 - for_devices - for_overlap))
     gathered = world.gather_objects(figures)
     return None if gathered is None else describe(places, fabrics, gathered, measured)

@@ -18,7 +18,7 @@ class Ability(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyAbilities:
     """What the ranks of a family can do, all of them."""
 
     name: str
@@ -34,7 +34,7 @@ class Devices:
     """What groups with devices in them are made with: this rank's device, and facts that are the same on all ranks."""
 
     accelerator: "Accelerator"
-    families: Mapping[str, Family]
+    families: Mapping[str, FamilyAbilities]
 
 
 class DescribedRoute(NamedTuple):
@@ -49,7 +49,7 @@ class DescribedRoute(NamedTuple):
 ON_HOST = Ability(False, "host memory")
 
 
-def device_route(one: Family, other: Family) -> tuple[str, str]:
+def device_route(one: FamilyAbilities, other: FamilyAbilities) -> tuple[str, str]:
     """Return the route between ranks of two families (or of one, given twice), and the reason. Pure.
 
     | families                | route  | collectives            | messages                       | if           |
@@ -69,7 +69,7 @@ def device_route(one: Family, other: Family) -> tuple[str, str]:
     return message_route(one, other)
 
 
-def message_route(one: Family, other: Family) -> tuple[str, str]:
+def message_route(one: FamilyAbilities, other: FamilyAbilities) -> tuple[str, str]:
     """Return how messages go between ranks of two families, of which one at least has devices. Pure."""
     for family in (one, other):
         if family.kind == "cpu":
@@ -80,13 +80,13 @@ def message_route(one: Family, other: Family) -> tuple[str, str]:
     return "direct", f"MPI moves memory of {', '.join(dict.fromkeys((one.name, other.name)))}: {one.direct.reason}"
 
 
-def describe_routes(topology: Topology, families: Mapping[str, Family]) -> list[DescribedRoute]:
+def describe_routes(topology: Topology, families: Mapping[str, FamilyAbilities]) -> list[DescribedRoute]:
     """Return the route of every pair of families, each with itself first. Pure.
 
     Families that are not in `families` have host memory.
     """
     names = topology.families
-    known = {name: families.get(name, Family(name, "cpu", ON_HOST, ON_HOST)) for name in names}
+    known = {name: families.get(name, FamilyAbilities(name, "cpu", ON_HOST, ON_HOST)) for name in names}
     described = []
     for i, name in enumerate(names):
         for other in names[i:]:
@@ -102,7 +102,7 @@ def all_of(abilities: Sequence[Ability]) -> Ability:
     return next((ability for ability in abilities if not ability.works), abilities[0])
 
 
-def combine(topology: Topology, found: Sequence[tuple[Ability, Ability | None]]) -> dict[str, Family]:
+def combine(topology: Topology, result: Sequence[tuple[Ability, Ability | None]]) -> dict[str, FamilyAbilities]:
     """Return by family what its ranks found: `native` each, `direct` one of each host (None for others). Pure."""
     families = {}
     places = topology.places
@@ -110,9 +110,9 @@ def combine(topology: Topology, found: Sequence[tuple[Ability, Ability | None]])
         members = topology.ranks_of(name)
         kind = places[members[0]].kind
         if kind == "cpu":
-            families[name] = Family(name, kind, ON_HOST, ON_HOST)
+            families[name] = FamilyAbilities(name, kind, ON_HOST, ON_HOST)
             continue
         hosts = {places[rank].host for rank in members}
-        probed = [direct for place, (_, direct) in zip(places, found, strict=True) if direct and place.host in hosts]
-        families[name] = Family(name, kind, all_of([found[rank][0] for rank in members]), all_of(probed))
+        probed = [direct for place, (_, direct) in zip(places, result, strict=True) if direct and place.host in hosts]
+        families[name] = FamilyAbilities(name, kind, all_of([result[rank][0] for rank in members]), all_of(probed))
     return families

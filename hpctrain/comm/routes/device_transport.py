@@ -68,7 +68,7 @@ class DeviceTransport:
         return self._mpi.buffer.fromaddress(part.data_ptr(), part.numel())
 
     def _message(self, data: torch.Tensor, peer: int, post: Post, staged: type) -> Message:
-        on_device = self._accelerator.holds(data)
+        on_device = self._accelerator.is_on_device(data)
         queued = self._accelerator.queued() if on_device else DONE
         if peer in self._direct:
             return PlainMessage(post, [data], queued)
@@ -76,8 +76,8 @@ class DeviceTransport:
         parts = [data[start : start + size] for start in range(0, data.numel(), size)] or [data]
         return staged(post, parts, queued, self._accelerator) if on_device else PlainMessage(post, parts, queued)
 
-    def _enter(self, way: tuple[str, int], message: Message) -> Ready:
-        self._moving.setdefault(way, deque()).append(message)
+    def _enter(self, direction: tuple[str, int], message: Message) -> Ready:
+        self._moving.setdefault(direction, deque()).append(message)
         self.poll()
 
         def ready() -> bool:
@@ -89,7 +89,7 @@ class DeviceTransport:
 
     def poll(self) -> None:
         """Move all messages; to one peer, and from one, they are posted in order."""
-        for way, messages in list(self._moving.items()):
+        for direction, messages in list(self._moving.items()):
             for message in messages:
                 message.move()
                 if not message.posted:
@@ -97,7 +97,7 @@ class DeviceTransport:
             while messages and messages[0].done:
                 messages.popleft()
             if not messages:
-                del self._moving[way]
+                del self._moving[direction]
 
     def abandon(self) -> None:
         self._open = False

@@ -8,7 +8,7 @@ from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
 from hpctrain.comm.routes.abilities import device_route, message_route
 from hpctrain.comm.routes.device_transport import DeviceTransport
-from hpctrain.comm.routes.nccl import NativeCollectives, find_native_library
+from hpctrain.comm.routes.nccl import NativeCollectives, load_nccl
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.routes.transport import HostTransport, Transport
 from hpctrain.comm.settings import Pace, Settings
@@ -37,8 +37,8 @@ class RouteMaker:
 
     def shares_memory(self, ranks: Sequence[int]) -> bool:
         """Say whether these ranks' tensors are on one host, in memory that they may share."""
-        alike = self._topology.route(ranks, self._preferences.route).kind == "shared"
-        return alike and not self._has_devices(ranks)
+        equivalent = self._topology.route(ranks, self._preferences.route).kind == "shared"
+        return equivalent and not self._has_devices(ranks)
 
     def backend(self, ranks: Sequence[int]) -> Backend | None:
         """Return what the group communicates by; None for a single rank."""
@@ -117,7 +117,7 @@ class RouteMaker:
         if len(families) == 1:
             own = self._family(self.rank)
             if device_route(own, own)[0] == "native":
-                nccl = self._nccl or find_native_library().module
+                nccl = self._nccl or load_nccl().module
                 native = NativeCollectives(nccl, transport.comm, self._devices.accelerator)
                 return ByMemory(native, flat, self._devices.accelerator)
         hosts = self._topology.domains(ranks, "host")

@@ -31,7 +31,7 @@ class Library(NamedTuple):
     ability: Ability
 
 
-def find_native_library() -> Library:
+def load_nccl() -> Library:
     """Return the library, or why it cannot be used. Loads CuPy."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -171,11 +171,11 @@ class NativeCollectives:
     def _exchange(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:
         """Reduce-scatter by sending each rank its part as it is, half the bytes of partial sums in fp32."""
         step = max(1, SEGMENT_BYTES // (self.size * flat.element_size()))
-        room = flat.new_empty(self.size, min(step, cuts[self.rank].size))
+        buffer = flat.new_empty(self.size, min(step, cuts[self.rank].size))
         for start in range(0, max(cut.size for cut in cuts), step):
             pieces = [window_of(cut, start, step) for cut in cuts]
             own = pieces[self.rank]
-            seen = [part[: own.size] for part in room]
+            seen = [part[: own.size] for part in buffer]
             seen[self.rank] = flat[slice(*own)]
             self._swap([flat[slice(*piece)] for piece in pieces], seen)
             if own.size:

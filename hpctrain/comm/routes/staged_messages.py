@@ -65,7 +65,7 @@ class _Staged:
         self._is_ready = False
         self._next = 0
         self._copying: deque[tuple[Event, torch.Tensor, int]] = deque()
-        self._under_way: deque[tuple[Request, torch.Tensor, int]] = deque()
+        self._in_flight: deque[tuple[Request, torch.Tensor, int]] = deque()
         self.posted = self.done = False
 
     def _may_copy(self) -> bool:
@@ -77,8 +77,8 @@ class _Staged:
         self._is_ready = self._is_ready or self._queued.query()
         return self._is_ready
 
-    def _has_room(self) -> bool:
-        held = len(self._copying) + len(self._under_way)
+    def _has_free_buffer(self) -> bool:
+        held = len(self._copying) + len(self._in_flight)
         return self._next < len(self._parts) and held < BUFFERS_PER_MESSAGE
 
     def _take(self) -> tuple[int, torch.Tensor]:
@@ -94,17 +94,17 @@ class StagedSend(_Staged):
     """From a device through host buffers: each part is copied, then sent."""
 
     def move(self) -> None:
-        while self._under_way and self._under_way[0][0].Test():
-            self._pool.give_back(self._under_way.popleft()[1])
-        while self._has_room() and self._may_copy():
+        while self._in_flight and self._in_flight[0][0].Test():
+            self._pool.release(self._in_flight.popleft()[1])
+        while self._has_free_buffer() and self._may_copy():
             part, buffer = self._take()
             event = self._accelerator.copy(self._filled(buffer, part), self._parts[part])
             self._copying.append((event, buffer, part))
         while self._copying and self._copying[0][0].query():
             _, buffer, part = self._copying.popleft()
-            self._under_way.append((self._post(self._filled(buffer, part)), buffer, part))
+            self._in_flight.append((self._post(self._filled(buffer, part)), buffer, part))
         self.posted = self._next == len(self._parts) and not self._copying
-        self.done = self.posted and not self._under_way
+        self.done = self.posted and not self._in_flight
 
 
 class StagedReceive(_Staged):
@@ -112,13 +112,13 @@ class StagedReceive(_Staged):
 
     def move(self) -> None:
         while self._copying and self._copying[0][0].query():
-            self._pool.give_back(self._copying.popleft()[1])
-        while self._under_way and self._may_copy() and self._under_way[0][0].Test():
-            _, buffer, part = self._under_way.popleft()
+            self._pool.release(self._copying.popleft()[1])
+        while self._in_flight and self._may_copy() and self._in_flight[0][0].Test():
+            _, buffer, part = self._in_flight.popleft()
             event = self._accelerator.copy(self._parts[part], self._filled(buffer, part))
             self._copying.append((event, buffer, part))
-        while self._has_room():
+        while self._has_free_buffer():
             part, buffer = self._take()
-            self._under_way.append((self._post(self._filled(buffer, part)), buffer, part))
+            self._in_flight.append((self._post(self._filled(buffer, part)), buffer, part))
         self.posted = self._next == len(self._parts)
-        self.done = self.posted and not self._under_way and not self._copying
+        self.done = self.posted and not self._in_flight and not self._copying

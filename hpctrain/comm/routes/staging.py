@@ -35,7 +35,7 @@ class BufferPool:
         """That were allocated so far."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [a power of two, at least `num_bytes`]; pair with `give_back`."""
+        """Return uint8 [a power of two, at least `num_bytes`]; pair with `release`."""
         size = 1 << max(0, num_bytes - 1).bit_length()
         try:
             return self._free[size].pop()
@@ -43,5 +43,5 @@ class BufferPool:
             self.num_bytes += size
             return self._allocate(size)
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def release(self, buffer: torch.Tensor) -> None:
         self._free[buffer.numel()].append(buffer)

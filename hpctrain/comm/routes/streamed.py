@@ -47,7 +47,7 @@ class StreamedCollectives:
         return self._run(self._inner.all_to_all(sent, received), self._queued(sent[0]))
 
     def _queued(self, tensor: torch.Tensor) -> Event | None:
-        return self._accelerator.queued() if self._accelerator.holds(tensor) else None
+        return self._accelerator.queued() if self._accelerator.is_on_device(tensor) else None
 
     def _run(self, steps: Steps, queued: Event | None) -> Steps:
         if queued is not None:
@@ -88,7 +88,7 @@ class ByMemory:
         self._device, self._host, self._accelerator = device, host, accelerator
 
     def _for(self, tensor: torch.Tensor) -> Collectives:
-        return self._device if self._accelerator.holds(tensor) else self._host
+        return self._device if self._accelerator.is_on_device(tensor) else self._host
 
     def barrier(self) -> Steps:
         return self._host.barrier()

@@ -14,7 +14,7 @@ from hpctrain.comm.watchdog.flight import (
     read_flights,
     write_ranks,
 )
-from hpctrain.comm.watchdog.waits import Wait, find_waits
+from hpctrain.comm.watchdog.waits import Wait, detect_waits
 
 SHOWN_RANKS = 32
 SHOWN_OPERATIONS = 3
@@ -56,7 +56,7 @@ class Evidence:
     waits: tuple[Wait, ...] = field(init=False)
 
     def __post_init__(self):
-        waits = (w for w in find_waits(self.flights) if self.now - w.operation.start >= self.shortest_wait)
+        waits = (w for w in detect_waits(self.flights) if self.now - w.operation.start >= self.shortest_wait)
         object.__setattr__(self, "waits", tuple(waits))
 
     def name(self, rank: int) -> str:
@@ -71,8 +71,8 @@ class Evidence:
         if len(ranks) == 1:
             return self.name(*ranks)
         hosts = sorted({self.host(rank) for rank in ranks} - {""})
-        told = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        return f"ranks {write_ranks(ranks)} (host{'s' * (len(hosts) > 1)} {told})"
+        summary = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+        return f"ranks {write_ranks(ranks)} (host{'s' * (len(hosts) > 1)} {summary})"
 
     def age(self, time: float) -> str:
         return f"{max(self.now - time, 0):.1f} s " + ("ago" if self.is_live else "before the end")
@@ -108,16 +108,18 @@ def format_bytes(count: int) -> str:
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Find the ranks that the others wait for, or that ended first, and say so."""
-    found = _deaths(evidence) + _failures(evidence) or _losses(evidence) or _mismatches(evidence) or _absences(evidence)
-    found = found or _silences(evidence) or _standstill(evidence)
-    culprits = tuple(dict.fromkeys(rank for ranks, _ in found for rank in ranks))
-    return Diagnosis(culprits, tuple(text for _, text in found), tuple(make_table(evidence, culprits)))
+    result = (
+        _deaths(evidence) + _failures(evidence) or _losses(evidence) or _mismatches(evidence) or _absences(evidence)
+    )
+    result = result or _silences(evidence) or _standstill(evidence)
+    culprits = tuple(dict.fromkeys(rank for ranks, _ in result for rank in ranks))
+    return Diagnosis(culprits, tuple(text for _, text in result), tuple(make_table(evidence, culprits)))
 
 
-Found = list[tuple[tuple[int, ...], str]]
+DetectedDevice = list[tuple[tuple[int, ...], str]]
 
 
-def _failures(evidence: Evidence) -> Found:
+def _failures(evidence: Evidence) -> DetectedDevice:
     errors: dict[str, list[int]] = {}
     for flight in evidence.flights.values():
         if flight.state == FAILED:
@@ -125,37 +127,37 @@ def _failures(evidence: Evidence) -> Found:
     return [(tuple(ranks), f"{evidence.names(ranks)} reported: {error}") for error, ranks in errors.items()]
 
 
-def _deaths(evidence: Evidence) -> Found:
+def _deaths(evidence: Evidence) -> DetectedDevice:
     if (first := evidence.first_death) is None:
         return []
     text = f"{evidence.name(first)} was killed or crashed, the first to end without a word"
     return [((first,), f"{text}; {evidence.last_operation(first)}")]
 
 
-def _losses(evidence: Evidence) -> Found:
+def _losses(evidence: Evidence) -> DetectedDevice:
     """Ranks that are dead, or do not answer."""
-    found: Found = []
+    result: DetectedDevice = []
     for ranks, one, many in (
         (evidence.gone, "is gone: its process ended without a word", "are gone: their processes ended without a word"),
         (evidence.silent - evidence.gone, "does not answer: it is {}", "do not answer: they are {}"),
     ):
         if ranks:
             text = (many if len(ranks) > 1 else one).format("gone, or stuck in a call that holds Python's lock")
-            found.append((tuple(sorted(ranks)), f"{evidence.names(ranks)} {text}; {_absence(evidence, ranks)}"))
-    return found
+            result.append((tuple(sorted(ranks)), f"{evidence.names(ranks)} {text}; {_absence(evidence, ranks)}"))
+    return result
 
 
-def _mismatches(evidence: Evidence) -> Found:
-    found: Found = []
+def _mismatches(evidence: Evidence) -> DetectedDevice:
+    result: DetectedDevice = []
     for wait in evidence.waits:
         for rank, operation in wait.differing:
             usual = f"{wait.operation.name}, {format_bytes(wait.operation.num_bytes)}"
             text = f"{evidence.name(rank)} entered {describe(operation)}, where others of the lane entered {usual}"
-            found.append(((rank,), text))
-    return found
+            result.append(((rank,), text))
+    return result
 
 
-def _absences(evidence: Evidence) -> Found:
+def _absences(evidence: Evidence) -> DetectedDevice:
     """Ranks that others wait for while they wait for nobody; or else the circle of those that wait for each other."""
     awaited = {rank for wait in evidence.waits for rank in wait.missing}
     waiting = {rank for wait in evidence.waits if wait.missing for rank in wait.waiting}
@@ -168,8 +170,10 @@ def _absences(evidence: Evidence) -> Found:
     if not awaited:
         return []
     circle = [wait for wait in evidence.waits if wait.missing]
-    told = [f"{evidence.names(w.waiting)} in {describe(w.operation)} for {write_ranks(w.missing)}" for w in circle[:8]]
-    return [(tuple(sorted(awaited)), "ranks wait for each other: " + "; ".join(told))]
+    summary = [
+        f"{evidence.names(w.waiting)} in {describe(w.operation)} for {write_ranks(w.missing)}" for w in circle[:8]
+    ]
+    return [(tuple(sorted(awaited)), "ranks wait for each other: " + "; ".join(summary))]
 
 
 def _absence(evidence: Evidence, ranks: Collection[int]) -> str:
@@ -189,7 +193,7 @@ def _absence(evidence: Evidence, ranks: Collection[int]) -> str:
     return f"{have} not entered {matching}{describe(operation)}; {last}; {waits} for {them}"
 
 
-def _silences(evidence: Evidence) -> Found:
+def _silences(evidence: Evidence) -> DetectedDevice:
     """Ranks whose last sign of life is much older than that of others."""
     alive = {rank: flight.alive for rank, flight in evidence.flights.items() if flight.state != ENDED}
     newest = max(alive.values(), default=0.0)
@@ -203,13 +207,13 @@ def _silences(evidence: Evidence) -> Found:
     ]
 
 
-def _standstill(evidence: Evidence) -> Found:
+def _standstill(evidence: Evidence) -> DetectedDevice:
     if evidence.waits:
         wait = evidence.waits[0]
-        told = (
+        summary = (
             f"{evidence.names(wait.waiting)} in {describe(wait.operation)}, begun {evidence.age(wait.operation.start)}"
         )
-        return [((), f"{told}: nobody is missing there, the transfer itself stands still")]
+        return [((), f"{summary}: nobody is missing there, the transfer itself stands still")]
     return [((), "no rank waited for another one")]
 
 
@@ -219,7 +223,7 @@ def make_table(evidence: Evidence, first: Iterable[int] = ()) -> list[str]:
     shown = sorted(order[:SHOWN_RANKS])
     rows = [(evidence.name(rank), _state(evidence, rank), _operations(evidence, rank)) for rank in shown]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines = [f"{name:{widths[0]}}  {state:{widths[1]}}  {told}".rstrip() for name, state, told in rows]
+    lines = [f"{name:{widths[0]}}  {state:{widths[1]}}  {summary}".rstrip() for name, state, summary in rows]
     if len(order) > len(shown):
         lines.append(f"... and {len(order) - len(shown):,} more ranks")
     return lines
@@ -237,7 +241,7 @@ def _state(evidence: Evidence, rank: int) -> str:
         return "no record"
     if flight.state != 0:
         return "ended" if flight.state == ENDED else "reported"
-    return "waits" if flight.under_way else "works"
+    return "waits" if flight.in_flight else "works"
 
 
 def _operations(evidence: Evidence, rank: int) -> str:
@@ -245,11 +249,11 @@ def _operations(evidence: Evidence, rank: int) -> str:
     if flight is None or not flight.operations:
         return "no operation" if flight else ""
     newest = sorted(flight.operations, key=lambda o: (o.end is None, o.end or o.start), reverse=True)
-    told = []
+    summary = []
     for operation in newest[:SHOWN_OPERATIONS]:
         age = evidence.age(operation.end or operation.start)
-        told.append(f"{describe(operation, brief=True)}, {'begun' if operation.end is None else 'done'} {age}")
-    return " | ".join(told)
+        summary.append(f"{describe(operation, brief=True)}, {'begun' if operation.end is None else 'done'} {age}")
+    return " | ".join(summary)
 
 
 def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
@@ -270,15 +274,15 @@ def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
     if not is_live:
         now = max(flight.alive for flight in flights.values())
         gone = frozenset()  # all are: who went first is another question
-    is_under_way = is_live and not gone and FAILED not in states
-    shortest = USUAL_WAIT_SECONDS if is_under_way else 0.0
+    is_in_flight = is_live and not gone and FAILED not in states
+    shortest = USUAL_WAIT_SECONDS if is_in_flight else 0.0
     first_death = None
     if not is_live and (death := read_first_death(folder)):
         first_death, died = death
         now = max(now, died)
     evidence = Evidence(flights, size, now, gone, frozenset(), first_death, is_live, shortest)
     phases = " or ".join(dict.fromkeys(flight.phase for flight in flights.values() if flight.phase))
-    if is_under_way:
+    if is_in_flight:
         state = "under way"
     elif any(is_gone is None for is_gone in running.values()):
         state = "not ended in order, or still under way on other machines"

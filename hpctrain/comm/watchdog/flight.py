@@ -121,7 +121,7 @@ class Flight:
     """The oldest first."""
 
     @property
-    def under_way(self) -> tuple[Operation, ...]:
+    def in_flight(self) -> tuple[Operation, ...]:
         return tuple(operation for operation in self.operations if operation.end is None)
 
     def process_is_gone(self) -> bool | None:

@@ -53,24 +53,24 @@ class Guarded:
         os.register_at_fork(after_in_child=self._socket.close)  # a child that outlives its rank must not keep it open
         self._say(f"rank {comm.rank} {os.getpid()} {host}")
 
-    def tell_folder(self, folder: Path) -> None:
+    def announce_folder(self, folder: Path) -> None:
         """Say where the flight records are. All ranks must call, after all records of earlier attempts were removed."""
         self._folder = folder
         self._say(f"folder {folder.absolute()}")
 
-    def say_goodbye(self, tells_error: bool = False) -> bool:
+    def say_goodbye(self, reports_error: bool = False) -> bool:
         """Say that this rank ends in order, or that it tells why it does not: before MPI is ended or aborted.
 
         Return False where another rank or a guardian has said before that it tells what happened.
         """
         has_last_word = True
-        if tells_error and self._folder is not None:
+        if reports_error and self._folder is not None:
             has_last_word = claim_last_word(self._folder, {})
         self._say("goodbye")
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._process is not None and not tells_error:
+        if self._process is not None and not reports_error:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GOODBYE_SECONDS)
             self._process = None

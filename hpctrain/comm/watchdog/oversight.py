@@ -31,14 +31,14 @@ class Oversight:
             self._watchdog.start()
             patience.grace_seconds = 0.0 if self._watchdog.reason else GRACE_SECONDS
 
-    def tell_folder(self, folder: Path) -> None:
+    def announce_folder(self, folder: Path) -> None:
         """Say where the records are kept, after all ranks have moved theirs there. All ranks must call."""
         if self._guarded:
-            self._guarded.tell_folder(folder)
+            self._guarded.announce_folder(folder)
 
     def _abort(self, code: int) -> None:
         if self._guarded:
-            self._guarded.say_goodbye(tells_error=True)
+            self._guarded.say_goodbye(reports_error=True)
         self._comm.Abort(code)
 
     def note_failure(self, error: BaseException) -> bool:
@@ -46,7 +46,7 @@ class Oversight:
         if self._watchdog:
             self._watchdog.abandon()
         self.recorder.close(f"{type(error).__name__}: {error}")
-        return self._guarded.say_goodbye(tells_error=True) if self._guarded else True
+        return self._guarded.say_goodbye(reports_error=True) if self._guarded else True
 
     def close(self) -> None:
         """End in order. All ranks must call, before MPI is ended."""

@@ -37,7 +37,7 @@ class Recorder:
         self.rank, self.size, self.host = rank, size, host
         self._tickets = itertools.count(1)
         self._owners = [0] * RING_SLOTS
-        self._under_way: dict[int, float] = {}
+        self._in_flight: dict[int, float] = {}
         self._codes: dict[str, int] = {}
         self._lanes = 0
         self._collectives: list[itertools.count] = []
@@ -133,29 +133,29 @@ class Recorder:
             sequence = next(self._collectives[group])
         ticket = next(self._tickets)
         slot = ticket % RING_SLOTS
-        if self._owners[slot] in self._under_way:
-            ticket, slot = self._find_slot(ticket)
+        if self._owners[slot] in self._in_flight:
+            ticket, slot = self._slot_of(ticket)
         self._owners[slot] = ticket
-        self._under_way[ticket] = now = _monotonic()
+        self._in_flight[ticket] = now = _monotonic()
         at = RING_AT + slot * SLOT.size
         _pack_slot(self._memory, at, ticket, sequence, group, code, peer, num_bytes, now, 0.0, ticket)
         if group < MAX_LANES:
             self._words[_FIRST_COUNTER + group * COUNTERS_PER_LANE + kind] = sequence
         return ticket
 
-    def _find_slot(self, ticket: int) -> tuple[int, int]:
+    def _slot_of(self, ticket: int) -> tuple[int, int]:
         """Return the next ticket whose slot is free: what is under way stays, however much passes it by."""
         for _ in range(RING_SLOTS):
             ticket = next(self._tickets)
-            if self._owners[ticket % RING_SLOTS] not in self._under_way:
+            if self._owners[ticket % RING_SLOTS] not in self._in_flight:
                 break
         else:  # all are under way: forget one
-            self._under_way.pop(self._owners[ticket % RING_SLOTS], None)
+            self._in_flight.pop(self._owners[ticket % RING_SLOTS], None)
         return ticket, ticket % RING_SLOTS
 
     def finish(self, handle: int) -> None:
         """Record that the operation of this handle has ended."""
-        if self._under_way.pop(handle, None) is not None:
+        if self._in_flight.pop(handle, None) is not None:
             self._doubles[_FIRST_END + handle % RING_SLOTS * _WORDS_IN_SLOT] = _monotonic()
 
     @contextmanager
@@ -167,13 +167,13 @@ class Recorder:
         finally:
             self.finish(handle)
 
-    def longest_under_way(self) -> tuple[int, float] | None:
+    def max_in_flight(self) -> tuple[int, float] | None:
         """Return the handle of the operation that has been under way longest, and for how many seconds."""
-        found = min(list(self._under_way.items()), key=lambda item: item[1], default=None)
-        return None if found is None else (found[0], _monotonic() - found[1])
+        result = min(list(self._in_flight.items()), key=lambda item: item[1], default=None)
+        return None if result is None else (result[0], _monotonic() - result[1])
 
-    def is_under_way(self, handle: int) -> bool:
-        return handle in self._under_way
+    def is_in_flight(self, handle: int) -> bool:
+        return handle in self._in_flight
 
     def beat(self) -> None:
         """Leave a sign of life."""

@@ -23,14 +23,14 @@ class Wait:
     """Ranks that entered another operation, or one of another size, under the same number."""
 
 
-def find_waits(flights: Mapping[int, Flight]) -> list[Wait]:
+def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
     """Return what is under way anywhere; the longest first."""
     lanes = {(rank, lane.key): lane for rank, flight in flights.items() for lane in flight.lanes}
     collectives: dict[tuple[Key, int], dict[int, Operation]] = {}
     waits = []
     for rank, flight in flights.items():
         heads: dict[Key, Operation] = {}  # what is queued behind another operation of its lane waits for that alone
-        for operation in flight.under_way:
+        for operation in flight.in_flight:
             heads.setdefault(operation.lane.key, operation)
         for key, operation in heads.items():
             if operation.name in MATCHING:

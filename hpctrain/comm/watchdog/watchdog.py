@@ -116,12 +116,12 @@ class Watchdog:
 
     def _is_overdue(self) -> bool:
         """Say whether an operation takes too long; a new one starts the appeals anew."""
-        found = self._recorder.longest_under_way()
-        if found is None or found[1] < self._patience.phase.seconds:
+        result = self._recorder.max_in_flight()
+        if result is None or result[1] < self._patience.phase.seconds:
             self._overdue = None
             return False
-        if found[0] != self._overdue:
-            self._overdue = found[0]
+        if result[0] != self._overdue:
+            self._overdue = result[0]
             self._candidates = _spokesmen(self._rank)
             self._next_appeal = 0.0
         return True
@@ -199,19 +199,19 @@ class Watchdog:
             flights |= {rank: left[rank] for rank in silent if rank in left}
             gone = {rank for rank in silent if rank in left and left[rank].process_is_gone()}
         evidence = Evidence(flights, self._size, time.time(), frozenset(gone), silent, hosts=self._hosts)
-        found = diagnose(evidence)
+        result = diagnose(evidence)
         lines = [
-            f"hpctrain: CommError: {found.sentences[0]}",
-            *(f"  {text}" for text in found.sentences[1:SHOWN_SENTENCES]),
+            f"hpctrain: CommError: {result.sentences[0]}",
+            *(f"  {text}" for text in result.sentences[1:SHOWN_SENTENCES]),
         ]
         lines.append(f"  found by rank {self._rank}: {phase}; all ranks are stopped")
-        lines += [f"    {line}" for line in found.table]
-        return "\n".join(lines + self._stacks(found, answers)), found.sentences[0]
+        lines += [f"    {line}" for line in result.table]
+        return "\n".join(lines + self._stacks(result, answers)), result.sentences[0]
 
-    def _stacks(self, found: Diagnosis, answers: dict[int, Answer]) -> list[str]:
+    def _stacks(self, result: Diagnosis, answers: dict[int, Answer]) -> list[str]:
         if self._recorder.folder is not None:
             return [f"  Python stacks of the ranks that answered: {self._recorder.folder / 'stacks-*.txt'}"]
-        shown = [rank for rank in found.culprits or answers if rank in answers][:SHOWN_STACKS]
+        shown = [rank for rank in result.culprits or answers if rank in answers][:SHOWN_STACKS]
         return [f"  Python stacks of rank {rank}:\n{answers[rank].stacks}" for rank in shown]
 
 
@@ -224,8 +224,8 @@ def _spokesmen(rank: int) -> Iterator[int]:
 def python_stacks(skip: int = 0) -> str:
     """Return what every thread of this process is doing, but for the thread with the identifier `skip`."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    told = []
+    summary = []
     for identifier, frame in sys._current_frames().items():
         if identifier != skip:
-            told.append(f"thread {names.get(identifier, identifier)}:\n{''.join(traceback.format_stack(frame))}")
-    return "\n".join(told)
+            summary.append(f"thread {names.get(identifier, identifier)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(summary)

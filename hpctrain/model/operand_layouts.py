@@ -13,7 +13,7 @@ import torch
 from hpctrain.model.products import parse_product
 
 
-class Way(NamedTuple):
+class OperandLayout(NamedTuple):
     """What of [m, k] @ [k, n] is copied into the other order: operands before, or the result after."""
 
     first: bool = False
@@ -46,38 +46,38 @@ def _turned_over(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.t().contiguous().t() if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-PLAIN = Way()
-WAYS = {
+PLAIN = OperandLayout()
+LAYOUTS_BY_NAME = {
     "plain": PLAIN,
-    "first": Way(first=True),
-    "second": Way(second=True),
-    "both": Way(first=True, second=True),
-    "result": Way(result=True),
+    "first": OperandLayout(first=True),
+    "second": OperandLayout(second=True),
+    "both": OperandLayout(first=True, second=True),
+    "result": OperandLayout(result=True),
 }
 
 
-class Ways:
+class OperandLayouts:
     """By which way each product is computed: that of its name, or as it lies. Immutable."""
 
     def __init__(self, by_product: Mapping[str, str] = {}, dtype: str = "fp32"):
         """`by_product`: names of products, of which those of `dtype` count, and of WAYS."""
-        named = ((parse_product(name), WAYS[way]) for name, way in by_product.items())
-        self._ways = {(p.use, p.m, p.k, p.n): way for p, way in named if p.dtype == dtype and way != PLAIN}
+        named = ((parse_product(name), LAYOUTS_BY_NAME[layout]) for name, layout in by_product.items())
+        self._layouts = {(p.use, p.m, p.k, p.n): layout for p, layout in named if p.dtype == dtype and layout != PLAIN}
 
     def multiply(self, use: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return a @ b, contiguous; `use` as in `Product`."""
-        return self._way(use, a, b).multiply(a, b)
+        return self._layout(use, a, b).multiply(a, b)
 
     def add(self, use: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, fresh: bool = False) -> None:
         """Add a @ b to `out`; to a `fresh` one as if it were zeros."""
-        self._way(use, a, b).add(out, a, b, fresh)
+        self._layout(use, a, b).add(out, a, b, fresh)
 
     def add_weight(self, grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
         """Add dy^T x to the gradient of a weight."""
         self.add("weight", grad_OI, dy_NO.t(), x_NI, fresh)
 
-    def _way(self, use: str, a: torch.Tensor, b: torch.Tensor) -> Way:
-        return self._ways.get((use, *a.shape, b.shape[1]), PLAIN) if self._ways else PLAIN
+    def _layout(self, use: str, a: torch.Tensor, b: torch.Tensor) -> OperandLayout:
+        return self._layouts.get((use, *a.shape, b.shape[1]), PLAIN) if self._layouts else PLAIN
 
 
-AS_THEY_LIE = Ways()
+AS_THEY_LIE = OperandLayouts()

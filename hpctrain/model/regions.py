@@ -8,30 +8,30 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hpctrain.model.axes import Axes, Axis, Work
-from hpctrain.model.groups import Group, Piece, Sharded, UnitArrays
-from hpctrain.plan.holders import Holding, Slab
+from hpctrain.model.groups import Group, Sharded, StoredRegion, UnitArrays
+from hpctrain.plan.holders import Region, ShardGroup
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import Box, UnitLayout, box_size
 
 
-class PackedSlabs:
+class PackedRegions:
     """Slabs of units side by side in a packed array of `size`, and where they are scattered in the units' own."""
 
-    def __init__(self, slabs: Sequence[Slab], axes: Axes):
+    def __init__(self, regions: Sequence[Region], axes: Axes):
         self._axes = axes
-        self._slabs: list[tuple[Slab, Interval]] = []
+        self._regions: list[tuple[Region, Interval]] = []
         at = 0
-        for slab in slabs:
-            self._slabs.append((slab, Interval(at, at + slab.size)))
-            at += slab.size
+        for region in regions:
+            self._regions.append((region, Interval(at, at + region.size)))
+            at += region.size
         self.size = at
 
-    def pieces(self, within: Interval) -> Iterator[Piece]:
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
         """Yield what lies in an interval of the packed array. Each element has one owner, so that all count."""
-        for slab, placed in self._slabs:
+        for region, placed in self._regions:
             at = placed.intersect(within)
             if at.size:
-                yield Piece(slab.parameter, slab.box, at.shift(-placed.start), at, counts=True)
+                yield StoredRegion(region.parameter, region.box, at.shift(-placed.start), at, counts=True)
 
     def find(self, placed_units: Sequence[tuple[UnitLayout, Interval, int]]) -> None:
         """Take note where the slabs are in a flat array of z-shards: of each unit its layout, the shard of it that is
@@ -40,26 +40,26 @@ class PackedSlabs:
         for layout, shard, at in placed_units:
             for parameter, box, placed in layout.placed():
                 start_of[parameter.name] = box, at + placed.start - shard.start
-        self._found: list[tuple[int, int]] = []
-        for slab, _ in self._slabs:
-            box, start = start_of[slab.parameter.name]
+        self._result: list[tuple[int, int]] = []
+        for region, _ in self._regions:
+            box, start = start_of[region.parameter.name]
             width = box_size(box[1:])
             first_column = box[1].start if len(box) > 1 else 0
-            self._found.append(
-                (width, start + (slab.rows.start - box[0].start) * width + slab.columns.start - first_column)
+            self._result.append(
+                (width, start + (region.rows.start - box[0].start) * width + region.columns.start - first_column)
             )
 
-    def _views(self, flat: torch.Tensor) -> Iterator[tuple[Slab, Interval, torch.Tensor]]:
+    def _views(self, flat: torch.Tensor) -> Iterator[tuple[Region, Interval, torch.Tensor]]:
         """Yield each slab, its place in the packed array, and its [rows, columns] in the flat one."""
-        for (slab, at), (width, offset) in zip(self._slabs, self._found, strict=True):
-            shape = slab.rows.size, slab.columns.size
-            yield slab, at, flat.as_strided(shape, (width, 1), flat.storage_offset() + offset)
+        for (region, at), (width, offset) in zip(self._regions, self._result, strict=True):
+            shape = region.rows.size, region.columns.size
+            yield region, at, flat.as_strided(shape, (width, 1), flat.storage_offset() + offset)
 
     def pack(self, grads: torch.Tensor) -> torch.Tensor:
         """Return what this rank adds to the sum of gradients, packed: zeros where another copy in the tile does."""
         packed = grads.new_zeros(self.size)
-        for slab, at, scattered in self._views(grads):
-            if slab.parameter.counts_at(self._axes.x.rank, self._axes.y.rank):
+        for region, at, scattered in self._views(grads):
+            if region.parameter.counts_at(self._axes.x.rank, self._axes.y.rank):
                 packed[slice(*at)].view(scattered.shape).copy_(scattered)
         return packed
 
@@ -69,47 +69,47 @@ class PackedSlabs:
             scattered.copy_(packed[slice(*at)].view(scattered.shape))
 
 
-class Slabs(Group):
+class CutRegions(Group):
     """The group of ranks that hold the same slabs, by unlike tensor grids."""
 
-    def __init__(self, slabs: PackedSlabs, weights: torch.Tensor):
+    def __init__(self, regions: PackedRegions, weights: torch.Tensor):
         super().__init__(weights.numel(), weights)
-        self._slabs = slabs
+        self._regions = regions
 
     def attach(self, arrays: UnitArrays) -> None:
         """Find the slabs in the arrays of the units that they are of."""
-        self._slabs.find(arrays.placed)
+        self._regions.find(arrays.placed)
         self._arrays = arrays
 
-    def pieces(self, within: Interval) -> Iterator[Piece]:
-        return self._slabs.pieces(within)
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
+        return self._regions.regions(within)
 
     def own_grads(self) -> torch.Tensor:
-        return self._slabs.pack(self._arrays.grads)
+        return self._regions.pack(self._arrays.grads)
 
     def spread_weights(self) -> None:
-        self._slabs.spread(self.weights, self._arrays.weights)
+        self._regions.spread(self.weights, self._arrays.weights)
 
 
-class ShardedSlabs(Sharded):
+class ShardedRegions(Sharded):
     """The group of ranks that hold the same slabs of one item, by unlike tensor grids, as shards."""
 
-    def __init__(self, holding: Holding, holders: Axis, axes: Axes, dtype, device):
-        self.slabs = PackedSlabs(holding.slabs, axes)
-        super().__init__(holding, holders, self.slabs.size, dtype, device)
+    def __init__(self, shard_group: ShardGroup, holders: Axis, axes: Axes, dtype, device):
+        self.regions = PackedRegions(shard_group.regions, axes)
+        super().__init__(shard_group, holders, self.regions.size, dtype, device)
         self._in_use: torch.Tensor | None = None
 
     def attach(self, placed: tuple[UnitLayout, Interval, int], weights: torch.Tensor | None) -> None:
         """Find the slabs in the z-shard of the unit that they are of; `weights` are those in use, where they stay."""
-        self.slabs.find([placed])
+        self.regions.find([placed])
         self._in_use = weights
 
-    def pieces(self, within: Interval) -> Iterator[Piece]:
-        return self.slabs.pieces(within)
+    def regions(self, within: Interval) -> Iterator[StoredRegion]:
+        return self.regions.regions(within)
 
     def spread_weights(self) -> None:
         if self._in_use is not None:
-            self.slabs.spread(self.weights, self._in_use)
+            self.regions.spread(self.weights, self._in_use)
 
 
 class CutUnit:
@@ -118,22 +118,22 @@ class CutUnit:
     To the unit it is what `ShardedUnit` is where grids are alike.
     """
 
-    is_alike = False
+    is_equivalent = False
 
-    def __init__(self, layout: UnitLayout, groups: Sequence[ShardedSlabs], axes: Axes, dtype, device):
+    def __init__(self, layout: UnitLayout, groups: Sequence[ShardedRegions], axes: Axes, dtype, device):
         """`groups` have all slabs of the shard, in the order in which all ranks exchange them."""
         self.layout, self._groups = layout, groups
         shard = cut_evenly(layout.size, axes.z.size)[axes.z.rank]
         self._size, self._dtype, self._device = shard.size, dtype, device
         self.keeps_weights = groups[0].keeps_weights
-        self.goes_beside = groups[0].goes_beside
+        self.is_overlapped = groups[0].is_overlapped
         self.weights = torch.zeros(shard.size, dtype=dtype, device=device) if self.keeps_weights else None
         for group in groups:
             group.attach((layout, shard, 0), self.weights)
 
     def start_sum(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], Work]:
         """As `Sharded.start_sum`, for each group."""
-        started = [group.start_sum(group.slabs.pack(grads)) for group in self._groups]
+        started = [group.start_sum(group.regions.pack(grads)) for group in self._groups]
         return [own for own, _ in started], _All([work for _, work in started])
 
     def add(self, own: list[torch.Tensor]) -> None:
@@ -147,10 +147,10 @@ class CutUnit:
 
         def spread() -> None:
             for group, (packed, _) in zip(self._groups, started, strict=True):
-                group.slabs.spread(packed, shard)
+                group.regions.spread(packed, shard)
 
         work = _All([work for _, work in started], spread)
-        if not self.goes_beside:
+        if not self.is_overlapped:
             work.wait()
         return shard, work
 
