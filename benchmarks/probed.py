@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 
-from hpctrain.config.cluster import Family, Product
+from hpctrain.config.cluster import Family, ProductSpeed
 from hpctrain.config.truth import PretendDevice
 
 
 def probed(kind: str, device: PretendDevice, shapes: Iterable[tuple[int, int, int]]) -> Family:
     """Return a family of such devices, with the speed of fp32 products of some shapes [m, k] @ [k, n]."""
     products = tuple(
-        Product(
+        ProductSpeed(
             dtype="fp32",
             shape=(m, k, n),
             flops_per_second=2.0 * m * k * n / device.product_seconds("fp32", m, k, n),

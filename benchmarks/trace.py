@@ -28,7 +28,7 @@ def main(job, overrides, steps):
         from hpctrain.observe.trace import Recording
 
         accelerator = bind_accelerator(world)
-        recording = Recording(accelerator.moment)
+        recording = Recording(accelerator.now)
         trainers, untraced = [], world.tracer
         for tracer in (untraced, recording, recording, untraced):
             world.configure(tracer=tracer)

@@ -14,7 +14,7 @@ issues 209 and 450), nearly all of 10 Gb/s.
 import math
 from typing import NamedTuple
 
-from hpctrain.comm.network import ClusterNetwork, Line
+from hpctrain.comm.network import ClusterNetwork, CostLine
 from hpctrain.config.links import PairLink
 
 NVLINK_BYTES_PER_SECOND = 40e9
@@ -80,7 +80,7 @@ class NcclNetwork(ClusterNetwork):
         return super().share_of(link) * wire_of(link).share
 
     def flat_seconds(
-        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: Line
+        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: CostLine
     ) -> float:
         if link.is_measured:
             return super().flat_seconds(algorithm, operation, num_bytes, num_ranks, link, line)

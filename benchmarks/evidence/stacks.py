@@ -7,7 +7,7 @@ device's memory.
 from dataclasses import fields, replace
 
 from benchmarks.evidence.nccl import NcclNetwork
-from hpctrain.planner.stack import EAGER_PASSES, FLASH_2, HPCTRAIN, Passes, Stack
+from hpctrain.planner.stack import EAGER_PASSES, FLASH_2, HPCTRAIN, BytePasses, Stack
 
 # What CUDA's context and kernels take of a device; and a communicator of NCCL: in each of 24 channels what a ring comes
 # into, 4 MiB, and 5.2 MiB for the two protocols of small messages (NCCL src/init.cc, DEFAULT_BUFFSIZE and its like).
@@ -17,8 +17,8 @@ CONTEXT_BYTES, NCCL_BYTES = 0.6e9, 0.23e9
 # and residual are one kernel; scores are read and written by softmax and by dropout; the
 # loss is computed in fp32, one pass for each operation of torch.
 _FUSED = {
-    2: Passes((4, 6), (14, 12), (4, 4), (6, 8), (9, 11), (38, 14), 8),
-    4: Passes((8, 12), (26, 24), (8, 8), (12, 16), (17, 21), (36, 12), 8),
+    2: BytePasses((4, 6), (14, 12), (4, 4), (6, 8), (9, 11), (38, 14), 8),
+    4: BytePasses((8, 12), (26, 24), (8, 8), (12, 16), (17, 21), (36, 12), 8),
 }
 MEGATRON = Stack(
     "megatron-lm",
@@ -64,15 +64,15 @@ MEGATRON_CORE = replace(
 )
 
 
-def _halved(passes: Passes) -> Passes:
+def _halved(passes: BytePasses) -> BytePasses:
     """Return passes over numbers of half as many bytes."""
     pairs = {f.name: tuple(n / 2 for n in getattr(passes, f.name)) for f in fields(passes) if f.name != "weight"}
-    return Passes(**pairs, weight=passes.weight / 2)
+    return BytePasses(**pairs, weight=passes.weight / 2)
 
 
 # Sailor's runs and profiles (Strati et al. 2025): layers of torch one operation after the other, fp32 throughout. How
 # often scores and logits are passed over is read off the profiles of A100-80, where one layer takes 13 and 66 bytes.
-_SAILOR = Passes((20, 40), (24, 24), (32, 36), (32, 52), (13, 66), (26, 8), 8)
+_SAILOR = BytePasses((20, 40), (24, 24), (32, 36), (32, 52), (13, 66), (26, 8), 8)
 EAGER = Stack(
     "eager",
     {4: _SAILOR, 2: _halved(_SAILOR)},
@@ -111,7 +111,7 @@ COMPOSER = replace(
     FSDP,
     name="composer",
     passes={
-        2: Passes((10, 20), (20, 24), (4, 4), (4, 6), (0, 0), (50, 18), 28),
+        2: BytePasses((10, 20), (20, 24), (4, 4), (4, 6), (0, 0), (50, 18), 28),
         4: replace(EAGER_PASSES[4], weight=32),
     },
     flash=(0.40, 0.31),
@@ -124,7 +124,7 @@ COMPOSER = replace(
 COMPOSER_PURE = replace(
     COMPOSER,
     name="composer-pure",
-    passes=COMPOSER.passes | {2: Passes((6, 10), (12, 12), (4, 4), (4, 6), (0, 0), (50, 18), 12)},
+    passes=COMPOSER.passes | {2: BytePasses((6, 10), (12, 12), (4, 4), (4, 6), (0, 0), (50, 18), 12)},
     gathered_bytes=None,
     kept_inputs=1.0,
 )

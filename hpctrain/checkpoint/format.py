@@ -31,7 +31,7 @@ KINDS = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Run:
+class PartRegion:
     """A rectangle of a parameter, as one dataset of a part: `rows` x `columns` of the unsplit parameter."""
 
     name: str
@@ -48,7 +48,7 @@ class Part:
     file: str
     num_bytes: int
     crc32: int
-    runs: tuple[Run, ...]
+    runs: tuple[PartRegion, ...]
 
 
 def step_folder(step: int) -> str:
@@ -92,7 +92,7 @@ def _to_disk(file: h5py.File, path: Path) -> tuple[int, int]:
     return len(image), zlib.crc32(image)
 
 
-def write_part(path: Path, arrays: dict[str, dict[str, np.ndarray]], runs: list[Run]) -> Part:
+def write_part(path: Path, arrays: dict[str, dict[str, np.ndarray]], runs: list[PartRegion]) -> Part:
     """Write one part, `arrays[kind][dataset]`, and sync it. Raises OSError."""
     with _in_memory(path) as file:
         for kind, datasets in arrays.items():
@@ -107,7 +107,7 @@ def write_index(path: Path, shapes: dict[str, tuple[int, ...]], parts: list[Part
 
     Raises OSError.
     """
-    runs: dict[str, list[tuple[Part, Run]]] = {name: [] for name in shapes}
+    runs: dict[str, list[tuple[Part, PartRegion]]] = {name: [] for name in shapes}
     for part in parts:
         for run in part.runs:
             runs[run.name].append((part, run))

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.format import (
     PARTIAL,
     Index,
     Part,
-    Run,
+    PartRegion,
     part_name,
     publish,
     step_folder,
@@ -93,7 +93,7 @@ def _write_own(path: Path, shards: list[Shard]) -> Part:
                 at = taken.shift(region.at.start - region.elements.start)
                 for kind, tensor in _tensors(shard).items():
                     arrays[kind][dataset] = shard.of(tensor, at).cpu().numpy()
-                runs.append(Run(name, tuple(rows), (columns.start, columns.stop), dataset))
+                runs.append(PartRegion(name, tuple(rows), (columns.start, columns.stop), dataset))
     return write_part(path, arrays, runs)
 
 

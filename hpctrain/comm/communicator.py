@@ -19,7 +19,7 @@ from hpctrain.comm.lanes import ENDED, Ended, Progress, Work
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.transport import Transport
 from hpctrain.comm.steps import Steps, complete, until_all
-from hpctrain.comm.traced import GroupTrace, Timed, TracedWork
+from hpctrain.comm.traced import GroupTrace, StopwatchSteps, TracedWork
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.config.errors import CommError
@@ -335,7 +335,7 @@ class Lane(Operations[Started]):
         finish = partial(self._finish, handle)
         steps, meet = self._paced(operation, tensor, steps)
         if self._trace:
-            steps = Timed(steps) if self._backend.pace is None else steps
+            steps = StopwatchSteps(steps) if self._backend.pace is None else steps
             finish = self._trace.telling(operation, _num_bytes(tensor), steps, finish)
         work = Work(self._progress, operation, steps, self._patience, finish, meet)
         self._progress.submit(self._queue, work)

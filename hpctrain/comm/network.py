@@ -24,7 +24,7 @@ from hpctrain.config.links import PairLink, link_between, message_seconds, nic_o
 KEPT = 1 << 16
 
 
-class Line(NamedTuple):
+class CostLine(NamedTuple):
     """What messages take on a link, as far as a flat collective goes by it."""
 
     latency_seconds: float
@@ -32,7 +32,7 @@ class Line(NamedTuple):
     overhead_seconds: float
 
 
-def flat_seconds(algorithm: str, operation: str, num_bytes: int, num_ranks: int, line: Line) -> float:
+def flat_seconds(algorithm: str, operation: str, num_bytes: int, num_ranks: int, line: CostLine) -> float:
     """Return what a flat collective of `num_bytes` (the whole tensor's) takes: an exchange, or doubling."""
     if algorithm == "doubling":
         rounds = (num_ranks - 1).bit_length() + (2 if num_ranks & (num_ranks - 1) else 0)
@@ -266,7 +266,7 @@ class ClusterNetwork:
         return self.flat_seconds(algorithm, operation, num_bytes, form.size, link, line)
 
     def flat_seconds(
-        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: Line
+        self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: CostLine
     ) -> float:
         """Return what a flat collective takes whose slowest link is `link`, on which messages take what `line` says."""
         return flat_seconds(algorithm, operation, num_bytes, num_ranks, line)
@@ -302,13 +302,13 @@ class ClusterNetwork:
         result = {fabric for link in links if (fabric := self._numbered[link].fabric) is not None}
         return result.union(*map(self._fabrics, form.domains))
 
-    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> tuple[PairLink, Line]:
+    def _slowest(self, links: tuple[int, ...], num_bytes: int, flows: int) -> tuple[PairLink, CostLine]:
         """Return the slowest of some links, and a line through its messages of no bytes and of `num_bytes`."""
         seconds = [self._message_seconds(number, num_bytes, flows) for number in links]
         slowest = max(seconds)
         link = self._numbered[links[seconds.index(slowest)]]
         latency = max(link.latency_seconds, 1e-12)
-        return link, Line(latency, num_bytes / max(slowest - latency, 1e-15), link.overhead_seconds)
+        return link, CostLine(latency, num_bytes / max(slowest - latency, 1e-15), link.overhead_seconds)
 
 
 def _most(flows: Iterable[Flows]) -> Flows:

@@ -21,7 +21,7 @@ class TimedSteps(Protocol):
     def __next__(self) -> Pending: ...
 
 
-class Timed:
+class StopwatchSteps:
     """Steps that note when the first was taken and when the last had been."""
 
     def __init__(self, steps: Steps):
@@ -62,9 +62,9 @@ class GroupTrace:
         self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]
     ) -> Callable[[], None]:
         """Return what is to be called at the end of steps that go on beside; calls `on_end`."""
-        return partial(self._tell, operation, num_bytes, steps, on_end)
+        return partial(self._report_overlapped, operation, num_bytes, steps, on_end)
 
-    def _tell(self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]) -> None:
+    def _report_overlapped(self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]) -> None:
         self._tracer.overlapped(self._group, self._lane, operation, num_bytes, steps.begun, steps.ended)
         on_end()
 

@@ -55,7 +55,7 @@ MANY_ROWS = 64
 class Figures(Table):
     """A table of figures, each of which says where it is from."""
 
-    UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "half_speed_rows")
+    UNITS: ClassVar = ("_seconds", "_bytes", "_per_second", "products", "times", "_slowdown", "half_speed_rows")
 
     origin: Origin | None = None
     """Of all figures of the table, but for those in `origins`; may be left out where there are none."""
@@ -86,7 +86,7 @@ class Figures(Table):
         return origins
 
 
-class Product(Table):
+class ProductSpeed(Table):
     """The speed of products [m, k] @ [k, n]."""
 
     dtype: DType
@@ -114,7 +114,7 @@ class Family(Figures):
     """Of dense products, as the maker says."""
     sustained_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
     """Of the best of the `products`."""
-    products: tuple[Product, ...] = ()
+    products: tuple[ProductSpeed, ...] = ()
     half_speed_rows: Annotated[float, Field(ge=0, strict=True)] | None = None
     """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
     many have the sustained speed. Left out: by the tiles of the catalogue's model."""

@@ -44,7 +44,7 @@ class CatalogueEntry:
         )
 
 
-class Network(NamedTuple):
+class NetworkEntry(NamedTuple):
     """A network as its maker describes it."""
 
     bytes_per_second: float
@@ -190,18 +190,18 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
     ),
 }
 
-NETWORKS: dict[str, Network] = {
-    "HDR": Network(25e9, 3e-6, "InfiniBand HDR, 200 Gb/s"),
-    "NDR": Network(50e9, 3e-6, "InfiniBand NDR, 400 Gb/s"),
-    "Slingshot-11": Network(25e9, 3e-6, "HPE Slingshot 11, 200 Gb/s"),
-    "RoCE-100": Network(12.5e9, 6e-6, "RoCE v2 on Ethernet of 100 Gb/s"),
-    "RoCE-200": Network(25e9, 6e-6, "RoCE v2 on Ethernet of 200 Gb/s"),
-    "RoCE-400": Network(50e9, 6e-6, "RoCE v2 on Ethernet of 400 Gb/s"),
-    "EFA-100": Network(12.5e9, 15e-6, "AWS Elastic Fabric Adapter, 100 Gb/s"),
-    "OPA-100": Network(12.5e9, 3e-6, "Omni-Path, 100 Gb/s"),
-    "Ethernet-50": Network(6.25e9, 30e-6, "Ethernet, 50 Gb/s"),
-    "Ethernet-25": Network(3.125e9, 30e-6, "Ethernet, 25 Gb/s"),
-    "Ethernet-10": Network(1.25e9, 40e-6, "Ethernet, 10 Gb/s"),
+NETWORKS: dict[str, NetworkEntry] = {
+    "HDR": NetworkEntry(25e9, 3e-6, "InfiniBand HDR, 200 Gb/s"),
+    "NDR": NetworkEntry(50e9, 3e-6, "InfiniBand NDR, 400 Gb/s"),
+    "Slingshot-11": NetworkEntry(25e9, 3e-6, "HPE Slingshot 11, 200 Gb/s"),
+    "RoCE-100": NetworkEntry(12.5e9, 6e-6, "RoCE v2 on Ethernet of 100 Gb/s"),
+    "RoCE-200": NetworkEntry(25e9, 6e-6, "RoCE v2 on Ethernet of 200 Gb/s"),
+    "RoCE-400": NetworkEntry(50e9, 6e-6, "RoCE v2 on Ethernet of 400 Gb/s"),
+    "EFA-100": NetworkEntry(12.5e9, 15e-6, "AWS Elastic Fabric Adapter, 100 Gb/s"),
+    "OPA-100": NetworkEntry(12.5e9, 3e-6, "Omni-Path, 100 Gb/s"),
+    "Ethernet-50": NetworkEntry(6.25e9, 30e-6, "Ethernet, 50 Gb/s"),
+    "Ethernet-25": NetworkEntry(3.125e9, 30e-6, "Ethernet, 25 Gb/s"),
+    "Ethernet-10": NetworkEntry(1.25e9, 40e-6, "Ethernet, 10 Gb/s"),
 }
 
 OTHER_BOARDS = {"PCIE", "NVL"}

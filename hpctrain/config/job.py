@@ -154,7 +154,7 @@ class PlanRequest(Table):
     """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
     schedule: Literal["1f1b", "zb-h1"] = "1f1b"
     """zb-h1: weight passes fill the pipeline's bubble; every stage keeps as many microbatches as the first."""
-    chunks: Count = 1
+    virtual_stages: Count = 1
     """Tiles of each stage: with several the pipeline is interleaved, and its bubble as many times shorter."""
 
     @property

@@ -172,7 +172,7 @@ def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str]) -> Ite
     """Yield the files that are text, and count the others by reason."""
     for path, name in result:
         try:
-            num_bytes = sum(len(piece.encode()) for piece in _pieces(path))
+            num_bytes = sum(len(text.encode()) for text in _pieces(path))
         except NotTextError:
             skipped["not text"] += 1
         except OSError:
@@ -216,7 +216,7 @@ def _pieces(path: Path) -> Iterator[str]:
         yield rest
 
 
-def _unchanged_pieces(document: Document) -> Iterator[str]:
+def _unchanged_texts(document: Document) -> Iterator[str]:
     """Yield the pieces of a file that was text a moment ago."""
     try:
         yield from _pieces(document.path)
@@ -229,11 +229,11 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
     """Yield the text that BPE learns from: that of the first documents in their shuffled order."""
     num_bytes = 0
     for document in documents:
-        for piece in _unchanged_pieces(document):
+        for text in _unchanged_texts(document):
             if num_bytes >= TRAINING_BYTES:
                 return
-            yield piece
-            num_bytes += len(piece.encode())
+            yield text
+            num_bytes += len(text.encode())
 
 
 def _encode(
@@ -242,14 +242,14 @@ def _encode(
     """Write all documents, a separator between two, a batch of pieces at a time."""
     total, done = sum(document.num_bytes for document in documents), 0
     for batch in _batches(documents):
-        encoded = tokenizer.encode_batch([piece for piece, _ in batch])
-        for (piece, starts_document), ids in zip(batch, encoded, strict=True):
+        encoded = tokenizer.encode_batch([text for text, _ in batch])
+        for (text, starts_document), ids in zip(batch, encoded, strict=True):
             if starts_document:
                 if writer.num_tokens:
                     writer.append(np.array([tokenizer.separator]))
                 writer.begin_document()
             writer.append(ids)
-            done += len(piece.encode())
+            done += len(text.encode())
         on_progress(done, total)
 
 
@@ -257,9 +257,9 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bool]]]:
     """Yield lists of (piece, whether it is the first of its document) that together hold BATCH_CHARACTERS or so."""
     batch, size = [], 0
     for document in documents:
-        for i, piece in enumerate(_unchanged_pieces(document)):
-            batch.append((piece, i == 0))
-            size += len(piece)
+        for i, text in enumerate(_unchanged_texts(document)):
+            batch.append((text, i == 0))
+            size += len(text)
             if size >= BATCH_CHARACTERS:
                 yield batch
                 batch, size = [], 0

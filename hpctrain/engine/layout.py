@@ -9,7 +9,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
-from hpctrain.model.layouts import OperandLayouts
+from hpctrain.model.operand_layouts import OperandLayouts
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.plan.holders import RankShards

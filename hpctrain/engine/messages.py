@@ -9,14 +9,14 @@ import torch
 from hpctrain.comm.channel import Channel
 from hpctrain.engine.layout import Layout
 from hpctrain.plan.schedule import EXPECTED_AHEAD, RECEIVING, Instruction, Op
-from hpctrain.plan.transfers import RowShape, Transfer, shards
+from hpctrain.plan.transfers import RowShape, Transfer, owned_slice
 from hpctrain.sharding.intervals import cut_evenly
 
 
-class Place(NamedTuple):
+class SlotKey(NamedTuple):
     """Where a tensor belongs."""
 
-    chunk: int
+    virtual_stage: int
     """Which of the rank's tiles, in the order of items."""
     microbatch: int
 
@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
     """A tensor that is to come, in pieces, of which the y of the tile may have to gather theirs."""
 
     value: torch.Tensor
-    pieces: list[Incoming]
+    parts: list[Incoming]
     gathers: bool
 
 
@@ -50,8 +50,8 @@ class Messages:
         self._layout, self._positions, self._device = layout, positions, device
         tile = layout.tiles[0]  # rows and pieces of them are those of all
         self.rows = tile.rows_at(layout.coordinate[2])
-        self._tokens, self._features = shards(tile, layout.rank, RowShape(positions, hidden_size))
-        self.given: dict[Place, torch.Tensor] = {}
+        self._tokens, self._features = owned_slice(tile, layout.rank, RowShape(positions, hidden_size))
+        self.given: dict[SlotKey, torch.Tensor] = {}
         """Activations, later gradients, that are there for tiles of this rank."""
         self._to_come: deque[Instruction] = deque()
         self._expected: deque[Arrival | None] = deque()
@@ -69,23 +69,23 @@ class Messages:
 
     def _arrival(self, instruction: Instruction) -> Arrival | None:
         """Make room for what a receive brings, and say so to those who bring it; None where this rank has it."""
-        chunk, forward = instruction.chunk, instruction.op is Op.RECEIVE_ACTIVATION
-        transfers = self._layout.transfers[chunk]
+        virtual_stage, forward = instruction.virtual_stage, instruction.op is Op.RECEIVE_ACTIVATION
+        transfers = self._layout.transfers[virtual_stage]
         result = transfers.receive_activation if forward else transfers.receive_gradient
         if any(transfer.sender == self._layout.rank for transfer in result):
             return None
-        items = self._layout.tiles[chunk].items
+        items = self._layout.tiles[virtual_stage].items
         item = items.start if forward else items.stop
         shape = (self.rows.size, self._positions, self._features.size)
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
-        pieces = []
+        parts = []
         for transfer in result:
-            target = self._piece(value, transfer)
+            target = self._part(value, transfer)
             buffer = target if target.is_contiguous() else target.new_empty(target.shape)
             channel = self._layout.channels[transfer.sender, item]
             channel.expect(buffer)
-            pieces.append(Incoming(channel, buffer, target))
-        return Arrival(value, pieces, transfers.gathers_activation if forward else transfers.gathers_gradient)
+            parts.append(Incoming(channel, buffer, target))
+        return Arrival(value, parts, transfers.gathers_activation if forward else transfers.gathers_gradient)
 
     def receive(self, instruction: Instruction) -> None:
         """Wait for what it brings, the next one of the schedule that receives; it is `given` then."""
@@ -93,28 +93,32 @@ class Messages:
         self._expect()
         if arrival is None:
             return
-        value, pieces, gathers = arrival
-        for channel, buffer, target in pieces:
+        value, parts, gathers = arrival
+        for channel, buffer, target in parts:
             channel.receive(buffer)
             if buffer is not target:
                 target.copy_(buffer)
         if gathers:
             y, num_features = self._layout.axes.y, self._features.size
             y.all_gather(value.view(-1), [cut.scale(num_features) for cut in cut_evenly(self._tokens.size, y.size)])
-        self.given[Place(instruction.chunk, instruction.microbatch)] = value
+        self.given[SlotKey(instruction.virtual_stage, instruction.microbatch)] = value
 
     def send(self, instruction: Instruction, value: torch.Tensor) -> None:
         """Send what the tile has made, and what is its next one's, if this rank works on that too, give to it."""
-        chunk, microbatch, forward = instruction.chunk, instruction.microbatch, instruction.op is Op.SEND_ACTIVATION
-        transfers, items = self._layout.transfers[chunk], self._layout.tiles[chunk].items
-        to, item = (chunk + 1, items.stop) if forward else (chunk - 1, items.start)
+        virtual_stage, microbatch, forward = (
+            instruction.virtual_stage,
+            instruction.microbatch,
+            instruction.op is Op.SEND_ACTIVATION,
+        )
+        transfers, items = self._layout.transfers[virtual_stage], self._layout.tiles[virtual_stage].items
+        to, item = (virtual_stage + 1, items.stop) if forward else (virtual_stage - 1, items.start)
         for transfer in transfers.send_activation if forward else transfers.send_gradient:
             if transfer.receiver == self._layout.rank:  # which then has all of it
-                self.given[Place(to, microbatch)] = value
+                self.given[SlotKey(to, microbatch)] = value
                 continue
-            self._layout.channels[transfer.receiver, item].send(self._piece(value, transfer).contiguous())
+            self._layout.channels[transfer.receiver, item].send(self._part(value, transfer).contiguous())
 
-    def _piece(self, value: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    def _part(self, value: torch.Tensor, transfer: Transfer) -> torch.Tensor:
         """Return what of a value, rows x positions x features, a message carries: tokens x features."""
         tokens, features = transfer.tokens.shift(-self._tokens.start), transfer.features.shift(-self._features.start)
         return value.flatten(0, 1)[slice(*tokens), slice(*features)]

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from hpctrain.config.job import Train
 from hpctrain.engine.layout import Layout
-from hpctrain.model.axes import Work
+from hpctrain.model.axes import PendingWork
 from hpctrain.model.shard import Shard, make_shard
 from hpctrain.sharding.intervals import Interval
 
@@ -51,12 +51,12 @@ class Optimizer:
         # Views, made once: a step then is a few operations on lists, however many parameters there are.
         self._updated = {decays: self._updated_group(decays) for decays in (True, False)}
         self._owned_grads = [
-            shard.of(shard.grads, piece.at)
+            shard.of(shard.grads, each.at)
             for shard in self.shards
-            for piece in shard.group.pieces(shard.owned)
-            if piece.counts
+            for each in shard.group.parts(shard.owned)
+            if each.counts
         ]
-        self._in_flight: dict[int, Work] = {}
+        self._in_flight: dict[int, PendingWork] = {}
         """By number of the shard, what was started and not waited for."""
 
     def _updated_group(self, decays: bool) -> Updated:
@@ -64,13 +64,13 @@ class Optimizer:
         result = Updated([], [], [], [])
         for shard in self.shards:
             runs: list[Interval] = []
-            for piece in shard.group.pieces(shard.updated):
-                if piece.parameter.decay != decays:
+            for each in shard.group.parts(shard.updated):
+                if each.parameter.decay != decays:
                     continue
-                if runs and runs[-1].stop == piece.at.start:
-                    runs[-1] = Interval(runs[-1].start, piece.at.stop)
+                if runs and runs[-1].stop == each.at.start:
+                    runs[-1] = Interval(runs[-1].start, each.at.stop)
                 else:
-                    runs.append(piece.at)
+                    runs.append(each.at)
             tensors = shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]
             for part, tensor in zip(result, tensors, strict=True):
                 part.extend(shard.of(tensor, run) for run in runs)

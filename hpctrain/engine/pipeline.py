@@ -11,7 +11,7 @@ import torch
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.errors import TrainingError
 from hpctrain.engine.layout import Layout
-from hpctrain.engine.messages import Messages, Place
+from hpctrain.engine.messages import Messages, SlotKey
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.model.stage import Saved, Stage
 from hpctrain.plan.schedule import Instruction, Op, forward_only, items_in_order, schedule_of
@@ -73,16 +73,16 @@ class Pipeline:
     def _run(
         self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training: bool, stop: bool
     ) -> Totals:
-        made: dict[Place, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
-        saved: dict[tuple[Place, int], Saved] = {}
+        made: dict[SlotKey, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
+        saved: dict[tuple[SlotKey, int], Saved] = {}
         loss = 0.0
         totals = None
         messages = self._messages
         messages.start(schedule)
         self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tiles))
         for instruction in schedule:
-            place, s = Place(instruction.chunk, instruction.microbatch), instruction.substep
-            stage = self._layout.stages[place.chunk]
+            place, s = SlotKey(instruction.virtual_stage, instruction.microbatch), instruction.substep
+            stage = self._layout.stages[place.virtual_stage]
             passed = self._optimizer.start_reduce if instruction.starts_reducing else None
             since = self._tracer.now()
             match instruction.op:
@@ -142,13 +142,13 @@ class Pipeline:
         tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
         return tokens[:, :-1] if stage.is_first else None, tokens[:, 1:] if stage.is_last else None
 
-    def _take(self, place: Place, substep: int) -> torch.Tensor:
+    def _take(self, place: SlotKey, substep: int) -> torch.Tensor:
         """Return the rows of a substep of what came in; the last substep takes it away."""
         waiting = self._messages.given
         value = waiting.pop(place) if substep == len(self._pieces) - 1 else waiting[place]
         return value if len(self._pieces) == 1 else value[slice(*self._pieces[substep])]
 
-    def _put(self, waiting: dict[Place, torch.Tensor], place: Place, substep: int, value: torch.Tensor) -> None:
+    def _put(self, waiting: dict[SlotKey, torch.Tensor], place: SlotKey, substep: int, value: torch.Tensor) -> None:
         """Add the rows of a substep to what waits to be sent."""
         if len(self._pieces) == 1:
             waiting[place] = value

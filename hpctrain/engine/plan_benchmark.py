@@ -44,7 +44,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPlan:
     """A plan that was measured. What is by rank is in their order."""
 
     candidate: Candidate
@@ -105,7 +105,7 @@ class PlanBenchmark:
         assert isinstance(world.accelerator, RehearsedAccelerator)
         self._device = world.accelerator
         self._device.overcommits = True  # an overflow is a finding here
-        self._measured: list[Measured] = []
+        self._measured: list[MeasuredPlan] = []
         world.configure(preferences=Preferences(job.comm.route, job.comm.algorithm, ClusterNetwork(cluster)))
         world.enter(phases_of(job.observe).first_step)
 
@@ -132,9 +132,9 @@ class PlanBenchmark:
             return []
         return result
 
-    def best(self, count: int, candidates: Sequence[Candidate]) -> Measured | None:
+    def best(self, count: int, candidates: Sequence[Candidate]) -> MeasuredPlan | None:
         """Return the fastest of the first `count` candidates that fit; None if there is none."""
-        result: list[Measured] = []
+        result: list[MeasuredPlan] = []
         misfits = 0
         for candidate in candidates:
             if len(result) == count or misfits == MAX_MISFITS:
@@ -149,7 +149,7 @@ class PlanBenchmark:
             self._report(f"{candidate.name}: {candidate.plan.describe()}: {said}")
         return max(result, key=lambda measured: measured.tokens_per_second, default=None)
 
-    def _measure(self, candidate: Candidate, reach: float) -> Measured:
+    def _measure(self, candidate: Candidate, reach: float) -> MeasuredPlan:
         """Train some steps by a plan; only the first where that takes longer than `reach`."""
         world, device, plan = self._world, self._device, candidate.plan
         check_plan(self.job, plan, candidate.name)
@@ -162,7 +162,7 @@ class PlanBenchmark:
             world.agree(None)  # nobody begins the first step before all can
             first = trainer.step(self._training)[0]
             memory = device.memory()
-            measured = Measured(candidate, tokens, world.largest(memory.peak / memory.total))
+            measured = MeasuredPlan(candidate, tokens, world.largest(memory.peak / memory.total))
             seconds, overrun = world.largest(first["step_seconds"]), trainer.overrun()
             beaten = seconds > reach and overrun <= QUOTED_OVERRUN
             if beaten:

@@ -28,7 +28,7 @@ class Observer(Protocol):
         """End, after the last step. Raises TrainingError where something cannot be written."""
 
 
-class Run:
+class TrainingRun:
     """A job on its way from the latest checkpoint of its folder to a step. All ranks make one and call the same."""
 
     def __init__(

@@ -14,7 +14,7 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.bind import DTYPES, bind_accelerator
 from hpctrain.config.job import Job, Products
-from hpctrain.model.layouts import LAYOUTS_BY_NAME
+from hpctrain.model.operand_layouts import LAYOUTS_BY_NAME
 from hpctrain.model.products import Product, products_of
 from hpctrain.plan.tiling import Plan
 
@@ -29,7 +29,7 @@ CLEARLY = 1.1  # times as fast as the plain way, both in the best and in the med
 
 class Tuned(NamedTuple):
     layout: str
-    """Of `hpctrain.model.layouts.LAYOUTS_BY_NAME`."""
+    """Of `hpctrain.model.operand_layouts.LAYOUTS_BY_NAME`."""
     times: float
     """As fast as the plain way; 0 for a product that was too large to be measured."""
 

@@ -57,7 +57,7 @@ def _layout(result: SearchResult, number: int) -> str:
     return result.plans[number].layout.describe([pool.name for pool in result.pools])
 
 
-def tell(summary: dict, top: int, out: Path | None, as_json: bool) -> str:
+def format_search(summary: dict, top: int, out: Path | None, as_json: bool) -> str:
     """Return what is printed: one line of JSON, the plan file with comments, or, where it is written, a summary."""
     result: SearchResult = summary.pop("found")
     cluster: Cluster = summary.pop("cluster")

@@ -66,7 +66,7 @@ def command(job, overrides, ranks, uniform, proportional, cluster, out, as_json,
             "--json, --seconds and --budget are of a search: JOB without [plan], and --cluster CLUSTER"
         )
     if not draws:
-        from hpctrain.jobs.find import plan_file, search_plan, tell
+        from hpctrain.jobs.find import format_search, plan_file, search_plan
         from hpctrain.planner.search import Limits
 
         limits = Limits(seconds=seconds) if budget is None else Limits(scored=budget, seconds=seconds)
@@ -75,7 +75,7 @@ def command(job, overrides, ranks, uniform, proportional, cluster, out, as_json,
         summary = search_plan(loaded, cluster, limits, space)
         if out is not None:
             _write(out, plan_file(summary, summary["found"]))
-        print(tell(summary, top, out, as_json))
+        print(format_search(summary, top, out, as_json))
         return
     families = None
     if cluster:

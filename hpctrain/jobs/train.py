@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.engine.run import Run
+from hpctrain.engine.run import TrainingRun
 from hpctrain.jobs.common import (
     describe,
     load_job_on,
@@ -69,7 +69,7 @@ def command(
             parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
         else:
             described = cluster and describe(world, cluster)
-        run = Run(world, parsed, run_path, described, fresh_probe=fresh_probe, on_stderr=as_json, bar=progress)
+        run = TrainingRun(world, parsed, run_path, described, fresh_probe=fresh_probe, on_stderr=as_json, bar=progress)
         summary, signal_name = run.train(stop_after)
         if world.rank == 0:
             if sample and not signal_name:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
-from hpctrain.model.layouts import AS_THEY_LIE, OperandLayouts
+from hpctrain.model.operand_layouts import AS_THEY_LIE, OperandLayouts
 from hpctrain.model.units import Weight
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.model.axes import Axes, Axis, Work
+from hpctrain.model.axes import Axes, Axis, PendingWork
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import Box, Parameter, UnitLayout
@@ -113,7 +113,7 @@ class Sharded(Group):
         """Return the sum over all holders of what this rank owns."""
         return self._grads
 
-    def start_sum(self, grads: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def start_sum(self, grads: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
         """Sum gradients of all that is held over all holders, all of whom must call; return what this rank owns of it,
         which is there when the work is done."""
         own = torch.empty_like(self._grads)
@@ -122,7 +122,7 @@ class Sharded(Group):
     def add(self, own: torch.Tensor) -> None:
         self._grads += own
 
-    def start_gather(self) -> tuple[torch.Tensor, Work]:
+    def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
         """Return the weights of which each holder has a part, which are there when the work is done.
 
         All holders must call.

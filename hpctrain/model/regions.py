@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hpctrain.model.axes import Axes, Axis, Work
+from hpctrain.model.axes import Axes, Axis, PendingWork
 from hpctrain.model.groups import Group, Sharded, StoredRegion, UnitArrays
 from hpctrain.plan.holders import Region, ShardGroup
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -33,7 +33,7 @@ class PackedRegions:
             if at.size:
                 yield StoredRegion(region.parameter, region.box, at.shift(-placed.start), at, counts=True)
 
-    def find(self, placed_units: Sequence[tuple[UnitLayout, Interval, int]]) -> None:
+    def attach_views(self, placed_units: Sequence[tuple[UnitLayout, Interval, int]]) -> None:
         """Take note where the slabs are in a flat array of z-shards: of each unit its layout, the shard of it that is
         there, and where."""
         start_of: dict[str, tuple[Box, int]] = {}
@@ -78,7 +78,7 @@ class CutRegions(Group):
 
     def attach(self, arrays: UnitArrays) -> None:
         """Find the slabs in the arrays of the units that they are of."""
-        self._regions.find(arrays.placed)
+        self._regions.attach_views(arrays.placed)
         self._arrays = arrays
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:
@@ -101,7 +101,7 @@ class ShardedRegions(Sharded):
 
     def attach(self, placed: tuple[UnitLayout, Interval, int], weights: torch.Tensor | None) -> None:
         """Find the slabs in the z-shard of the unit that they are of; `weights` are those in use, where they stay."""
-        self.regions.find([placed])
+        self.regions.attach_views([placed])
         self._in_use = weights
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:
@@ -131,7 +131,7 @@ class CutUnit:
         for group in groups:
             group.attach((layout, shard, 0), self.weights)
 
-    def start_sum(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], Work]:
+    def start_sum(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], PendingWork]:
         """As `Sharded.start_sum`, for each group."""
         started = [group.start_sum(group.regions.pack(grads)) for group in self._groups]
         return [own for own, _ in started], _All([work for _, work in started])
@@ -140,7 +140,7 @@ class CutUnit:
         for group, part in zip(self._groups, own, strict=True):
             group.add(part)
 
-    def start_gather(self) -> tuple[torch.Tensor, Work]:
+    def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
         """As `Sharded.start_gather`, of the whole z-shard."""
         shard = torch.zeros(self._size, dtype=self._dtype, device=self._device)  # padding is in no slab
         started = [group.start_gather() for group in self._groups]
@@ -158,7 +158,7 @@ class CutUnit:
 class _All:
     """Several works, and what is to be done after all of them."""
 
-    def __init__(self, works: Sequence[Work], then: Callable[[], None] = lambda: None):
+    def __init__(self, works: Sequence[PendingWork], then: Callable[[], None] = lambda: None):
         self._works, self._then = works, then
 
     def wait(self) -> None:

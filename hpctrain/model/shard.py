@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.model.axes import Axis, Work
+from hpctrain.model.axes import Axis, PendingWork
 from hpctrain.model.groups import Group
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.sharding.intervals import Interval
@@ -35,7 +35,7 @@ class Shard:
         """The elements that this rank answers for in norms and checkpoints."""
         return self.cuts[self.holders.rank]
 
-    def start_reduce(self) -> Work:
+    def start_reduce(self) -> PendingWork:
         """Sum the gradients over the holders, all of whom must call; `grads` is there when the work is done."""
         grads = self.group.own_grads()
         if self.grads is grads:

@@ -14,7 +14,7 @@ from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
-from hpctrain.model.layouts import AS_THEY_LIE, OperandLayouts
+from hpctrain.model.operand_layouts import AS_THEY_LIE, OperandLayouts
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
 from hpctrain.model.units import Deferred

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from hpctrain.model.axes import Axes, Axis, Work
+from hpctrain.model.axes import Axes, Axis, PendingWork
 from hpctrain.model.groups import Group, Sharded, ShardedUnit, UnitArrays, WholeUnits
 from hpctrain.model.regions import CutRegions, CutUnit, PackedRegions, ShardedRegions
 from hpctrain.model.traffic import Traffic
@@ -76,7 +76,7 @@ class Store:
         self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_over_y))
         items = {item for unit in self._units for item in unit.layout.unit.items}
         self.traffic = Traffic({item: self._units_of(item) for item in items}, axes.z, device, keep_gathered)
-        self._awaited: list[tuple[int, Work]] = []
+        self._awaited: list[tuple[int, PendingWork]] = []
 
     @property
     def is_in_place(self) -> bool:
@@ -84,7 +84,7 @@ class Store:
         packed = any(isinstance(group, CutRegions | ShardedRegions) for group in self.groups)
         return self._z.size == 1 and not packed
 
-    def note_gathering(self, item: int, work: Work) -> None:
+    def note_gathering(self, item: int, work: PendingWork) -> None:
         """Take note that weights of an item, and maybe of items behind it, are being gathered."""
         self._awaited.append((item, work))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
-from hpctrain.model.layouts import OperandLayouts
+from hpctrain.model.operand_layouts import OperandLayouts
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly

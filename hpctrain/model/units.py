@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.model.axes import Axes, Work
+from hpctrain.model.axes import Axes, PendingWork
 from hpctrain.model.groups import ShardedUnit
 from hpctrain.model.regions import CutUnit
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -67,10 +67,10 @@ class Deferred(NamedTuple):
 class InFlight:
     """Operations of which each needs the result of the one before, started one by one."""
 
-    def __init__(self, operations: Iterator[Work], count: int):
+    def __init__(self, operations: Iterator[PendingWork], count: int):
         """`operations` starts one each time it is asked for the next, and after `count` of them does the rest."""
         self._operations, self._count = operations, count
-        self._work: Work | None = None
+        self._work: PendingWork | None = None
         self._started = 0
 
     def bring(self, number: int) -> None:
@@ -164,7 +164,7 @@ class UnitStore:
         (self._gathering or InFlight(self._gather(), self.overlapped_gathers)).finish()
         self._gathering = None
 
-    def _gather(self) -> Iterator[Work]:
+    def _gather(self) -> Iterator[PendingWork]:
         whole = shard = self._shard
         if self._sharded and not self._sharded.keeps_weights:
             whole, work = self._sharded.start_gather()
@@ -212,7 +212,7 @@ class UnitStore:
         scattering.bring(1)
         return scattering
 
-    def _scatter(self, whole_grad: torch.Tensor) -> Iterator[Work]:
+    def _scatter(self, whole_grad: torch.Tensor) -> Iterator[PendingWork]:
         part = whole_grad
         if self._z.size > 1:
             part = part.new_empty(self._cuts[self._z.rank].size)

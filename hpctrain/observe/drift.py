@@ -70,7 +70,7 @@ def _part_of(op: Op) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One rank's steps."""
 
     step_seconds: float
@@ -91,7 +91,7 @@ class Expected:
     knows_parts: bool
     """Whether ranks know where their time goes: not on devices that compute beside their host."""
 
-    def compare(self, measured: Sequence[Measured], num_steps: int) -> dict:
+    def compare(self, measured: Sequence[MeasuredStep], num_steps: int) -> dict:
         """Return what was predicted, what was measured on the ranks in their order, and how far apart they are."""
         result = self.prediction
         ranks = [measured[rank] for tile in self.plan.first_tiles for rank in tile.ranks]
@@ -117,7 +117,7 @@ class Expected:
         summary["is_large"] = abs(summary["drift"]) > within
         return summary
 
-    def _memory(self, measured: Sequence[Measured]) -> list[dict]:
+    def _memory(self, measured: Sequence[MeasuredStep]) -> list[dict]:
         rows = []
         for stage in self.prediction.memory:
             peak = max(

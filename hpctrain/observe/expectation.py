@@ -31,7 +31,7 @@ class Expectation:
         self._world, self._accelerator, self._folder = world, accelerator, folder
         on_host = accelerator.shares_memory or accelerator.overrun is not None
         self._expected = prediction and drift.Expected(prediction, plan, where, on_host)
-        self._meter = drift.PartMeter(accelerator.moment, world.tracer)
+        self._meter = drift.PartMeter(accelerator.now, world.tracer)
         world.configure(tracer=self._meter)
         self._seconds: list[float] = []
 
@@ -62,7 +62,7 @@ class Expectation:
             sums = {part: sum(step[part] for step in steps) for part in drift.EXPOSED}
             parts = {part: seconds / number / device.time_scale for part, seconds in sums.items()}
             peak = 0 if device.shares_memory else device.memory().peak
-            own = drift.Measured(sum(self._seconds) / number, parts, peak)
+            own = drift.MeasuredStep(sum(self._seconds) / number, parts, peak)
         measured = world.gather_objects(own)
         summary = None
         with world.all_or_none():

@@ -77,7 +77,7 @@ class RunTrace:
         """Groups of the world that are made from now on are traced."""
         self._world, self._accelerator, self._folder = world, accelerator, folder
         self._num_steps, self._steps_left = 0, num_steps
-        self._recording = Recording(accelerator.moment)
+        self._recording = Recording(accelerator.to_local)
         world.configure(tracer=self._recording)
 
     def start(self) -> None:
@@ -118,10 +118,10 @@ class RunTrace:
         first = world.smallest(min((span.begin for span in spans), default=float("inf")) + offset)
         self._recording.spans = []
 
-        def moment(seconds: float) -> float:
+        def to_local(seconds: float) -> float:
             return (seconds + offset - first) / self._accelerator.time_scale
 
-        kept = [s._replace(name=str(s.name), begin=moment(s.begin), end=moment(s.end)) for s in spans]
+        kept = [s._replace(name=str(s.name), begin=to_local(s.begin), end=to_local(s.end)) for s in spans]
         return RankTrace(f"{world.place.family} on {world.place.host}", kept)
 
 

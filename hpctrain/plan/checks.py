@@ -54,7 +54,7 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: no tile starts at item {tile.items.stop} for its rows")
         if tile.items.start > 0 and not plan.upstream(tile):
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
-    _check_chunks(plan)
+    _check_virtual_stages(plan)
     _check_extra_warmup(plan)
     for item in range(num_items):
         rows = [tile.rows for tile in plan.tiles if tile.contains(item)]
@@ -75,7 +75,7 @@ def _check_extra_warmup(plan: Plan) -> None:
         if not tile.extra_warmup:
             continue
         where = f"tile {number}: ahead = {tile.extra_warmup}"
-        if plan.schedule != "1f1b" or len(plan.chunks(tile)) > 1:
+        if plan.schedule != "1f1b" or len(plan.virtual_stages(tile)) > 1:
             raise PlanError(f'{where} is of schedule = "1f1b" with one tile a rank; set it to 0')
         if not plan.downstream(tile):
             raise PlanError(f"{where}, and nothing comes after it that it could be ahead of; set it to 0")
@@ -88,11 +88,11 @@ def _check_extra_warmup(plan: Plan) -> None:
                 )
 
 
-def _check_chunks(plan: Plan) -> None:
+def _check_virtual_stages(plan: Plan) -> None:
     """Refuse ranks with several tiles that are not chunks of an interleaved pipeline: alike but for `items` and
     `recompute`, and as many tiles apart as there are stages."""
     for first in plan.first_tiles:
-        tiles = plan.chunks(first)
+        tiles = plan.virtual_stages(first)
         if len(tiles) == 1:
             continue
         numbers = [plan.tiles.index(tile) for tile in tiles]
@@ -107,11 +107,13 @@ def _check_chunks(plan: Plan) -> None:
         stages = length // len(tiles)
         before = [plan.depth_from_start(tile) for tile in tiles]
         near = {each for tile in tiles for each in (*plan.upstream(tile), *plan.downstream(tile))}
-        mixed = [tile for tile in near if len(plan.chunks(tile)) != len(tiles) or plan.path_length(tile) != length]
+        mixed = [
+            tile for tile in near if len(plan.virtual_stages(tile)) != len(tiles) or plan.path_length(tile) != length
+        ]
         if (
             mixed
             or length % len(tiles)
-            or before != [before[0] % stages + stages * chunk for chunk in range(len(tiles))]
+            or before != [before[0] % stages + stages * virtual_stage for virtual_stage in range(len(tiles))]
         ):
             raise PlanError(
                 f"{where}, with {', '.join(map(str, before))} tiles before them of the {length} on their way from the"

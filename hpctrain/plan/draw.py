@@ -53,8 +53,8 @@ def _pairs(plan: Plan, texts: list[list[str]]):
 
 
 def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
-    chunks = plan.chunks(tile)
-    options = [f"chunk {chunks.index(tile)} of {len(chunks)}"] if len(chunks) > 1 else []
+    virtual_stages = plan.virtual_stages(tile)
+    options = [f"chunk {virtual_stages.index(tile)} of {len(virtual_stages)}"] if len(virtual_stages) > 1 else []
     options += [] if tile.recompute == "none" else [f"recompute {tile.recompute}"]
     options += [f"zero {tile.zero}"] if tile.zero != 1 else []
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []

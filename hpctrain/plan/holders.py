@@ -222,7 +222,7 @@ def check_zero(plan: Plan, where: str) -> None:
                 ("items", list(tile.items), list(other.items)),
                 ("zero", tile.zero, other.zero),
                 ("row_chunks", tile.row_chunks, other.row_chunks),
-                ("chunks", *([list(each.items) for each in plan.chunks(t)] for t in (tile, other))),
+                ("virtual_stages", *([list(each.items) for each in plan.virtual_stages(t)] for t in (tile, other))),
                 ("forward passes before the first backward one (see ahead)", plan.warm_up(tile), plan.warm_up(other)),
                 *((("tiles before", plan.depth_from_start(tile), plan.depth_from_start(other)),) if delayed else ()),
             ):

@@ -55,14 +55,14 @@ class Instruction:
 
     Nobody waits for that before REDUCE_GRADIENTS.
     """
-    chunk: int = 0
+    virtual_stage: int = 0
     """Which of the tiles of its ranks, in the order of items."""
 
     def __str__(self) -> str:
         if self.microbatch < 0:
             return self.op.value
         text = f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
-        text += f" of chunk {self.chunk}" if self.chunk else ""
+        text += f" of chunk {self.virtual_stage}" if self.virtual_stage else ""
         return f"{text} and start to reduce" if self.starts_reducing else text
 
 
@@ -79,19 +79,19 @@ def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
 def in_flight(plan: Plan, tile: Tile) -> int:
     """Return how many microbatches of a tile are under way at once, from its forward to its backward pass: by 1F1B
     those of its warm-up and one in hand. Of an interleaved pipeline a step may have fewer."""
-    chunks = plan.chunks(tile)
-    if len(chunks) == 1:
+    virtual_stages = plan.virtual_stages(tile)
+    if len(virtual_stages) == 1:
         return min(plan.warm_up(tile) + 1, plan.microbatches)
-    return _in_flight(*_place(plan, tile))[chunks.index(tile)]
+    return _in_flight(*_place(plan, tile))[virtual_stages.index(tile)]
 
 
 @lru_cache(maxsize=256)
-def _in_flight(chunks: int, stages: int, behind: int, microbatches: int) -> list[int]:
+def _in_flight(virtual_stages: int, stages: int, behind: int, microbatches: int) -> list[int]:
     """Return `in_flight` for each chunk of a stage."""
-    alive, most = [0] * chunks, [0] * chunks
-    for op, chunk, _ in _passes(chunks, stages, behind, microbatches):
-        alive[chunk] += 1 if op is Op.FORWARD else -1
-        most[chunk] = max(most[chunk], alive[chunk])
+    alive, most = [0] * virtual_stages, [0] * virtual_stages
+    for op, virtual_stage, _ in _passes(virtual_stages, stages, behind, microbatches):
+        alive[virtual_stage] += 1 if op is Op.FORWARD else -1
+        most[virtual_stage] = max(most[virtual_stage], alive[virtual_stage])
     return most
 
 
@@ -103,13 +103,14 @@ def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
     """Return the order in which a tile's ranks go through their passes by 1F1B (PipeDream-flush, Narayanan et al. 2021,
     arXiv 2104.04473): warm up, alternate, drain.
 
-    The number of warm-up forwards is the tile's longest path to the loss (`stages - 1 - stage` in an even pipeline), plus
+    Warm-up forwards: the longest path to the loss (`stages - 1 - stage` in an even pipeline), plus
     its `extra_warmup`. With one more, a message to the next tile and back may take as long as a microbatch before it
     delays them (Zhuang et al. 2023, arXiv 2211.05322).
 
-    Ranks with several chunks are of an interleaved pipeline: they take as many microbatches through a chunk as there
-    are stages, then through the next one, and warm up by `2 (stages - 1 - stage) + (chunks - 1) stages` passes. Where
-    microbatches are no multiple of the stages, they go as if there were more, without those.
+    Ranks with several virtual stages form an interleaved pipeline. They take as many microbatches through a virtual
+    stage as there are stages, then through the next one. They warm up by
+    `2 (stages - 1 - stage) + (virtual_stages - 1) stages` passes. Where microbatches are no multiple of the stages, the
+    order is that of the next multiple, without the missing ones.
     """
     return _passes(*_place(plan, tile))
 
@@ -117,58 +118,71 @@ def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
 def _place(plan: Plan, tile: Tile) -> tuple[int, int, int, int]:
     """Return what the order of a tile's ranks depends on: chunks, stages of the pipeline, tiles behind the last chunk
     (of a single tile: its warm-up), microbatches."""
-    tiles = plan.chunks(tile)
+    tiles = plan.virtual_stages(tile)
     stages = plan.depth_from_start(tiles[1]) - plan.depth_from_start(tiles[0]) if len(tiles) > 1 else 1
     behind = plan.depth_to_loss(tiles[-1]) if len(tiles) > 1 else plan.warm_up(tile)
     return len(tiles), stages, behind, plan.microbatches
 
 
 @lru_cache(maxsize=256)
-def _passes(chunks: int, stages: int, behind: int, microbatches: int) -> tuple[Pass, ...]:
+def _passes(virtual_stages: int, stages: int, behind: int, microbatches: int) -> tuple[Pass, ...]:
     """Return `passes` of a stage."""
     rounds = range(0, microbatches, stages)
-    forward = [(chunk, m) for first in rounds for chunk in range(chunks) for m in range(first, first + stages)]
-    warmup = behind if chunks == 1 else 2 * behind + (chunks - 1) * stages
+    forward = [
+        (virtual_stage, m)
+        for first in rounds
+        for virtual_stage in range(virtual_stages)
+        for m in range(first, first + stages)
+    ]
+    warmup = behind if virtual_stages == 1 else 2 * behind + (virtual_stages - 1) * stages
     made = [(Op.FORWARD, *each) for each in forward[:warmup]]
-    for i, (chunk, m) in enumerate(forward):
+    for i, (virtual_stage, m) in enumerate(forward):
         made += [(Op.FORWARD, *each) for each in forward[warmup + i : warmup + i + 1]]
-        made.append((Op.BACKWARD, chunks - 1 - chunk, m))
+        made.append((Op.BACKWARD, virtual_stages - 1 - virtual_stage, m))
     return tuple(each for each in made if each[2] < microbatches)
 
 
-def forward_part(plan: Plan, tile: Tile, m: int, chunk: int = 0) -> list[Instruction]:
-    """Return the instructions of one microbatch's forward pass on a tile, chunk `chunk` of its ranks."""
-    steps = [Instruction(Op.FORWARD, m, s, chunk=chunk) for s in range(tile.row_chunks)]
+def forward_part(plan: Plan, tile: Tile, m: int, virtual_stage: int = 0) -> list[Instruction]:
+    """Return the instructions of one microbatch's forward pass on a tile, chunk `virtual_stage` of its ranks."""
+    steps = [Instruction(Op.FORWARD, m, s, virtual_stage=virtual_stage) for s in range(tile.row_chunks)]
     if plan.upstream(tile):
-        steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m, chunk=chunk))
+        steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m, virtual_stage=virtual_stage))
     if plan.downstream(tile):
-        steps.append(Instruction(Op.SEND_ACTIVATION, m, chunk=chunk))
+        steps.append(Instruction(Op.SEND_ACTIVATION, m, virtual_stage=virtual_stage))
     return steps
 
 
-def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int = 0) -> list[Instruction]:
+def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, virtual_stage: int = 0) -> list[Instruction]:
     """Return those of its backward pass, or by BACKWARD_INPUT of the part that its neighbours wait for."""
-    steps = [Instruction(op, m, s, chunk=chunk) for s in range(tile.row_chunks)]
+    steps = [Instruction(op, m, s, virtual_stage=virtual_stage) for s in range(tile.row_chunks)]
     if plan.downstream(tile):
-        steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m, chunk=chunk))
+        steps.insert(0, Instruction(Op.RECEIVE_GRADIENT, m, virtual_stage=virtual_stage))
     if plan.upstream(tile):
-        steps.append(Instruction(Op.SEND_GRADIENT, m, chunk=chunk))
+        steps.append(Instruction(Op.SEND_GRADIENT, m, virtual_stage=virtual_stage))
     return steps
 
 
-def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, chunk: int = 0) -> list[Instruction]:
+def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, virtual_stage: int = 0) -> list[Instruction]:
     """Return a whole microbatch on a tile with the loss: each substep forward and back, so that only one is kept."""
     steps = []
     for s in range(tile.row_chunks):
-        steps += [Instruction(Op.FORWARD, m, s, chunk=chunk), Instruction(op, m, s, chunk=chunk)]
+        steps += [
+            Instruction(Op.FORWARD, m, s, virtual_stage=virtual_stage),
+            Instruction(op, m, s, virtual_stage=virtual_stage),
+        ]
     if plan.upstream(tile):
-        receive, send = (Instruction(o, m, chunk=chunk) for o in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT))
+        receive, send = (
+            Instruction(o, m, virtual_stage=virtual_stage) for o in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT)
+        )
         return [receive, *steps, send]
     return steps
 
 
-def weight_part(tiles: Sequence[Tile], chunk: int, m: int) -> list[Instruction]:
-    return [Instruction(Op.BACKWARD_WEIGHT, m, s, chunk=chunk) for s in range(tiles[chunk].row_chunks)]
+def weight_part(tiles: Sequence[Tile], virtual_stage: int, m: int) -> list[Instruction]:
+    return [
+        Instruction(Op.BACKWARD_WEIGHT, m, s, virtual_stage=virtual_stage)
+        for s in range(tiles[virtual_stage].row_chunks)
+    ]
 
 
 def weight_delay(plan: Plan, tile: Tile) -> int | None:
@@ -210,27 +224,27 @@ def one_f_one_b(
     """
     if tile.is_idle:
         return (Instruction(Op.UPDATE),)
-    tiles = plan.chunks(tile)
+    tiles = plan.virtual_stages(tile)
     delays = [weight_delay(plan, each) if splits_backward else None for each in tiles]
     steps: list[Instruction] = []
     delayed: deque[tuple[int, int]] = deque()
-    for op, chunk, m in passes(plan, tile):
-        has_loss, delay = not plan.downstream(tiles[chunk]), delays[chunk]
+    for op, virtual_stage, m in passes(plan, tile):
+        has_loss, delay = not plan.downstream(tiles[virtual_stage]), delays[virtual_stage]
         if op is Op.FORWARD:
             if not has_loss:  # else it goes back right after it
-                steps += forward_part(plan, tiles[chunk], m, chunk)
+                steps += forward_part(plan, tiles[virtual_stage], m, virtual_stage)
             continue
         part = at_the_loss if has_loss else backward_part
-        steps += part(plan, tiles[chunk], m, Op.BACKWARD if delay is None else Op.BACKWARD_INPUT, chunk)
+        steps += part(plan, tiles[virtual_stage], m, Op.BACKWARD if delay is None else Op.BACKWARD_INPUT, virtual_stage)
         if delay is not None:
-            delayed.append((chunk, m))
+            delayed.append((virtual_stage, m))
             while len(delayed) > delay:
                 steps += weight_part(tiles, *delayed.popleft())
     for late in delayed:
         steps += weight_part(tiles, *late)
     if reduce_early:
-        for chunk in range(len(tiles)):
-            last = max(i for i, step in enumerate(steps) if step.op in ADDING and step.chunk == chunk)
+        for virtual_stage in range(len(tiles)):
+            last = max(i for i, step in enumerate(steps) if step.op in ADDING and step.virtual_stage == virtual_stage)
             steps[last] = replace(steps[last], starts_reducing=True)
     return (*steps, Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.UPDATE))
 
@@ -239,9 +253,11 @@ def forward_only(plan: Plan, tile: Tile) -> tuple[Instruction, ...]:
     """Return the forward passes alone, for validation."""
     if tile.is_idle:
         return ()
-    tiles = plan.chunks(tile)
-    forward = [(chunk, m) for op, chunk, m in passes(plan, tile) if op is Op.FORWARD]
-    return tuple(step for chunk, m in forward for step in forward_part(plan, tiles[chunk], m, chunk))
+    tiles = plan.virtual_stages(tile)
+    forward = [(virtual_stage, m) for op, virtual_stage, m in passes(plan, tile) if op is Op.FORWARD]
+    return tuple(
+        step for virtual_stage, m in forward for step in forward_part(plan, tiles[virtual_stage], m, virtual_stage)
+    )
 
 
 def schedules_of(plan: Plan, make: Callable[[Plan, Tile], Schedule]) -> dict[Tile, Schedule]:
@@ -254,7 +270,7 @@ def schedules_of(plan: Plan, make: Callable[[Plan, Tile], Schedule]) -> dict[Til
     for first in plan.first_tiles:
         shapes = [
             (bool(plan.upstream(t)), bool(plan.downstream(t)), t.row_chunks, weight_delay(plan, t))
-            for t in plan.chunks(first)
+            for t in plan.virtual_stages(first)
         ]
         key = _place(plan, first), *shapes
         if key not in made:
@@ -268,6 +284,6 @@ def items_in_order(schedule: Sequence[Instruction], tiles: Sequence[Tile]) -> It
     the first backward."""
     for instruction in schedule:
         if instruction.op is Op.FORWARD:
-            yield from range(*tiles[instruction.chunk].items)
+            yield from range(*tiles[instruction.virtual_stage].items)
         elif instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            yield from reversed(range(*tiles[instruction.chunk].items))
+            yield from reversed(range(*tiles[instruction.virtual_stage].items))

@@ -49,7 +49,7 @@ class Wire:
 class Runner:
     """The ranks of one tensor grid and how far they are in their schedule."""
 
-    chunks: tuple[Tile, ...]
+    virtual_stages: tuple[Tile, ...]
     schedule: Schedule
     place: int = 0
     """The number of instructions that are done."""
@@ -76,16 +76,16 @@ class ScheduleRun:
 
     def __init__(self, plan: Plan, schedules: Mapping[Tile, Schedule]):
         self._plan = plan
-        self.runners = {tile: self.runner(plan.chunks(tile), steps) for tile, steps in schedules.items()}
+        self.runners = {tile: self.runner(plan.virtual_stages(tile), steps) for tile, steps in schedules.items()}
         """The runners by their first tiles, as the schedules are."""
-        self.runner_of = {tile: runner for runner in self.runners.values() for tile in runner.chunks}
+        self.runner_of = {tile: runner for runner in self.runners.values() for tile in runner.virtual_stages}
         self._wires: list[Wire] = []
         self._runnable: deque[Runner] = deque()
 
     # ---- what a subclass overrides -----------------------------------------------------------------------------------
 
-    def runner(self, chunks: tuple[Tile, ...], schedule: Schedule) -> Runner:
-        return Runner(chunks, schedule)
+    def runner(self, virtual_stages: tuple[Tile, ...], schedule: Schedule) -> Runner:
+        return Runner(virtual_stages, schedule)
 
     def wire(self, ends: tuple[Tile, Tile], *rest) -> Wire:
         return Wire(ends, *rest)
@@ -123,17 +123,22 @@ class ScheduleRun:
         for runner, rest in ends.items():
             late = next((step for step in rest if step.op not in ENDING), None)
             if late and rest[0].op in ENDING:
-                raise PlanError(f"{_name(runner.chunks[late.chunk])}: '{late}' comes after '{rest[0]}'")
-        if stuck := [(rest[0], runner.chunks) for runner, rest in ends.items() if rest and rest[0].op not in ENDING]:
-            waits = "; ".join(f"{_name(chunks[step.chunk])} waits at '{step}'" for step, chunks in stuck[:4])
+                raise PlanError(f"{_name(runner.virtual_stages[late.virtual_stage])}: '{late}' comes after '{rest[0]}'")
+        if stuck := [
+            (rest[0], runner.virtual_stages) for runner, rest in ends.items() if rest and rest[0].op not in ENDING
+        ]:
+            waits = "; ".join(
+                f"{_name(virtual_stages[step.virtual_stage])} waits at '{step}'" for step, virtual_stages in stuck[:4]
+            )
             raise PlanError(f"the schedule deadlocks: {waits}")
         first, *others = ends
         for other in others:
             if [step.op for step in ends[other]] != [step.op for step in ends[first]]:
                 mine, theirs = (", ".join(map(str, ends[each])) or "no more" for each in (first, other))
+                one, another = (_name(each.virtual_stages[0]) for each in (first, other))
                 raise PlanError(
-                    f"the schedule deadlocks: {_name(first.chunks[0])} ends with '{mine}' and {_name(other.chunks[0])}"
-                    f" with '{theirs}', which all ranks do together"
+                    f"the schedule deadlocks: {one} ends with '{mine}' and {another} with '{theirs}',"
+                    " which all ranks do together"
                 )
 
     def copies(self) -> dict[Runner, Runner]:
@@ -148,7 +153,9 @@ class ScheduleRun:
         copies: dict[Runner, Runner] = {}
         for tiles in pipelines if len(pipelines) > 1 else ():
             number = {tile: i for i, tile in enumerate(tiles)}
-            each = tuple((t.items, t.zero, self._plan.warm_up(t), number[self._plan.chunks(t)[0]]) for t in tiles)
+            each = tuple(
+                (t.items, t.zero, self._plan.warm_up(t), number[self._plan.virtual_stages(t)[0]]) for t in tiles
+            )
             pairs = tuple((number[a], number[b]) for a in tiles for b in self._plan.downstream(a))
             runners = [self.runners[tile] for tile in tiles if tile in self.runners]
             originals = known.setdefault((each, pairs, self.prices(tiles)), [])
@@ -164,7 +171,7 @@ class ScheduleRun:
         """Lay the wires between runners, and name those that take each pass together."""
         down, up = self._plan.downstream, self._plan.upstream
         laid: dict[tuple[Tile, Tile], Wire] = {}
-        for tile in (tile for runner in runners for tile in runner.chunks):
+        for tile in (tile for runner in runners for tile in runner.virtual_stages):
             for other in down(tile):
                 depth, here, there = channel_depth(self._plan, tile, other), self.runner_of[tile], self.runner_of[other]
                 laid[tile, other] = self.wire((tile, other), Op.SEND_ACTIVATION, here, there, depth)
@@ -172,16 +179,16 @@ class ScheduleRun:
         self._wires = list(laid.values())
         stages: dict[tuple, list[Runner]] = {}
         for runner in runners:
-            stages.setdefault(runner.chunks[0].items, []).append(runner)
-            for chunk, tile in enumerate(runner.chunks):
+            stages.setdefault(runner.virtual_stages[0].items, []).append(runner)
+            for virtual_stage, tile in enumerate(runner.virtual_stages):
                 runner.wires |= {
-                    (Op.RECEIVE_ACTIVATION, chunk): tuple(laid[other, tile] for other in up(tile)),
-                    (Op.SEND_ACTIVATION, chunk): tuple(laid[tile, other] for other in down(tile)),
-                    (Op.RECEIVE_GRADIENT, chunk): tuple(laid[other, tile] for other in down(tile)),
-                    (Op.SEND_GRADIENT, chunk): tuple(laid[tile, other] for other in up(tile)),
+                    (Op.RECEIVE_ACTIVATION, virtual_stage): tuple(laid[other, tile] for other in up(tile)),
+                    (Op.SEND_ACTIVATION, virtual_stage): tuple(laid[tile, other] for other in down(tile)),
+                    (Op.RECEIVE_GRADIENT, virtual_stage): tuple(laid[other, tile] for other in down(tile)),
+                    (Op.SEND_GRADIENT, virtual_stage): tuple(laid[tile, other] for other in up(tile)),
                 }
         for runner in runners if self.passes_together else ():
-            tile = runner.chunks[0]
+            tile = runner.virtual_stages[0]
             if tile.zero >= 2:
                 runner.partners = tuple(other for other in stages[tile.items] if other is not runner)
 
@@ -196,7 +203,7 @@ class ScheduleRun:
                     return
                 self.compute(runner, step)
             elif op in RECEIVING:
-                wires = runner.wires[op, step.chunk]
+                wires = runner.wires[op, step.virtual_stage]
                 for wire in wires:
                     if not wire.microbatches:
                         runner.waits_for = wire
@@ -207,7 +214,7 @@ class ScheduleRun:
                     self._wake(wire.source, wire)
                 self.receive(runner, step, wires)
             elif op in SENDING:
-                wires = runner.wires[op, step.chunk]
+                wires = runner.wires[op, step.virtual_stage]
                 for wire in wires:
                     if len(wire.microbatches) >= wire.depth:
                         runner.waits_for = wire
@@ -230,8 +237,10 @@ class ScheduleRun:
         for other in runner.partners:
             theirs = other.schedule[runner.place] if runner.place < len(other.schedule) else "the end"
             if theirs is not step and theirs != step:
-                mine = runner.chunks[step.chunk]
-                raise PlanError(f"{_name(mine)} exchanges in '{step}' while {_name(other.chunks[0])} is at '{theirs}'")
+                mine = runner.virtual_stages[step.virtual_stage]
+                raise PlanError(
+                    f"{_name(mine)} exchanges in '{step}' while {_name(other.virtual_stages[0])} is at '{theirs}'"
+                )
         if any(other.place < runner.place for other in runner.partners):
             runner.waits_for = step.op
             return False
@@ -258,8 +267,8 @@ def check_no_deadlock(plan: Plan, schedules: Mapping[Tile, Schedule]) -> None:
     """
     checked: set[int] = set()
     for tile, schedule in schedules.items():
-        for chunk, own in enumerate(plan.chunks(tile) if id(schedule) not in checked else ()):
-            steps = [step for step in schedule if step.chunk == chunk or step.microbatch < 0]
+        for virtual_stage, own in enumerate(plan.virtual_stages(tile) if id(schedule) not in checked else ()):
+            steps = [step for step in schedule if step.virtual_stage == virtual_stage or step.microbatch < 0]
             _check_order_of_gradients(own, steps)
             _check_early_reduction(own, steps)
         checked.add(id(schedule))

@@ -109,14 +109,14 @@ class Plan:
         `check_tiling`)."""
         return self._tiles_of[rank][0]
 
-    def chunks(self, tile: Tile) -> tuple[Tile, ...]:
+    def virtual_stages(self, tile: Tile) -> tuple[Tile, ...]:
         """Return all tiles of a tile's ranks, in the order of items."""
         return self._tiles_of[tile.ranks[0]]
 
     @cached_property
     def first_tiles(self) -> tuple[Tile, ...]:
         """Of each tensor grid of ranks the first tile, which stands for what these do."""
-        return tuple(tile for tile in self.tiles if self.chunks(tile)[0] is tile)
+        return tuple(tile for tile in self.tiles if self.virtual_stages(tile)[0] is tile)
 
     @cached_property
     def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
@@ -181,14 +181,14 @@ class Plan:
         microbatches = f"{counted(self.microbatches, 'microbatch')} of {counted(self.rows, 'row')}"
         items = {tile.items for tile in self.tiles}
         replicas = {tile.rows for tile in self.tiles}
-        chunks = {len(self.chunks(tile)) for tile in self.tiles}
-        if len(self.tiles) == len(items) * len(replicas) and "/" not in grids and len(chunks) == 1:
-            each = max(chunks)
+        virtual_stages = {len(self.virtual_stages(tile)) for tile in self.tiles}
+        if len(self.tiles) == len(items) * len(replicas) and "/" not in grids and len(virtual_stages) == 1:
+            each = max(virtual_stages)
             stages = counted(len(items) // each, "stage") + (f" of {counted(each, 'chunk')}" if each > 1 else "")
             tiles = f"{stages} x {counted(len(replicas), 'replica')} of {grids} (x,y,z)"
         else:
             tiles = f"{counted(len(self.tiles), 'tile')} of {grids} (x,y,z)"
-            tiles += f", up to {max(chunks)} a rank" if max(chunks) > 1 else ""
+            tiles += f", up to {max(virtual_stages)} a rank" if max(virtual_stages) > 1 else ""
         unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
         schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
         most = max((tile.extra_warmup for tile in self.tiles), default=0)
@@ -227,30 +227,33 @@ def even_plan(
     microbatches: int,
     rows: int,
     schedule: str = "1f1b",
-    chunks: int = 1,
+    virtual_stages: int = 1,
     **tile,
 ) -> Plan:
     """Return the even plan: `pipeline` stages x `data` replicas of `grid`; `tile` gives the rest of each tile.
 
     Blocks are cut evenly by count, with embedding and head at the ends; ranks run fastest in the tensor grid, then
-    over replicas, then over stages, so that what exchanges most sits closest. With `chunks` each stage has so many
-    tiles, every `pipeline`-th: an interleaved pipeline.
+    over replicas, then over stages, so that what exchanges most sits closest. Several `virtual_stages` make an
+    interleaved pipeline: each stage has so many tiles, every `pipeline`-th.
 
-    Raises PlanError if there are fewer blocks than tiles in a row, rows that do not divide, or chunks of one stage.
+    Raises PlanError if there are fewer blocks than tiles in a pipeline, rows that do not divide, or one stage with several
+    virtual stages.
     """
-    if chunks > 1 and pipeline == 1:
+    if virtual_stages > 1 and pipeline == 1:
         raise PlanError(
-            f"chunks = {chunks} shorten the bubble of a pipeline, and pipeline = 1 has none; set chunks to 1, or"
-            " pipeline to 2 or more"
+            f"virtual_stages = {virtual_stages} shorten the bubble of a pipeline, and pipeline = 1 has none; set"
+            " virtual_stages to 1, or pipeline to 2 or more"
         )
-    if chunks > 1 and schedule != "1f1b":
-        raise PlanError(f'chunks = {chunks}: schedule = "{schedule}" is of one tile a rank; set chunks to 1, or "1f1b"')
-    if pipeline * chunks > num_items - 2:
-        of_each = f" x chunks = {chunks}" if chunks > 1 else ""
+    if virtual_stages > 1 and schedule != "1f1b":
+        raise PlanError(
+            f'virtual_stages = {virtual_stages}: schedule = "{schedule}" has one tile a rank; set it to 1, or "1f1b"'
+        )
+    if pipeline * virtual_stages > num_items - 2:
+        of_each = f" x virtual_stages = {virtual_stages}" if virtual_stages > 1 else ""
         raise PlanError(f"pipeline = {pipeline} stages{of_each} need as many blocks, the model has {num_items - 2}")
     if rows % data:
         raise PlanError(f"{rows} rows of a microbatch do not divide among data = {data} replicas")
-    cuts = [cut.shift(1) for cut in cut_evenly(num_items - 2, pipeline * chunks)]
+    cuts = [cut.shift(1) for cut in cut_evenly(num_items - 2, pipeline * virtual_stages)]
     cuts[0] = Interval(0, cuts[0].stop)
     cuts[-1] = Interval(cuts[-1].start, num_items)
     tiles = []

@@ -38,7 +38,7 @@ class Transfer:
         return self.tokens.size * self.features.size
 
 
-def owned(tile: Tile, rank: int, row: RowShape) -> tuple[Interval, Interval]:
+def owned_slice(tile: Tile, rank: int, row: RowShape) -> tuple[Interval, Interval]:
     """Return the tokens and the features of a microbatch's activation that a rank of the tile holds."""
     x, _, z = tile.coordinate(rank)
     return tile.rows_at(z).scale(row.positions), cut_evenly(row.hidden_size, tile.tensor.x)[x]
@@ -75,7 +75,7 @@ def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gather
     and they share the sending: of what two parts have in common, the i-th of n senders brings what the i-th n-th of the
     receivers needs, or a piece of it.
     """
-    tokens, features = owned(target, receiver, row)
+    tokens, features = owned_slice(target, receiver, row)
     _, target_y, _ = target.coordinate(receiver)
     if is_gathered:
         tokens = tokens.part(Interval(target_y, target_y + 1), target.tensor.y)
@@ -85,13 +85,15 @@ def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gather
     result = []
     for z in range(source.tensor.z):
         for x in range(source.tensor.x):
-            their_tokens, their_features = owned(source, source.rank_at(x, 0, z), row)
+            their_tokens, their_features = owned_slice(source, source.rank_at(x, 0, z), row)
             shared_tokens, shared_features = tokens.intersect(their_tokens), features.intersect(their_features)
             if not (shared_tokens.size and shared_features.size):
                 continue
-            pieces = ((y, shared_tokens.part(part, ours.size)) for y, part in senders)
+            sections = ((y, shared_tokens.part(part, ours.size)) for y, part in senders)
             result += [
-                Transfer(source.rank_at(x, y, z), receiver, piece, shared_features) for y, piece in pieces if piece.size
+                Transfer(source.rank_at(x, y, z), receiver, section, shared_features)
+                for y, section in sections
+                if section.size
             ]
     return result
 

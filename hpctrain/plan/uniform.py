@@ -87,7 +87,7 @@ def _draw(job: Job, request: PlanRequest) -> Resolved:
     microbatch = request.microbatch
     if microbatch is None:
         microbatch, reasons["plan.microbatch"] = _choose_microbatch(
-            per_replica, grid.z, request.pipeline, request.chunks, job.data.sequence_length
+            per_replica, grid.z, request.pipeline, request.virtual_stages, job.data.sequence_length
         )
     if per_replica % microbatch:
         raise PlanError(
@@ -100,18 +100,20 @@ def _draw(job: Job, request: PlanRequest) -> Resolved:
             f" of {per_replica} that is {grid.z} or more, train.global_batch to more, or lower z"
         )
     shape = job.model.num_items, grid, request.pipeline, request.data
-    cut = per_replica // microbatch, microbatch * request.data, request.schedule, request.chunks
+    cut = per_replica // microbatch, microbatch * request.data, request.schedule, request.virtual_stages
     plan = even_plan(*shape, *cut, recompute=request.recompute, zero=request.zero)
     return Resolved(plan, reasons)
 
 
-def _choose_microbatch(per_replica: int, z: int, pipeline: int, chunks: int, sequence_length: int) -> tuple[int, str]:
+def _choose_microbatch(
+    per_replica: int, z: int, pipeline: int, virtual_stages: int, sequence_length: int
+) -> tuple[int, str]:
     fitting = [n for n in divisors(per_replica) if n >= z] or [per_replica]
     enough = [n for n in fitting if per_replica // n >= WANTED_MICROBATCHES_PER_STAGE * pipeline or pipeline == 1]
     small = [n for n in enough or fitting[:1] if n * sequence_length <= WANTED_TOKENS * z]
     microbatch = max(small) if small else (enough or fitting)[0]
     count = per_replica // microbatch
-    bubble = (pipeline - 1) / (count * chunks + pipeline - 1)
+    bubble = (pipeline - 1) / (count * virtual_stages + pipeline - 1)
     reason = f"{microbatch * sequence_length} tokens at once"
     if pipeline > 1:
         reason += f"; {count} microbatches over {pipeline} stages leave a bubble of {bubble:.0%} at most"

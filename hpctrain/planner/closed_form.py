@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hpctrain.planner.extra_warmup import Gap, is_hidden, widen
 
 
-class Passes(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of a stage for one microbatch."""
 
     forward: float
@@ -22,7 +22,7 @@ class Passes(NamedTuple):
 
 
 def done_after(
-    passes: Sequence[Passes], messages: Sequence[float], microbatches: int, headroom: Sequence[float]
+    passes: Sequence[PassSeconds], messages: Sequence[float], microbatches: int, headroom: Sequence[float]
 ) -> list[float]:
     """Return about when each stage of a pipeline is done.
 
@@ -50,7 +50,7 @@ def done_after(
     return _sent_back(done, passes, messages, passes)
 
 
-def _delays(passes: Sequence[Passes], messages: Sequence[float], headroom: Sequence[float]) -> list[float]:
+def _delays(passes: Sequence[PassSeconds], messages: Sequence[float], headroom: Sequence[float]) -> list[float]:
     """Return the seconds by which messages between a stage and the next one delay a microbatch; 0 where they do not.
 
     See `extra_warmup.py`.
@@ -71,7 +71,7 @@ def _delays(passes: Sequence[Passes], messages: Sequence[float], headroom: Seque
     return result
 
 
-def done_at_the_least(most: Sequence[Passes], microbatches: int, least: Sequence[Passes]) -> list[float]:
+def done_at_the_least(most: Sequence[PassSeconds], microbatches: int, least: Sequence[PassSeconds]) -> list[float]:
     """Return when each stage is done at the least, whatever it has under way, if messages take no time.
 
     `most` are the passes of a stage's slowest rank, `least` what others see of it.
@@ -87,7 +87,7 @@ def done_at_the_least(most: Sequence[Passes], microbatches: int, least: Sequence
 
 
 def _sent_back(
-    done: list[float], passes: Sequence[Passes], messages: Sequence[float], others: Sequence[Passes]
+    done: list[float], passes: Sequence[PassSeconds], messages: Sequence[float], others: Sequence[PassSeconds]
 ) -> list[float]:
     """Return when stages are done that wait for the last microbatch's gradient to come back through those behind."""
     sent = done[-1] - passes[-1].weight

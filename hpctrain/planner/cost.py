@@ -14,7 +14,7 @@ from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.stack import HPCTRAIN, Passes, Stack
+from hpctrain.planner.stack import HPCTRAIN, BytePasses, Stack
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import cut_evenly
 from hpctrain.sharding.parameters import item_units, padded_vocabulary
@@ -23,7 +23,7 @@ RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """`batch` products [m, k] @ [k, n] at once, of which only `share` is computed."""
 
     m: int
@@ -44,9 +44,9 @@ class Exchange(NamedTuple):
     """Of the whole tensor."""
     is_output: bool = False
     """Whether it sums the output of a layer that is cut over its input."""
-    behind: Product | None = None
+    behind: MatrixProduct | None = None
     """What is computed meanwhile in a backward pass, where the software overlaps them."""
-    overlapped: "Work | None" = None
+    overlapped: "PassWork | None" = None
     """What is computed meanwhile of the other half of the rows, where they are computed in halves."""
 
 
@@ -59,15 +59,15 @@ class ItemPass(NamedTuple):
     """0: forward, 1: backward."""
     rows: int
     """Of the rank."""
-    work: "Work"
+    work: "PassWork"
     """What of the pass is done."""
 
 
 @dataclass
-class Work:
+class PassWork:
     """What a rank does in one pass over one item."""
 
-    products: list[Product] = field(default_factory=list)
+    products: list[MatrixProduct] = field(default_factory=list)
     passed_bytes: float = 0.0
     operations: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Work:
     """Which passes it is made of: one, or also what is computed again."""
 
     @classmethod
-    def joined(cls, works: "Iterable[Work]") -> Self:
+    def joined(cls, works: "Iterable[PassWork]") -> Self:
         """Return all of them as one, in their order."""
         result = cls()
         for work in works:
@@ -142,7 +142,7 @@ class Setup:
         return self.stack.gathered_bytes or self.item_bytes
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> BytePasses:
         return self.stack.passes[4 if self.item_bytes >= 4 else 2]
 
 
@@ -150,15 +150,15 @@ class Setup:
 class ItemCost:
     """The passes over one item."""
 
-    forward: Work
-    backward_input: Work
+    forward: PassWork
+    backward_input: PassWork
     """What is recomputed included."""
-    backward_weight: Work
+    backward_weight: PassWork
 
     @cached_property
-    def backward(self) -> Work:
+    def backward(self) -> PassWork:
         """Both as one pass."""
-        return Work.joined((self.backward_input, self.backward_weight))
+        return PassWork.joined((self.backward_input, self.backward_weight))
 
 
 @lru_cache(maxsize=4096)
@@ -181,14 +181,14 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
     elif is_block:
         cost, core, _ = _block(setup, grid, rows)
     else:
-        cost, core = (_embedding if item == 0 else _head)(setup, grid, rows), Work()
-    again = Work()
+        cost, core = (_embedding if item == 0 else _head)(setup, grid, rows), PassWork()
+    again = PassWork()
     if recompute == "full" and (is_block or stack.recomputes_ends):
         again = cost.forward
     elif recompute == "selective":
         again = core
     return _with_weights(
-        setup, grid, item, zero, replace(cost, backward_input=Work.joined((again, cost.backward_input)))
+        setup, grid, item, zero, replace(cost, backward_input=PassWork.joined((again, cost.backward_input)))
     )
 
 
@@ -197,27 +197,27 @@ def goes_in_halves(setup: Setup, grid: TensorGrid) -> bool:
     return "forward" in setup.overlaps and grid.cuts_weights
 
 
-def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Work]:
+def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, PassWork]:
     """Return what `_block` does, where each half of the rows is computed while outputs of the other are summed.
 
     The halves take turns: what one computes up to its next sum is beside the other's last one.
     """
     blocks = [_block(setup, grid, half) for half in (rows - rows // 2, rows // 2)]
     cut = _joining_halves(setup, grid, rows)
-    backward = Work.joined((*(block.cost.backward_input for block in blocks), cut))
-    weight = Work.joined(block.cost.backward_weight for block in blocks)
+    backward = PassWork.joined((*(block.cost.backward_input for block in blocks), cut))
+    weight = PassWork.joined(block.cost.backward_weight for block in blocks)
     turns = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
-    overlapped = [replace(following, exchanges=[]) for following in (*turns[1:], Work())]
+    overlapped = [replace(following, exchanges=[]) for following in (*turns[1:], PassWork())]
     forward = [
         replace(segment, exchanges=[e._replace(overlapped=meanwhile) if e.is_output else e for e in segment.exchanges])
         for segment, meanwhile in zip(turns, overlapped, strict=True)
     ]
-    return ItemCost(Work.joined((*forward, cut)), backward, weight), Work.joined(block.core for block in blocks)
+    return ItemCost(PassWork.joined((*forward, cut)), backward, weight), PassWork.joined(block.core for block in blocks)
 
 
-def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> Work:
+def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> PassWork:
     """Return what it takes to put the halves of the residual stream side by side."""
-    return Work(passed_bytes=2 * rows * setup.positions * (setup.model.hidden_size // grid.x) * setup.item_bytes)
+    return PassWork(passed_bytes=2 * rows * setup.positions * (setup.model.hidden_size // grid.x) * setup.item_bytes)
 
 
 def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: ItemCost) -> ItemCost:
@@ -236,11 +236,11 @@ def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: It
             added = 3 * setup.gradient_bytes * elements / grid.z if zero < 2 else 0.0
     if zero >= 2:
         after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.gradient_bytes))
-    gather, scatter = Work(passed_bytes=placed, exchanges=before), Work(passed_bytes=added, exchanges=after)
+    gather, scatter = PassWork(passed_bytes=placed, exchanges=before), PassWork(passed_bytes=added, exchanges=after)
     return ItemCost(
-        Work.joined((gather, cost.forward)),
-        Work.joined((gather, cost.backward_input)),
-        Work.joined((cost.backward_weight, scatter)),
+        PassWork.joined((gather, cost.forward)),
+        PassWork.joined((gather, cost.backward_input)),
+        PassWork.joined((cost.backward_weight, scatter)),
     )
 
 
@@ -248,14 +248,14 @@ def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str
     """Return the passes of a layer whose weight [out, in] is cut by the axes (of in, of out)."""
     of_in, of_out = axes
     num_bytes = setup.item_bytes
-    forward = Work([Product(tokens, into, out)])
+    forward = PassWork([MatrixProduct(tokens, into, out)])
     if sizes[of_in] > 1:
         forward.exchanges.append(Exchange(of_in, "all_reduce", tokens * out * num_bytes, is_output=True))
-    backward, of_weight = Work([Product(tokens, out, into)]), Product(out, tokens, into)
+    backward, of_weight = PassWork([MatrixProduct(tokens, out, into)]), MatrixProduct(out, tokens, into)
     if sizes[of_out] > 1:
         backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, behind=of_weight))
     added = 1 if setup.passes.weight else 0
-    return ItemCost(forward, backward, Work([of_weight], setup.passes.weight * into * out, added))
+    return ItemCost(forward, backward, PassWork([of_weight], setup.passes.weight * into * out, added))
 
 
 def _norm(setup: Setup, grid: TensorGrid, tokens: int) -> ItemCost:
@@ -264,18 +264,18 @@ def _norm(setup: Setup, grid: TensorGrid, tokens: int) -> ItemCost:
         tokens = -(-tokens // grid.y)
     statistics = 1 if setup.model.architecture == "llama" else 2
     passes = setup.passes.norm
-    forward, backward = (Work(passed_bytes=tokens * features * each) for each in passes)
+    forward, backward = (PassWork(passed_bytes=tokens * features * each) for each in passes)
     if grid.x > 1:
         forward.exchanges += [Exchange("x", "all_reduce", tokens * STATISTIC_BYTES)] * statistics
         backward.exchanges.append(Exchange("x", "all_reduce", tokens * STATISTIC_BYTES * statistics))
-    return ItemCost(forward, backward, Work())  # its weights' gradients are by-products
+    return ItemCost(forward, backward, PassWork())  # its weights' gradients are by-products
 
 
 class _Block(NamedTuple):
     cost: ItemCost
-    core: Work
+    core: PassWork
     """That of attention, which selective recomputing runs again."""
-    segments: list[Work]
+    segments: list[PassWork]
     """The forward pass, cut after each output that is summed."""
 
 
@@ -298,31 +298,33 @@ def _block(setup: Setup, grid: TensorGrid, rows: int) -> _Block:
         )
     ]
     core, core_backward = _attention(setup, rows, heads)
-    weight = Work.joined(linear.backward_weight for linear in linears)
+    weight = PassWork.joined(linear.backward_weight for linear in linears)
     residual = tokens * hidden / (grid.y if stack.sequence_parallel else 1)
     rotary = tokens * (query + key) if model.architecture == "llama" else 0
     # What comes before each linear layer; half of the residual stream's passes belong to attention.
     between = (0.0, rotary * passes.rotary[0], residual * passes.residual[0] / 2, tokens * inner * passes.inner[0])
-    cores = (norm.forward, core, norm.forward, Work())
+    cores = (norm.forward, core, norm.forward, PassWork())
     parts = [
-        Work.joined((before, Work(passed_bytes=num_bytes), linear.forward))
+        PassWork.joined((before, PassWork(passed_bytes=num_bytes), linear.forward))
         for before, num_bytes, linear in zip(cores, between, linears, strict=True)
     ]
-    parts.append(Work(passed_bytes=residual * passes.residual[0] / 2))
+    parts.append(PassWork(passed_bytes=residual * passes.residual[0] / 2))
     for number, part in enumerate(parts):
         part.operations += cut_evenly(stack.block_operations[0], len(parts))[number].size
-    backward = Work.joined((*(linear.backward_input for linear in linears), *[norm.backward_input] * 2, core_backward))
+    backward = PassWork.joined(
+        (*(linear.backward_input for linear in linears), *[norm.backward_input] * 2, core_backward)
+    )
     backward.passed_bytes += residual * passes.residual[1] + tokens * inner * passes.inner[1]
     backward.passed_bytes += rotary * passes.rotary[1]
     backward.operations += stack.block_operations[1]
-    segments = [Work()]
+    segments = [PassWork()]
     for part in parts:
-        segments[-1] = Work.joined((segments[-1], part))
+        segments[-1] = PassWork.joined((segments[-1], part))
         if any(exchange.is_output for exchange in part.exchanges):
-            segments.append(Work())
-    cost = _labelled("block", rows, ItemCost(Work.joined(parts), backward, weight))
+            segments.append(PassWork())
+    cost = _labelled("block", rows, ItemCost(PassWork.joined(parts), backward, weight))
     segments = [segment.as_pass("block", 0, rows) for segment in segments]
-    return _Block(cost, Work() if stack.flash else core.as_pass("block", 0, rows), segments)
+    return _Block(cost, PassWork() if stack.flash else core.as_pass("block", 0, rows), segments)
 
 
 def _labelled(item: str, rows: int, cost: ItemCost) -> ItemCost:
@@ -333,15 +335,15 @@ def _labelled(item: str, rows: int, cost: ItemCost) -> ItemCost:
     )
 
 
-def _attention(setup: Setup, rows: int, heads: int) -> tuple[Work, Work]:
+def _attention(setup: Setup, rows: int, heads: int) -> tuple[PassWork, PassWork]:
     """Return the products between heads: two forward; backward four, and the scores' again where they were not kept."""
     positions, size, batch = setup.positions, setup.model.head_size, rows * heads
     share = 0.5 if setup.stack.flash else 1.0
     works = []
     for fused, passed in zip(setup.stack.flash or (None, None), setup.passes.scores, strict=True):
-        scores = Product(positions, size, positions, batch, share, fused)
-        mixed = Product(positions, positions, size, batch, share, fused)
-        works.append(Work([scores, mixed], batch * positions * positions * passed))
+        scores = MatrixProduct(positions, size, positions, batch, share, fused)
+        mixed = MatrixProduct(positions, positions, size, batch, share, fused)
+        works.append(PassWork([scores, mixed], batch * positions * positions * passed))
     forward, backward = works
     backward.products += [mixed, scores] + ([scores] if setup.stack.flash else [])
     return forward, backward
@@ -350,10 +352,13 @@ def _attention(setup: Setup, rows: int, heads: int) -> tuple[Work, Work]:
 def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     tokens, features = rows * setup.positions, setup.model.hidden_size // grid.x
     num_bytes = tokens * features * setup.item_bytes
-    forward, weight = Work(passed_bytes=3 * num_bytes, operations=3), Work(passed_bytes=5 * num_bytes, operations=3)
+    forward, weight = (
+        PassWork(passed_bytes=3 * num_bytes, operations=3),
+        PassWork(passed_bytes=5 * num_bytes, operations=3),
+    )
     if grid.y > 1:
         forward.exchanges.append(Exchange("y", "all_reduce", num_bytes))
-    return _labelled("embedding", rows, ItemCost(forward, Work(), weight))
+    return _labelled("embedding", rows, ItemCost(forward, PassWork(), weight))
 
 
 def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
@@ -363,8 +368,8 @@ def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     norm = _norm(setup, grid, tokens)
     sizes = {"x": grid.x, "y": grid.y}
     linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
-    forward = Work.joined((norm.forward, linear.forward))
-    backward = Work.joined((norm.backward_input, linear.backward_input))
+    forward = PassWork.joined((norm.forward, linear.forward))
+    backward = PassWork.joined((norm.backward_input, linear.backward_input))
     for i, work in enumerate((forward, backward)):
         work.passed_bytes += tokens * vocabulary * passes.logits[i]
         work.operations += 12

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpctrain.planner.stages import Line
+from hpctrain.planner.stages import BlockLine
 
 MANY_ROWS = 64
 """More are not all given one by one."""
@@ -23,18 +23,18 @@ class StageVariant(NamedTuple):
     """One way to compute a stage."""
 
     recompute: str
-    pieces: int
+    row_chunks: int
     """In which it goes through its rows of a microbatch."""
-    forward: Line
-    backward: Line
+    forward: BlockLine
+    backward: BlockLine
     beyond: int
     """Blocks, for which fewer pieces suffice."""
     most: int
     """Blocks, as far as memory goes."""
-    needed_bytes: Line
-    kept_bytes: Line
+    needed_bytes: BlockLine
+    kept_bytes: BlockLine
     """Of these, for each microbatch under way."""
-    split: tuple[Line, Line] | None = None
+    split: tuple[BlockLine, BlockLine] | None = None
     """The parts of `backward`, one by one, where the gradient is sent between them."""
 
     def seconds(self, blocks: int) -> float:
@@ -43,7 +43,7 @@ class StageVariant(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class StageVariants:
     """What a stage would take with so many blocks."""
 
     variants: tuple[StageVariant, ...]
@@ -61,7 +61,7 @@ class Stage:
         )
 
 
-def cut_blocks(num_blocks: int, stages: Sequence[Stage]) -> list[int] | None:
+def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | None:
     """Return how many blocks each stage takes, one at least, so that the slowest is as fast as can be.
 
     None where there are fewer blocks than stages, or the memory of all is too small.

@@ -2,7 +2,7 @@
 
 from hpctrain.plan.tiling import Plan, counted
 from hpctrain.planner.score import Placed
-from hpctrain.planner.search import SearchResult, Timed
+from hpctrain.planner.search import SearchResult, SimulatedPlan
 from hpctrain.planner.space import names_of
 
 MIB = 2**20
@@ -73,7 +73,7 @@ def _microbatches(result: SearchResult) -> str:
     return f"{text}: with {other} a step takes about {_than(others[other], own)}"
 
 
-def _extra_warmup(best: Timed) -> str:
+def _extra_warmup(best: SimulatedPlan) -> str:
     if best.delay_seconds is None:
         return ""
     first = max(best.plan.tiles, key=lambda tile: tile.extra_warmup)
@@ -88,16 +88,16 @@ def _than(other: float, own: float) -> str:
     return f"{other / own - 1:.1%} longer" if other > own else "as long, by an estimate that the simulation corrects"
 
 
-def _memory(best: Timed) -> list[str]:
+def _memory(best: SimulatedPlan) -> list[str]:
     summary = []
     stages = best.layout.all_stages
     again = [number for number, placed in enumerate(stages) if placed.variant.recompute != "none"]
     if again:
         which = f"{counted(len(again), 'stage')} of {len(stages)}, stage {again[0]} the first,"
         summary.append(f"{which} would not fit with all activations kept, and computes them again")
-    if pieces := {tile.row_chunks for tile in best.plan.tiles if tile.row_chunks > 1}:
+    if row_chunks := {tile.row_chunks for tile in best.plan.tiles if tile.row_chunks > 1}:
         summary.append(
-            f"at the loss rows go in {' or '.join(map(str, sorted(pieces)))} pieces, one of which is kept at a time"
+            f"at the loss rows go in {' or '.join(map(str, sorted(row_chunks)))} pieces, one of which is kept at a time"
         )
     fullest = max(best.prediction.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     used, available = fullest.memory.total, fullest.available_bytes

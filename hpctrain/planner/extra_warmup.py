@@ -73,7 +73,11 @@ def with_extra_warmup(plan: Plan, costs: Costs, headroom: Mapping[Tile, float] |
 
     `headroom` is how many more a tile has memory for; None: whatever they want.
     """
-    if plan.schedule != "1f1b" or plan.microbatches == 1 or any(len(plan.chunks(tile)) > 1 for tile in plan.tiles):
+    if (
+        plan.schedule != "1f1b"
+        or plan.microbatches == 1
+        or any(len(plan.virtual_stages(tile)) > 1 for tile in plan.tiles)
+    ):
         return None
     number = {tile: i for i, tile in enumerate(plan.tiles)}
     seconds = {tile: cost.seconds for tile, cost in costs.tiles.items()}

@@ -22,7 +22,7 @@ LOSS_BYTES = 28
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryParts:
     """Bytes of one rank at their peak, by part."""
 
     weights: int
@@ -49,7 +49,7 @@ class StageMemory:
 
     tile: Tile
     """The first one of the rank."""
-    memory: Memory
+    memory: MemoryParts
     available_bytes: int
     items: tuple[Interval, ...]
     """Of all tiles of the rank."""
@@ -61,7 +61,7 @@ class StageMemory:
 
 def memory_of(
     setup: Setup, plan: Plan, tile: Tile, shards: RankShards, rank: int, waiting: int, available: int
-) -> Memory:
+) -> MemoryParts:
     """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent.
 
     `shards` is what `rank` holds, which is of this tile or of one with like items, grid and state.
@@ -94,18 +94,22 @@ def memory_of(
     )
     num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
     buffers += int(num_groups * setup.stack.communicator_bytes)
-    return Memory(weights, gradients, moments, kept, _gathered(setup, plan, tile, shards), buffers)
+    return MemoryParts(weights, gradients, moments, kept, _gathered(setup, plan, tile, shards), buffers)
 
 
 def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
     zero = max((shard_group.zero for shard_group in shards.shard_groups), default=0)
     if tile.is_idle:
         return 0
-    chunks = plan.chunks(tile)
-    sizes = [unit_elements(setup.model, tile.tensor, item) for chunk in chunks for item in range(*chunk.items)]
+    virtual_stages = plan.virtual_stages(tile)
+    sizes = [
+        unit_elements(setup.model, tile.tensor, item)
+        for virtual_stage in virtual_stages
+        for item in range(*virtual_stage.items)
+    ]
     pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     holders = min((len(stored_by.ranks) for stored_by in shards.shard_groups if stored_by.zero >= 2), default=0)
-    splits = any(_splits(setup, plan, chunk) for chunk in chunks)
+    splits = any(_splits(setup, plan, virtual_stage) for virtual_stage in virtual_stages)
     return int(gathered_bytes(setup, tile.tensor.z, zero, holders, max(sizes), pair, splits))
 
 
@@ -128,9 +132,11 @@ def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     """Return the bytes kept, and those of the item that needs the most while it computes."""
     if tile.is_idle:
         return 0, 0
-    chunks = plan.chunks(tile)
-    if len(chunks) > 1:
-        return _kept_of_chunks(setup, plan, chunks), max(_computing(setup, plan, each) for each in chunks)
+    virtual_stages = plan.virtual_stages(tile)
+    if len(virtual_stages) > 1:
+        return _kept_of_virtual_stages(setup, plan, virtual_stages), max(
+            _computing(setup, plan, each) for each in virtual_stages
+        )
     return _activations_of_one(setup, plan, tile)
 
 
@@ -138,16 +144,16 @@ def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
     return setup.stack.splits_backward and weight_delay(plan, tile) is not None
 
 
-def _kept_of_chunks(setup: Setup, plan: Plan, chunks: Sequence[Tile]) -> int:
+def _kept_of_virtual_stages(setup: Setup, plan: Plan, virtual_stages: Sequence[Tile]) -> int:
     """Return the bytes kept of tiles that the same ranks work on in turn."""
-    rows = -(-chunks[0].rows.size // chunks[0].tensor.z)
+    rows = -(-virtual_stages[0].rows.size // virtual_stages[0].tensor.z)
     each = []
-    for tile in chunks:
+    for tile in virtual_stages:
         kept_rows = rows if plan.downstream(tile) else -(-rows // tile.row_chunks)
         each.append(kept_rows * sum(item_kept(setup, tile.tensor, item, tile.recompute) for item in range(*tile.items)))
     alive = most = 0.0
-    for op, chunk, _ in passes(plan, chunks[0]):
-        alive += each[chunk] if op is Op.FORWARD else -each[chunk]
+    for op, virtual_stage, _ in passes(plan, virtual_stages[0]):
+        alive += each[virtual_stage] if op is Op.FORWARD else -each[virtual_stage]
         most = max(most, alive)
     return int(most)
 
@@ -243,8 +249,8 @@ def _sent(plan: Plan, tile: Tile) -> int:
     """Return how many messages a rank holds while it computes: one on its way for each tile that sends any, and the one
     that it makes."""
     sending = sum(
-        any(other.ranks != tile.ranks for other in (*plan.upstream(chunk), *plan.downstream(chunk)))
-        for chunk in plan.chunks(tile)
+        any(other.ranks != tile.ranks for other in (*plan.upstream(virtual_stage), *plan.downstream(virtual_stage)))
+        for virtual_stage in plan.virtual_stages(tile)
     )
     return sending + 1 if sending else 0
 

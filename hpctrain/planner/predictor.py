@@ -16,7 +16,7 @@ from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals
 from hpctrain.planner.assumed import list_assumed_inputs
-from hpctrain.planner.cost import Exchange, Setup, Work, item_cost, model_flops, update_seconds
+from hpctrain.planner.cost import Exchange, PassWork, Setup, item_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, memory_of, waiting_share
@@ -72,7 +72,7 @@ def pass_cost(
     setup: Setup,
     network: ClusterNetwork,
     devices: Sequence[DeviceModel],
-    work: Work,
+    work: PassWork,
     tile: Tile,
     data_ranks: Sequence[int],
     sharers: Crowd | None = None,
@@ -108,11 +108,11 @@ def pass_cost(
     return PassCost(compute + slowed, tensor + max(0.0, of_z - compute - slowed - tensor), data, *over_z.values())
 
 
-def _overlapped_work(exchange: Exchange, work: Work, setup: Setup) -> Work | None:
+def _overlapped_work(exchange: Exchange, work: PassWork, setup: Setup) -> PassWork | None:
     """Return what of a pass is computed beside a sum over the tensor grid, None where it is waited for."""
     # `is`: a product that is computed again may have the shape of one of a weight.
     if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
-        return Work([exchange.behind], passes=work.passes)
+        return PassWork([exchange.behind], passes=work.passes)
     return exchange.overlapped if "tensor" in setup.overlaps else None
 
 
@@ -228,10 +228,10 @@ class Predictor:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
             place, splits = self._place(tile), self._weight_delay(tile) is not None
-            pieces = tuple(piece.size for piece in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
-            key = (tile.items, pieces, tile.tensor, tile.recompute, place, splits)
+            row_chunks = tuple(piece.size for piece in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
+            key = (tile.items, row_chunks, tile.tensor, tile.recompute, place, splits)
             if key not in known:
-                known[key] = self._tile_cost(tile, pieces, splits)
+                known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
         blocking = self.setup.stack.blocking_sends
         return Costs(
@@ -254,16 +254,16 @@ class Predictor:
     def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
         return next((h.ranks for h in self._rank_shards(tile).shard_groups if h.zero >= 2), ())
 
-    def _tile_cost(self, tile: Tile, pieces: Sequence[int], splits: bool) -> TileCost:
+    def _tile_cost(self, tile: Tile, row_chunks: Sequence[int], splits: bool) -> TileCost:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
         if splits:
             passes |= {"backward_input": [], "backward_weight": []}
-        for rows in pieces:
+        for rows in row_chunks:
             each = [self.item_passes(tile, item, rows) for item in range(*tile.items)]
             for name, made in passes.items():
                 made.append(sum((of_item[name] for of_item in each), PassCost(0.0)))
         times = max(self._devices[family].overlap_slowdown for family in self._families[tile])
-        before, after = self._alone_over_z(tile, pieces[0])
+        before, after = self._alone_over_z(tile, row_chunks[0])
         return TileCost(
             update_seconds=self._update_seconds(tile),
             overlap_slowdown=times,
@@ -290,7 +290,7 @@ class Predictor:
             self._passes[key] = {name: self._pass(tile, getattr(cost, name)) for name in PASSES.values()}
         return self._passes[key]
 
-    def _pass(self, tile: Tile, work: Work) -> PassCost:
+    def _pass(self, tile: Tile, work: PassWork) -> PassCost:
         devices = [self._devices[family] for family in self._families[tile]]
         return pass_cost(self.setup, self.network, devices, work, tile, self._zero_groups(tile), self._sharers)
 
@@ -309,7 +309,7 @@ class Predictor:
         return self._first_rank_shards(tile)[0]
 
     def _first_rank_shards(self, tile: Tile) -> tuple[RankShards, int]:
-        items = tuple(chunk.items for chunk in self.plan.chunks(tile))
+        items = tuple(virtual_stage.items for virtual_stage in self.plan.virtual_stages(tile))
         key = items, tile.tensor, tile.zero, tile.state_share, tile.family
         if key not in self._shards_by_tile:
             shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
@@ -432,7 +432,7 @@ class Predictor:
         if interleave == 1:
             return self.memory
         stages = max(self.plan.path_length(tile) for tile in self.plan.tiles)
-        if any(len(self.plan.chunks(tile)) > 1 for tile in self.plan.first_tiles):
+        if any(len(self.plan.virtual_stages(tile)) > 1 for tile in self.plan.first_tiles):
             raise PlanError("interleave is for plans whose ranks have one tile each: this one has pieces of its own")
         items = self.setup.model.num_items
         if stages < 2 or stages * interleave > items:
@@ -462,15 +462,22 @@ class Predictor:
         known: dict[tuple, StageMemory] = {}
         result = {}
         for tile in self.plan.first_tiles:
-            chunks = self.plan.chunks(tile)
+            virtual_stages = self.plan.virtual_stages(tile)
             available = min(self.cluster.families[f].usable_bytes for f in self._families[tile])
-            mixed = tuple((chunk.items, chunk.recompute) for chunk in chunks)
-            how = tile.zero, tile.family, tile.row_chunks, *(self.plan.warm_up(chunk) for chunk in chunks)
+            mixed = tuple((virtual_stage.items, virtual_stage.recompute) for virtual_stage in virtual_stages)
+            how = (
+                tile.zero,
+                tile.family,
+                tile.row_chunks,
+                *(self.plan.warm_up(virtual_stage) for virtual_stage in virtual_stages),
+            )
             waiting = self._waiting(tile)
             key = (mixed, tile.rows.size, tile.tensor, how, waiting)
             if key not in known:
                 memory = memory_of(self.setup, self.plan, tile, *self._first_rank_shards(tile), waiting, available)
-                known[key] = StageMemory(tile, memory, available, tuple(chunk.items for chunk in chunks))
+                known[key] = StageMemory(
+                    tile, memory, available, tuple(virtual_stage.items for virtual_stage in virtual_stages)
+                )
             result[tile] = known[key]
         return result
 
@@ -484,7 +491,7 @@ class Predictor:
         return self._shares[tile]
 
     def _share_that_waits(self, tile: Tile) -> float:
-        if self.setup.stack.blocking_sends or len(self.plan.chunks(tile)) > 1:
+        if self.setup.stack.blocking_sends or len(self.plan.virtual_stages(tile)) > 1:
             return 0.0
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.plan.uniform import with_families
-from hpctrain.planner.closed_form import Passes, done_after, done_at_the_least
+from hpctrain.planner.closed_form import PassSeconds, done_after, done_at_the_least
 from hpctrain.planner.cost import update_seconds
-from hpctrain.planner.cut import Stage, StageVariant, cut_blocks, cut_rows
+from hpctrain.planner.cut import StageVariant, StageVariants, cut_blocks, cut_rows
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.predictor import MOST_BUCKETS
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Shape, Space, StageChoice
-from hpctrain.planner.stages import Line, Seconds, StageCosts, row_chunk_counts
+from hpctrain.planner.stages import BlockLine, Seconds, StageCosts, row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
@@ -46,10 +46,10 @@ class Placed(NamedTuple):
         return self.variant.backward.at(self.blocks)
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> PassSeconds:
         if self.variant.split is None:
-            return Passes(self.forward, self.backward)
-        return Passes(self.forward, *(part.at(self.blocks) for part in self.variant.split))
+            return PassSeconds(self.forward, self.backward)
+        return PassSeconds(self.forward, *(part.at(self.blocks) for part in self.variant.split))
 
     @property
     def needed_bytes(self) -> float:
@@ -69,7 +69,7 @@ class SharedBlocks(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class SearchLayout:
     """A shape with its cuts."""
 
     shape: Shape
@@ -84,7 +84,9 @@ class Layout:
     def is_short_of_memory(self) -> bool:
         """Whether some stage could do better with more memory."""
         return any(
-            placed.variant.recompute != "none" or placed.variant.pieces > 1 or placed.variant.most < placed.blocks + 1
+            placed.variant.recompute != "none"
+            or placed.variant.row_chunks > 1
+            or placed.variant.most < placed.blocks + 1
             for placed in self.all_stages
         )
 
@@ -125,7 +127,7 @@ class Scorer:
         self._ways = lru_cache(None)(self._make_layouts)
         self._between = lru_cache(None)(self._message_between)
 
-    def score(self, shape: Shape) -> Layout | None:
+    def score(self, shape: Shape) -> SearchLayout | None:
         """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
         rows = self._cut_rows(shape)
         if rows is None:
@@ -134,10 +136,10 @@ class Scorer:
             return self._place(shape, rows)
         # Ranks exchange in each piece, and so all of them have as many.
         least = min(n // row[0].replicas // row[0].grid.z for row, n in zip(shape.choices, rows, strict=True))
-        layouts = (self._place(shape, rows, pieces) for pieces in row_chunk_counts(least, least))
+        layouts = (self._place(shape, rows, row_chunks) for row_chunks in row_chunk_counts(least, least))
         return min(filter(None, layouts), key=lambda layout: layout.seconds, default=None)
 
-    def _place(self, shape: Shape, rows: Sequence[int], pieces: int | None = None) -> Layout | None:
+    def _place(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> SearchLayout | None:
         """Return the shape with its blocks cut, too; the rows of a stage go in so many pieces, or as few as fit."""
         pipelines, passed = [], []
         sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
@@ -153,8 +155,8 @@ class Scorer:
                     self.holders(shape, choice),
                     self.meets_mixed(shape, number, choice),
                     shape.zero,
-                    pieces,
-                    sharing if pieces else (),
+                    row_chunks,
+                    sharing if row_chunks else (),
                 )
                 for pool, choice, depth, ends in roles
             ]
@@ -171,7 +173,7 @@ class Scorer:
                 return None
             passed.append(done_after([each.passes for each in placed], messages, shape.microbatches, headroom))
             pipelines.append(tuple(placed))
-        return Layout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
+        return SearchLayout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class Scorer:
         seconds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
         return cut_rows(rows, least, seconds)
 
-    def _cut_blocks(self, roles: Sequence[Role], rows: int, variants: Sequence[Stage]) -> list[int] | None:
+    def _cut_blocks(self, roles: Sequence[Role], rows: int, variants: Sequence[StageVariants]) -> list[int] | None:
         """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
         num_blocks, num_stages = self._model.num_layers, len(roles)
         if self.space.cut == BEST:
@@ -253,9 +255,9 @@ class Scorer:
         holders: int,
         meets_mixed: bool,
         zero: int,
-        pieces: int | None,
+        row_chunks: int | None,
         sharing: tuple[tuple[int, int], ...],
-    ) -> Stage:
+    ) -> StageVariants:
         """Return how a stage can be computed that keeps the activations of `kept` microbatches.
 
         `sharing` are the pools and replicas that exchange in every pass, where these are of several pipelines.
@@ -265,32 +267,32 @@ class Scorer:
         items = costs.items(ends)
         extra = [costs.exchange(pool, grid, choice.replicas, item, zero, sharing) for item in items]
         counts = row_chunk_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
-        counts = counts if pieces is None else [pieces]
+        counts = counts if row_chunks is None else [row_chunks]
         variants: list[StageVariant] = []
         for recompute in self.space.recompute:
             fitting = 0
-            for pieces in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
-                at_once = -(-each // pieces) if pieces > 1 else None
+            for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
+                at_once = -(-each // row_chunks) if row_chunks > 1 else None
                 needs = costs.needs(
                     grid, each, recompute, zero, holders, ends, at_once=at_once, meets_mixed=meets_mixed
                 )
                 needed = needs.keeping(kept)
                 most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
                 if most > fitting:
-                    seconds = self._stage_seconds(pool, grid, items, each, recompute, pieces, extra)
+                    seconds = self._stage_seconds(pool, grid, items, each, recompute, row_chunks, extra)
                     split = None
-                    if not ends[0] and pieces == 1 and costs.splits(grid, recompute, zero):
+                    if not ends[0] and row_chunks == 1 and costs.splits(grid, recompute, zero):
                         parts = [costs.parts(pool, grid, item, each, recompute) for item in items]
-                        split = tuple(Line(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
+                        split = tuple(BlockLine(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
                     variants.append(
-                        StageVariant(recompute, pieces, *seconds, fitting, most, needed, needs.activations, split)
+                        StageVariant(recompute, row_chunks, *seconds, fitting, most, needed, needs.activations, split)
                     )
                     fitting = most
                 if most >= self._model.num_layers:
                     break  # nothing is gained by more pieces
-            if variants and variants[0].pieces == 1 and variants[0].most >= self._model.num_layers:
+            if variants and variants[0].row_chunks == 1 and variants[0].most >= self._model.num_layers:
                 break
-        return Stage(tuple(variants))
+        return StageVariants(tuple(variants))
 
     def _stage_seconds(
         self,
@@ -299,14 +301,14 @@ class Scorer:
         items: Sequence[int],
         rows: int,
         recompute: str,
-        pieces: int,
+        row_chunks: int,
         extra: Sequence[Seconds],
-    ) -> list[Line]:
+    ) -> list[BlockLine]:
         """Return what a stage takes forward and backward; `items` are a block and those at its ends, each of which
         takes so much `extra` for a piece."""
-        seconds = [self.costs.piecewise(pool, grid, item, rows, recompute, pieces) for item in items]
-        each = [tuple(own[i] + pieces * more[i] for i in (0, 1)) for own, more in zip(seconds, extra, strict=True)]
-        return [Line(sum(at_end[i] for at_end in each[1:]), each[0][i]) for i in (0, 1)]
+        seconds = [self.costs.piecewise(pool, grid, item, rows, recompute, row_chunks) for item in items]
+        each = [tuple(own[i] + row_chunks * more[i] for i in (0, 1)) for own, more in zip(seconds, extra, strict=True)]
+        return [BlockLine(sum(at_end[i] for at_end in each[1:]), each[0][i]) for i in (0, 1)]
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
@@ -316,15 +318,15 @@ class Scorer:
         # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
         updated = [[0.0] * len(stages) for stages in pipelines]
         exchanged = []
-        for piece in self._pieces(pipelines):
-            placed = [pipelines[p][i] for p, i in piece.members]
+        for shared in self._shared_blocks(pipelines):
+            placed = [pipelines[p][i] for p, i in shared.members]
             holders = sum(each.choice.replicas for each in placed)
-            for (p, i), each, elements in zip(piece.members, placed, piece.elements, strict=True):
+            for (p, i), each, elements in zip(shared.members, placed, shared.elements, strict=True):
                 is_cut = shape.zero > 0 and holders > 1
                 device = costs.pools[each.pool].device
                 updated[p][i] += update_seconds(setup, device, int(elements / holders if is_cut else elements))
             if holders > 1:
-                exchanged.append((piece.members, *self._exchange_seconds(shape.zero, placed, piece)))
+                exchanged.append((shared.members, *self._exchange_seconds(shape.zero, placed, shared)))
         longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
         after = _after([(members, gather) for members, _, gather in exchanged], updated)
         return longest + costs.agree_seconds + after + setup.stack.step_seconds
@@ -350,7 +352,7 @@ class Scorer:
             result.append(headroom if headroom < 0 or kept + headroom < microbatches else math.inf)
         return result[::-1]
 
-    def _pieces(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[SharedBlocks]:
+    def _shared_blocks(self, pipelines: Sequence[Sequence[Placed]]) -> Iterator[SharedBlocks]:
         ends = [list(itertools.accumulate(placed.blocks for placed in stages)) for stages in pipelines]
         start, at = 0, [0] * len(pipelines)
         for stop in sorted(set(itertools.chain(*ends))):
@@ -363,7 +365,7 @@ class Scorer:
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], piece: SharedBlocks) -> tuple[float, float]:
+    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], shared: SharedBlocks) -> tuple[float, float]:
         """Return how long the gradients of a piece are waited for, and its weights.
 
         Ranks of unlike grids meet in parts of what the finest has, one after the other.
@@ -371,10 +373,10 @@ class Scorer:
         costs, setup = self.costs, self.costs.setup
         groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
         sizes = [size for _, size, _ in groups]
-        part, times = min(piece.elements), max(sizes) / min(sizes)
+        part, times = min(shared.elements), max(sizes) / min(sizes)
         buckets = 1
         if setup.bucket_bytes:
-            items = piece.blocks + piece.is_first + piece.is_last
+            items = shared.blocks + shared.is_first + shared.is_last
             buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / setup.bucket_bytes)))
 
         def exchange(operation: str, element_bytes: int) -> float:
@@ -385,10 +387,10 @@ class Scorer:
             reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes)
         if zero in (1, 2):
             gather = exchange("all_gather", setup.item_bytes)
-        return self._waited_for(reduce, gather, buckets, placed, piece) if setup.bucket_bytes else (reduce, gather)
+        return self._waited_for(reduce, gather, buckets, placed, shared) if setup.bucket_bytes else (reduce, gather)
 
     def _waited_for(
-        self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], piece: SharedBlocks
+        self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], shared: SharedBlocks
     ) -> tuple[float, float]:
         """Return what is left of both beside the last backward pass, and the next step's first forward one.
 
@@ -396,18 +398,19 @@ class Scorer:
         first; while the last item computes, nothing is there to be summed, and nothing is left to be gathered.
         """
         of_first = (
-            self.costs.elements_of(each.choice.grid, 1 - piece.is_first) / each.choice.grid.z / whole
-            for each, whole in zip(placed, piece.elements, strict=True)
+            self.costs.elements_of(each.choice.grid, 1 - shared.is_first) / each.choice.grid.z / whole
+            for each, whole in zip(placed, shared.elements, strict=True)
         )
         share = max(1 / buckets, *of_first)
-        blocks = piece.blocks - 1 + piece.is_last
+        blocks = shared.blocks - 1 + shared.is_last
         reduce = max(
-            reduce * share, reduce - min(each.variant.backward.each / each.variant.pieces * blocks for each in placed)
+            reduce * share,
+            reduce - min(each.variant.backward.each / each.variant.row_chunks * blocks for each in placed),
         )
         if len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1:
             gather = max(
                 gather * share,
-                gather - min(each.variant.forward.each / each.variant.pieces * blocks for each in placed),
+                gather - min(each.variant.forward.each / each.variant.row_chunks * blocks for each in placed),
             )
         return reduce, gather
 
@@ -440,19 +443,19 @@ class Scorer:
         flows = max(network.flows(ranks[0], senders, into[0]), network.flows(into[0], receivers, ranks[0]))
         return gather + network.seconds(ranks[0], into[0], num_bytes, flows)
 
-    def worst_shortage(self, layout: Layout) -> tuple[float, int]:
+    def worst_shortage(self, layout: SearchLayout) -> tuple[float, int]:
         """Return how many bytes the stage lacks that lacks the most, and its number."""
         stages = enumerate(layout.all_stages)
         return max((placed.needed_bytes - self.costs.pools[placed.pool].memory_bytes, i) for i, placed in stages)
 
-    def needed(self, layout: Layout, number: int) -> tuple[tuple[int, int], str, float, int]:
+    def needed(self, layout: SearchLayout, number: int) -> tuple[tuple[int, int], str, float, int]:
         """Return a stage's items, its family, and how many bytes a rank of it needs and has."""
         placed, pool = layout.all_stages[number], self.costs.pools[layout.all_stages[number].pool]
         tiles = dict.fromkeys((tuple(tile.items), tile.family) for tile in self.plan(layout).tiles)
         items, family = list(tiles)[number]
         return items, family, placed.needed_bytes, pool.memory_bytes
 
-    def bound(self, layout: Layout) -> float:
+    def bound(self, layout: SearchLayout) -> float:
         """Return a time that no simulation of the layout is below: what is sent and exchanged is left out."""
         longest = 0.0
         for of_row, stages in zip(layout.rows, layout.stages, strict=True):
@@ -465,19 +468,19 @@ class Scorer:
             longest = max(longest, *done)
         return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
 
-    def _bare(self, placed: Placed, ends: list[int], rows: int) -> Passes:
+    def _bare(self, placed: Placed, ends: list[int], rows: int) -> PassSeconds:
         forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
         for item, times in [(1, placed.blocks), *((end, 1) for end in ends)]:
             what = placed.pool, placed.choice.grid, item, rows, placed.variant.recompute
-            seconds = self.costs.piecewise(*what, placed.variant.pieces)
+            seconds = self.costs.piecewise(*what, placed.variant.row_chunks)
             forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
             if placed.variant.split is not None:
                 parts = [have + times * more for have, more in zip(parts, self.costs.parts(*what), strict=True)]
-        return Passes(forward, backward) if placed.variant.split is None else Passes(forward, *parts)
+        return PassSeconds(forward, backward) if placed.variant.split is None else PassSeconds(forward, *parts)
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 
-    def plan(self, layout: Layout) -> Plan:
+    def plan(self, layout: SearchLayout) -> Plan:
         """Return the plan of a layout."""
         tiles: list[Tile] = []
         at = 0
@@ -491,7 +494,7 @@ class Scorer:
                     how = {
                         "recompute": placed.variant.recompute,
                         "zero": layout.shape.zero,
-                        "row_chunks": placed.variant.pieces,
+                        "row_chunks": placed.variant.row_chunks,
                     }
                     tiles.append(Tile(Interval(item, stop), rows.shift(at), ranks, placed.choice.grid, **how))
                 item = stop

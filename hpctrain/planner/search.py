@@ -20,11 +20,11 @@ from hpctrain.config.errors import PlanError
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.pools import Pool, pools_of
-from hpctrain.planner.score import Layout, Scorer
+from hpctrain.planner.score import Scorer, SearchLayout
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
-from hpctrain.planner.timing import Timed, Timer, format_shortage
+from hpctrain.planner.timing import SimulatedPlan, Timer, format_shortage
 
 WEIGHED, TIMED = 2000, 10
 """How many plans are weighed, and timed, unless it is said."""
@@ -58,7 +58,7 @@ EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
 class SearchResult:
     """What a search has found."""
 
-    plans: tuple[Timed, ...]
+    plans: tuple[SimulatedPlan, ...]
     """The fastest first."""
     pools: tuple[Pool, ...]
     lower_bound_seconds: float
@@ -74,7 +74,7 @@ class SearchResult:
     least_by_microbatches: dict[int, float]
 
     @property
-    def best(self) -> Timed:
+    def best(self) -> SimulatedPlan:
         return self.plans[0]
 
     @property
@@ -130,9 +130,9 @@ class Search:
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
         self._timer = Timer(setup, cluster, self.scorer, limits.timed, lambda: self._is_over(1.0))
-        self._first: Timed | None = None
+        self._first: SimulatedPlan | None = None
         self._first_after = math.inf
-        self.layouts: list[Layout] = []
+        self.layouts: list[SearchLayout] = []
         self._num_scored = self._num_groups = 0
 
     def _is_over(self, share: float) -> bool:
@@ -140,7 +140,7 @@ class Search:
         return seconds is not None and self._clock() - self._started > seconds * share
 
     @_uncollected()
-    def fastest(self) -> tuple[list[Timed], bool]:
+    def fastest(self) -> tuple[list[SimulatedPlan], bool]:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
         all_scored = self._score_groups() and not self._shortlists.left_out
         self.layouts.sort(key=lambda layout: layout.seconds)
@@ -176,7 +176,7 @@ class Search:
             least.setdefault(key(layout.shape), layout.seconds)
         return least
 
-    def _time_first(self, layout: Layout) -> None:
+    def _time_first(self, layout: SearchLayout) -> None:
         """Time the first plan at once, so that there is one; or the next one, where that does not fit after all."""
         if self._first is None and len(self.layouts) <= TRIED:
             self._first = self._timer.one(layout)

@@ -38,7 +38,7 @@ class _Clock(Runner):
     after the beginning of the first forward pass they are needed."""
 
     def __post_init__(self) -> None:
-        self.done = [0.0] * len(self.chunks)
+        self.done = [0.0] * len(self.virtual_stages)
         self.opening = next((step for step in self.schedule if step.op in PASSES), None)
         self.closing = next((step for step in reversed(self.schedule) if step.op in PASSES), None)
 
@@ -51,9 +51,9 @@ class _Clock(Runner):
         self.parts[part] += seconds
         self.exposed[part] += seconds
 
-    def wait_until(self, moment: float, exposed: str = "pipeline") -> float:
+    def wait_until(self, until: float, exposed: str = "pipeline") -> float:
         """Return how long nothing is done until a moment; to whoever looks it is part `exposed` that takes it."""
-        waited = max(0.0, moment - self.now)
+        waited = max(0.0, until - self.now)
         self.now += waited
         self.exposed[exposed] += waited
         return waited
@@ -99,8 +99,8 @@ class _Simulation(ScheduleRun):
         self._clocks: list[_Clock] = list(self.runners.values())
         self._start_gathers()
 
-    def runner(self, chunks: tuple[Tile, ...], schedule: Schedule) -> _Clock:
-        return _Clock(chunks, schedule, costs=tuple(self._costs.tiles[tile] for tile in chunks))
+    def runner(self, virtual_stages: tuple[Tile, ...], schedule: Schedule) -> _Clock:
+        return _Clock(virtual_stages, schedule, costs=tuple(self._costs.tiles[tile] for tile in virtual_stages))
 
     def wire(self, ends: tuple[Tile, Tile], *rest) -> _Wire:
         return _Wire(ends, *rest, seconds=self._costs.messages[ends])
@@ -111,19 +111,19 @@ class _Simulation(ScheduleRun):
         return tuple(self._costs.tiles[tile] for tile in tiles), messages
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
-        cost = clock.costs[step.chunk]
+        cost = clock.costs[step.virtual_stage]
         one: PassCost = getattr(cost, PASSES[step.op])[step.substep]
         if step is clock.opening:
             clock.spend("tensor", max(0.0, cost.before_seconds - clock.now))
-        if step.chunk in clock.gathers:
-            self._await_weights(clock, cost.overlap_slowdown, clock.gathers.pop(step.chunk))
+        if step.virtual_stage in clock.gathers:
+            self._await_weights(clock, cost.overlap_slowdown, clock.gathers.pop(step.virtual_stage))
         clock.spend("compute", one.compute)
         if one.tensor or one.data:
             clock.spend("tensor", one.tensor)
             clock.spend("data", one.data)
         if step is clock.closing:
             clock.spend("tensor", cost.after_seconds)
-        clock.done[step.chunk] = clock.now
+        clock.done[step.virtual_stage] = clock.now
 
     def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
         for wire in wires:
@@ -133,7 +133,7 @@ class _Simulation(ScheduleRun):
             wire.arrivals.append(wire.free_at)
         if self._costs.blocking_sends:
             clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))
-        clock.done[step.chunk] = clock.now
+        clock.done[step.virtual_stage] = clock.now
 
     def receive(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
         longest, arrival = 0.0, clock.now
@@ -147,7 +147,7 @@ class _Simulation(ScheduleRun):
         clock.parts["bubble"] += waited - seen
         for wire in wires:
             wire.free_slots.append(clock.now)
-        clock.done[step.chunk] = clock.now
+        clock.done[step.virtual_stage] = clock.now
 
     def simulated(self) -> Simulated:
         """Run the step to its end. Raises PlanError where the schedules deadlock."""
@@ -182,18 +182,18 @@ class _Simulation(ScheduleRun):
             for tile, clock in zip(sharing.tiles, clocks, strict=True):
                 ends[clock] = end
                 gather = sharing.gather_seconds, end, sharing.needed_seconds[tile]
-                clock.gathers.setdefault(clock.chunks.index(tile), []).append(gather)
+                clock.gathers.setdefault(clock.virtual_stages.index(tile), []).append(gather)
 
     def _await_weights(self, clock: _Clock, times: float, gathers: Sequence[tuple[float, float, float]]) -> None:
         """Wait in the first forward pass, which computes what it can before, and `times` as long while weights come."""
         taken, all_there = sum(seconds for seconds, _, _ in gathers), max(end for _, end, _ in gathers)
-        moment, computed, waited, slowed = clock.now, 0.0, 0.0, 0.0
+        until, computed, waited, slowed = clock.now, 0.0, 0.0, 0.0
         for _, end, needed in sorted(gathers, key=lambda gather: gather[2]):
             alone, computed = needed - computed, needed
-            moving = max(0.0, all_there - moment)
+            moving = max(0.0, all_there - until)
             longer = slowed_by(min(alone, moving), moving, times)
-            late = max(0.0, end - moment - alone - longer)
-            moment += alone + longer + late
+            late = max(0.0, end - until - alone - longer)
+            until += alone + longer + late
             waited, slowed = waited + late, slowed + longer
         clock.spend("compute", slowed)
         self._wait_overlapped(clock, taken, waited)
@@ -210,7 +210,7 @@ class _Simulation(ScheduleRun):
             clocks = {tile: self.runner_of[tile] for tile in sharing.tiles}
             ready = sharing.ready_seconds
             made = (
-                slowed[clock] + (clock.done[clock.chunks.index(tile)] - ready[tile] if ready else clock.now)
+                slowed[clock] + (clock.done[clock.virtual_stages.index(tile)] - ready[tile] if ready else clock.now)
                 for tile, clock in clocks.items()
             )
             start = max(*made, *(lane[clock] for clock in clocks.values()))
@@ -225,8 +225,8 @@ class _Simulation(ScheduleRun):
             self._wait_overlapped(clock, taken[clock], max(0.0, lane[clock] - clock.now))
 
     def _order_of_sums(self, sharing: Sharing) -> tuple[int, float]:
-        chunk = max(self.runner_of[tile].chunks.index(tile) for tile in sharing.tiles)
-        return -chunk, -max(sharing.ready_seconds.values(), default=0.0)
+        virtual_stage = max(self.runner_of[tile].virtual_stages.index(tile) for tile in sharing.tiles)
+        return -virtual_stage, -max(sharing.ready_seconds.values(), default=0.0)
 
     @staticmethod
     def _wait_overlapped(clock: _Clock, seconds: float, waited: float) -> None:

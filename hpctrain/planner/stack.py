@@ -13,7 +13,7 @@ from hpctrain.plan.schedule import EXPECTED_AHEAD
 
 
 @dataclass(frozen=True)
-class Passes:
+class BytePasses:
     """Bytes read and written per element, forward and backward, by everything in a model that is no product."""
 
     norm: tuple[float, float]
@@ -38,7 +38,7 @@ class Stack:
     """A training software: what its source and its authors tell, and what is fitted (`FITTED`)."""
 
     name: str
-    passes: dict[int, Passes]
+    passes: dict[int, BytePasses]
     """By bytes of a number: 2 and 4."""
     update_bytes: float
     """Read and written per weight that a rank updates."""
@@ -80,7 +80,7 @@ class Stack:
     splits_backward: bool = False
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     copies_shards: bool = False
-    """Whether `Passes.weight` leaves out that a rank copies its z-shard of weights, and adds to that of gradients."""
+    """Whether a rank copies its z-shard of weights and adds to that of gradients, besides `BytePasses.weight`."""
     gathers_parts: bool = False
     """Whether what comes over a slow link comes in pieces, see `hpctrain.plan.transfers.gathers`."""
     expected_messages: int = 0
@@ -109,8 +109,8 @@ FLASH_2 = 0.65, 0.57
 
 # Counted by hand in hpctrain/model/functions.py and hpctrain/engine/optimizer.py: one pass for each operation of torch.
 EAGER_PASSES = {
-    4: Passes((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (32, 16), 0),
-    2: Passes((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (34, 18), 10),
+    4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (32, 16), 0),
+    2: BytePasses((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (34, 18), 10),
 }
 HPCTRAIN = Stack(
     "hpctrain",

@@ -16,7 +16,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import Setup, Work, item_cost, unit_elements
+from hpctrain.planner.cost import PassWork, Setup, item_cost, unit_elements
 from hpctrain.planner.memory import (
     GRADIENT_BYTES,
     MASTER_BYTES,
@@ -48,7 +48,7 @@ class Seconds(NamedTuple):
         return self.forward + self.backward
 
 
-class Line(NamedTuple):
+class BlockLine(NamedTuple):
     """Of a stage with k blocks: base + k * each."""
 
     base: float
@@ -65,14 +65,14 @@ class Line(NamedTuple):
 class Needs(NamedTuple):
     """Bytes of a stage's rank."""
 
-    state: Line
+    state: BlockLine
     """Whatever is kept of microbatches."""
-    activations: Line
+    activations: BlockLine
     """Of each microbatch that is kept."""
 
-    def keeping(self, microbatches: int) -> Line:
+    def keeping(self, microbatches: int) -> BlockLine:
         state, kept = self
-        return Line(state.base + kept.base * microbatches, state.each + kept.each * microbatches)
+        return BlockLine(state.base + kept.base * microbatches, state.each + kept.each * microbatches)
 
 
 def row_chunk_counts(most: int, fewest: int) -> list[int]:
@@ -125,23 +125,25 @@ class StageCosts:
         cost = self._cost(grid, item, rows, recompute, zero)
         return Seconds(*self._passes(number, grid, (cost.forward, cost.backward)))
 
-    def piecewise(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str, pieces: int) -> Seconds:
+    def piecewise(
+        self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str, row_chunks: int
+    ) -> Seconds:
         """Return what an item takes that goes through the rows of a rank in pieces."""
-        if pieces == 1:
+        if row_chunks == 1:
             return self.seconds(number, grid, item, rows, recompute)
-        least, more = divmod(rows, pieces)
+        least, more = divmod(rows, row_chunks)
         some = self.seconds(number, grid, item, least, recompute)
         if not more:
-            return Seconds(pieces * some.forward, pieces * some.backward)
+            return Seconds(row_chunks * some.forward, row_chunks * some.backward)
         others = self.seconds(number, grid, item, least + 1, recompute)
-        return Seconds(*((pieces - more) * few + more * many for few, many in zip(some, others, strict=True)))
+        return Seconds(*((row_chunks - more) * few + more * many for few, many in zip(some, others, strict=True)))
 
     def _parts(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> list[float]:
         """Return the seconds of the parts of a backward pass: until the gradient is sent, and after that."""
         cost = self._cost(grid, item, rows, recompute)
         return self._passes(number, grid, (cost.backward_input, cost.backward_weight))
 
-    def _passes(self, number: int, grid: TensorGrid, works: Iterable[Work]) -> list[float]:
+    def _passes(self, number: int, grid: TensorGrid, works: Iterable[PassWork]) -> list[float]:
         pool, tile = self.pools[number], self._tile(number, grid)
         passes = (pass_cost(self.setup, self.network, [pool.device], work, tile, ()) for work in works)
         return [each.compute + each.tensor for each in passes]
@@ -184,12 +186,12 @@ class StageCosts:
         """Return how many weights of an item the ranks at one (x, y) have together."""
         return self._unit(grid, item)
 
-    def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> Line:
+    def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
         """Return how many weights a rank of a stage stores."""
         base = self._unit(grid, 0) * is_first + self._unit(grid, self.last) * is_last
         if self.setup.model.tie_head and is_last and not is_first:
             base += self._unit(grid, 0)
-        return Line(base / grid.z, self._unit(grid, 1) / grid.z)
+        return BlockLine(base / grid.z, self._unit(grid, 1) / grid.z)
 
     def _needs(
         self,
@@ -226,13 +228,13 @@ class StageCosts:
         sizes = [self._unit(grid, item) for item in self.items(ends)]
         gathered = gathered_bytes(setup, grid.z, zero, holders, max(sizes), sizes[0] + max(sizes), splits)
         return Needs(
-            Line(stored.base * state + buffers + gathered, stored.each * state),
-            Line(rows * kept.base, rows * kept.each),
+            BlockLine(stored.base * state + buffers + gathered, stored.each * state),
+            BlockLine(rows * kept.base, rows * kept.each),
         )
 
     def _row_bytes(
         self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, in_halves: bool
-    ) -> tuple[Line, float]:
+    ) -> tuple[BlockLine, float]:
         """Return the bytes of a row that a rank of a stage keeps, and those that it computes with; see
         `item_computing`."""
         block, *others = (item_kept(self.setup, grid, item, recompute) for item in self.items(ends))
@@ -242,7 +244,7 @@ class StageCosts:
             head = item_computing(self.setup, grid, self.last, recompute != "none")
             left = item_deferred(self.setup, grid, self.last) if splits else 0.0
             computing = max(head, computing - others[-1] + left)
-        return Line(sum(others), block), computing
+        return BlockLine(sum(others), block), computing
 
     def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.

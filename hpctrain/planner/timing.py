@@ -9,7 +9,7 @@ from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.score import Layout, Scorer
+from hpctrain.planner.score import Scorer, SearchLayout
 
 FEW = 5
 """So many are timed at least."""
@@ -19,10 +19,10 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Timed:
+class SimulatedPlan:
     """A plan that fits, and how long it takes."""
 
-    layout: Layout
+    layout: SearchLayout
     plan: Plan
     prediction: Prediction
     delay_seconds: float | None = None
@@ -45,29 +45,31 @@ class Timer:
     def _predictor(self, plan: Plan) -> Predictor:
         return Predictor(self._setup, plan, self._cluster, network=self._scorer.costs.network)
 
-    def one(self, layout: Layout) -> Timed | None:
+    def one(self, layout: SearchLayout) -> SimulatedPlan | None:
         """Return a layout with its time, or None where it does not fit."""
         plan = self._scorer.plan(layout)
         predictor = self._predictor(plan)
         prediction = predictor.predict()
         if prediction.fits:
-            return self._with_extra_warmup(Timed(layout, plan, prediction), predictor)
+            return self._with_extra_warmup(SimulatedPlan(layout, plan, prediction), predictor)
         if not self.shortage:
             stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
             which = tuple(stage.tile.items), stage.tile.family, stage.memory.total, stage.available_bytes
             self.shortage = format_shortage(self._cluster, self._setup, plan, *which)
         return None
 
-    def _with_extra_warmup(self, timed: Timed, predictor: Predictor) -> Timed:
+    def _with_extra_warmup(self, timed: SimulatedPlan, predictor: Predictor) -> SimulatedPlan:
         """Return a plan with more microbatches under way in place of the same one, if it fits and is faster."""
         plan = with_extra_warmup(timed.plan, predictor.costs, predictor.headroom)
         if plan is None:
             return timed
         prediction = predictor.for_plan(plan).predict()
-        other = Timed(timed.layout, plan, prediction, timed.seconds)
+        other = SimulatedPlan(timed.layout, plan, prediction, timed.seconds)
         return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
 
-    def time(self, layouts: Sequence[Layout], known: Timed | None = None) -> tuple[list[Timed], bool]:
+    def time(
+        self, layouts: Sequence[SearchLayout], known: SimulatedPlan | None = None
+    ) -> tuple[list[SimulatedPlan], bool]:
         """Return those that were timed and fit, the fastest first, and whether no other one can be faster.
 
         `layouts` are in the order of what the closed form says; `known` is one of them, if it was timed before.

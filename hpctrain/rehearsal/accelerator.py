@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.comm.accelerators.base import Event, Memory
+from hpctrain.comm.accelerators.base import DeviceMemory, Event
 from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
 from hpctrain.config.truth import PretendDevice
 from hpctrain.rehearsal.clock import Clock
@@ -38,8 +38,8 @@ class RehearsedAccelerator(CpuAccelerator):
         self.overcommits = False
         """Whether it only notes what does not fit, as its peak, and goes on."""
 
-    def memory(self) -> Memory:
-        return Memory(self._truth.memory_bytes, self._used, self._peak)
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self._truth.memory_bytes, self._used, self._peak)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -52,8 +52,8 @@ class RehearsedAccelerator(CpuAccelerator):
     def queued(self) -> Event:
         return DONE
 
-    def moment(self) -> float:
-        return self.clock.moment
+    def now(self) -> float:
+        return self.clock.now
 
     def stopwatch(self) -> Callable[[], float]:
         read = self.clock.stopwatch()

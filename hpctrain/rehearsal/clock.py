@@ -18,21 +18,21 @@ from hpctrain.comm.waiting import WAKE_SECONDS
 LONGEST_LEAD_SECONDS = 2e-3
 
 
-class Stream:
+class DeviceQueue:
     """One queue of a device: the moment at which all that was queued is done, and how late that is."""
 
-    __slots__ = ("late", "moment")
+    __slots__ = ("done_at", "late")
 
     def __init__(self):
-        self.moment = time.monotonic()
+        self.done_at = time.monotonic()
         self.late = 0.0
         """By how many seconds, as messages started late on the way to this moment."""
 
-    def reach(self, moment: float, late: float = 0.0) -> None:
+    def reach(self, when: float, late: float = 0.0) -> None:
         """Let what is queued from now on start no earlier than a moment that is so late."""
-        in_time = max(self.moment - self.late, moment - late)
-        self.moment = max(self.moment, moment)
-        self.late = self.moment - in_time
+        in_time = max(self.done_at - self.late, when - late)
+        self.done_at = max(self.done_at, when)
+        self.late = self.done_at - in_time
 
 
 class Mark(NamedTuple):
@@ -48,7 +48,7 @@ class Clock:
     """The stream on which one rank's device computes, and how much of its lanes is under way beside."""
 
     def __init__(self):
-        self.compute = Stream()
+        self.compute = DeviceQueue()
         self.in_flight: set[Paced] = set()
         """Operations that have begun and not ended. Of several threads."""
         self.log: list[Paced] | None = None
@@ -65,7 +65,7 @@ class Clock:
 
     def charge(self, seconds: float) -> None:
         """Queue what takes the device so long, and wait where the rank is ahead of it."""
-        self.compute.moment += seconds
+        self.compute.done_at += seconds
         self.busy_seconds += seconds
         self._wait(LONGEST_LEAD_SECONDS)
 
@@ -96,16 +96,16 @@ class Clock:
         self._wait(0.0)
 
     def _wait(self, lead: float) -> None:
-        ahead = self.compute.moment - time.monotonic()
+        ahead = self.compute.done_at - time.monotonic()
         if ahead > max(lead, 0.0):
             time.sleep(max(0.0, ahead - WAKE_SECONDS))
 
     @property
-    def moment(self) -> float:
+    def now(self) -> float:
         """When all is done that the device was asked to compute; outside of what is measured it is never behind."""
         if not self._is_running:
             self.compute.reach(time.monotonic())
-        return self.compute.moment
+        return self.compute.done_at
 
     def forget(self) -> None:
         """Start to sum up anew."""
@@ -113,14 +113,14 @@ class Clock:
 
     def stopwatch(self) -> Callable[[], float]:
         """Start to measure; return what tells the pretended seconds since, and notes how late the rank is."""
-        start, self._is_running = self.moment, True
+        start, self._is_running = self.now, True
         self.compute.late = 0.0
 
         def read() -> float:
             self.catch_up()
             self._is_running = False
-            seconds = self.compute.moment - start
-            self.late_seconds += max(0.0, time.monotonic() - self.compute.moment - WAKE_SECONDS) + self.compute.late
+            seconds = self.compute.done_at - start
+            self.late_seconds += max(0.0, time.monotonic() - self.compute.done_at - WAKE_SECONDS) + self.compute.late
             self.measured_seconds += seconds
             return seconds
 
@@ -132,12 +132,12 @@ class Clock:
         return self.late_seconds / self.measured_seconds if self.measured_seconds else 0.0
 
 
-class Pace:
+class RehearsedPace:
     """Lets the operations of one group begin and end when they would on pretended devices."""
 
     def __init__(self, clock: Clock, group: str = ""):
         self.clock, self.group = clock, group
-        self.stream = Stream()
+        self.stream = DeviceQueue()
         """The group's; its transports start messages at its moment, and move it on to where they arrive."""
 
     def steps(self, steps: Steps, operation: str = "", num_bytes: int = 0) -> "Paced":
@@ -151,10 +151,10 @@ class Paced:
     Any thread may take the steps; it is made and met on the thread that computes.
     """
 
-    def __init__(self, pace: Pace, steps: Steps, operation: str, num_bytes: int):
+    def __init__(self, pace: RehearsedPace, steps: Steps, operation: str, num_bytes: int):
         self.pace, self.operation, self.num_bytes = pace, operation, num_bytes
         clock = pace.clock
-        self.begun = self.ended = clock.moment
+        self.begun = self.ended = clock.now
         """When the group could begin, and when it had done it."""
         self._late = clock.compute.late
         self.asked_at = clock.mark()
@@ -171,9 +171,9 @@ class Paced:
     def _paced(self, steps: Steps) -> Steps:
         clock, stream = self.pace.clock, self.pace.stream
         stream.reach(self.begun, self._late)
-        self.begun = stream.moment
-        if time.monotonic() < stream.moment:
-            yield Pending(lambda: time.monotonic() >= stream.moment, "the pretended device", lambda: stream.moment)
+        self.begun = stream.done_at
+        if time.monotonic() < stream.done_at:
+            yield Pending(lambda: time.monotonic() >= stream.done_at, "the pretended device", lambda: stream.done_at)
         clock.in_flight.add(self)
         try:
             while True:
@@ -187,7 +187,7 @@ class Paced:
         finally:
             clock.is_communicating = False
             clock.in_flight.discard(self)
-            self.ended, self._late = stream.moment, stream.late
+            self.ended, self._late = stream.done_at, stream.late
 
     @property
     def is_moving(self) -> bool:

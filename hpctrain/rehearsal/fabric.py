@@ -49,7 +49,7 @@ class Path(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Network:
+class SharedNetwork:
     """The network of a rehearsal's ranks. Raises TopologyError where it is not whole."""
 
     nodes: tuple[Node, ...]
@@ -137,7 +137,7 @@ class Network:
         return ", ".join(sorted({nic.fabric for nic in self.nodes[index].nics})) or "none"
 
 
-def network_of(cluster: Cluster, dilation: float = 1.0) -> Network:
+def network_of(cluster: Cluster, dilation: float = 1.0) -> SharedNetwork:
     """Return the network of a cluster's devices, as its nodes, NICs and fabrics describe it."""
     members: dict[int, list[int]] = {}
     for device in sorted(cluster.devices, key=lambda device: (device.node, device.index)):
@@ -158,7 +158,7 @@ def network_of(cluster: Cluster, dilation: float = 1.0) -> Network:
         bandwidth, latency = table.link_bytes_per_second or 1.0, table.link_latency_seconds or 0.0
         nodes.append(Node(tuple(ranks), bandwidth, latency, nics))
     fabrics = tuple(SharedFabric(name, fabric.latency_seconds) for name, fabric in cluster.fabrics.items())
-    return Network(tuple(nodes), fabrics, dilation)
+    return SharedNetwork(tuple(nodes), fabrics, dilation)
 
 
 def _capped(cluster: Cluster, fabric: str, bytes_per_second: float) -> float:

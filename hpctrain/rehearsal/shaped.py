@@ -22,8 +22,8 @@ from hpctrain.comm.routes.transport import HostTransport, Transport
 from hpctrain.comm.steps import Ready
 from hpctrain.comm.window import SHARED_MEMORY, SharedWindow
 from hpctrain.config.errors import CommError, TopologyError
-from hpctrain.rehearsal.clock import Clock, Pace, Stream
-from hpctrain.rehearsal.fabric import Network
+from hpctrain.rehearsal.clock import Clock, DeviceQueue, RehearsedPace
+from hpctrain.rehearsal.fabric import SharedNetwork
 from hpctrain.rehearsal.fluid import Fluid
 
 # How many messages of one rank may be under way or not yet taken by their receivers.
@@ -69,7 +69,7 @@ class HostLock:
 class ShapedNetwork:
     """The flows of all ranks, in memory that all of them see. Made once by all ranks, before any shaped transport."""
 
-    def __init__(self, mpi, comm, network: Network, slots_per_rank: int = SLOTS_PER_RANK):
+    def __init__(self, mpi, comm, network: SharedNetwork, slots_per_rank: int = SLOTS_PER_RANK):
         """`comm` is over all ranks of the world, and owned from now on. All ranks must call."""
         if comm.size != network.num_ranks:
             raise TopologyError(
@@ -194,7 +194,7 @@ class Passage:
     __slots__ = ("_asked", "_inner", "_late", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
 
     def __init__(
-        self, network: ShapedNetwork, inner: Ready, source: int, tag: int, latency: float, stream: Stream | None
+        self, network: ShapedNetwork, inner: Ready, source: int, tag: int, latency: float, stream: DeviceQueue | None
     ):
         """`latency` is what passes, for the one who asks, after the last byte left."""
         self._network, self._latency, self._stream = network, latency, stream
@@ -247,7 +247,7 @@ class ShapedTransport:
         inner: Transport,
         ranks: Sequence[int],
         group: int,
-        stream: Stream | None = None,
+        stream: DeviceQueue | None = None,
     ):
         """`ranks` are the group's in the world, and `group` its `network.new_group()`, the same on all of them.
 
@@ -264,7 +264,7 @@ class ShapedTransport:
     def send(self, peer: int, tensor: torch.Tensor) -> Ready:
         network, target, count = self._network, self._ranks[peer], self._sent[peer]
         tag = network.tag(self._group, target, count)
-        now, late = (time.monotonic(), 0.0) if self._stream is None else (self._stream.moment, self._stream.late)
+        now, late = (time.monotonic(), 0.0) if self._stream is None else (self._stream.done_at, self._stream.late)
         network.start(target, as_bytes(tensor).numel(), tag, tag - 1 if count else None, now, late)
         self._sent[peer] += 1
         return Passage(network, self._inner.send(peer, tensor), network.rank, tag, 0.0, self._stream)
@@ -291,10 +291,10 @@ class RehearsedNetwork:
         """`network` is shared by all ranks, and owned from now on; `clock` is this rank's."""
         self._network, self._clock = network, clock
 
-    def pace(self, group: str = "") -> Pace:
-        return Pace(self._clock, group)
+    def pace(self, group: str = "") -> RehearsedPace:
+        return RehearsedPace(self._clock, group)
 
-    def transport(self, comm, ranks: Sequence[int], pace: Pace | None) -> ShapedTransport:
+    def transport(self, comm, ranks: Sequence[int], pace: RehearsedPace | None) -> ShapedTransport:
         """All `ranks` must call."""
         group = comm.bcast(self._network.new_group() if comm.rank == 0 else None)
         return ShapedTransport(self._network, HostTransport(comm), ranks, group, pace and pace.stream)

@@ -146,7 +146,7 @@ class UnitLayout:
             yield parameter, box, Interval(at, at + box_size(box))
             at += box_size(box)
 
-    def runs(self, names: Collection[str]) -> "Iterator[Run]":
+    def runs(self, names: Collection[str]) -> "Iterator[FlatRegion]":
         """Yield the named parameters, as few as can be: neighbours with equal trailing dims are one."""
         run = None
         for parameter, box, at in self.placed():
@@ -155,16 +155,18 @@ class UnitLayout:
             shape = tuple(interval.size for interval in box)
             if run and run.at.stop == at.start and run.shape[1:] == shape[1:]:
                 above, *trailing = run.shape
-                run = Run((*run.names, parameter.name), Interval(run.at.start, at.stop), (above + shape[0], *trailing))
+                run = FlatRegion(
+                    (*run.names, parameter.name), Interval(run.at.start, at.stop), (above + shape[0], *trailing)
+                )
                 continue
             if run:
                 yield run
-            run = Run((parameter.name,), at, shape)
+            run = FlatRegion((parameter.name,), at, shape)
         if run:
             yield run
 
 
-class Run(NamedTuple):
+class FlatRegion(NamedTuple):
     """Parameters of a unit that are used as one."""
 
     names: tuple[str, ...]

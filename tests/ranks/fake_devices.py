@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator, Memory
+from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory
 
 POISON = 0xEE
 
@@ -83,8 +83,8 @@ class FakeAccelerator(Accelerator):
     def bind(self) -> None:
         pass
 
-    def memory(self) -> Memory:
-        return Memory(1, 0, 0)
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(1, 0, 0)
 
     def synchronize(self) -> None:
         self._default.record_event().force()

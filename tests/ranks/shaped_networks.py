@@ -12,8 +12,8 @@ import torch
 from hpctrain.comm.routes.maker import sub_communicator
 from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.waiting import wait_until
-from hpctrain.rehearsal.clock import Stream
-from hpctrain.rehearsal.fabric import Fabric, Network, Nic, Node
+from hpctrain.rehearsal.clock import DeviceQueue
+from hpctrain.rehearsal.fabric import Node, SharedFabric, SharedNetwork, SharedNic
 from hpctrain.rehearsal.shaped import ShapedNetwork, ShapedTransport
 from tests.ranks.punctual import Measurement
 from tests.virtual_ranks import fluid_of
@@ -26,24 +26,24 @@ TOLERANCE, TOLERANCE_SECONDS = 0.05, 0.3e-3
 LINK_LATENCY_SECONDS = 0.1e-3
 
 
-def two_nodes(size: int, bandwidth: float, link: float = 1e9, dilation: float = 1.0) -> Network:
+def two_nodes(size: int, bandwidth: float, link: float = 1e9, dilation: float = 1.0) -> SharedNetwork:
     """Half of the ranks on each; a node's ranks share one NIC."""
-    nic, half = Nic("ib", bandwidth, bandwidth), size // 2
+    nic, half = SharedNic("ib", bandwidth, bandwidth), size // 2
     nodes = tuple(Node(tuple(ranks), link, LINK_LATENCY_SECONDS, (nic,)) for ranks in (range(half), range(half, size)))
-    return Network(nodes, (Fabric("ib", LATENCY_SECONDS),), dilation)
+    return SharedNetwork(nodes, (SharedFabric("ib", LATENCY_SECONDS),), dilation)
 
 
 class Shaped:
     """A network for one test, and transports on it."""
 
-    def __init__(self, world, network: Network, **options):
+    def __init__(self, world, network: SharedNetwork, **options):
         from mpi4py import MPI
 
         self.world, self._mpi = world, MPI
         self.network = ShapedNetwork(MPI, MPI.COMM_WORLD.Dup(), network, **options)
         self._made = []
 
-    def transport(self, ranks, stream: Stream | None = None) -> ShapedTransport:
+    def transport(self, ranks, stream: DeviceQueue | None = None) -> ShapedTransport:
         comm = sub_communicator(self._mpi, self._mpi.COMM_WORLD, ranks)
         group = comm.bcast(self.network.new_group() if comm.rank == 0 else None)
         self._made.append(ShapedTransport(self.network, HostTransport(comm), ranks, group, stream))
@@ -69,7 +69,7 @@ class Shaped:
 
 
 @contextmanager
-def shaped(world, network: Network, **options):
+def shaped(world, network: SharedNetwork, **options):
     made = Shaped(world, network, **options)
     yield made  # after an error the others do not close: nobody does
     made.close()
@@ -137,7 +137,7 @@ class Times(NamedTuple):
     arrived: list[float]
 
 
-def together(world, network: Network, flows, num_bytes: int, delays) -> list[Times]:
+def together(world, network: SharedNetwork, flows, num_bytes: int, delays) -> list[Times]:
     """Send one message for each pair in `flows`, after its delay, again and again; return what was found by repeat.
 
     Predictions are the fluid's, from the times at which flows were really started.

@@ -29,18 +29,18 @@ STEPS = 2
 SHAPE = {"num_layers": 8, "hidden_size": 16, "num_heads": 4}
 LAYOUTS = {
     2: [
-        {"pipeline": 2, "chunks": 2},
-        {"pipeline": 2, "chunks": 4, "recompute": "full"},
+        {"pipeline": 2, "virtual_stages": 2},
+        {"pipeline": 2, "virtual_stages": 4, "recompute": "full"},
     ],
     4: [
-        {"pipeline": 4, "chunks": 2},
-        {"pipeline": 2, "chunks": 2, "tensor": {"y": 2}, "recompute": "full"},
-        {"pipeline": 2, "chunks": 3, "data": 2},
-        {"pipeline": 2, "chunks": 2, "data": 2, "zero": 3},
+        {"pipeline": 4, "virtual_stages": 2},
+        {"pipeline": 2, "virtual_stages": 2, "tensor": {"y": 2}, "recompute": "full"},
+        {"pipeline": 2, "virtual_stages": 3, "data": 2},
+        {"pipeline": 2, "virtual_stages": 2, "data": 2, "zero": 3},
     ],
     8: [
-        {"pipeline": 4, "chunks": 2, "tensor": {"x": 2}},
-        {"pipeline": 2, "chunks": 2, "tensor": {"z": 2}, "data": 2, "zero": 2},
+        {"pipeline": 4, "virtual_stages": 2, "tensor": {"x": 2}},
+        {"pipeline": 2, "virtual_stages": 2, "tensor": {"z": 2}, "data": 2, "zero": 2},
     ],
 }
 
@@ -71,14 +71,14 @@ def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch)
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     job = make_job(tokens, model, {"microbatch": 2, **layout}, shape=SHAPE)
     plan = resolve_plan(job, world.size).plan
-    assert {len(plan.tiles_of(rank)) for rank in range(world.size)} == {layout["chunks"]}
+    assert {len(plan.tiles_of(rank)) for rank in range(world.size)} == {layout["virtual_stages"]}
     check(world, tokens, model, plan)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.ranks(4)
 def test_what_is_split_and_goes_on_beside_changes_no_bit(world, tokens, monkeypatch):
-    plan = even_plan(10, TensorGrid(z=2), 2, 1, 4, 2, chunks=2)
+    plan = even_plan(10, TensorGrid(z=2), 2, 1, 4, 2, virtual_stages=2)
     result = check(world, tokens, "gpt2", plan)
     monkeypatch.setattr(pipeline, "schedule_of", in_one)
     job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=8)
@@ -88,7 +88,7 @@ def test_what_is_split_and_goes_on_beside_changes_no_bit(world, tokens, monkeypa
 @pytest.mark.timeout(120)
 @pytest.mark.ranks(4)
 def test_microbatches_need_be_no_multiple_of_the_stages(world, tokens):
-    check(world, tokens, "gpt2", even_plan(10, TensorGrid(), 4, 1, 5, 2, chunks=2, row_chunks=2))
+    check(world, tokens, "gpt2", even_plan(10, TensorGrid(), 4, 1, 5, 2, virtual_stages=2, row_chunks=2))
 
 
 @pytest.mark.timeout(120)
@@ -114,12 +114,14 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_goes_
     job = make_job(tokens, "llama", {"microbatch": 2}, shape=SHAPE)
     pipeline_size = min(world.size, 4)
     plans = {
-        chunks: even_plan(10, TensorGrid(), pipeline_size, world.size // pipeline_size, 8, 2, chunks=chunks)
-        for chunks in (1, 2)
+        virtual_stages: even_plan(
+            10, TensorGrid(), pipeline_size, world.size // pipeline_size, 8, 2, virtual_stages=virtual_stages
+        )
+        for virtual_stages in (1, 2)
     }
 
-    def run(steps: int, chunks: int, resume: bool = False) -> list[float]:
-        return go_on(world, job, plans[chunks], folder, steps, resume)
+    def run(steps: int, virtual_stages: int, resume: bool = False) -> list[float]:
+        return go_on(world, job, plans[virtual_stages], folder, steps, resume)
 
     uninterrupted = run(2, 2)
     other = {2: [(1, 2)], 4: [(2, 1)], 8: []}[world.size]
@@ -133,16 +135,18 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_goes_
 @pytest.mark.timeout(120)
 def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, tokens, monkeypatch):
     """A bubble of (p - 1) (f + dX + dW), which are those of a chunk: as many times shorter as there are chunks."""
-    stages, chunks = 4, 2
-    shape = {"num_layers": stages * chunks, "hidden_size": 128, "ffn_size": 512}
+    stages, virtual_stages = 4, 2
+    shape = {"num_layers": stages * virtual_stages, "hidden_size": 128, "ffn_size": 512}
     job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
-    plan = even_plan(job.model.num_items, TensorGrid(), stages, 1, MICROBATCHES, 4, chunks=chunks, family="equal")
+    plan = even_plan(
+        job.model.num_items, TensorGrid(), stages, 1, MICROBATCHES, 4, virtual_stages=virtual_stages, family="equal"
+    )
     with rehearsed_world(world, EQUAL, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
         split, passes, *late = measured(own, job, plan)
         monkeypatch.setattr(pipeline, "schedule_of", in_one)
         whole, _, *later = measured(own, job, plan)
     forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
-    busy = MICROBATCHES * chunks * (forward + back + weight) + passes["beside"]
+    busy = MICROBATCHES * virtual_stages * (forward + back + weight) + passes["beside"]
     formulas = {
         "in one": (whole, busy + (stages - 1) * (forward + back + weight)),
         "split": (split, busy + (stages - 1) * (forward + back)),

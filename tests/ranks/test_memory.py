@@ -28,7 +28,7 @@ LAYOUTS = {
     "pipeline": {"pipeline": 4, "microbatch": 2},
     "pipeline, recompute": {"pipeline": 4, "microbatch": 2, "recompute": "full"},
     "zero-bubble": {"pipeline": 4, "microbatch": 2, "schedule": "zb-h1"},
-    "chunks": {"pipeline": 2, "data": 2, "microbatch": 2, "chunks": 2},
+    "chunks": {"pipeline": 2, "data": 2, "microbatch": 2, "virtual_stages": 2},
 }
 
 

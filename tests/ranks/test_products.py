@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from hpctrain.model.layouts import LAYOUTS_BY_NAME, OperandLayouts
 
 from hpctrain.config.job import Overlap, Products
 from hpctrain.data.order import open_datasets
 from hpctrain.engine import tuning
 from hpctrain.engine.tuning import Tuned, tune_products
+from hpctrain.model.operand_layouts import LAYOUTS_BY_NAME, OperandLayouts
 from hpctrain.model.products import Product, products_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid

@@ -9,7 +9,7 @@ from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import HierarchicalCollectives
 from hpctrain.comm.steps import complete, until_all
 from hpctrain.config.errors import CommError, TopologyError
-from hpctrain.rehearsal.clock import Stream
+from hpctrain.rehearsal.clock import DeviceQueue
 from tests.ranks.shaped_networks import (
     LATENCY_SECONDS,
     LINK_LATENCY_SECONDS,
@@ -185,7 +185,7 @@ def test_a_message_that_starts_late_makes_what_waits_for_it_late(world):
     bandwidth, size = 1e8, 5_000_000
     for long, short in ((size, 1000), (1000, size)):  # the other way round rank 0 is in time
         with shaped(world, two_nodes(4, 1e9, link=bandwidth)) as made:
-            stream = Stream()
+            stream = DeviceQueue()
             transport = made.transport(range(4), stream)
             begin = world.broadcast_object(time.monotonic() + 0.01)
             stream.reach(begin)
@@ -199,12 +199,12 @@ def test_a_message_that_starts_late_makes_what_waits_for_it_late(world):
                 wait(world, transport.send(1, tensor) if world.rank == 0 else transport.receive(0, tensor))
             behind, seconds = long / bandwidth, short / bandwidth + LINK_LATENCY_SECONDS
             if world.rank == 1:
-                assert stream.moment - begin == pytest.approx(behind + seconds, abs=1e-6)
+                assert stream.done_at - begin == pytest.approx(behind + seconds, abs=1e-6)
             late = {0: behind, 1: behind, 2: 0.0, 3: 0.0}[world.rank]
             assert stream.late == pytest.approx(late, abs=1e-6)
-            waits_too = Stream()  # for another that comes at the same moment, and is not late
-            waits_too.reach(stream.moment)
-            waits_too.reach(stream.moment, stream.late)
+            waits_too = DeviceQueue()  # for another that comes at the same moment, and is not late
+            waits_too.reach(stream.done_at)
+            waits_too.reach(stream.done_at, stream.late)
             assert waits_too.late == 0.0
 
 

@@ -14,7 +14,7 @@ from hpctrain.comm.channel import make_channel
 from hpctrain.comm.communicator import Backend, Communicator, Lane
 from hpctrain.comm.lanes import Progress
 from hpctrain.comm.routes import staging
-from hpctrain.comm.routes.abilities import Ability, Devices, Family
+from hpctrain.comm.routes.abilities import Ability, Devices, FamilyAbilities
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.comm.settings import Settings
@@ -48,7 +48,7 @@ class Pretended:
         own = places[world.rank]
         self.device = device or (FakeAccelerator(own.family) if own.kind != "cpu" else CpuAccelerator(own.family))
         known = {
-            name: Family(name, kind, Ability(native, "a fake"), Ability(name in direct, "asked for"))
+            name: FamilyAbilities(name, kind, Ability(native, "a fake"), Ability(name in direct, "asked for"))
             for name, kind in FAMILIES.items()
         }
         mpi = world.raw_mpi

@@ -11,7 +11,7 @@ import torch
 from hpctrain.comm.accelerators.bind import DTYPES, choose_device
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import detect_device, family_of
-from hpctrain.comm.routes.abilities import Ability, DescribedRoute, Family, combine, describe_routes
+from hpctrain.comm.routes.abilities import Ability, DescribedRoute, FamilyAbilities, combine, describe_routes
 from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
 from hpctrain.comm.routes.nccl import load_nccl
 from hpctrain.comm.routes.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
@@ -117,7 +117,7 @@ def test_buffers_are_used_again_by_size():
 
 
 def family(name, kind="cuda", native=YES, direct=YES):
-    return Family(name, kind, native, direct)
+    return FamilyAbilities(name, kind, native, direct)
 
 
 def test_routes_between_families_and_their_reasons():
@@ -148,8 +148,8 @@ def test_a_family_can_do_what_all_of_its_ranks_and_hosts_can():
     topology = Topology(tuple(Place(*place) for place in places))
     lame = Ability(False, "n1 cannot")
     result = combine(topology, [(YES, YES), (YES, None), (YES, lame), (NO, None), (NO, None)])
-    assert result["a"] == Family("a", "cuda", YES, lame)
-    assert result["b"] == Family("b", "rocm", NO, lame)
+    assert result["a"] == FamilyAbilities("a", "cuda", YES, lame)
+    assert result["b"] == FamilyAbilities("b", "rocm", NO, lame)
     assert result["c"].kind == "cpu"
 
 

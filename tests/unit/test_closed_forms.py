@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 import hpctrain.planner.cut as cut
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_tiling
-from hpctrain.planner.cut import MANY_ROWS, Stage, Way, cut_blocks, cut_rows
+from hpctrain.planner.cut import MANY_ROWS, StageVariant, StageVariants, cut_blocks, cut_rows
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Search, search
 from hpctrain.planner.shortlist import SLOWEST_SHARE, Shortlists
 from hpctrain.planner.space import arrangements
-from hpctrain.planner.stages import Line
+from hpctrain.planner.stages import BlockLine
 from tests.unit.small_searches import ALL_IN_ONE, BUCKETS, EVERYTHING, cases, every_arrangement, step_seconds
 
 
@@ -100,9 +100,18 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
         pieces = data.draw(st.tuples(st.sampled_from([1.1, 1.6]), st.sampled_from([1, 4]), st.integers(0, 9)))
         ways = [(1.0, 1, kept), (1.3, 1, max(kept, again)), pieces]
         stages.append(
-            Stage(
+            StageVariants(
                 tuple(
-                    Way("", 1, Line(base * head, seconds * more), Line(0, 0), 0, most, Line(0, 1), Line(0, 1))
+                    StageVariant(
+                        "",
+                        1,
+                        BlockLine(base * head, seconds * more),
+                        BlockLine(0, 0),
+                        0,
+                        most,
+                        BlockLine(0, 1),
+                        BlockLine(0, 1),
+                    )
                     for more, head, most in ways
                 )
             )

@@ -4,7 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Profile, RowTimes, Time
+from hpctrain.config.cluster import (
+    Cluster,
+    Fabric,
+    Family,
+    LinkClass,
+    Nic,
+    Nodes,
+    ProductSpeed,
+    Profile,
+    RowTimes,
+    Time,
+)
 from hpctrain.config.cluster_file import (
     dump_cluster,
     load_cluster,
@@ -57,7 +68,7 @@ def some_families(draw) -> Family:
         host_copy_bytes_per_second=host_copy,
         peak_flops_per_second=draw(st.dictionaries(dtypes, speeds, min_size=1)),
         sustained_flops_per_second=draw(st.dictionaries(dtypes, speeds)),
-        products=[Product(dtype=d, shape=s, flops_per_second=speed) for (d, s), speed in products.items()],
+        products=[ProductSpeed(dtype=d, shape=s, flops_per_second=speed) for (d, s), speed in products.items()],
         measured_at_once=draw(st.none() | st.integers(1, 9)),
     )
 

@@ -69,9 +69,9 @@ PLAN = plan_of()
 FOUND = predict(SETUP, PLAN, CLUSTER)
 
 
-def measured(**times) -> list[drift.Measured]:
+def measured(**times) -> list[drift.MeasuredStep]:
     parts = {part: seconds * times.get(part, 1.0) for part, seconds in FOUND.exposed_seconds.items()}
-    return [drift.Measured(sum(parts.values()), parts, 30_000_000) for _ in PLAN.ranks]
+    return [drift.MeasuredStep(sum(parts.values()), parts, 30_000_000) for _ in PLAN.ranks]
 
 
 def test_a_step_as_predicted_is_no_drift(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.cost import Work, _block, item_cost
+from hpctrain.planner.cost import PassWork, _block, item_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor, pass_cost, predict
 from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, slowed_by
@@ -148,7 +148,7 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         exposed, hidden = (pass_cost(s, network, device, cost.backward, tile, (), ()) for s in (SETUP, HIDING))
         behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]
         assert len(behind) == 2, "the sums of the gradients of what attention and the inner layer are given"
-        products = sum(Work([product]).seconds(device[0], "fp32", HPCTRAIN) for product in behind)
+        products = sum(PassWork([product]).seconds(device[0], "fp32", HPCTRAIN) for product in behind)
         assert exposed.tensor - hidden.tensor == pytest.approx(min(2 * seconds_of_one, products))
         alone = pass_cost(HIDING, network, device, cost.backward_input, tile, (), ())
         assert alone.tensor == len(cost.backward_input.exchanges) * seconds_of_one, "no product of weights runs then"
@@ -166,7 +166,7 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
 IN_HALVES = replace(SETUP, overlaps=frozenset(("tensor", "forward")))
 
 
-def alternating(halves: list[list[Work]], device: DeviceModel, message_seconds: float) -> float:
+def alternating(halves: list[list[PassWork]], device: DeviceModel, message_seconds: float) -> float:
     """Return when two halves are through that take turns, where all sums go one after the other beside them."""
     now = lane = 0.0
     arrived = [0.0, 0.0]

@@ -41,7 +41,7 @@ EVEN = st.builds(
 INTERLEAVED = st.builds(
     lambda model, x, y, z, data, zero: (
         model,
-        even_plan(model.num_items, TensorGrid(x, y, z), 2, data, 2, 12, chunks=2, zero=zero),
+        even_plan(model.num_items, TensorGrid(x, y, z), 2, data, 2, 12, virtual_stages=2, zero=zero),
     ),
     st.sampled_from([model for model in MODELS if model.num_layers >= 4]),
     *[st.sampled_from([1, 2])] * 2,

@@ -30,9 +30,9 @@ SHAPES = st.tuples(st.integers(2, 5), st.integers(2, 3), st.integers(1, 12), st.
 
 
 def plan_of(shape, **tile) -> Plan:
-    stages, chunks, microbatches, data = shape
-    num_items = stages * chunks + 3
-    return even_plan(num_items, TensorGrid(), stages, data, microbatches, data, chunks=chunks, **tile)
+    stages, virtual_stages, microbatches, data = shape
+    num_items = stages * virtual_stages + 3
+    return even_plan(num_items, TensorGrid(), stages, data, microbatches, data, virtual_stages=virtual_stages, **tile)
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -40,12 +40,12 @@ def plan_of(shape, **tile) -> Plan:
 
 @given(SHAPES)
 def test_each_rank_has_every_s_th_tile(shape):
-    stages, chunks, _, data = shape
+    stages, virtual_stages, _, data = shape
     plan = plan_of(shape)
-    check_tiling(plan, stages * chunks + 3)
+    check_tiling(plan, stages * virtual_stages + 3)
     assert plan.ranks == tuple(range(stages * data))
-    assert [tile.ranks[0] for tile in plan.tiles] == list(range(stages * data)) * chunks
-    assert [plan.chunks(tile) for tile in plan.first_tiles] == [
+    assert [tile.ranks[0] for tile in plan.tiles] == list(range(stages * data)) * virtual_stages
+    assert [plan.virtual_stages(tile) for tile in plan.first_tiles] == [
         plan.tiles[rank :: stages * data] for rank in plan.ranks
     ]
     assert parse_plan(dump_plan(plan), "a test") == plan
@@ -89,12 +89,15 @@ def test_ranks_whose_tiles_are_no_chunks_are_refused():
 
 def test_even_plans_that_cannot_be_interleaved_are_refused():
     for arguments, message in (
-        ((8, TensorGrid(), 1, 1, 2, 1, "1f1b", 2), "pipeline = 1 has none; set chunks to 1, or pipeline to 2 or more"),
+        (
+            (8, TensorGrid(), 1, 1, 2, 1, "1f1b", 2),
+            "pipeline = 1 has none; set virtual_stages to 1, or pipeline to 2 or more",
+        ),
         (
             (7, TensorGrid(), 2, 1, 2, 1, "1f1b", 3),
-            "pipeline = 2 stages x chunks = 3 need as many blocks, the model has 5",
+            "pipeline = 2 stages x virtual_stages = 3 need as many blocks, the model has 5",
         ),
-        ((8, TensorGrid(), 2, 1, 2, 1, "zb-h1", 2), 'schedule = "zb-h1" is of one tile a rank; set chunks to 1'),
+        ((8, TensorGrid(), 2, 1, 2, 1, "zb-h1", 2), 'schedule = "zb-h1" has one tile a rank; set it to 1'),
     ):
         with pytest.raises(PlanError, match=message):
             even_plan(*arguments)
@@ -122,7 +125,7 @@ def test_tiles_with_zero_2_have_like_chunks_or_are_refused():
 def written(plan: Plan, tile: Tile) -> str:
     """Passes by microbatch, forward ones of chunks as `a b c`, backward ones as `A B C`."""
     letters = {Op.FORWARD: "abc", Op.BACKWARD: "ABC"}
-    return " ".join(f"{letters[op][chunk]}{m}" for op, chunk, m in passes(plan, tile))
+    return " ".join(f"{letters[op][virtual_stage]}{m}" for op, virtual_stage, m in passes(plan, tile))
 
 
 def test_the_order_is_that_of_the_paper():
@@ -140,11 +143,11 @@ def test_each_pass_is_there_once_in_the_order_of_microbatches_and_all_end(shape,
     plan = plan_of(shape, **options)
     check_zero(plan, "a test")
     check_schedules(plan, reduce_early)
-    stages, chunks, microbatches, _ = shape
+    stages, virtual_stages, microbatches, _ = shape
     for tile in plan.first_tiles:
         steps = schedule_of(plan, tile, reduce_early)
-        for chunk in range(chunks):
-            own = [step for step in steps if step.chunk == chunk]
+        for virtual_stage in range(virtual_stages):
+            own = [step for step in steps if step.virtual_stage == virtual_stage]
             for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), ADDING):
                 assert [step.microbatch for step in own if step.op in ops] == list(range(microbatches))
             early = [step for step in own if step.starts_reducing]
@@ -155,10 +158,10 @@ def test_each_pass_is_there_once_in_the_order_of_microbatches_and_all_end(shape,
             if step.op in {Op.FORWARD, *ADDING, Op.BACKWARD_INPUT}
         ]
         if microbatches % stages == 0:
-            warmup = 2 * (stages - 1 - tile.ranks[0] // shape[3]) + (chunks - 1) * stages
-            assert backward.index(True) == min(warmup + 1, chunks * microbatches)
-        order = [(step.chunk, step.microbatch) for step in steps if step.op is Op.FORWARD]
-        assert order == [(s.chunk, s.microbatch) for s in forward_only(plan, tile) if s.op is Op.FORWARD]
+            warmup = 2 * (stages - 1 - tile.ranks[0] // shape[3]) + (virtual_stages - 1) * stages
+            assert backward.index(True) == min(warmup + 1, virtual_stages * microbatches)
+        order = [(step.virtual_stage, step.microbatch) for step in steps if step.op is Op.FORWARD]
+        assert order == [(s.virtual_stage, s.microbatch) for s in forward_only(plan, tile) if s.op is Op.FORWARD]
 
 
 @given(SHAPES)
@@ -166,8 +169,8 @@ def test_channels_hold_what_is_under_way(shape):
     plan = plan_of(shape)
     for tile in plan.tiles:
         alive = most = 0
-        for op, chunk, _ in passes(plan, tile):
-            if plan.chunks(tile)[chunk] == tile:
+        for op, virtual_stage, _ in passes(plan, tile):
+            if plan.virtual_stages(tile)[virtual_stage] == tile:
                 alive += 1 if op is Op.FORWARD else -1
                 most = max(most, alive)
         assert in_flight(plan, tile) == most <= shape[2]
@@ -189,26 +192,26 @@ def test_instructions_say_which_chunk_they_are_for_and_are_checked_by_it():
     assert "forward 0 of chunk 1, backward 0 of chunk 1, send gradient 0 of chunk 1" in text
     check_no_deadlock(plan, schedules)
     first = schedules[plan.tiles[0]]
-    first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_ACTIVATION, 0, chunk=1))))
+    first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_ACTIVATION, 0, virtual_stage=1))))
     with pytest.raises(PlanError, match=r"deadlocks: .*items \[3, 4\].* waits at 'receive activation 0 of chunk 1'"):
         check_no_deadlock(plan, schedules)
 
 
 @given(st.integers(2, 6), st.integers(2, 3), st.integers(1, 4), st.tuples(*[st.floats(0.1, 3.0)] * 3))
-def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, chunks, rounds, seconds):
+def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, virtual_stages, rounds, seconds):
     """(p - 1) (f + b) / v, f and b those of a whole stage; without the gradients of weights where those wait."""
     forward, back, weight = seconds
-    both = [(PassCost(each / chunks),) for each in (forward, back + weight, back, weight)]
+    both = [(PassCost(each / virtual_stages),) for each in (forward, back + weight, back, weight)]
     cost = TileCost(*both[:2], 0.0, *both[2:])
-    plan = plan_of((stages, chunks, stages * rounds, 1))
+    plan = plan_of((stages, virtual_stages, stages * rounds, 1))
     costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): 0.0 for a in plan.tiles for b in plan.tiles})
 
     def bubble(made) -> float:
         steps = {tile: made(plan, tile) for tile in plan.first_tiles}
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 
-    assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / chunks)
-    split = bubble(schedule_of) * chunks / (stages - 1)
+    assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / virtual_stages)
+    split = bubble(schedule_of) * virtual_stages / (stages - 1)
     assert split == pytest.approx(forward + back) or forward + back < split < sum(seconds)
 
 
@@ -232,7 +235,9 @@ def on_two_ranks(plan: Plan) -> Plan:
 
 
 def test_chunks_shorten_the_predicted_bubble_and_cost_memory_as_the_paper_says():
-    plans = {n: on_two_ranks(even_plan(10, TensorGrid(), 2, 1, 8, 8, chunks=n, family="fast")) for n in (1, 2, 4)}
+    plans = {
+        n: on_two_ranks(even_plan(10, TensorGrid(), 2, 1, 8, 8, virtual_stages=n, family="fast")) for n in (1, 2, 4)
+    }
     result = {n: predict(SETUP, plan, CLUSTER) for n, plan in plans.items()}
     bubbles = {n: each.breakdown_seconds["bubble"] for n, each in result.items()}
     assert bubbles[2] == pytest.approx(bubbles[1] / 2, rel=0.15)
@@ -256,7 +261,7 @@ def test_what_stays_on_a_rank_takes_no_time():
 
 
 def test_gradients_of_the_last_chunks_are_summed_beside_the_passes_of_the_first():
-    plan = even_plan(10, TensorGrid(), 2, 2, 8, 8, chunks=2, zero=1)
+    plan = even_plan(10, TensorGrid(), 2, 2, 8, 8, virtual_stages=2, zero=1)
     families = ("fast", "fast", "slow", "slow")
     plan = replace(plan, tiles=tuple(replace(tile, family=families[tile.ranks[0]]) for tile in plan.tiles))
     concurrent, after = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (1, None))

@@ -3,18 +3,18 @@
 import pytest
 
 from hpctrain.config.errors import TopologyError
-from hpctrain.rehearsal.fabric import Fabric, Network, Nic, Node
+from hpctrain.rehearsal.fabric import Node, SharedFabric, SharedNetwork, SharedNic
 
 LINK = (100e9, 2e-6)
-IB, ETHERNET = Fabric("ib", 5e-6), Fabric("ethernet", 30e-6)
+IB, ETHERNET = SharedFabric("ib", 5e-6), SharedFabric("ethernet", 30e-6)
 
 
-def nic(fabric: str, bandwidth: float) -> Nic:
-    return Nic(fabric, bandwidth, bandwidth / 2)
+def nic(fabric: str, bandwidth: float) -> SharedNic:
+    return SharedNic(fabric, bandwidth, bandwidth / 2)
 
 
 def test_devices_of_a_node_have_ports_of_their_own():
-    network = Network((Node((0, 1, 2), *LINK),))
+    network = SharedNetwork((Node((0, 1, 2), *LINK),))
     (out, into), latency = network.paths[0 * 3 + 1]
     assert (network.bandwidths[out], network.bandwidths[into], latency) == (100e9, 100e9, 2e-6)
     other_out, other_in = network.paths[1 * 3 + 0].ports
@@ -24,7 +24,7 @@ def test_devices_of_a_node_have_ports_of_their_own():
 
 def test_devices_share_the_nics_of_their_node_in_turn():
     node = Node((0, 1, 2), *LINK, (nic("ib", 50e9), nic("ethernet", 1e9), nic("ib", 40e9)))
-    network = Network((node, Node((3,), *LINK, (nic("ib", 25e9),))), (IB, ETHERNET))
+    network = SharedNetwork((node, Node((3,), *LINK, (nic("ib", 25e9),))), (IB, ETHERNET))
     sending = [network.paths[rank * 4 + 3] for rank in range(3)]
     assert [network.bandwidths[path.ports[0]] for path in sending] == [50e9, 40e9, 50e9]
     assert {path.ports[1] for path in sending} == {sending[0].ports[1]}
@@ -37,14 +37,14 @@ def test_devices_share_the_nics_of_their_node_in_turn():
 def test_the_fastest_common_fabric_is_taken():
     fast, slow = (nic("ib", 50e9), nic("ethernet", 10e9)), (nic("roce", 50e9), nic("ethernet", 1e9))
     nodes = (Node((0,), *LINK, fast), Node((1,), *LINK, slow), Node((2,), *LINK, fast))
-    network = Network(nodes, (IB, ETHERNET, Fabric("roce", 5e-6)))
+    network = SharedNetwork(nodes, (IB, ETHERNET, SharedFabric("roce", 5e-6)))
     assert network.paths[0 * 3 + 1].latency_seconds == 30e-6
     assert network.paths[0 * 3 + 2].latency_seconds == 5e-6
 
 
 def test_dilation_multiplies_all_times():
     nodes = (Node((0, 1), *LINK, (nic("ib", 50e9),)), Node((2,), *LINK, (nic("ib", 50e9),)))
-    plain, dilated = Network(nodes, (IB,)), Network(nodes, (IB,), dilation=100.0)
+    plain, dilated = SharedNetwork(nodes, (IB,)), SharedNetwork(nodes, (IB,), dilation=100.0)
     for before, after in zip(plain.paths, dilated.paths, strict=True):
         assert after.ports == before.ports
         assert after.latency_seconds == pytest.approx(100 * before.latency_seconds)
@@ -65,10 +65,10 @@ def test_dilation_multiplies_all_times():
 )
 def test_what_is_not_whole_is_refused(nodes, message):
     with pytest.raises(TopologyError, match=message):
-        Network(nodes, (IB, ETHERNET))
+        SharedNetwork(nodes, (IB, ETHERNET))
 
 
 def test_nodes_without_a_common_fabric_are_named():
-    network = Network((Node((0,), *LINK, (nic("ib", 1e9),)), Node((1,), *LINK)), (IB,))
+    network = SharedNetwork((Node((0,), *LINK, (nic("ib", 1e9),)), Node((1,), *LINK)), (IB,))
     with pytest.raises(TopologyError, match=r"ranks 0 and 1 are on nodes without a fabric in common \(ib; none\)"):
         _ = network.paths

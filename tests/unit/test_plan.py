@@ -128,7 +128,7 @@ def broken(plan: Plan | None = None, **changes) -> Plan:
             r'tile 0: extra_warmup = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
         ),
         (
-            broken(even_plan(6, TensorGrid(), 2, 1, 4, 2, chunks=2), tile=0, extra_warmup=1),
+            broken(even_plan(6, TensorGrid(), 2, 1, 4, 2, virtual_stages=2), tile=0, extra_warmup=1),
             r'tile 0: extra_warmup = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',
         ),
         (broken(tile=0, row_chunks=4), r"tile 0 .*: z = 1 and row_chunks = 4 split 3 rows; lower"),

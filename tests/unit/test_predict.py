@@ -51,8 +51,8 @@ LAYOUTS = [
     plan_of((1, 1, 1), 1, 4, zero=3),
     plan_of((1, 1, 1), 1, 4, zero=0),
     plan_of((1, 1, 1), 4, 1),
-    plan_of((1, 1, 2), 2, 1, chunks=2, zero=0),
-    plan_of((1, 1, 1), 2, 2, chunks=2, zero=2),
+    plan_of((1, 1, 2), 2, 1, virtual_stages=2, zero=0),
+    plan_of((1, 1, 1), 2, 2, virtual_stages=2, zero=2),
     Plan(
         (
             Tile(Interval(0, NUM_ITEMS), Interval(0, 3), (2,), family="slow", row_chunks=2),

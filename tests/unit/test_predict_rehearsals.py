@@ -51,7 +51,7 @@ def predictor(*layout: str) -> Predictor:
     ("layout", "rehearsed_seconds"),
     [
         (["plan.pipeline=2", "plan.data=2"], 6.815),
-        (["plan.pipeline=2", "plan.data=2", "plan.chunks=2"], 6.776),
+        (["plan.pipeline=2", "plan.data=2", "plan.virtual_stages=2"], 6.776),
         (["plan.tensor.y=2", "plan.data=2"], 6.2285),
         (["plan.tensor.z=2", "plan.pipeline=2"], 7.064),
         (["plan.tensor.x=2", "plan.pipeline=2", "plan.recompute=full"], 10.2886),

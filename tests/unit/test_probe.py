@@ -20,7 +20,7 @@ from hpctrain.comm.probe.device_timing import (
     measure_device,
     seconds_of,
 )
-from hpctrain.comm.probe.link_timing import ACROSS, SIZES, Measured, PairClass, one_direction, pair_classes
+from hpctrain.comm.probe.link_timing import ACROSS, SIZES, MeasuredLinks, PairClass, one_direction, pair_classes
 from hpctrain.comm.probe.survey import check_names
 from hpctrain.comm.topology import Place
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
@@ -151,7 +151,7 @@ def figures_of(place: Place, slower: float = 1.0) -> DeviceFigures:
     return DeviceFigures(place.family, kind, "A 100", 1 << 30, 2e9, copied, speeds, slowed)
 
 
-def measured_of(pair_class: PairClass) -> Measured:
+def measured_of(pair_class: PairClass) -> MeasuredLinks:
     speed = {None: 5e9, "ib": 2e9, "roce": 2e9}.get(pair_class.fabric, 1e8)
     trips = {(f, s): 2e-6 + s * f**0.5 / speed for f in pair_class.flows for s in (1, *SIZES)}
     return one_direction(pair_class, trips)

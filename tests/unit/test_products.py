@@ -5,13 +5,13 @@ import tomllib
 
 import pytest
 import torch
-from hpctrain.model.layouts import LAYOUTS_BY_NAME, OperandLayout, OperandLayouts
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Model, load_job
 from hpctrain.engine import tuning
 from hpctrain.engine.tuning import fastest, measure
+from hpctrain.model.operand_layouts import LAYOUTS_BY_NAME, OperandLayout, OperandLayouts
 from hpctrain.model.products import Product, parse_product, products_of
 from hpctrain.observe.run import dump_job
 from hpctrain.plan.tiling import Plan, Tile

@@ -11,7 +11,7 @@ from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.links import link_between
 from hpctrain.config.truth import PretendDevice
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
-from hpctrain.rehearsal.clock import Clock, Pace
+from hpctrain.rehearsal.clock import Clock, RehearsedPace
 from hpctrain.rehearsal.fabric import network_of
 from tests.pretended import CLUSTER
 
@@ -107,7 +107,7 @@ def test_time_is_scaled_and_really_passes():
 def test_computing_is_slower_while_bytes_move_and_what_communicates_is_not_charged(is_moving, times):
     made = device(overlap_slowdown=1.5)
     a = torch.ones(100, 100)
-    pace = Pace(made.clock)
+    pace = RehearsedPace(made.clock)
     here = []
 
     def communicate():

@@ -10,7 +10,7 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.clocks import EXCHANGES, offset_to_first
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place
-from hpctrain.comm.traced import Timed
+from hpctrain.comm.traced import StopwatchSteps
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.errors import TrainingError
 from hpctrain.observe.trace import (
@@ -109,7 +109,7 @@ def test_steps_note_when_they_begin_and_end():
     def waits():
         yield Pending(lambda: bool(ready), "a test")
 
-    timed = Timed(waits())
+    timed = StopwatchSteps(waits())
     assert timed.begun == 0.0
     next(timed)
     assert timed.begun > 0.0 and timed.ended == 0.0

@@ -11,7 +11,7 @@ from hpctrain.config.job import Model
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.role import role_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.plan.transfers import RowShape, everywhere, gathers, receives, sends, shards
+from hpctrain.plan.transfers import RowShape, everywhere, gathers, owned_slice, receives, sends
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
@@ -41,11 +41,11 @@ def test_every_rank_receives_its_part_exactly_once(forward, plan):
         if not (plan.upstream(tile) if forward else plan.downstream(tile)):
             continue
         for rank in tile.ranks:
-            tokens, features = shards(tile, rank, ROW)
+            tokens, features = owned_slice(tile, rank, ROW)
             count = np.zeros((plan.rows * POSITIONS, HIDDEN), int)
             for piece in receives(plan, tile, rank, ROW, forward):
                 assert piece.receiver == rank
-                sender_tokens, sender_features = shards(plan.tile_of(piece.sender), piece.sender, ROW)
+                sender_tokens, sender_features = owned_slice(plan.tile_of(piece.sender), piece.sender, ROW)
                 assert sender_tokens.intersect(piece.tokens) == piece.tokens
                 assert sender_features.intersect(piece.features) == piece.features
                 count[slice(*piece.tokens), slice(*piece.features)] += 1
@@ -80,7 +80,7 @@ def test_where_pieces_are_gathered_each_element_comes_once_to_all_y_together(for
         for x, z in itertools.product(range(tile.tensor.x), range(tile.tensor.z)):
             together = [tile.rank_at(x, y, z) for y in range(tile.tensor.y)]
             assert all(near(together[0], rank) for rank in together)
-            tokens, features = shards(tile, together[0], ROW)
+            tokens, features = owned_slice(tile, together[0], ROW)
             count = np.zeros((plan.rows * POSITIONS, HIDDEN), int)
             for rank in together:
                 for piece in receives(plan, tile, rank, ROW, forward, near):

@@ -35,7 +35,7 @@ class Stream(Protocol):
         ...
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """In bytes."""
 
     total: int
@@ -60,7 +60,7 @@ class Accelerator(ABC):
     shares_memory = False
     """Whether its memory is that of all ranks of the host together."""
     time_scale = 1.0
-    """How many seconds of `moment` are one of the device: of pretended ones more than 1."""
+    """How many seconds of `now` are one of the device: of pretended ones more than 1."""
 
     def __init__(self, kind: str, family: str, device: torch.device, model: str):
         self.kind, self.family, self.device = kind, family, device
@@ -74,7 +74,7 @@ class Accelerator(ABC):
         """Make it the device of this process, and make its results the same in every run."""
 
     @abstractmethod
-    def memory(self) -> Memory: ...
+    def memory(self) -> DeviceMemory: ...
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -87,7 +87,7 @@ class Accelerator(ABC):
         """Enclose all that is computed on the device; for devices that must see it."""
         return nullcontext()
 
-    def moment(self) -> float:
+    def now(self) -> float:
         """Return where this rank is in what it computes, in seconds of `time.monotonic`; a pretended device says where
         that would be. Of a device that computes beside its host: where the host is."""
         return time.monotonic()

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator, Event, Memory, Stream
+from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Stream
 from hpctrain.comm.launcher import host_memory_bytes
 
 # From glibc's malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
@@ -47,12 +47,12 @@ class CpuAccelerator(Accelerator):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         keep_freed_memory()
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         """`total` is the host's, which its ranks share."""
         with open("/proc/self/status") as status:
             fields = dict(line.split(":", 1) for line in status)
         used, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-        return Memory(host_memory_bytes(), used, max(used, peak))
+        return DeviceMemory(host_memory_bytes(), used, max(used, peak))
 
     def synchronize(self) -> None:
         pass

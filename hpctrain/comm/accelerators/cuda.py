@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator, Event, Memory, Stream
+from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Stream
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
 MEASURED_SIZE, MEASURED_PRODUCTS = 4096, 8
@@ -51,10 +51,10 @@ class CudaAccelerator(Accelerator):
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.autograd.set_multithreading_enabled(False)
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         _, total = torch.cuda.mem_get_info(self.device)
         used, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        return Memory(total, used, peak)
+        return DeviceMemory(total, used, peak)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

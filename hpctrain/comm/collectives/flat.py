@@ -95,12 +95,12 @@ class FlatCollectives:
         step = max(1, SEGMENT_BYTES // flat.element_size())
         parts = flat.new_empty(self.size - 1, min(step, max(1, cuts[self.rank].size)))
         for start in range(0, max(cut.size for cut in cuts), step):
-            pieces = [window_of(cut, start, step) for cut in cuts]
-            own = pieces[self.rank]
+            windows = [window_of(cut, start, step) for cut in cuts]
+            own = windows[self.rank]
             seen = [part[: own.size] for part in parts]
             seen.insert(self.rank, flat[slice(*own)])
             ready = [self._transport.receive(i, seen[i]) for i in self._others() if own.size]
-            ready += [self._transport.send(i, flat[slice(*pieces[i])]) for i in self._others() if pieces[i].size]
+            ready += [self._transport.send(i, flat[slice(*windows[i])]) for i in self._others() if windows[i].size]
             yield from self._messages(ready)
             if own.size:
                 reduce_in_order(seen, out[start : start + own.size], op)

@@ -125,8 +125,8 @@ class HierarchicalCollectives:
             parts.append(torch.empty(own.size, dtype=partial, device=flat.device))
             if d != self._mine:
                 for place, met in self._meetings(region, cut_evenly(region.size, len(domain)), own):
-                    piece = parts[d][slice(*met.shift(-own.start))]
-                    arriving.append(self._transport.receive(domain[place], piece))
+                    section = parts[d][slice(*met.shift(-own.start))]
+                    arriving.append(self._transport.receive(domain[place], section))
         leaving: list[Ready] = []
         for d in self._others():  # theirs is on its way while ours is summed
             share, held = yield from self._reduce_inside(flat, regions[d], None, partial, op)

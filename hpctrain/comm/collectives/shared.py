@@ -174,19 +174,19 @@ class SharedCollectives:
             return
         step = SLOT_BYTES // flat.element_size() // self.size
         for start in range(0, max(cut.size for cut in cuts), step):
-            pieces = [window_of(cut, start, step) for cut in cuts]
+            windows = [window_of(cut, start, step) for cut in cuts]
             half = self._turn()
-            for i, piece in enumerate(pieces):
-                if i != self.rank and piece.size:
+            for i, section in enumerate(windows):
+                if i != self.rank and section.size:
                     at = i * step
-                    self._view(self.rank, half, flat.dtype, at, at + piece.size).copy_(flat[slice(*piece)])
+                    self._view(self.rank, half, flat.dtype, at, at + section.size).copy_(flat[slice(*section)])
             yield from self._announce()
-            piece = pieces[self.rank]
-            if piece.size:
+            section = windows[self.rank]
+            if section.size:
                 at = self.rank * step
-                parts = [self._view(rank, half, flat.dtype, at, at + piece.size) for rank in range(self.size)]
-                parts[self.rank] = flat[slice(*piece)]
-                reduce_in_order(parts, out[start : start + piece.size], op)
+                parts = [self._view(rank, half, flat.dtype, at, at + section.size) for rank in range(self.size)]
+                parts[self.rank] = flat[slice(*section)]
+                reduce_in_order(parts, out[start : start + section.size], op)
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         if (seen := self._everywhere(flat)) is not None:
@@ -205,14 +205,14 @@ class SharedCollectives:
         step = SLOT_BYTES // flat.element_size()
         for start in range(0, max(cut.size for cut in cuts), step):
             half = self._turn()
-            pieces = [window_of(cut, start, step) for cut in cuts]
-            own = pieces[self.rank]
+            windows = [window_of(cut, start, step) for cut in cuts]
+            own = windows[self.rank]
             if own.size:
                 self._view(self.rank, half, flat.dtype, 0, own.size).copy_(flat[slice(*own)])
             yield from self._announce()
-            for other, piece in enumerate(pieces):
-                if other != self.rank and piece.size:
-                    flat[slice(*piece)].copy_(self._view(other, half, flat.dtype, 0, piece.size))
+            for other, section in enumerate(windows):
+                if other != self.rank and section.size:
+                    flat[slice(*section)].copy_(self._view(other, half, flat.dtype, 0, section.size))
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
         """Nobody waits but for the root, and the root for those who are two chunks behind."""
@@ -238,8 +238,8 @@ class SharedCollectives:
             half = self._turn()
             for other, tensor in enumerate(sent):
                 if other != self.rank and tensor.numel() > start:
-                    piece, at = _part(tensor, start, step), other * step
-                    self._view(self.rank, half, dtype, at, at + piece.numel()).copy_(piece)
+                    section, at = _part(tensor, start, step), other * step
+                    self._view(self.rank, half, dtype, at, at + section.numel()).copy_(section)
             if start == 0:  # two counters used in turn, for the reason that there are two slots
                 index = LONGEST + half
                 self._window.counters[self.rank][index] = max(tensor.numel() for tensor in sent)
@@ -248,8 +248,8 @@ class SharedCollectives:
                 longest = max(counter[index] for counter in self._window.counters)
             for other, tensor in enumerate(received):
                 if other != self.rank and tensor.numel() > start:
-                    piece, at = _part(tensor, start, step), self.rank * step
-                    piece.copy_(self._view(other, half, dtype, at, at + piece.numel()))
+                    section, at = _part(tensor, start, step), self.rank * step
+                    section.copy_(self._view(other, half, dtype, at, at + section.numel()))
             start += step
 
     def abandon(self) -> None:

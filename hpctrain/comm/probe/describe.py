@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Sequence
 
 from hpctrain.comm.probe.device_timing import DeviceFigures
-from hpctrain.comm.probe.link_timing import ACROSS, Measured
+from hpctrain.comm.probe.link_timing import ACROSS, MeasuredLinks
 from hpctrain.comm.topology import Place
-from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, Product, Time
+from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nodes, ProductSpeed, Time
 
 DIGITS = 4
 """Of what was measured; more would only be noise."""
@@ -15,7 +15,7 @@ WIDE = 1.2
 
 
 def describe(
-    places: Sequence[Place], fabrics: Sequence[str], figures: Sequence[DeviceFigures], measured: Sequence[Measured]
+    places: Sequence[Place], fabrics: Sequence[str], figures: Sequence[DeviceFigures], measured: Sequence[MeasuredLinks]
 ) -> tuple[Cluster, dict[str, str]]:
     """Return the cluster and comments by its keys; places, names of fabrics and figures are by rank."""
     comments: dict[str, str] = {}
@@ -24,7 +24,7 @@ def describe(
         ranks = [rank for rank, place in enumerate(places) if place.family == family]
         at_once = max(sum(place.host == places[rank].host for place in places) for rank in ranks)
         families[family] = _family([figures[rank] for rank in ranks], at_once, f"families.{family}", comments)
-    across: dict[str, list[Measured]] = {}
+    across: dict[str, list[MeasuredLinks]] = {}
     for m in measured:
         if m.pairs.fabric:
             across.setdefault(m.pairs.fabric, []).append(m)
@@ -78,7 +78,7 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
         host_copy_bytes_per_second=_short(statistics.median(copies)) if copies else None,
         sustained_flops_per_second={dtype: _short(speed) for dtype, speed in best.items()},
         products=tuple(
-            Product(dtype=dtype, shape=shape, flops_per_second=_short(speed))
+            ProductSpeed(dtype=dtype, shape=shape, flops_per_second=_short(speed))
             for (dtype, shape), speed in speeds.items()
         ),
         overlap_slowdown=_short(statistics.median(slowed)) if slowed else None,
@@ -89,8 +89,8 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
 def _nodes(
     places: Sequence[Place],
     fabrics: Sequence[str],
-    inside: Sequence[Measured],
-    across: dict[str, list[Measured]],
+    inside: Sequence[MeasuredLinks],
+    across: dict[str, list[MeasuredLinks]],
     comments: dict[str, str],
 ) -> tuple[Nodes, ...]:
     """Return hosts, those that are alike together, in the order in which each kind first appears."""
@@ -131,12 +131,12 @@ def _nodes(
     return tuple(result)
 
 
-def _nic(fabric: str, measured: Sequence[Measured]) -> Nic:
+def _nic(fabric: str, measured: Sequence[MeasuredLinks]) -> Nic:
     together = _short(max(m.bytes_per_second(flows) for m in measured for flows in m.pairs.flows))
     return Nic(origin="measured", fabric=fabric, send_bytes_per_second=together, receive_bytes_per_second=together)
 
 
-def _link(measured: Measured, key: str, comments: dict[str, str]) -> LinkClass:
+def _link(measured: MeasuredLinks, key: str, comments: dict[str, str]) -> LinkClass:
     pairs = measured.pairs
     where = f"between nodes, by {pairs.fabric}" if pairs.fabric else "inside a node"
     flows = f", and up to {len(pairs.pairs)} such pairs at once" if len(pairs.pairs) > 1 else ", which stand for all"

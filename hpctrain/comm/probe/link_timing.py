@@ -43,7 +43,7 @@ class PairClass:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLinks:
     """What one class of pairs takes."""
 
     pairs: PairClass
@@ -101,7 +101,7 @@ def _candidates(places: Sequence[Place], fabrics: Sequence[str]) -> Iterator[Pai
 
 def measure_messages(
     world: World, comm: Communicator, accelerator: Accelerator, classes: Sequence[PairClass], seconds: float
-) -> list[Measured]:
+) -> list[MeasuredLinks]:
     """Measure classes of pairs for about so many seconds; complete on rank 0. All ranks must call, with equal classes.
 
     `comm` is of all ranks. Those that do not take part wait, politely, until the others are through.
@@ -118,14 +118,14 @@ def measure_messages(
     return measured
 
 
-def one_direction(pair_class: PairClass, trips: Mapping[tuple[int, int], float]) -> Measured:
+def one_direction(pair_class: PairClass, trips: Mapping[tuple[int, int], float]) -> MeasuredLinks:
     """Return what messages take, by what they and an answer of one byte do, by flows and bytes. Pure.
 
     The answer takes the latency, and never more than the message: half a round trip is the least that this can take.
     """
     latency = min(seconds for (flows, _), seconds in trips.items() if flows == 1) / 2
     taken = {key: max(seconds - latency, seconds / 2) for key, seconds in trips.items() if key[1] in SIZES}
-    return Measured(pair_class, latency, taken)
+    return MeasuredLinks(pair_class, latency, taken)
 
 
 class _Meter:

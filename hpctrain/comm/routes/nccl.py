@@ -173,11 +173,11 @@ class NativeCollectives:
         step = max(1, SEGMENT_BYTES // (self.size * flat.element_size()))
         buffer = flat.new_empty(self.size, min(step, cuts[self.rank].size))
         for start in range(0, max(cut.size for cut in cuts), step):
-            pieces = [window_of(cut, start, step) for cut in cuts]
-            own = pieces[self.rank]
+            parts = [window_of(cut, start, step) for cut in cuts]
+            own = parts[self.rank]
             seen = [part[: own.size] for part in buffer]
             seen[self.rank] = flat[slice(*own)]
-            self._swap([flat[slice(*piece)] for piece in pieces], seen)
+            self._swap([flat[slice(*section)] for section in parts], seen)
             if own.size:
                 reduce_in_order(seen, out[start : start + own.size], op)
 
