@@ -128,7 +128,19 @@ def parity(names: list[str]) -> None:
             hurried = made.truth.model_copy(update={"time_scale": HURRIED_SCALE})
             cluster, plan = f"{name}.toml", f"plan-{name}.toml"
             (folder / cluster).write_text(dump_cluster(made.cluster, truth=hurried))
-            call("plan", "mixed", *settings, "--cluster", cluster, "--proportional", "--out", plan, cwd=folder)
+            call(
+                "plan",
+                "search",
+                "mixed",
+                *settings,
+                "--cluster",
+                cluster,
+                "--space",
+                "by-speed",
+                "--out",
+                plan,
+                cwd=folder,
+            )
             planned = ("--set", f"plan.file={plan}", "--rehearse", cluster, "--run", name)
             call(*train, *planned, ranks=made.cluster.num_devices, cwd=folder)
             said = call("compare", "alone", name, "--tolerance", TOLERANCE, cwd=folder)

@@ -20,7 +20,7 @@ from hpctrain.config.cluster_file import dump_cluster, load_cluster, locate_clus
 from hpctrain.config.errors import PlanError
 from hpctrain.jobs.bench_mixed import OWN_JOB
 from hpctrain.jobs.common import load_job_on, ready_miniature, start_rehearsal, started_world
-from hpctrain.jobs.find import search_plan
+from hpctrain.jobs.plan import search_plan
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search import Limits

@@ -11,17 +11,15 @@ from hpctrain.config.errors import HpctrainError
 COMMANDS = {
     "prepare": "turn text or source files into a token file",
     "train": "train a job; start it with mpirun or srun",
-    "plan": "write a plan for a job, or draw one",
-    "predict": "predict how long a step of a plan takes on a cluster, and its memory",
     "generate": "write text with a trained model",
-    "inspect": "tell what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
-    "compare": "compare the losses (and weights) of two runs",
-    "bench": "measure the speed of a job's training step, or of plans for a mixed cluster",
-    "doctor": "tell what this machine has: versions, ranks, devices, and by which routes they communicate",
-    "probe": "measure devices and links, and write a cluster file; start it with mpirun or srun",
-    "profile": "measure what a job's rows take on each family of devices, and how many fit; start it with mpirun",
-    "catalogue": "list the accelerators and networks whose figures a cluster file may leave out",
-    "rehearse": "list the clusters that are ready to be rehearsed",
+    "plan": "search for a plan, write the even one, draw or check one",
+    "predict": "predict the seconds of a step by a plan on a cluster, and its memory",
+    "probe": "measure this machine, or a job on it, and write a cluster file; start it with mpirun or srun",
+    "bench": "measure the speed of a job's training step, or of a mixed cluster against its families",
+    "inspect": "show what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
+    "compare": "compare the losses, and on request the weights, of two runs",
+    "doctor": "check this machine: versions, ranks, devices, and by which routes they communicate",
+    "catalogue": "list the ready clusters, and the accelerators and networks that a cluster file may name",
 }
 
 

@@ -1,4 +1,4 @@
-"""`hpctrain catalogue`: the accelerators and networks whose figures a cluster file may leave out."""
+"""`hpctrain catalogue`: what may be named: ready clusters, accelerators, networks."""
 
 import json
 import textwrap
@@ -6,7 +6,10 @@ from dataclasses import asdict
 
 import click
 
+from hpctrain.config.cluster_file import load_cluster, ready_clusters
 from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
+from hpctrain.config.errors import TopologyError
+from hpctrain.config.tables import read_text
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
@@ -14,18 +17,30 @@ DTYPES = ("fp32", "tf32", "fp16", "bf16")
 @click.command("catalogue")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(as_json):
-    """List accelerators and networks by the names that a cluster file may use.
+    """List the ready clusters, and the accelerators and networks that a cluster file may name.
 
     \b
     hpctrain catalogue
     hpctrain catalogue --json
+    mpirun -n 8 hpctrain train mixed --rehearse v100-t4
 
-    Bandwidths are of one direction, peaks of dense products. See docs/cluster-file.md.
+    Ready clusters are miniatures: they keep the proportions of real devices at a size that a laptop can rehearse.
+    Bandwidths are of one direction, peaks of dense products.
     """
+    clusters = {
+        name: (load_cluster(path), read_text(path, TopologyError).partition("\n")[0].removeprefix("# "))
+        for name, path in ready_clusters().items()
+    }
     if as_json:
         networks = {name: network._asdict() for name, network in NETWORKS.items()}
-        print(json.dumps({"accelerators": {n: asdict(a) for n, a in ACCELERATORS.items()}, "networks": networks}))
+        ready = {name: {"ranks": each.num_devices, "about": about} for name, (each, about) in clusters.items()}
+        devices = {name: asdict(each) for name, each in ACCELERATORS.items()}
+        print(json.dumps({"clusters": ready, "accelerators": devices, "networks": networks}))
         return
+    print("clusters: CLUSTER of train --rehearse CLUSTER, plan search --cluster CLUSTER")
+    for name, (each, about) in clusters.items():
+        print(f"{name:15} {each.num_devices} ranks. {about}")
+    print()
     print("accelerators: families.NAME.model; memory GB, its GB/s, peak TFLOP/s by dtype, link GB/s of a node")
     print(
         f"{'model':12} {'GB':>6} {'GB/s':>6} " + " ".join(f"{dtype:>6}" for dtype in DTYPES) + f" {'link':>6}  source"
@@ -38,6 +53,6 @@ def command(as_json):
         print(f"{name:12} {memory:6.1f} {speed:6.0f} {summary} {each.link_bytes_per_second / 1e9:6.4g}  {source}")
         for line in more:
             print(f"{'':63}{line}")
-    print("\nnetworks: fabrics.NAME.network; GB/s of a NIC, latency in microseconds (a guess)")
+    print("\nnetworks: fabrics.NAME.network; GB/s of a NIC, latency in microseconds (assumed)")
     for name, each in NETWORKS.items():
         print(f"{name:12} {each.bytes_per_second / 1e9:6.4g} {each.latency_seconds * 1e6:6.0f}  {each.source}")

@@ -1,97 +1,222 @@
-"""`hpctrain plan`: write a plan for a job, or draw one. Needs neither ranks nor torch: runs on a login node."""
+"""`hpctrain plan`: search for a plan, write the even one, draw or check one. Runs on a login node, without torch."""
 
+import json
 from pathlib import Path
 
 import click
 
-from hpctrain.config.cluster_file import load_cluster, locate_cluster
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.cluster_defaults import describe_sources
+from hpctrain.config.cluster_file import filled_figures, load_cluster, locate_cluster
 from hpctrain.config.errors import JobError, describe_os_error
-from hpctrain.config.job import load_job
+from hpctrain.config.job import Job, load_job
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
+from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.space import by_speed_space, even_space
+from hpctrain.planner.choose import dtype_on, families_in, search_best
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.explain import reasons, runner_up
+from hpctrain.planner.rows_fit import memory_warnings
+from hpctrain.planner.search import Limits, SearchResult
+from hpctrain.planner.space import Space, by_speed_space, even_space
+
+out_option = click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="The plan file to write. Default: standard output."
+)
 
 
-@click.command("plan")
-@click.argument("job", required=False)
-@override_option
-@click.option("--ranks", type=click.IntRange(1), metavar="N", help="How many ranks the plan is for.")
-@click.option("--uniform", is_flag=True, help="The even plan: that of the job's [plan], or the best for CLUSTER.")
-@click.option("--proportional", is_flag=True, help="The best plan cut by one speed of each family; with --cluster.")
-@click.option("--cluster", metavar="CLUSTER", help="A cluster file, or the name of a ready one, that the plan is for.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to. Default: standard output.")
-@click.option("--json", "as_json", is_flag=True, help="Of a search: print one line of JSON.")
-@click.option("--top", type=click.IntRange(0), default=5, show_default=True, help="Of a search: tell so many plans.")
-@click.option("--seconds", type=click.FloatRange(0), metavar="S", help="Of a search: end it after so long.")
-@click.option("--budget", type=click.IntRange(1), metavar="N", help="Of a search: how many plans are weighed.")
-@click.option("--show", type=click.Path(path_type=Path), metavar="PLAN", help="Draw a plan file instead.")
-@click.option("--job", "for_job", metavar="JOB", help="With --show: also check that the plan can run this job.")
-def command(job, overrides, ranks, uniform, proportional, cluster, out, as_json, top, seconds, budget, show, for_job):
-    """Write a plan for JOB, or draw one.
+@click.group("plan")
+def command():
+    """Search for a plan, write the even one, draw or check one.
 
     \b
-    hpctrain plan mixed --cluster v100-t4 --out plan.toml
-    hpctrain plan tiny --ranks 4 --uniform --out plan.toml
-    hpctrain plan mixed --cluster v100-t4 --proportional --out plan.toml
-    hpctrain plan --show plan.toml --job tiny
-
-    With --cluster alone, the plan is searched for that is predicted to be the fastest on its devices. The answer
-    depends on --budget, and not on the machine that searches, unless --seconds ends it. See docs/plan.md.
+    hpctrain plan search mixed --cluster v100-t4 --out plan.toml
+    hpctrain plan uniform tiny --ranks 4 --out plan.toml
+    hpctrain plan draw plan.toml
+    hpctrain plan check plan.toml tiny
 
     A plan is a tiling of the work of a microbatch, items x rows. It is a file to be edited: give a tile more rows,
-    other items, another tensor grid, and `plan.file` of a job its path.
+    other items or another tensor grid. Then set `plan.file` of the job to its path.
     """
-    if show:
-        if job or uniform or proportional or cluster or out or ranks:
-            raise click.UsageError("--show stands alone, or with --job JOB")
-        plan = load_plan(show)
-        if for_job:
-            check_runs(load_job(for_job, overrides), plan, str(show))
-        else:
-            check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
-        print(draw_plan(plan))
-        return
-    if not job or (uniform and proportional) or bool(ranks) == bool(cluster) or (ranks and not uniform):
-        raise click.UsageError(
-            "give JOB and --cluster CLUSTER, to search for a plan, with --uniform or --proportional for a restricted"
-            " one; or JOB, --uniform and --ranks N; or --show PLAN"
-        )
-    loaded = with_vocabulary(load_job(job, overrides))
-    draws = uniform and (ranks or loaded.plan)
-    if draws and (as_json or seconds is not None or budget):
-        raise click.UsageError(
-            "--json, --seconds and --budget are of a search: JOB without [plan], and --cluster CLUSTER"
-        )
-    if not draws:
-        from hpctrain.jobs.find import format_search, plan_file, search_plan
-        from hpctrain.planner.search import Limits
 
-        limits = Limits(seconds=seconds) if budget is None else Limits(scored=budget, seconds=seconds)
-        zero = {"zero": (loaded.plan.zero,)} if loaded.plan else {}
-        space = even_space() if uniform else by_speed_space(**zero) if proportional else None
-        summary = search_plan(loaded, cluster, limits, space)
-        if out is not None:
-            _write(out, plan_file(summary, summary["found"]))
-        print(format_search(summary, top, out, as_json))
-        return
-    families = None
+
+@command.command("search")
+@click.argument("job")
+@override_option
+@click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or the name of a ready cluster.")
+@click.option(
+    "--space",
+    type=click.Choice(["all", "by-speed", "even"]),
+    default="all",
+    show_default=True,
+    help="The plans to search: all; those cut by one measured speed a family; the even ones.",
+)
+@out_option
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@click.option("--top", type=click.IntRange(0), default=5, show_default=True, help="List so many plans.")
+@click.option("--seconds", type=click.FloatRange(0), metavar="S", help="End the search after S seconds.")
+@click.option("--budget", type=click.IntRange(1), metavar="N", help="Score N plans.")
+def search_command(job, overrides, cluster, space, out, as_json, top, seconds, budget):
+    """Search for the fastest plan of JOB on a cluster.
+
+    \b
+    hpctrain plan search mixed --cluster v100-t4 --out plan.toml
+    hpctrain plan search mixed --cluster v100-t4 --space even
+
+    The answer depends on --budget. It does not depend on the machine that searches, unless --seconds ends the search.
+    """
+    loaded = with_vocabulary(load_job(job, overrides))
+    limits = Limits(seconds=seconds) if budget is None else Limits(scored=budget, seconds=seconds)
+    zero = {"zero": (loaded.plan.zero,)} if loaded.plan else {}
+    spaces = {"all": None, "by-speed": by_speed_space(**zero), "even": even_space()}
+    summary = search_plan(loaded, cluster, limits, spaces[space])
+    if out is not None:
+        _write(out, plan_file(summary, summary["found"]))
+    print(format_search(summary, top, out, as_json))
+
+
+@command.command("uniform")
+@click.argument("job")
+@override_option
+@click.option("--ranks", type=click.IntRange(1), metavar="N", help="How many ranks the plan is for.")
+@click.option("--cluster", metavar="CLUSTER", help="Or: the cluster that it is for, a file or a ready one's name.")
+@out_option
+def uniform_command(job, overrides, ranks, cluster, out):
+    """Write the even plan that the [plan] section of JOB describes.
+
+    \b
+    hpctrain plan uniform tiny --ranks 4 --set plan.pipeline=2 --out plan.toml
+    """
+    if bool(ranks) == bool(cluster):
+        raise click.UsageError("give --ranks N or --cluster CLUSTER")
+    loaded, families = with_vocabulary(load_job(job, overrides)), None
     if cluster:
         families = [device.family for device in load_cluster(locate_cluster(cluster)).devices]
         loaded = scaled_for(cluster, loaded)
     resolved = resolve_plan(loaded, ranks or len(families), families)
-    text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
+    plan_text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
     if out is None:
-        print(text, end="")
+        print(plan_text, end="")
         return
-    _write(out, text)
+    _write(out, plan_text)
     print(f"{out}: {resolved.plan.describe()}")
 
 
-def _write(out: Path, text: str) -> None:
+@command.command("draw")
+@click.argument("plan", type=click.Path(path_type=Path))
+def draw_command(plan):
+    """Draw a plan file as tiles: items across, rows down."""
+    loaded = load_plan(plan)
+    check_tiling(loaded, max(tile.items.stop for tile in loaded.tiles))
+    print(draw_plan(loaded))
+
+
+@command.command("check")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("job")
+@override_option
+def check_command(plan, job, overrides):
+    """Check that JOB can run by a plan file: its tiling, its grids, and that its schedule ends."""
+    loaded = load_plan(plan)
+    check_runs(load_job(job, overrides), loaded, str(plan))
+    print(draw_plan(loaded))
+    print(f"{plan} can run {job}")
+
+
+def _write(out: Path, plan_text: str) -> None:
     try:
-        out.write_text(text)
+        out.write_text(plan_text)
     except OSError as error:
         raise JobError(f"{out}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+
+
+def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = None) -> dict:
+    """Search a space, or all plans, and return everything about the result as plain data, with the result as "found".
+
+    Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
+    """
+    path = locate_cluster(reference)
+    cluster, job = load_cluster(path), scaled_for(reference, job)
+    dtype, reason = dtype_on(job, cluster, sorted(cluster.families), reference)
+    job, resolved = with_overlap(job, cluster, path, dtype)
+    result = search_best(job, cluster, limits, reference, space)
+    summary = describe(result.best.prediction, dtype)
+    computing = families_in(dtype, cluster, reference)
+    if reason:
+        summary["assumed_inputs"].append(reason)
+    left_out = [f"{name} is unused: it has no speed in {dtype}" for name in cluster.families if name not in computing]
+    return {
+        **summary,
+        "resolved": resolved,
+        "warnings": memory_warnings(Setup.of_job(job), cluster),
+        "filled": describe_sources(filled_figures(path)),
+        "layout": _layout(result, 0),
+        "lower_bound_seconds": result.lower_bound_seconds,
+        "gap": result.gap,
+        "searched": result.searched,
+        "is_complete": result.is_complete,
+        "wall_seconds": result.wall_seconds,
+        "first_plan_seconds": result.first_plan_seconds,
+        "reasons": reasons(result) + left_out,
+        "runner_up": runner_up(result),
+        "top": [],
+        "found": result,
+        "cluster": cluster,
+    }
+
+
+def _layout(result: SearchResult, number: int) -> str:
+    return result.plans[number].layout.describe([pool.name for pool in result.pools])
+
+
+def format_search(summary: dict, top: int, out: Path | None, as_json: bool) -> str:
+    """Return what is printed: one line of JSON, the plan file with comments, or, where it is written, a summary."""
+    result: SearchResult = summary.pop("found")
+    cluster: Cluster = summary.pop("cluster")
+    summary["top"] = [
+        {
+            "layout": _layout(result, number),
+            "step_seconds": timed.seconds,
+            "tokens_per_second": timed.prediction.tokens_per_second,
+            "mfu": timed.prediction.mfu,
+        }
+        for number, timed in enumerate(result.plans[:top])
+    ]
+    plan_text = plan_file(summary, result)
+    if as_json:
+        return json.dumps({"plan": plan_text if out is None else str(out), **summary})
+    if out is None:
+        return plan_text.rstrip("\n")
+    lines = [f"{out}: {summary['layout']}", text(summary, result.best.plan, cluster), *_summary(summary)]
+    if summary["filled"]:
+        lines += ["figures that the cluster file leaves out", *(f"  {line}" for line in summary["filled"])]
+    if summary["top"]:
+        lines.append("the best plans")
+        lines += [f"  {each['step_seconds']:.4g} s  {each['layout']}" for each in summary["top"]]
+    return "\n".join(lines)
+
+
+def plan_file(summary: dict, result: SearchResult) -> str:
+    """Return the plan as a file, with what the search found out as comments."""
+    comments = [f"{summary['layout']}: {summary['step_seconds']:.4g} s a step", *_summary(summary)]
+    comments += filter(None, [profile_source(summary["profiled"])])
+    comments += [f"warning {warning}" for warning in summary["warnings"]]
+    comments += [f"resolved {key}: {reason}" for key, reason in summary["resolved"].items()]
+    comments += [f"from {line}" for line in summary["filled"]]
+    return "".join(f"# {line.strip()}\n" for line in comments) + dump_plan(result.best.plan)
+
+
+def _summary(summary: dict) -> list[str]:
+    searched = summary["searched"]
+    return [
+        f"bound     no plan takes less than {summary['lower_bound_seconds']:.4g} s: the gap is {summary['gap']:.1%}",
+        f"searched  {searched['scored']:,} plans in {searched['groups']:,} groups, {searched['timed']} of them timed,"
+        f" in {summary['wall_seconds']:.2f} s, the first found after {summary['first_plan_seconds']:.2f} s"
+        + ("; no other can be better" if summary["is_complete"] else ""),
+        "reasons",
+        *(f"  {reason}" for reason in summary["reasons"]),
+        f"runner-up {summary['runner_up'] or 'none'}",
+    ]

@@ -116,7 +116,7 @@ def text(summary: dict, plan: Plan, cluster: Cluster) -> str:
         if family.reserve_bytes:
             reserved, total = family.reserve_bytes / 2**20, family.memory_bytes / 2**20
             lines.append(f"  reserved on {name}: {reserved:,.0f} of {total:,.0f} ({family.reserve_reason})")
-    lines += [f"chosen    {key}: {reason}" for key, reason in summary["resolved"].items()]
+    lines += [f"resolved  {key}: {reason}" for key, reason in summary["resolved"].items()]
     lines += [f"warning   {warning}" for warning in summary["warnings"]]
-    lines += ["assumed_inputs", *(f"  {guess}" for guess in summary["assumed_inputs"] or ["nothing"])]
+    lines += ["assumed", *(f"  {guess}" for guess in summary["assumed_inputs"] or ["nothing"])]
     return "\n".join(lines)

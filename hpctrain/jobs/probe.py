@@ -1,32 +1,88 @@
-"""`hpctrain probe`: measure devices and links of the ranks that were started, and write a cluster file."""
+"""`hpctrain probe`: measure the ranks' devices and links, or what a job takes on them, into a cluster file."""
 
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from hpctrain.config.cluster_file import dump_cluster, load_cluster, write_cluster_text
-from hpctrain.config.errors import JobError
+from hpctrain.config.cluster import Profile
+from hpctrain.config.cluster_file import (
+    dump_cluster,
+    load_cluster,
+    locate_cluster,
+    merge_profiles,
+    parse_cluster,
+    ready_clusters,
+    write_cluster_text,
+)
+from hpctrain.config.errors import JobError, TopologyError
+from hpctrain.config.job import Job
 from hpctrain.config.links import slowest_links
-from hpctrain.jobs.common import started_world
+from hpctrain.config.tables import read_text
+from hpctrain.engine.resolve import Described, check_ranks_are_devices
+from hpctrain.engine.resolve_overlap import resolve_overlap
+from hpctrain.jobs.common import (
+    load_job_on,
+    override_option,
+    rehearse_option,
+    start_rehearsal,
+    started_world,
+    with_vocabulary,
+)
+from hpctrain.planner.curves import is_profiled, model_seconds, profiles_of
+
+MACHINE_SECONDS, JOB_SECONDS = 20.0, 45.0
 
 
 @click.command("probe")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The cluster file to write.")
-@click.option("--seconds", default=20.0, show_default=True, type=click.FloatRange(0.1), help="How long to measure.")
-@click.option("--force", is_flag=True, help="Replace the file if it is there.")
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON: the cluster.")
-def command(out, seconds, force, as_json):
-    """Measure what devices compute and what is between them, and write it to a commented cluster file.
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The cluster file to write.")
+@click.option("--job", metavar="JOB", help="Measure what JOB takes on each family, and add it to a cluster file.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1),
+    metavar="S",
+    help=f"How long to measure. Default: {MACHINE_SECONDS:g}; with --job {JOB_SECONDS:g}.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--cluster", metavar="FILE", help="With --job: the cluster file to add to. Default: this machine's own.")
+@rehearse_option
+@click.option("--refresh", is_flag=True, help="With --job: measure again what the file has.")
+@override_option
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON: the cluster, or the profiles of JOB.")
+def command(out, job, seconds, force, cluster, rehearse, refresh, overrides, as_json):
+    """Measure this machine, or a job on it, and write a commented cluster file.
 
     \b
     mpirun -n 4 hpctrain probe --out cluster.toml
+    mpirun -n 8 hpctrain probe --job my.toml
+    mpirun -n 8 hpctrain probe --job my.toml --cluster cluster.toml
+    mpirun -n 8 hpctrain probe --job mixed --rehearse v100-t4 --out profiled.toml
 
-    All ranks measure at once, as they train. Hosts on unlike fabrics are told by HPCTRAIN_FABRIC in the ranks'
-    environment.
+    Without --job: what devices compute, and the links between them. All ranks measure at once, as they train. Name the
+    fabric of each host by HPCTRAIN_FABRIC where hosts are on several.
+
+    With --job: for each family and ZeRO stage the seconds of the forward and backward passes of the embedding, a block
+    and the head over some rows, the seconds of the update, and how many rows fit. Every later search and prediction
+    for JOB uses them. They are added to the description of this machine that `hpctrain train` keeps, or to a cluster
+    file. The rehearsal of a cluster of real size writes its miniature, which can be rehearsed again as it is.
     """
+    if job:
+        if force:
+            raise click.UsageError("--force is for a new cluster file; with --job use --refresh to measure again")
+        probe_job(job, overrides, cluster, rehearse, out, refresh, seconds or JOB_SECONDS, as_json)
+        return
+    if cluster or rehearse or refresh or overrides:
+        raise click.UsageError("--cluster, --rehearse, --refresh and --set go with --job JOB")
+    if out is None:
+        raise click.UsageError("give --out FILE, the cluster file to write; or --job JOB")
+    probe_machine(out, seconds or MACHINE_SECONDS, force, as_json)
+
+
+def probe_machine(out: Path, seconds: float, force: bool, as_json: bool) -> None:
+    """Measure devices and links, and write a cluster file. All ranks must call."""
     with started_world() as world:
         with world.all_or_none():
             if world.rank == 0:
@@ -47,7 +103,70 @@ def command(out, seconds, force, as_json):
                     "It may be edited, see docs/cluster-file.md; say so by `origin` or `origins`."
                 )
                 write_cluster_text(out, dump_cluster(cluster, {"": head} | comments))
-                print(json.dumps(cluster.model_dump(mode="json", exclude_none=True)) if as_json else report(out))
+                dumped = cluster.model_dump(mode="json", exclude_none=True)
+                print(json.dumps(dumped) if as_json else _format_machine(out))
+
+
+def probe_job(
+    job: str,
+    overrides: Sequence[str],
+    cluster: str | None,
+    rehearse: str | None,
+    out: Path | None,
+    refresh: bool,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    """Measure a job on the devices of all ranks, and add its profiles to a cluster file. All ranks must call."""
+    with started_world() as world:
+        parsed = load_job_on(world, job, overrides)
+        rehearsed = None
+        if rehearse:
+            parsed, rehearsed = start_rehearsal(world, rehearse, parsed)
+        text = described = None
+        own = None if cluster or rehearse else describe_this(world)
+        with world.all_or_none():
+            if world.rank == 0:
+                source = own or locate_cluster(cluster or rehearse)
+                target = choose_target(source, out)
+                text = read_text(source, TopologyError)
+                described = parse_cluster(text, str(source))
+                if rehearsed and not cluster and rehearsed.cluster.families != described.families:
+                    check_is_other_file(source, target)
+                    comment = f"{source.name}, scaled down for a rehearsal of {parsed.name}."
+                    text = dump_cluster(rehearsed.cluster, {"": comment}, rehearsed.truth)
+                    described = parse_cluster(text, str(source))
+                families = [place.family for place in world.topology.places]
+                check_ranks_are_devices(Described(described, str(source)), families)
+        described = world.broadcast_object(described)
+        with world.all_or_none():
+            parsed = with_vocabulary(parsed)
+
+        from hpctrain.comm.accelerators.bind import bind_accelerator
+        from hpctrain.engine.profiler import profile
+        from hpctrain.planner.choose import dtype_on
+
+        accelerator = bind_accelerator(world)
+        with world.all_or_none():
+            families = list(dict.fromkeys(place.family for place in world.topology.places))
+            dtype = dtype_on(parsed, described, families, cluster or rehearse or "this machine")[0]
+        known = is_profiled(described, parsed, dtype)
+        result = None
+        if refresh or not known:
+            result = profile(world, accelerator, _resolved(world, parsed, dtype), seconds)
+        with world.all_or_none():
+            if world.rank == 0:
+                if result:
+                    text = merge_profiles(text, str(source), *result)
+                if result or target != source:
+                    write_cluster_text(target, text)
+                profiles = profiles_of(parse_cluster(text, str(target)), parsed, dtype)
+                listed = [of_stage for of_family in profiles.values() for of_stage in of_family.values()]
+                said = (
+                    f"wrote {target}" if result else f"{source} has profiles of this job; measure again with --refresh"
+                )
+                dumped = [of.model_dump(mode="json", exclude_none=True) for of in listed]
+                print(json.dumps(dumped) if as_json else f"{said}\n{_format_profiles(listed, parsed)}", flush=True)
 
 
 def check_writable(path: Path, force: bool) -> None:
@@ -61,7 +180,7 @@ def check_writable(path: Path, force: bool) -> None:
         raise JobError(f"{path}: its folder {reason}; choose another --out")
 
 
-def report(path: Path) -> str:
+def _format_machine(path: Path) -> str:
     """Say what is in a cluster file, in some lines."""
     cluster = load_cluster(path)
     lines = [f"wrote {path}: {cluster.describe()}"]
@@ -73,4 +192,58 @@ def report(path: Path) -> str:
     for where, link in slowest_links(cluster).items():
         latency, bandwidth = link.latency_seconds * 1e6, link.message_bytes_per_second / 1e9
         lines.append(f"{where:12} {latency:,.1f} us, {bandwidth:,.2f} GB/s: the slowest pair")
+    return "\n".join(lines)
+
+
+def describe_this(world) -> Path:
+    """Return the path of the description of the ranks' own machine, measured now where there is none.
+
+    All ranks must call. Raises JobError where it cannot be kept.
+    """
+    from hpctrain.comm.accelerators.bind import bind_accelerator
+    from hpctrain.comm.probe.machine import CACHE_VARIABLE, describe_machine
+
+    path = describe_machine(world, bind_accelerator(world)).path
+    with world.all_or_none():
+        if world.rank == 0 and not path.is_file():
+            raise JobError(f"{path}: cannot be kept; give --cluster FILE, or set {CACHE_VARIABLE} to another folder")
+    return path
+
+
+def choose_target(source: Path, out: Path | None) -> Path:
+    """Return where the profiles go to. Raises JobError where that cannot be."""
+    if out is None and source in ready_clusters().values():
+        raise JobError(
+            f"{source.stem} comes with hpctrain and stays as it is; say where the profiled one goes by --out"
+        )
+    check_writable(out or source, force=True)
+    return out or source
+
+
+def check_is_other_file(source: Path, target: Path) -> None:
+    """Refuse to write a miniature over the cluster of real size that it is made of. Raises JobError."""
+    if target == source:
+        raise JobError(
+            f"{source} is of real size, and its rehearsal is of a miniature; say where that one goes, with its"
+            " profiles, by --out"
+        )
+
+
+def _resolved(world, job: Job, dtype: str) -> Job:
+    overlap, _ = resolve_overlap(job.overlap, world.topology)
+    train = job.train.model_copy(update={"dtype": dtype})
+    return job.model_copy(update={"overlap": overlap, "train": train})
+
+
+def _format_profiles(profiles: Sequence[Profile], job: Job) -> str:
+    """Say for each profile how many rows fit, and how fast the whole model goes forward and back with them."""
+    lines = [f"{'family':16} {'ZeRO':>4} {'rows fit':>8} {'tokens/s':>10} {'of 1 row':>10} {'update':>10}"]
+    for profile in profiles:
+        length, num_blocks = job.data.sequence_length, job.model.num_layers
+        counts = max(1, profile.largest_rows), 1
+        speeds = [rows * length / model_seconds(profile, num_blocks, rows) for rows in counts]
+        update = f"{profile.update_seconds * 1e3:,.1f} ms" if profile.update_seconds else "-"
+        stage = "0, 1" if profile.zero == 1 else str(profile.zero)
+        summary = "".join(f" {speed:>10,.0f}" for speed in speeds)
+        lines.append(f"{profile.family:16} {stage:>4} {profile.largest_rows:>8}{summary} {update:>10}")
     return "\n".join(lines)

@@ -74,16 +74,16 @@ def _check_extra_warmup(plan: Plan) -> None:
     for number, tile in enumerate(plan.tiles):
         if not tile.extra_warmup:
             continue
-        where = f"tile {number}: ahead = {tile.extra_warmup}"
+        where = f"tile {number}: extra_warmup = {tile.extra_warmup}"
         if plan.schedule != "1f1b" or len(plan.virtual_stages(tile)) > 1:
             raise PlanError(f'{where} is of schedule = "1f1b" with one tile a rank; set it to 0')
         if not plan.downstream(tile):
-            raise PlanError(f"{where}, and nothing comes after it that it could be ahead of; set it to 0")
+            raise PlanError(f"{where}, and nothing comes after it that it could warm up for; set it to 0")
         for other in plan.upstream(tile):
             if plan.warm_up(other) < plan.warm_up(tile):
                 raise PlanError(
                     f"{where}, so that it wants {plan.warm_up(tile) + 1} microbatches before it sends one back, and"
-                    f" tile {plan.tiles.index(other)} before it sends {plan.warm_up(other) + 1}; set that one's ahead"
+                    f" tile {plan.tiles.index(other)} before it sends {plan.warm_up(other) + 1}; set that one's extra_warmup"
                     f" to {plan.warm_up(tile) - plan.depth_to_loss(other)} or more"
                 )
 
@@ -100,7 +100,7 @@ def _check_virtual_stages(plan: Plan) -> None:
         for key in ("tensor", "rows", "family", "zero", "state_share", "row_chunks"):
             values = [str(getattr(tile, key)) for tile in tiles]
             if len(set(values)) > 1:
-                raise PlanError(f"{where}, but unlike {key}: {', '.join(values)}; make them alike")
+                raise PlanError(f"{where}, but different {key}: {', '.join(values)}; make them equal")
         if plan.schedule != "1f1b":
             raise PlanError(f'{where}, and schedule = "{plan.schedule}" is of one tile a rank; set it to "1f1b"')
         length = plan.path_length(first)

@@ -9,12 +9,44 @@ BOX = {"lr": "─", "ud": "│", "rd": "┌", "ld": "┐", "ru": "└", "lu": "�
 CROSS = "┼"
 
 
-def draw_plan(plan: Plan) -> str:
-    """Return the drawing: the tiles' family, tensor grid, ranks, and what is unlike the defaults."""
+def draw_plan(plan: Plan, max_width: int = 80, max_lines: int = 48) -> str:
+    """Return the tiles as boxes with family, tensor grid, ranks, and options that are not the defaults.
+
+    A drawing that is wider than `max_width` or longer than `max_lines` becomes a table, with equal tiles on one line.
+    """
+    drawing = _draw_boxes(plan) if len(plan.tiles) <= max_width else ""
+    lines = drawing.splitlines()
+    if drawing and len(lines) <= max_lines and max(map(len, lines)) <= max_width:
+        return drawing
+    return "\n".join([plan.describe(), "", *_table(plan), *_unused(plan)])
+
+
+def _table(plan: Plan) -> list[str]:
+    """Return a line for all tiles that differ only in their ranks and in which rows they have."""
+    groups: dict[tuple, list[tuple[int, Tile]]] = {}
+    for number, tile in enumerate(plan.tiles):
+        key = tile.items, tile.rows.size, tile.family, tile.tensor, tuple(_options(plan, tile))
+        groups.setdefault(key, []).append((number, tile))
+    cells = [("items", "tiles", "rows each", "family", "grid", "ranks", "options")]
+    for (items, rows, family, grid, options), members in groups.items():
+        ranks = _brief(tuple(rank for _, tile in members for rank in tile.ranks))
+        numbers = _brief(tuple(number for number, _ in members))
+        cells.append(
+            (f"{items.start}-{items.stop - 1}", numbers, str(rows), family, str(grid), ranks, ", ".join(options))
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _unused(plan: Plan) -> list[str]:
+    return [f"unused: {ranges(plan.unused)}"] if plan.unused else []
+
+
+def _draw_boxes(plan: Plan) -> str:
     item_bounds = sorted({bound for tile in plan.tiles for bound in tile.items})
     row_bounds = sorted({bound for tile in plan.tiles for bound in tile.rows})
     texts = [_text(plan, number, tile) for number, tile in enumerate(plan.tiles)]
-    width = max(MIN_WIDTH, 3 * item_bounds[-1])
+    width = max(MIN_WIDTH, item_bounds[-1])
     columns = _positions(item_bounds, width, [(t.items, 3 + max(map(len, text))) for t, text in _pairs(plan, texts)])
     lines = _positions(row_bounds, 0, [(t.rows, 1 + len(text)) for t, text in _pairs(plan, texts)])
     canvas = _Canvas(columns[item_bounds[-1]] + 1, lines[row_bounds[-1]] + 1)
@@ -32,9 +64,7 @@ def draw_plan(plan: Plan) -> str:
     drawn = [f"{at.get(number, ''):>{margin - 1}} {line}" for number, line in enumerate(canvas.lines())]
     summary = [plan.describe(), "items across (0: embedding, then blocks, last: head), rows of a microbatch down", ""]
     summary += [" " * margin + ruler.lines()[0], *drawn]
-    if plan.unused:
-        summary.append(f"unused: {ranges(plan.unused)}")
-    return "\n".join(summary)
+    return "\n".join([*summary, *_unused(plan)])
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
@@ -52,18 +82,29 @@ def _pairs(plan: Plan, texts: list[list[str]]):
     return zip(plan.tiles, texts, strict=True)
 
 
-def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
+def _brief(numbers: tuple[int, ...], size: int = 24) -> str:
+    """Return numbers as ranges; where that is longer than `size`, their count and their ends."""
+    text = ranges(numbers)
+    return text if len(text) <= size else f"{len(numbers)}: {min(numbers)}...{max(numbers)}"
+
+
+def _options(plan: Plan, tile: Tile) -> list[str]:
+    """Return what of a tile is not the default."""
     virtual_stages = plan.virtual_stages(tile)
-    options = [f"chunk {virtual_stages.index(tile)} of {len(virtual_stages)}"] if len(virtual_stages) > 1 else []
+    options = (
+        [f"virtual stage {virtual_stages.index(tile)} of {len(virtual_stages)}"] if len(virtual_stages) > 1 else []
+    )
     options += [] if tile.recompute == "none" else [f"recompute {tile.recompute}"]
-    options += [f"zero {tile.zero}"] if tile.zero != 1 else []
+    options += [f"ZeRO {tile.zero}"] if tile.zero != 1 else []
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []
-    options += [f"{tile.row_chunks} row_chunks"] if tile.row_chunks != 1 else []
-    options += [f"{tile.extra_warmup} ahead"] if tile.extra_warmup else []
-    ranks = ranges(tile.ranks)
-    if len(ranks) > 24:
-        ranks = f"{min(tile.ranks)}...{max(tile.ranks)}"
-    return [f"{number}: {tile.family} {tile.tensor}", f"{'ranks' if len(tile.ranks) > 1 else 'rank'} {ranks}", *options]
+    options += [f"{tile.row_chunks} row chunks"] if tile.row_chunks != 1 else []
+    options += [f"extra warm-up {tile.extra_warmup}"] if tile.extra_warmup else []
+    return options
+
+
+def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
+    ranks = f"{'ranks' if len(tile.ranks) > 1 else 'rank'} {_brief(tile.ranks)}"
+    return [f"{number}: {tile.family} {tile.tensor}", ranks, *_options(plan, tile)]
 
 
 def _positions(bounds: list[int], size: int, needed: list[tuple]) -> dict[int, int]:

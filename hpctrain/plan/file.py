@@ -88,5 +88,5 @@ def dump_plan(plan: Plan) -> str:
             f"zero = {tile.zero}",
         ]
         lines += [f"{key} = {value}" for key in ("state_share", "row_chunks") if (value := getattr(tile, key)) != 1]
-        lines += [f"ahead = {tile.extra_warmup}"] if tile.extra_warmup else []
+        lines += [f"extra_warmup = {tile.extra_warmup}"] if tile.extra_warmup else []
     return "\n".join(lines) + "\n"

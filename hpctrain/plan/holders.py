@@ -229,7 +229,7 @@ def check_zero(plan: Plan, where: str) -> None:
                 if a != b:
                     raise PlanError(
                         f"{where}: zero = {tile.zero} exchanges while tiles compute, and tiles"
-                        f" {number} and {other_number} share items but have unlike {what}: {a} and {b};"
+                        f" {number} and {other_number} share items but have different {what}: {a} and {b};"
                         " make them alike, or set zero to 1 or 0 in both"
                     )
 

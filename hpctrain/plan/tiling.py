@@ -176,7 +176,10 @@ class Plan:
         return self.depth_from_start(tile) + 1 + self.depth_to_loss(tile)
 
     def describe(self) -> str:
-        """Say the layout in a few words, such as `2 stages x 2 replicas of 1x2x1 (x,y,z), 4 microbatches of 8 rows`."""
+        """Return the layout in a few words, such as `TP2 x PP2 x DP4, ZeRO 1, 4 microbatches of 8 rows`.
+
+        A plan that is not even is a number of tiles: `3 tiles of TP1/TP2, ZeRO 1, ...`.
+        """
         grids = "/".join(sorted({str(tile.tensor) for tile in self.tiles}))
         microbatches = f"{counted(self.microbatches, 'microbatch')} of {counted(self.rows, 'row')}"
         items = {tile.items for tile in self.tiles}
@@ -184,16 +187,17 @@ class Plan:
         virtual_stages = {len(self.virtual_stages(tile)) for tile in self.tiles}
         if len(self.tiles) == len(items) * len(replicas) and "/" not in grids and len(virtual_stages) == 1:
             each = max(virtual_stages)
-            stages = counted(len(items) // each, "stage") + (f" of {counted(each, 'chunk')}" if each > 1 else "")
-            tiles = f"{stages} x {counted(len(replicas), 'replica')} of {grids} (x,y,z)"
+            interleaved = f" ({each} virtual stages)" if each > 1 else ""
+            tiles = f"{grids} x PP{len(items) // each}{interleaved} x DP{len(replicas)}"
         else:
-            tiles = f"{counted(len(self.tiles), 'tile')} of {grids} (x,y,z)"
+            tiles = f"{counted(len(self.tiles), 'tile')} of {grids}"
             tiles += f", up to {max(virtual_stages)} a rank" if max(virtual_stages) > 1 else ""
         unused = f", {counted(len(self.unused), 'rank')} unused" if self.unused else ""
         schedule = "" if self.schedule == "1f1b" else f", {self.schedule}"
         most = max((tile.extra_warmup for tile in self.tiles), default=0)
-        extra_warmup = f", up to {most} more under way" if most else ""
-        return f"{tiles}, {microbatches}{schedule}{extra_warmup}{unused}"
+        extra_warmup = f", up to {most} extra warm-up" if most else ""
+        zero = "/".join(map(str, sorted({tile.zero for tile in self.tiles})))
+        return f"{tiles}, ZeRO {zero}, {microbatches}{schedule}{extra_warmup}{unused}"
 
 
 def joined(plan: Plan) -> list[list[Tile]]:
@@ -236,8 +240,8 @@ def even_plan(
     over replicas, then over stages, so that what exchanges most sits closest. Several `virtual_stages` make an
     interleaved pipeline: each stage has so many tiles, every `pipeline`-th.
 
-    Raises PlanError if there are fewer blocks than tiles in a pipeline, rows that do not divide, or one stage with several
-    virtual stages.
+    Raises PlanError if there are fewer blocks than tiles in a pipeline, rows that do not divide, or one stage with
+    several virtual stages.
     """
     if virtual_stages > 1 and pipeline == 1:
         raise PlanError(

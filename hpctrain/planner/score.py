@@ -91,13 +91,13 @@ class SearchLayout:
         )
 
     def describe(self, names: Sequence[str]) -> str:
-        """Say what each pool does, such as `fast: 2 x 4 of 1x2x1, then slow: 1 x 8 of 1x1x1`: stages x replicas."""
+        """Return what each pool does, such as `fast: TP2 x PP2 x DP4, then slow: TP1 x PP1 x DP8`."""
         shape = self.shape
         rows = (
             ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
             for row, choices in zip(shape.pipelines, shape.choices, strict=True)
         )
-        return f"{'; overlapped '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
+        return f"{'; side by side with '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
 
     @property
     def all_stages(self) -> list[Placed]:

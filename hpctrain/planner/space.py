@@ -51,7 +51,7 @@ class StageChoice(NamedTuple):
     replicas: int
 
     def __str__(self) -> str:
-        return f"{self.stages} x {self.replicas} of {self.grid}"
+        return f"{self.grid} x PP{self.stages} x DP{self.replicas}"
 
 
 @dataclass(frozen=True)

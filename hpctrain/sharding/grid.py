@@ -26,7 +26,10 @@ class TensorGrid(NamedTuple):
         return x, y, z
 
     def __str__(self) -> str:
-        return f"{self.x}x{self.y}x{self.z}"
+        """Return `TP4` for a grid that is y alone, else `TP8 (x=2, y=4)`."""
+        if self.x == self.z == 1:
+            return f"TP{self.y}"
+        return f"TP{self.size} ({', '.join(f'{axis}={size}' for axis, size in self._asdict().items() if size > 1)})"
 
 
 ONE_RANK = TensorGrid()

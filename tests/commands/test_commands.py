@@ -31,7 +31,7 @@ def whole_run(hpctrain, folder):
 
 @pytest.mark.timeout(120)
 def test_train_says_what_it_did_and_where_things_are(whole_run, folder):
-    for part in ("2 stages x 1 replica of 1x1x1", "tokens/s", "validation loss", "unigram entropy", "sample:"):
+    for part in ("TP1 x PP2 x DP1, ZeRO 1", "tokens/s", "validation loss", "unigram entropy", "sample:"):
         assert part in whole_run.out
     assert "run folder runs/whole\ncheckpoint runs/whole/checkpoints/step-00000006" in whole_run.out
     metrics = read_metrics(folder / "runs/whole")
@@ -126,25 +126,25 @@ def test_inspect_tells_what_things_are(hpctrain, folder, whole_run):
     tokens = last_line(hpctrain("inspect", "tokens.h5", "--verify", "--json", cwd=folder))
     assert tokens["documents"] == 40
     assert tokens["vocab_size"] == 256
-    assert "2 stages" in hpctrain("inspect", "runs/whole/plan.toml", cwd=folder).out
+    assert "PP2" in hpctrain("inspect", "runs/whole/plan.toml", cwd=folder).out
     assert "steps" in hpctrain("inspect", "job.toml", cwd=folder).out
     assert hpctrain("inspect", "nothing", cwd=folder).code == 11
 
 
 @pytest.mark.timeout(60)
 def test_a_plan_is_written_edited_drawn_and_run(hpctrain, folder):
-    done = hpctrain("plan", "job.toml", "--ranks", "3", "--uniform", "--set", "plan.data=2", cwd=folder)
+    done = hpctrain("plan", "uniform", "job.toml", "--ranks", "3", "--set", "plan.data=2", cwd=folder)
     assert done.code == 12, "the job asks for 2 ranks"
-    args = ["--uniform", "--set", "plan.data=2", "--set", "plan.microbatch=2"]
-    written = hpctrain("plan", "job.toml", "--ranks", "2", *args, "--out", "mine.toml", cwd=folder)
-    assert written.out == "mine.toml: 1 stage x 2 replicas of 1x1x1 (x,y,z), 2 microbatches of 4 rows\n"
+    args = ["--set", "plan.data=2", "--set", "plan.microbatch=2"]
+    written = hpctrain("plan", "uniform", "job.toml", "--ranks", "2", *args, "--out", "mine.toml", cwd=folder)
+    assert written.out == "mine.toml: TP1 x PP1 x DP2, ZeRO 1, 2 microbatches of 4 rows\n"
     text = (folder / "mine.toml").read_text()
     (folder / "mine.toml").write_text(text.replace("rows = [0, 2]", "rows = [0, 3]"))
-    refused = hpctrain("plan", "--show", "mine.toml", cwd=folder)
+    refused = hpctrain("plan", "draw", "mine.toml", cwd=folder)
     assert refused.code == 15
     assert "item 0 is computed for rows [[0, 3], [2, 4]], which is not [0, 4) once each" in refused.err
     (folder / "mine.toml").write_text(text.replace("[0, 2]", "[0, 3]").replace("[2, 4]", "[3, 4]"))
-    shown = hpctrain("plan", "--show", "mine.toml", "--job", "job.toml", cwd=folder)
+    shown = hpctrain("plan", "check", "mine.toml", "job.toml", cwd=folder)
     assert shown.code == 0
     assert "3 ├──" in shown.out
     trained = hpctrain(
@@ -175,7 +175,7 @@ def test_a_mixed_plan_with_an_unused_rank_trains_stops_and_goes_on(hpctrain, fol
     args = ["train", "job.toml", "--run", "runs/mixed", "--sample", "0"]
     first = hpctrain(*args, "--set", "plan.file=mixed.toml", "--stop-after", "3", ranks=3, cwd=folder)
     assert first.code == 0, first.err
-    assert "1 stage x 2 replicas of 1x1x1 (x,y,z), 2 microbatches of 4 rows, 1 rank unused; 3 ranks" in first.out
+    assert "TP1 x PP1 x DP2, ZeRO 1, 2 microbatches of 4 rows, 1 rank unused; 3 ranks" in first.out
     rest = hpctrain(*args, ranks=3, cwd=folder)
     assert "1 rank unused: that of runs/mixed/checkpoints/step-00000003" in rest.out, "an auto plan is the saved one"
     assert last_line(hpctrain("compare", "runs/whole", "runs/mixed", "--json", cwd=folder))["same"]

@@ -102,18 +102,19 @@ def test_a_family_that_cannot_hold_the_model_is_named_instead_of_a_ratio(hpctrai
 
 @pytest.mark.timeout(60)
 def test_a_plan_by_speed_is_a_file_with_the_families_of_the_cluster(hpctrain, clusters):
-    arguments = ["plan", "job.toml", "--cluster", "two.toml", "--out", "by-speed.toml"]
-    done = hpctrain(*arguments, "--proportional", cwd=clusters)
+    arguments = ["plan", "search", "job.toml", "--cluster", "two.toml", "--out", "by-speed.toml"]
+    done = hpctrain(*arguments, "--space", "by-speed", cwd=clusters)
     assert done.code == 0, done.err
     plan = load_plan(clusters / "by-speed.toml")
     assert {tile.family for tile in plan.tiles} == {"fast", "slow"} and not plan.unused
     work = {tile.family: tile.rows.size * tile.items.size * plan.microbatches for tile in plan.tiles}
     assert work["fast"] > 1.5 * work["slow"], "three times as fast"
-    assert hpctrain(*arguments, "--uniform", cwd=clusters).code == 0
+    assert hpctrain(*arguments, "--space", "even", cwd=clusters).code == 0
     assert sorted(tile.family for tile in load_plan(clusters / "by-speed.toml").tiles) == ["fast", "slow"]
-    assert hpctrain(*arguments, "--uniform", "--set", "plan.pipeline=2", cwd=clusters).code == 0
+    uniform = ["plan", "uniform", *arguments[2:], "--set", "plan.pipeline=2"]
+    assert hpctrain(*uniform, cwd=clusters).code == 0
     assert [tile.family for tile in load_plan(clusters / "by-speed.toml").tiles] == ["fast", "slow"]
-    assert hpctrain(*arguments, "--uniform", "--proportional", cwd=clusters).code == 2
+    assert hpctrain(*arguments, "--space", "odd", cwd=clusters).code == 2
 
 
 @pytest.mark.timeout(120)
@@ -126,8 +127,8 @@ def test_a_run_begun_on_one_mix_goes_on_on_another_as_if_on_one_rank(hpctrain, c
 
     train(ranks=1, run="alone")
     for cluster, ranks, more in (("two", 2, ("--stop-after", "3")), ("three", 3, ())):
-        arguments = ["job.toml", "--cluster", f"{cluster}.toml", "--proportional", "--out", f"by-{cluster}.toml"]
-        assert hpctrain("plan", *arguments, cwd=clusters).code == 0
+        arguments = ["job.toml", "--cluster", f"{cluster}.toml", "--space", "by-speed", "--out", f"by-{cluster}.toml"]
+        assert hpctrain("plan", "search", *arguments, cwd=clusters).code == 0
         planned = ["--set", f"plan.file=by-{cluster}.toml", "--rehearse", f"{cluster}.toml"]
         done = train(*planned, *more, ranks=ranks, run="moved")
     assert "this run is " in done.out and "measured by `hpctrain bench mixed three.toml`" in done.out
@@ -157,7 +158,7 @@ def test_what_does_not_fit_a_device_ends_the_run_with_one_message(hpctrain, clus
 
 @pytest.mark.timeout(60)
 def test_ready_clusters_are_listed_and_a_wrong_name_is_refused(hpctrain, folder):
-    done = hpctrain("rehearse", "--list", cwd=folder)
-    assert done.code == 0 and "v100-t4         8 ranks. " in done.out and len(done.out.splitlines()) == 7
+    done = hpctrain("catalogue", cwd=folder)
+    assert done.code == 0 and "v100-t4         8 ranks. " in done.out and "A100-80" in done.out
     done = hpctrain("train", "job.toml", "--rehearse", "v100-t5", "--run", "never", cwd=folder)
     assert done.code == 13 and "did you mean 'v100-t4'?" in done.err

@@ -28,7 +28,7 @@ def cluster(tmp_path):
 @pytest.mark.timeout(240)
 def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
     before = cluster.read_text()
-    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "5")
+    asked = ("probe", "--job", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "5")
     done = hpctrain(*asked, ranks=2, cwd=folder)
     assert done.code == 0, done.err
     assert f"wrote {cluster}" in done.out and "rows fit" in done.out
@@ -47,7 +47,18 @@ def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
     assert len(json.loads(again.out)) == 6
 
     plan = cluster.parent / "plan.toml"
-    asked_plan = ("plan", "job.toml", *MORE, "--set", "plan.zero=3", "--cluster", cluster, "--proportional")
+    asked_plan = (
+        "plan",
+        "search",
+        "job.toml",
+        *MORE,
+        "--set",
+        "plan.zero=3",
+        "--cluster",
+        cluster,
+        "--space",
+        "by-speed",
+    )
     done = hpctrain(*asked_plan, "--out", plan, cwd=folder)
     assert done.code == 0, done.err
     assert "# compute seconds of fast, slow: profile of this job" in plan.read_text()
@@ -62,7 +73,16 @@ def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
     assert done.code == 0, done.err
 
     summary = hpctrain(
-        "plan", "job.toml", "--cluster", cluster, "--proportional", "--set", "model.num_layers=3", cwd=folder
+        "plan",
+        "search",
+        "job.toml",
+        "--cluster",
+        cluster,
+        "--space",
+        "by-speed",
+        "--set",
+        "model.num_layers=3",
+        cwd=folder,
     )
     assert summary.code == 0 and "profile of this job" not in summary.out
 
@@ -71,13 +91,25 @@ def test_a_job_is_profiled_planned_and_trained(hpctrain, folder, cluster):
 def test_it_is_measured_again_if_asked_for_and_may_go_elsewhere(hpctrain, folder, cluster):
     out = cluster.parent / "profiled.toml"
     before = cluster.read_text()
-    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "2", "--out", out)
+    asked = ("probe", "--job", "job.toml", *MORE, "--rehearse", cluster, "--seconds", "2", "--out", out)
     done = hpctrain(*asked, ranks=2, cwd=folder)
     assert done.code == 0, done.err
     assert cluster.read_text() == before and len(load_cluster(out).profiles) == 6
     edited = out.read_text().replace("largest_rows = ", "largest_rows = 1000")
     out.write_text(edited)
-    asked = ("profile", "job.toml", *MORE, "--rehearse", cluster, "--cluster", out, "--seconds", "2", "--refresh")
+    asked = (
+        "probe",
+        "--job",
+        "job.toml",
+        *MORE,
+        "--rehearse",
+        cluster,
+        "--cluster",
+        out,
+        "--seconds",
+        "2",
+        "--refresh",
+    )
     done = hpctrain(*asked, ranks=2, cwd=folder)
     assert done.code == 0, done.err
     assert all(of.largest_rows < 1000 for of in load_cluster(out).profiles)
@@ -86,10 +118,10 @@ def test_it_is_measured_again_if_asked_for_and_may_go_elsewhere(hpctrain, folder
 @pytest.mark.timeout(120)
 def test_what_cannot_be_is_told_before_anything_is_measured(hpctrain, folder, cluster):
     name = next(iter(ready_clusters()))
-    done = hpctrain("profile", "job.toml", "--cluster", name, ranks=2, cwd=folder)
+    done = hpctrain("probe", "--job", "job.toml", "--cluster", name, ranks=2, cwd=folder)
     assert done.code == 11 and done.err.count("hpctrain: ") == 1, done.err
     assert f"{name} comes with hpctrain and stays as it is; say where the profiled one goes by --out" in done.err
-    done = hpctrain("profile", "job.toml", "--cluster", cluster, ranks=2, cwd=folder)
+    done = hpctrain("probe", "--job", "job.toml", "--cluster", cluster, ranks=2, cwd=folder)
     assert done.code == 13 and done.err.count("hpctrain: ") == 1, done.err
     assert "cluster.toml: rank 0 is a device of family 'fast' there, but 'cpu' here; start the ranks" in done.err
 

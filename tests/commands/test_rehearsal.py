@@ -164,13 +164,23 @@ def test_a_large_job_is_rehearsed_on_a_cluster_of_real_size(hpctrain, tmp_path):
 def test_a_profiled_rehearsal_is_a_miniature_that_is_planned_for_and_rehearsed_again(hpctrain, tmp_path):
     (tmp_path / "site.toml").write_text(REAL_SIZE)
     (tmp_path / "large.toml").write_text(LARGE_JOB)
-    asked = ("profile", "large.toml", "--rehearse", "site.toml", "--seconds", "2")
+    asked = ("probe", "--job", "large.toml", "--rehearse", "site.toml", "--seconds", "2")
     done = hpctrain(*asked, ranks=4, cwd=tmp_path)
     assert done.code == 11 and "site.toml is of real size, and its rehearsal is of a miniature" in done.err
     done = hpctrain(*asked, "--out", "profiled.toml", ranks=4, cwd=tmp_path)
     assert done.code == 0, done.err
     assert (tmp_path / "site.toml").read_text() == REAL_SIZE
-    arguments = ("plan", "large.toml", "--cluster", "profiled.toml", "--proportional", "--out", "plan.toml")
+    arguments = (
+        "plan",
+        "search",
+        "large.toml",
+        "--cluster",
+        "profiled.toml",
+        "--space",
+        "by-speed",
+        "--out",
+        "plan.toml",
+    )
     done = hpctrain(*arguments, cwd=tmp_path)
     assert done.code == 0, done.err
     assert ": profile of this job" in (tmp_path / "plan.toml").read_text()

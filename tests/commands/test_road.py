@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_other_ranks_by_a_plan_of_their_own(folder, tmp_path)
 @pytest.mark.timeout(200)
 def test_a_profile_of_this_machine_is_used_by_the_next_start(folder, tmp_path, hpctrain, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path))
-    done = hpctrain("profile", "job.toml", "--seconds", "5", ranks=2, cwd=folder)
+    done = hpctrain("probe", "--job", "job.toml", "--seconds", "5", ranks=2, cwd=folder)
     assert done.code == 0, done.err
     (kept,) = (tmp_path / "machines").iterdir()
     text = kept.read_text()

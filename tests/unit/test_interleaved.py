@@ -52,11 +52,11 @@ def test_each_rank_has_every_s_th_tile(shape):
 
 
 def test_it_is_described_and_drawn():
-    drawing = draw_plan(plan_of((2, 2, 4, 2)))
-    assert drawing.startswith("2 stages of 2 chunks x 2 replicas of 1x1x1 (x,y,z), 4 microbatches of 2 rows\n")
-    assert drawing.count(" chunk 0 of 2 ") == drawing.count(" chunk 1 of 2 ") == 4
+    drawing = draw_plan(plan_of((2, 2, 4, 2)), max_width=200)
+    assert drawing.startswith("TP1 x PP2 (2 virtual stages) x DP2, ZeRO 1, 4 microbatches of 2 rows\n")
+    assert drawing.count(" virtual stage 0 of 2 ") == drawing.count(" virtual stage 1 of 2 ") == 4
     assert drawing.count(" rank 3 ") == 2
-    assert stages_of_unlike_degree().describe().startswith("6 tiles of 1x1x1/1x2x1 (x,y,z), up to 2 a rank, ")
+    assert stages_of_unlike_degree().describe().startswith("6 tiles of TP1/TP2, up to 2 a rank, ")
 
 
 def refusal(tiles, **plan) -> str:
@@ -103,7 +103,7 @@ def test_even_plans_that_cannot_be_interleaved_are_refused():
             even_plan(*arguments)
 
 
-def test_tiles_with_zero_2_have_like_chunks_or_are_refused():
+def test_tiles_with_zero_2_equal_virtual_stages_or_are_refused():
     check_zero(plan_of((2, 2, 3, 2), zero=3), "a test")
     cuts = [(items, row, 2 * stage + row) for stage in (0, 1) for items in ((0, 1), (1, 2)) for row in (0, 1)]
     tiles = [Tile(Interval(*items), Interval(row, row + 1), (rank,), zero=2) for items, row, rank in cuts]
@@ -115,7 +115,7 @@ def test_tiles_with_zero_2_have_like_chunks_or_are_refused():
     interleaved = [replace(t, ranks=(n % 2,)) for n, t in enumerate(t for t in tiles if not t.rows.start)]
     plan = Plan((*interleaved, *(replace(t, ranks=(2 + n,)) for n, t in enumerate(one_by_one))), 3, 2)
     check_tiling(plan, 4)
-    with pytest.raises(PlanError, match="share items but have unlike chunks"):
+    with pytest.raises(PlanError, match="share items but have different virtual_stages"):
         check_zero(plan, "a test")
 
 

@@ -95,7 +95,7 @@ def test_depths_are_those_of_the_longest_paths():
 
 AHEAD = (
     "tile 1: extra_warmup = 2, so that it wants 4 microbatches before it sends one back, and tile 0 before it sends 3;"
-    " set that one's ahead to 1 or more"
+    " set that one's extra_warmup to 1 or more"
 )
 
 
@@ -114,13 +114,13 @@ def broken(plan: Plan | None = None, **changes) -> Plan:
         (broken(tile=0, rows=Interval(0, 4)), r"item 0 is computed for rows \[\[0, 4\], \[3, 8\]\]"),
         (broken(tile=2, items=Interval(4, 6)), r"tile 0 .*: no tile starts at item 3 for its rows"),
         (broken(tile=1, ranks=(1, 0)), r"tile 1 .*: rank 0 is already in tile 0"),
-        (broken(tile=1, ranks=(1,)), r"tile 1 .*: a grid of 1x2x1 needs 2 ranks, 1 given"),
+        (broken(tile=1, ranks=(1,)), r"tile 1 .*: a grid of TP2 needs 2 ranks, 1 given"),
         (broken(tile=2, ranks=(3, 5)), r"rank 4 is in no tile; list it under unused = \[4\]"),
         (broken(tile=2, items=Interval(3, 7)), r"tile 2 .*: items must lie in \[0, 6\)"),
         (broken(tile=2, rows=Interval(0, 9)), r"tile 2 .*: rows must lie in \[0, 8\)"),
         (
             broken(tile=2, extra_warmup=1),
-            r"tile 2: extra_warmup = 1, and nothing comes after it that it could be ahead of; set it to 0",
+            r"tile 2: extra_warmup = 1, and nothing comes after it that it could warm up for; set it to 0",
         ),
         (broken(even_plan(6, TensorGrid(), 3, 1, 4, 2), tile=1, extra_warmup=2), AHEAD),
         (

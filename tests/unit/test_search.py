@@ -239,7 +239,7 @@ def test_a_family_behind_two_fabrics_is_two_pools():
 def run(tmp_path, *arguments: str, cluster: Cluster | None = None):
     (tmp_path / "c.toml").write_text(dump_cluster(cluster or cluster_of([("a", 1, 2), ("c", 1, 2)])))
     job = ["tiny", "--set", "model.vocab_size=512", "--set", "data.sequence_length=16", "--set", "train.global_batch=8"]
-    return CliRunner().invoke(command, [*job, "--cluster", str(tmp_path / "c.toml"), *arguments])
+    return CliRunner().invoke(command, ["search", *job, "--cluster", str(tmp_path / "c.toml"), *arguments])
 
 
 def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
@@ -275,10 +275,9 @@ def test_the_command_prints_a_plan_file_or_a_summary(tmp_path):
 
 
 def test_the_command_refuses_what_makes_no_sense(tmp_path):
-    drawn = run(tmp_path, "--uniform", "--json", "--set", "plan.data=4")
-    assert "--json, --seconds and --budget are of a search" in drawn.output
-    assert run(tmp_path, "--uniform", "--proportional").exit_code == 2
-    assert "give JOB and --cluster CLUSTER, to search for a plan" in CliRunner().invoke(command, ["tiny"]).output
+    assert run(tmp_path, "--space", "odd").exit_code == 2
+    assert "Missing option '--cluster'" in CliRunner().invoke(command, ["search", "tiny"]).output
+    assert "give --ranks N or --cluster CLUSTER" in CliRunner().invoke(command, ["uniform", "tiny"]).output
     result = run(tmp_path, "--set", "train.dtype=bf16")
     assert isinstance(result.exception, TopologyError)
     assert "none of the families a, c has a speed in bf16; set train.dtype, or families.*.peak" in str(result.exception)
