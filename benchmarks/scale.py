@@ -113,7 +113,7 @@ def holmes() -> None:
         setup = Setup(model, model.max_positions, MIXED_DTYPE, stack, bucket_bytes=overlapped)
         if goes_ahead:
             predictor = Predictor(setup, plan, cluster)
-            plan = with_extra_warmup(plan, predictor.costs, predictor.room) or plan
+            plan = with_extra_warmup(plan, predictor.costs, predictor.headroom) or plan
         result = predict(setup, plan, cluster)
         print(
             f"  {name:42} {result.step_seconds:7.2f} s  {flops / result.step_seconds / 64 / 1e12:4.0f} TFLOP/s a device"

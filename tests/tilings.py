@@ -29,7 +29,7 @@ def grids_of(model: Model, size: int) -> list[TensorGrid]:
 
 def share_items_by_unlike_grids(plan: Plan) -> bool:
     last = max(tile.items.stop for tile in plan.tiles)
-    return any(len({tile.tensor for tile in plan.tiles if tile.holds(item)}) > 1 for item in range(last))
+    return any(len({tile.tensor for tile in plan.tiles if tile.contains(item)}) > 1 for item in range(last))
 
 
 def _shares(draw, total: int, parts: int) -> list[int]:

@@ -53,7 +53,7 @@ class Optimizer:
         self._owned_grads = [
             shard.of(shard.grads, each.at)
             for shard in self.shards
-            for each in shard.group.parts(shard.owned)
+            for each in shard.group.regions(shard.owned)
             if each.counts
         ]
         self._in_flight: dict[int, PendingWork] = {}
@@ -64,7 +64,7 @@ class Optimizer:
         result = Updated([], [], [], [])
         for shard in self.shards:
             runs: list[Interval] = []
-            for each in shard.group.parts(shard.updated):
+            for each in shard.group.regions(shard.updated):
                 if each.parameter.decay != decays:
                     continue
                 if runs and runs[-1].stop == each.at.start:

@@ -151,7 +151,7 @@ class Trials:
 
     def _clean(self) -> None:
         gc.collect()  # weights are in cycles of graphs and handles
-        self._accelerator.give_back()
+        self._accelerator.release()
 
     def _train(self, zero: int, rows: int) -> float:
         """Do a training step as the only microbatch of a replica; return the seconds of the update."""

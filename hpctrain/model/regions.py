@@ -40,18 +40,18 @@ class PackedRegions:
         for layout, shard, at in placed_units:
             for parameter, box, placed in layout.placed():
                 start_of[parameter.name] = box, at + placed.start - shard.start
-        self._result: list[tuple[int, int]] = []
+        self._offsets: list[tuple[int, int]] = []
         for region, _ in self._regions:
             box, start = start_of[region.parameter.name]
             width = box_size(box[1:])
             first_column = box[1].start if len(box) > 1 else 0
-            self._result.append(
+            self._offsets.append(
                 (width, start + (region.rows.start - box[0].start) * width + region.columns.start - first_column)
             )
 
     def _views(self, flat: torch.Tensor) -> Iterator[tuple[Region, Interval, torch.Tensor]]:
         """Yield each slab, its place in the packed array, and its [rows, columns] in the flat one."""
-        for (region, at), (width, offset) in zip(self._regions, self._result, strict=True):
+        for (region, at), (width, offset) in zip(self._regions, self._offsets, strict=True):
             shape = region.rows.size, region.columns.size
             yield region, at, flat.as_strided(shape, (width, 1), flat.storage_offset() + offset)
 
@@ -95,21 +95,21 @@ class ShardedRegions(Sharded):
     """The group of ranks that hold the same slabs of one item, by unlike tensor grids, as shards."""
 
     def __init__(self, shard_group: ShardGroup, holders: Axis, axes: Axes, dtype, device):
-        self.regions = PackedRegions(shard_group.regions, axes)
-        super().__init__(shard_group, holders, self.regions.size, dtype, device)
+        self.packed = PackedRegions(shard_group.regions, axes)
+        super().__init__(shard_group, holders, self.packed.size, dtype, device)
         self._in_use: torch.Tensor | None = None
 
     def attach(self, placed: tuple[UnitLayout, Interval, int], weights: torch.Tensor | None) -> None:
         """Find the slabs in the z-shard of the unit that they are of; `weights` are those in use, where they stay."""
-        self.regions.attach_views([placed])
+        self.packed.attach_views([placed])
         self._in_use = weights
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:
-        return self.regions.regions(within)
+        return self.packed.regions(within)
 
     def spread_weights(self) -> None:
         if self._in_use is not None:
-            self.regions.spread(self.weights, self._in_use)
+            self.packed.spread(self.weights, self._in_use)
 
 
 class CutUnit:
@@ -133,7 +133,7 @@ class CutUnit:
 
     def start_sum(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], PendingWork]:
         """As `Sharded.start_sum`, for each group."""
-        started = [group.start_sum(group.regions.pack(grads)) for group in self._groups]
+        started = [group.start_sum(group.packed.pack(grads)) for group in self._groups]
         return [own for own, _ in started], _All([work for _, work in started])
 
     def add(self, own: list[torch.Tensor]) -> None:
@@ -147,7 +147,7 @@ class CutUnit:
 
         def spread() -> None:
             for group, (packed, _) in zip(self._groups, started, strict=True):
-                group.regions.spread(packed, shard)
+                group.packed.spread(packed, shard)
 
         work = _All([work for _, work in started], spread)
         if not self.is_overlapped:

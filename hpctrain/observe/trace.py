@@ -77,7 +77,7 @@ class RunTrace:
         """Groups of the world that are made from now on are traced."""
         self._world, self._accelerator, self._folder = world, accelerator, folder
         self._num_steps, self._steps_left = 0, num_steps
-        self._recording = Recording(accelerator.to_local)
+        self._recording = Recording(accelerator.now)
         world.configure(tracer=self._recording)
 
     def start(self) -> None:

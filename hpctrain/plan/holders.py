@@ -230,7 +230,7 @@ def check_zero(plan: Plan, where: str) -> None:
                     raise PlanError(
                         f"{where}: zero = {tile.zero} exchanges while tiles compute, and tiles"
                         f" {number} and {other_number} share items but have different {what}: {a} and {b};"
-                        " make them alike, or set zero to 1 or 0 in both"
+                        " make them equal, or set zero to 1 or 0 in both"
                     )
 
 

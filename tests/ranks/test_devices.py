@@ -119,7 +119,7 @@ def test_what_a_gpu_says_of_itself(world):
     memory = device.memory()
     assert memory.total > memory.peak >= memory.used >= tensor.numel() * 4
     assert family_of(device.model)
-    assert device.holds(tensor) and not device.holds(tensor.cpu())
+    assert device.is_on_device(tensor) and not device.is_on_device(tensor.cpu())
     buffer = device.host_buffer(100)
     assert buffer.is_pinned() and buffer.numel() == 100
     assert device.products_per_second(DTYPES["fp32"]) > 1e11

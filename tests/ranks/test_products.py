@@ -59,13 +59,13 @@ def test_the_products_that_are_measured_are_those_that_are_computed(world, token
     job = small_job(tokens, model, tune=False)
     job = job.model_copy(update={"overlap": Overlap(forward=in_halves)})
     asked = set()
-    way = OperandLayouts._way
+    layout_of = OperandLayouts._layout
 
     def noted(layouts, use, a, b):
         asked.add(Product(use, "fp32", *a.shape, b.shape[1]))
-        return way(layouts, use, a, b)
+        return layout_of(layouts, use, a, b)
 
-    monkeypatch.setattr(OperandLayouts, "_way", noted)
+    monkeypatch.setattr(OperandLayouts, "_layout", noted)
     curve(world, job, plan, 1)
     tile = plan.tile_of(world.rank)
     everywhere = world.broadcast_object(world.gather_objects((plan.tiles.index(tile), asked)))

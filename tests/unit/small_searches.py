@@ -293,7 +293,7 @@ def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
 
     predictor = Predictor(setup, plan, cluster)
     result = [simulated(plan, predictor)]
-    if other := with_extra_warmup(plan, predictor.costs, predictor.room):
+    if other := with_extra_warmup(plan, predictor.costs, predictor.headroom):
         predictor = Predictor(setup, other, cluster)
         if all(stage.fits for stage in predictor.memory):
             result.append(simulated(other, predictor))

@@ -86,7 +86,7 @@ def test_owners_cover_every_element_once(drawn):
         store, shards = store_of(model, plan, rank)
         for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
             owned = shard_group.cuts(group.size)[shard_group.ranks.index(rank)]
-            for piece in group.pieces(owned):
+            for piece in group.regions(owned):
                 if piece.counts:
                     for rows, columns, _ in whole_rows(piece.parameter, piece.box, piece.elements):
                         seen[piece.parameter.name][slice(*rows), columns] += 1
@@ -111,7 +111,7 @@ def test_holders_agree_about_each_other_and_their_order(drawn):
     for store, shards in of_rank.values():
         said = defaultdict(list)
         for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
-            pieces = tuple((p.parameter.name, p.at) for p in group.pieces(Interval(0, group.size)))
+            pieces = tuple((p.parameter.name, p.at) for p in group.regions(Interval(0, group.size)))
             said[shard_group.ranks].append((pieces, group.size, shard_group.shares, shard_group.zero))
         for ranks, all_of_them in said.items():
             summary[ranks].add(tuple(all_of_them))
@@ -156,7 +156,7 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
                         arrays.grads[first : first + values.numel()] = values
         for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
             sums[shard_group.ranks] = sums.get(shard_group.ranks, 0) + group.own_grads()
-            pieces[shard_group.ranks] = [p for p in group.pieces(Interval(0, group.size)) if p.counts] or pieces.get(
+            pieces[shard_group.ranks] = [p for p in group.regions(Interval(0, group.size)) if p.counts] or pieces.get(
                 shard_group.ranks, []
             )
     for ranks, total in sums.items():
@@ -235,7 +235,7 @@ def test_zero_2_and_3_go_through_items_together():
         ({"items": Interval(0, 3)}, r"items: \[0, 6\] and \[0, 3\]"),
     ]:
         plan = Plan((tiles[0], replace(tiles[1], **change)), 1, 4)
-        with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have unlike {summary}; make them alike"):
+        with pytest.raises(PlanError, match=f"tiles 0 and 1 share items but have different {summary}; make them equal"):
             check_zero(plan, "p.toml")
     mixed = Plan((tiles[0], replace(tiles[1], tensor=TensorGrid(z=2), ranks=(1, 2))), 1, 4)
     check_zero(mixed, "p.toml")

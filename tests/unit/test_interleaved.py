@@ -78,7 +78,7 @@ def test_ranks_whose_tiles_are_no_chunks_are_refused():
         " each has every s-th tile; give each rank one tile, or every s-th"
     )
     tiles = in_a_row(0, 1, 0, 1)
-    assert "tiles 0, 2 have the same ranks [0], but unlike zero: 1, 0;" in refusal(
+    assert "tiles 0, 2 have the same ranks [0], but different zero: 1, 0;" in refusal(
         [*tiles[:2], *in_a_row(0, 1, 0, zero=0)[2:], tiles[3]]
     )
     assert 'schedule = "zb-h1" is of one tile a rank; set it to "1f1b"' in refusal(tiles, schedule="zb-h1")

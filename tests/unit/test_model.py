@@ -38,7 +38,7 @@ def by_name(stage: Stage, of: str) -> dict[str, torch.Tensor]:
     flat = group.weights if of == "weights" else group.own_grads()
     return {
         p.parameter.name: flat[slice(*p.at)].view(p.parameter.shape).clone()
-        for p in group.pieces(Interval(0, group.size))
+        for p in group.regions(Interval(0, group.size))
     }
 
 

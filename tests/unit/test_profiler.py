@@ -19,6 +19,7 @@ from hpctrain.engine.profiler import Limit, Trials, is_overflow, largest_that_fi
 from hpctrain.engine.profiler import _median_times as median_times
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock
+from hpctrain.rehearsal.shaped import RehearsedNetwork
 from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
 from tests.ranks.small_runs import make_job
@@ -62,7 +63,9 @@ def trials(job: Job, device: PretendDevice = DEVICE, rank: int = 2, seconds: flo
     clock = Clock()
     accelerator = RehearsedAccelerator("slow", device, clock, 1.0, seed=rank)
     world = SimpleNamespace(
-        solo=lambda: Solo(rank, 4, clock), rank=rank, topology=Topology(places_of(CLUSTER), shares_memory=False)
+        solo=lambda: Solo(rank, 4, RehearsedNetwork(None, clock)),
+        rank=rank,
+        topology=Topology(places_of(CLUSTER), shares_memory=False),
     )
     return Trials(world, accelerator, job, time.monotonic() + seconds), accelerator
 

@@ -235,7 +235,7 @@ def test_where_two_fabrics_meet_over_a_slow_one_the_pipeline_crosses_it():
     best = search(setup, made.job.train.global_batch, made.cluster, space=by_speed_space()).best.plan
     fabric_of = {device.rank: device.table for device in made.cluster.devices}
     for item in range(setup.model.num_items):
-        tables = {fabric_of[rank] for tile in best.tiles if tile.holds(item) for rank in tile.ranks}
+        tables = {fabric_of[rank] for tile in best.tiles if tile.contains(item) for rank in tile.ranks}
         assert len(tables) == 1, best.describe()
 
 
