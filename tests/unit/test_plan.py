@@ -95,7 +95,7 @@ def test_depths_are_those_of_the_longest_paths():
 
 AHEAD = (
     "tile 1: extra_warmup = 2, so that it wants 4 microbatches before it sends one back, and tile 0 before it sends 3;"
-    " set that one's extra_warmup to 1 or more"
+    " set extra_warmup of that one to 1 or more"
 )
 
 

@@ -273,7 +273,7 @@ def test_weights_that_replicas_share_are_exchanged_beside_what_is_computed():
     cut = replace(run, pipeline=2, data=8, stages=(16, 18))
     assert [tuple(tile.items) for tile in cut.plan.tiles] == [(0, 16), (16, 34)]
     with pytest.raises(PlanError, match="with zero = 3 all exchanges are beside"):
-        replace(run, concurrent=True)
+        replace(run, overlapped=True)
     slow = replace(run, network="Ethernet-10").predict()
     assert slow.breakdown_seconds["tensor"] > 0.5 * slow.breakdown_seconds["compute"], "no longer hidden"
 
