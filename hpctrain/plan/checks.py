@@ -83,8 +83,8 @@ def _check_extra_warmup(plan: Plan) -> None:
             if plan.warm_up(other) < plan.warm_up(tile):
                 raise PlanError(
                     f"{where}, so that it wants {plan.warm_up(tile) + 1} microbatches before it sends one back, and"
-                    f" tile {plan.tiles.index(other)} before it sends {plan.warm_up(other) + 1}; set extra_warmup of that"
-                    f" one to {plan.warm_up(tile) - plan.depth_to_loss(other)} or more"
+                    f" tile {plan.tiles.index(other)} before it sends {plan.warm_up(other) + 1}; set extra_warmup of"
+                    f" that one to {plan.warm_up(tile) - plan.depth_to_loss(other)} or more"
                 )
 
 
