@@ -34,7 +34,7 @@ from hpctrain.sharding.parameters import (
 )
 
 Rectangle = tuple[Interval, Interval]
-T = TypeVar("Held")
+T = TypeVar("T")
 GRADIENT_BYTES = 4  # fp32
 
 

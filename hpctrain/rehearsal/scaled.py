@@ -189,7 +189,7 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
     half = family.half_speed_rows
     if half is None and not products:  # in place of the catalogue's model of tiles, which is of real size
         half = HALF_SPEED_ROWS
-        origins["half_speed_rows"] = "assumed_inputs"
+        origins["half_speed_rows"] = "assumed"
     return _remade(
         family,
         {
@@ -205,7 +205,7 @@ def _family(name: str, family: Family, dtype: str, scale: Scale) -> Family:
 
 
 def _origin(family: Family, figure: str) -> str:
-    return (family.origin_of(figure) if getattr(family, figure) else None) or "assumed_inputs"
+    return (family.origin_of(figure) if getattr(family, figure) else None) or "assumed"
 
 
 def _link(link: LinkClass, scale: Scale) -> LinkClass:
