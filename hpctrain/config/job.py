@@ -143,8 +143,11 @@ class PlanRequest(Table):
     """An even plan in short form; a general one is a file of its own."""
 
     file: Path | None = None
-    """A plan file (tiles); nothing else may be given beside it."""
-    tensor: TensorSizes = TensorSizes()
+    """A plan file, relative to the job file. No other key of this section may be given with it."""
+    tensor: Annotated[TensorSizes, BeforeValidator(lambda size: {"y": size} if isinstance(size, int) else size)] = (
+        TensorSizes()
+    )
+    """The tensor grid: x, y and z. A number is y alone: `tensor = 8` is TP8."""
     pipeline: Count = 1
     data: Count = 1
     microbatch: Annotated[Count | None, AUTO] = None
@@ -326,6 +329,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
     if path.resolve() in seen:
         raise JobError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
     tree = parse_toml(read_text(path, JobError), str(path), JobError)
+    plan = tree.get("plan")
+    if isinstance(plan, dict) and isinstance(plan.get("file"), str):  # a run folder can be moved with its plan
+        plan["file"] = str(path.parent / plan["file"])
     base = tree.pop("extends", None)
     if base is None:
         return tree, {key: str(path) for key in _dotted(tree)}

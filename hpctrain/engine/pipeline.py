@@ -115,7 +115,7 @@ class Pipeline:
                     totals = self._agree(loss, self._optimizer.squared_norm(), stop)
                     if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
                         raise TrainingError(
-                            f"step {step}: the loss is {totals.loss / loss_tokens} and the norm of the gradient"
+                            f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient"
                             f" {totals.norm}; lower train.learning_rate or clip (train.clip_norm)"
                         )
                     self._optimizer.update(step, totals.norm)

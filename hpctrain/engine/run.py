@@ -95,7 +95,8 @@ class TrainingRun:
             if self._folder:
                 self._folder.describe(self.job, prepared.plan, prepared.reasons, self._described.cluster)
                 self._folder.rewind_metrics(done)
-                self._console.start(self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint)
+                what = self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint, self.path
+                self._console.start(*what)
 
     def train(self, stop_after: int | None = None) -> tuple[dict, str | None]:
         """Train to the job's last step, or to an earlier one.
@@ -111,7 +112,7 @@ class TrainingRun:
         def report(metrics: dict) -> None:
             last.clear()
             last.update(metrics)
-            due = metrics["step"] % self.job.observe.log_every == 0 or "validation_loss" in metrics
+            due = (metrics["step"] - 1) % self.job.observe.log_every == 0 or "validation_loss" in metrics
             if self._folder and due:
                 self._folder.log(metrics)
             self._console.step(metrics, until)

@@ -124,14 +124,14 @@ class Trainer:
         """Train one step; return its metrics, and whether some rank was asked to stop."""
         step = self.steps_done
         batch = TrainingBatch(sequences, step, self.job.train.global_batch)
-        with self._running(f"step {step}"):
+        with self._running(f"step {step + 1}"):
             taken, since = self.accelerator.stopwatch(), self.world.tracer.now()
             totals = self.pipeline.train(batch, step, self.tokens_per_step, stop)
-            self.world.tracer.computed(f"step {step}", since)
+            self.world.tracer.computed(f"step {step + 1}", since)
             seconds = taken()
         self.steps_done += 1
         metrics = {
-            "step": step,
+            "step": self.steps_done,
             "loss": totals.loss / self.tokens_per_step,
             "grad_norm": totals.norm,
             "learning_rate": learning_rate(self.job.train, step),

@@ -5,6 +5,7 @@ import itertools
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain import __version__
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.presets import PRESETS
@@ -64,6 +66,10 @@ def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> J
     """Read a job on every rank; a file that only some of them can read is told by one of those that cannot."""
     job = load_job(reference, overrides)
     world.enter(phases_of(job.observe).start)
+    if world.rank == 0:  # before anything that takes seconds
+        families = Counter(place.family for place in world.topology.places)
+        ranks = " and ".join(f"{count} {family}" for family, count in families.items())
+        click.echo(f"hpctrain {__version__}: {job.name} on {ranks} ranks, {world.library.split(' ')[0]}", err=True)
     return job
 
 

@@ -1,4 +1,4 @@
-"""`hpctrain inspect`: tell what a file or folder of ours is and what is in it."""
+"""`hpctrain inspect`: show what a file or folder of hpctrain is and what is in it."""
 
 import json
 import math
@@ -11,14 +11,20 @@ from hpctrain.config.errors import CheckpointError, JobError
 
 
 @click.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", metavar="PATH")
 @click.option("--verify", is_flag=True, help="Read everything and check it against its checksums.")
 @click.option("--parameters", is_flag=True, help="List every parameter of a checkpoint with its shape and norm.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(path, verify, parameters, as_json):
-    """Tell what is in PATH: a run folder, a checkpoint, a plan, job or cluster file (.toml), or a token file."""
-    if not path.exists():
-        raise JobError(f"{path}: no such file or folder")
+    """Show what is in PATH: a run folder, a checkpoint, a plan, job or cluster file (.toml), or a token file.
+
+    \b
+    hpctrain inspect runs/tiny-20261123-150052
+    hpctrain inspect v100-t4
+
+    The name of a ready-made job or cluster will do, too.
+    """
+    path = _locate(path)
     if (path / "index.h5").is_file():
         summary = _checkpoint(path, verify, parameters)
     elif path.is_dir():
@@ -34,6 +40,19 @@ def command(path, verify, parameters, as_json):
     for key, value in summary.items():
         lines = str(value).splitlines() or [""]
         print(f"{key:{width}}  {lines[0]}", *(f"{'':{width}}  {line}" for line in lines[1:]), sep="\n")
+
+
+def _locate(reference: str) -> Path:
+    """Return the path of a file or folder, or of the ready-made job or cluster of that name. Raises JobError."""
+    from hpctrain.config.cluster_file import ready_clusters
+    from hpctrain.config.job import READY_MADE
+    from hpctrain.config.tables import did_you_mean
+
+    ready = {path.stem: path for path in READY_MADE.glob("*.toml")} | ready_clusters()
+    path = Path(reference)
+    if path.exists() or reference in ready:
+        return path if path.exists() else ready[reference]
+    raise JobError(f"{reference}: no such file or folder, nor a ready job or cluster{did_you_mean(reference, ready)}")
 
 
 def _run(path: Path, verify: bool, parameters: bool) -> dict:
@@ -115,10 +134,22 @@ def _described(path: Path) -> dict:
         plan = load_plan(path)
         return {"plan": plan.describe(), "ranks": len(plan.ranks), "tiles": len(plan.tiles)}
     job = load_job(str(path))
-    summary = {"job": job.name, **{k: str(v) for k, v in job.model_dump(mode="json").items() if k != "name"}}
+    sections = job.model_dump(mode="json", exclude_none=True, exclude={"name"})
+    summary = {"job": job.name, **{name: _format_table(section) for name, section in sections.items()}}
     if job.model.vocab_size:
         summary["parameters"] = f"{count_parameters(job.model):,}"
     return summary
+
+
+def _format_table(section: dict) -> str:
+    """Return a table of a file as lines `key = value`; tables in it as `key.key = value`."""
+    lines = []
+    for key, value in section.items():
+        if isinstance(value, dict):
+            lines += [f"{key}.{line}" for line in _format_table(value).splitlines()]
+        else:
+            lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join(lines)
 
 
 def _cluster(path: Path) -> dict:
@@ -130,7 +161,9 @@ def _cluster(path: Path) -> dict:
     cluster = load_cluster(path)
     summary = {"cluster": cluster.describe(), "devices": cluster.num_devices, "nodes": cluster.num_nodes}
     for where, link in slowest_links(cluster).items():
-        summary[f"slowest_link_{where}"] = f"{link.latency_seconds} s, {link.message_bytes_per_second} bytes/s"
+        summary[f"slowest_link_{where}"] = (
+            f"{link.latency_seconds * 1e6:.4g} us, {link.message_bytes_per_second / 1e9:.4g} GB/s"
+        )
     for number, line in enumerate(describe_sources(filled_figures(path)), 1):
         summary[f"filled_{number}"] = line
     return summary | {"assumed_inputs": ", ".join(assumed_figures(cluster)) or "nothing"}

@@ -1,16 +1,27 @@
 """What a run shows a person: its choices, a progress bar, and where everything is at the end."""
 
 import sys
+from pathlib import Path
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hpctrain.config.job import Job
+from hpctrain.observe.run import RESOLVED
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.parameters import count_parameters
 
 # Of a rehearsal: up to the first its ratios are quoted, beyond the second it means nothing.
 QUOTED_OVERRUN, UNTRUSTED_OVERRUN = 0.01, 0.05
+SHOWN = {
+    "planned again": "planned again",
+    "machine": "machine",
+    "train.dtype": "dtype",
+    "plan": "search",
+    "runner-up": "runner-up",
+    "prediction": "prediction",
+}
+"""The choices whose reasons a start shows, and what it calls them; the others are in the run folder."""
 PLAIN_LINES = 20  # without a terminal: that many lines of progress in a run
 
 
@@ -34,18 +45,22 @@ class Console:
 
     def say(self, text: str) -> None:
         if self._speaks:
-            self._rich.print(text, soft_wrap=True)
+            self._rich.print(text, soft_wrap=not self._rich.is_terminal)  # files keep whole lines
 
-    def start(self, job: Job, plan: Plan, reasons: dict[str, str], source, steps_done: int, checkpoint) -> None:
-        """Say what is trained, by which choices, and from where."""
+    def start(
+        self, job: Job, plan: Plan, reasons: dict[str, str], source, steps_done: int, checkpoint, run: Path
+    ) -> None:
+        """Print what is trained, the main choices, and what it continues from."""
         model = job.model
         self.say(
             f"{job.name}: {model.architecture} {model.num_layers} layers x {model.hidden_size} hidden,"
             f" {count_parameters(model) / 1e6:.1f} M parameters, on {source.num_tokens / 1e6:.1f} M tokens"
         )
         self.say(f"plan: {plan.describe()}; {len(plan.ranks)} ranks, {job.train.dtype}")
-        for key, reason in reasons.items():
-            self.say(f"  chosen {key}: {reason}")
+        for key, label in SHOWN.items():
+            if key in reasons:
+                self.say(f"{label}: {reasons[key]}")
+        self.say(f"every choice and its reason: {run / RESOLVED}")
         if checkpoint:
             self.say(f"continuing after step {steps_done}, from {checkpoint}")
 
@@ -53,7 +68,7 @@ class Console:
         """Show one step's metrics."""
         if not self._speaks:
             return
-        done = metrics["step"] + 1
+        done = metrics["step"]
         speed = metrics["tokens_per_second"]
         self._smooth_speed = speed if not self._smooth_speed else 0.9 * self._smooth_speed + 0.1 * speed
         text = f"loss {metrics['loss']:.4f}  {self._smooth_speed:,.0f} tokens/s"
@@ -99,7 +114,7 @@ class Console:
         if signal_name:
             self.say(f"stopped by {signal_name}; start the same command with --run {path} to go on")
         if last:
-            self.say(f"loss {last['loss']:.4f} after {last['step'] + 1} steps, {self._smooth_speed:,.0f} tokens/s")
+            self.say(f"loss {last['loss']:.4f} after {last['step']} steps, {self._smooth_speed:,.0f} tokens/s")
         if "validation_loss" in last:
             share = last["validation_loss"] / entropy - 1
             self.say(

@@ -39,13 +39,13 @@ def _toml(value) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def dump_job(job: Job, reasons: dict[str, str], plan_file: Path) -> str:
-    """Write a job as TOML that `load_job` reads back, with its plan as a file and reasons as comments."""
+def dump_job(job: Job, reasons: dict[str, str], plan_file: str) -> str:
+    """Return a job as TOML that `load_job` reads back, with reasons as comments; `plan_file` is relative to it."""
     tree = job.model_dump(mode="json", exclude_none=True, exclude={"plan"})
     lines = ["# What this run does, with every choice made. Reasons:"]
     lines += [f"# {key}: {reason}" for key, reason in reasons.items()] or ["# nothing was left to choose"]
     lines += ["", f"name = {_toml(tree.pop('name'))}"]
-    for section, values in {**tree, "plan": {"file": str(plan_file)}}.items():
+    for section, values in {**tree, "plan": {"file": plan_file}}.items():
         lines += ["", f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
 
@@ -71,12 +71,12 @@ class RunFolder:
         with _writing(self.path):
             (self.path / CLUSTER).write_text(dump_cluster(cluster))
             (self.path / PLAN).write_text(dump_plan(plan))
-            (self.path / RESOLVED).write_text(dump_job(job, reasons, self.path / PLAN))
+            (self.path / RESOLVED).write_text(dump_job(job, reasons, PLAN))
 
     def rewind_metrics(self, step: int) -> None:
-        """Drop the lines of steps from `step` on, which a resumed run computes again."""
+        """Drop the lines of steps after `step`, which a resumed run computes again."""
         with _writing(self.path):
-            kept = [line for line in read_metrics(self.path) if line["step"] < step]
+            kept = [line for line in read_metrics(self.path) if line["step"] <= step]
             partial = self.path / (METRICS + ".partial")
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
             partial.replace(self.path / METRICS)

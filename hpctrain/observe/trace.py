@@ -215,8 +215,11 @@ def table(summary: dict) -> str:
     """Return the summary for people."""
     if not summary["axes"]:
         return "nothing is communicated"
-    lines = [f"a rank in one step, mean of {summary['steps']}: communication = hidden + exposed"]
+    keys = ("communication", "hidden", "exposed")
+    lines = [f"ms of a rank in one step, mean of {summary['steps']}"]
+    lines.append(f"  {'':10}" + "".join(f"{key:>15}" for key in keys))
     for axis, each in summary["axes"].items():
-        total, hidden, exposed = (each[f"{key}_seconds"] * 1e3 for key in ("communication", "hidden", "exposed"))
-        lines.append(f"  {axis:10} {total:10.2f} ms = {hidden:10.2f} + {exposed:10.2f}")
-    return "\n".join(lines)
+        lines.append(f"  {axis:10}" + "".join(f"{each[f'{key}_seconds'] * 1e3:15.2f}" for key in keys))
+    return "\n".join(
+        [*lines, "  exposed includes waiting: for slower ranks, and in a pipeline for neighbours' results"]
+    )

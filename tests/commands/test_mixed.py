@@ -150,7 +150,7 @@ def test_what_does_not_fit_a_device_ends_the_run_with_one_message(hpctrain, clus
     assert refused.code == 15 and "is predicted not to fit: a rank with items [0, 4] on 'slow' needs" in refused.err
     done = hpctrain("train", "job.toml", *arguments, "--set", "search.must_fit=false", ranks=2, cwd=clusters)
     assert done.code not in (0, 1), done.out + done.err
-    said = "rank 1 (slow, items [0, 4], rows [5, 8]) is out of memory in step 0: "
+    said = "rank 1 (slow, items [0, 4], rows [5, 8]) is out of memory in step 1: "
     assert done.err.count(said) == 1 and "Traceback" not in done.err
     assert "the pretended slow is out of memory: " in done.err and "beyond its 850000;" in done.err
     assert 'give its tile fewer rows or items, set plan.recompute to "full"' in done.err
