@@ -159,7 +159,7 @@ def _operation(paced: "Paced", before: float, scale: float) -> Operation:
 
 
 def seconds_alone(operations: Iterable[Operation]) -> dict[tuple[str, str, int], float]:
-    """Return what operations take, by their kind, where nothing goes on beside them."""
+    """Return what operations take, by their kind, where nothing is overlapped with them."""
     result = defaultdict(list)
     for operation in operations:
         result[operation.kind].append(operation.seconds)

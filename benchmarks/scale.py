@@ -90,7 +90,7 @@ def holmes() -> None:
         ("data across both fabrics, as Megatron-LM", False, None, False),
         ("pipeline across, data inside", True, None, False),
         ("the same, gradients beside, as Holmes", True, BUCKET_BYTES, False),
-        ("the same, more microbatches under way", True, BUCKET_BYTES, True),
+        ("the same, more microbatches in flight", True, BUCKET_BYTES, True),
     ):
         plan = even_plan(
             model.num_items,

@@ -3,7 +3,7 @@
     python -m benchmarks.search
     python -m benchmarks.search --table       the searched plan beside the one by speed, the even one and the bound
 
-Clusters are made of the catalogue's accelerators and networks: 8 devices a node, with a NIC each; families on unlike
+Clusters are made of the catalogue's accelerators and networks: 8 devices a node, with a NIC each; families on different
 fabrics reach each other by Ethernet. Each case runs in a process of its own, on one core.
 """
 
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def setup(self) -> Setup:
-        """As a run there would have it: what is exchanged goes on beside computation."""
+        """As a run there would have it: what is exchanged is overlapped with computation."""
         model, overlapped = Model(**PRESETS[self.preset]), frozenset(("tensor", "z"))
         return Setup(model, self.positions, "bf16", HPCTRAIN, overlapped, Overlap().bucket_bytes)
 

@@ -1,4 +1,4 @@
-"""Random tilings: any cut of items x rows among unlike tensor grids, for tests on one rank and on many."""
+"""Random tilings: any cut of items x rows among different tensor grids, for tests on one rank and on many."""
 
 import itertools
 from dataclasses import replace
@@ -44,7 +44,7 @@ def tilings(
 ) -> Plan:
     """A plan for exactly `num_ranks` ranks: side by side pipelines of any depth, or stages of any data degree.
 
-    With `exchanging` the tiles of a stage may exchange while they compute (ZeRO 2 and 3), by unlike grids too.
+    With `exchanging` the tiles of a stage may exchange while they compute (ZeRO 2 and 3), by different grids too.
     """
     left_out = draw(st.integers(0, 1)) if unused and num_ranks > 2 else 0
     order = draw(st.permutations(range(num_ranks)))
@@ -87,7 +87,7 @@ def tilings(
 
 @st.composite
 def going_ahead(draw, drawn: Plan) -> Plan:
-    """Let tiles have more microbatches under way than by 1F1B, each at least as many as the next."""
+    """Let tiles have more microbatches in flight than by 1F1B, each at least as many as the next."""
     warm_up: dict[Tile, int] = {}
     for tile in sorted(drawn.tiles, key=lambda tile: -tile.items.start):
         following = [warm_up[other] for other in drawn.downstream(tile)]

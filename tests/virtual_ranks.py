@@ -38,7 +38,7 @@ class VirtualRanks:
             waiting = {rank: pending for rank, pending in waiting.items() if pending is not None}
             if not able:
                 self.clock = min([self.fluid.next_end, *self._arrivals()])
-                assert self.clock < math.inf, f"ranks {sorted(waiting)} wait for nothing that is under way"
+                assert self.clock < math.inf, f"ranks {sorted(waiting)} wait for nothing that is in flight"
                 self.fluid.advance(self.clock)
         return self.clock
 

@@ -1,7 +1,7 @@
 """Predicts from what single layers were measured to take on a device, in place of its data sheet. Pure.
 
 A table of them is a CSV file with one line for each model, device, microbatch, degree of tensor parallelism and layer
-(`COLUMNS`); of layers that are alike one is enough. Seconds are what the ranks of a tensor grid take together, with
+(`COLUMNS`); of layers that are equal one is enough. Seconds are what the ranks of a tensor grid take together, with
 their collectives.
 """
 

@@ -16,7 +16,7 @@ from hpctrain.planner.stack import Stack
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes that are alike."""
+    """Nodes that are equal."""
 
     accelerator: str
     devices_per_node: int

@@ -39,7 +39,7 @@ SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")
 def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, plan: Plan, about: dict) -> Path:
     """Write the checkpoint after `step` steps under `folder`/checkpoints; return its path. All ranks must call.
 
-    Every rank writes what it owns; `about` (strings) is kept beside it. Raises CheckpointError on all ranks if one
+    Every rank writes what it owns; `about` (strings) is kept with it. Raises CheckpointError on all ranks if one
     cannot write; what was there before stays, and the unfinished folder is removed.
     """
     final = folder / "checkpoints" / step_folder(step)
@@ -76,7 +76,7 @@ def _attempt(where: Path, work):
     except OSError as error:
         raise CheckpointError(
             f"{where}: cannot be written: {describe_os_error(error)}; earlier checkpoints are untouched,"
-            " make room or choose another --run"
+            " free space or choose another --run"
         ) from None
 
 

@@ -17,7 +17,7 @@ from hpctrain.config.errors import CommError
 class SharedChannel:
     """A two-way channel between two ranks of one host: for each way a ring of slots in the sender's memory.
 
-    A send copies and returns; it waits only if `depth` messages are under way. The receiver needs nothing from the
+    A send copies and returns; it waits only if `depth` messages are in flight. The receiver needs nothing from the
     sender while it computes.
     """
 
@@ -77,7 +77,7 @@ class LaneChannel:
         self._open = True
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Copy a contiguous tensor and return; waits only if `depth` messages are under way."""
+        """Copy a contiguous tensor and return; waits only if `depth` messages are in flight."""
         if len(self._in_flight) >= self._depth:
             self._in_flight.popleft().wait()
         self._in_flight.append(self._outgoing.send(tensor.clone(), self._peer))
@@ -160,7 +160,7 @@ def make_channel(
 ) -> SharedChannel | LaneChannel:
     """Make a channel between this rank and `peer`, for `depth` messages each way. Both must call.
 
-    `trace` is told of messages that go out while the rank computes.
+    `trace` records messages that go out while the rank computes.
     """
     ranks = sorted((routes.rank, peer))
     if routes.shares_memory(ranks):

@@ -222,7 +222,7 @@ class Operations(ABC, Generic[Result]):
 class Communicator(Operations[torch.Tensor]):
     """Blocking operations; each returns the tensor that it was given. A group of one does nothing, at no cost.
 
-    What is *started* goes on beside where the group has a lane, and blocks where it has none: the same bits, and the
+    What is *started* is overlapped where the group has a lane, and blocks where it has none: the same bits, and the
     same code for who calls.
     """
 
@@ -342,7 +342,7 @@ class Lane(Operations[Started]):
         return TracedWork(work, self._trace) if self._trace else work
 
     def settle(self) -> None:
-        """Wait for what is under way, unless it was abandoned. All ranks must call."""
+        """Wait for what is in flight, unless it was abandoned. All ranks must call."""
         for work in () if self._is_abandoned else tuple(self._queue):
             work.wait()
 

@@ -23,7 +23,7 @@ from hpctrain.comm.waiting import (
 
 
 class Work:
-    """An operation under way on a lane."""
+    """An operation in flight on a lane."""
 
     __slots__ = ("_error", "_on_end", "_on_wait", "_patience", "_progress", "ended", "operation", "pending", "steps")
 
@@ -165,7 +165,7 @@ class Progress:
             return min((queue[0].not_before() for queue in self._lanes if queue), default=0.0)
 
     def close(self) -> None:
-        """End the thread; what is under way is left where it is."""
+        """End the thread; what is in flight is left where it is."""
         self._stop = True
         self._busy.set()
         self._submitted.set()

@@ -43,23 +43,23 @@ def flat_seconds(algorithm: str, operation: str, num_bytes: int, num_ranks: int,
 
 
 Flows = tuple[int, int]
-"""How many ranks share a NIC: those of the group alone, and those of groups beside included."""
+"""How many ranks share a NIC: those of the group, and those of concurrent groups."""
 ALONE, BESIDE = 0, 1
 
 
 class Form(NamedTuple):
-    """Of a group, and of those beside it: all that its collectives' times depend on. Links are by number."""
+    """Of a group, and of concurrent ones: all that its collectives' times depend on. Links are by number."""
 
     size: int
     links: tuple[int, ...]
-    """Between neighbours, for who communicates flat; those that are alike once."""
+    """Between neighbours, for who communicates flat; those that are equal once."""
     flows: Flows = (1, 1)
     """The most that these links' messages meet."""
     domains: tuple["Form", ...] = ()
-    """For who does it by domains; those that are alike once."""
+    """For who does it by domains; those that are equal once."""
     num_domains: int = 0
     across: tuple["Across", ...] = ()
-    """How domains exchange with all others; those that are alike once."""
+    """How domains exchange with all others; those that are equal once."""
 
 
 class Across(NamedTuple):
@@ -186,7 +186,7 @@ class ClusterNetwork:
     def _form_of(self, ranks: tuple[int, ...], overlapped: Crowd | None) -> Form:
         """Return the form of a group.
 
-        There are as many groups at once as its families have ranks for beside it: those that have none take turns.
+        There are as many groups at once as its families have ranks for: those that have none take turns.
         """
         own = self._crowd_of(ranks)
         every = overlapped or own
@@ -258,7 +258,7 @@ class ClusterNetwork:
         return min(result, key=lambda each: self._seconds_by(each, operation, num_bytes, form, ALONE))
 
     def _seconds_by(self, algorithm: str, operation: str, num_bytes: int, form: Form, overlapped: int) -> float:
-        """Return what a collective takes by an algorithm, alone or beside other groups."""
+        """Return what a collective takes by an algorithm, alone or with other groups."""
         if algorithm == "domains":
             return self._by_domains(operation, num_bytes, form, overlapped)
         message_bytes = num_bytes if algorithm == "doubling" else num_bytes // form.size + 1

@@ -75,7 +75,7 @@ class Solo:
     def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False) -> Communicator:
         """Return what the group's collectives leave in memory, without the group.
 
-        If `overlapped` it has a lane, since what goes on beside needs rooms of its own.
+        If `overlapped` it has a lane, since overlapped operations need buffers of their own.
         """
         if len(ranks) == 1:
             return Communicator(ranks)

@@ -46,7 +46,7 @@ class GroupTrace:
     """Tells a tracer what one rank's part of one group does."""
 
     def __init__(self, tracer: Tracer, group: str, lane: str):
-        """`lane` names the group where it goes on beside; no other lane of this rank has that name."""
+        """`lane` names the group where it is overlapped; no other lane of this rank has that name."""
         self._tracer, self._group, self._lane = tracer, group, lane
 
     def now(self) -> float:
@@ -61,7 +61,7 @@ class GroupTrace:
     def telling(
         self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]
     ) -> Callable[[], None]:
-        """Return what is to be called at the end of steps that go on beside; calls `on_end`."""
+        """Return what is to be called at the end of overlapped steps; calls `on_end`."""
         return partial(self._report_overlapped, operation, num_bytes, steps, on_end)
 
     def _report_overlapped(self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ class GroupTrace:
 
 
 class TracedWork:
-    """An operation under way on a lane; offers what `Work` does, and tells how long it is waited for."""
+    """An operation in flight on a lane; offers what `Work` does, and records how long it is waited for."""
 
     def __init__(self, work: Work, trace: GroupTrace):
         self._work, self._trace = work, trace

@@ -1,4 +1,4 @@
-"""The hook by which a run is traced: who computes or communicates tells spans of time to a `Tracer`.
+"""The hook by which a run is traced: who computes or communicates reports spans of time to a `Tracer`.
 
 Moments are seconds of `time.monotonic`; a rehearsal's are pretended ones.
 """
@@ -18,7 +18,7 @@ class Tracer:
         """The rank communicated until now, and did nothing else."""
 
     def waited(self, group: str, operation: str, since: float) -> None:
-        """The rank waited until now for what was going on beside."""
+        """The rank waited until now for an overlapped operation."""
 
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         """A lane of a group moved something; may be called by any thread."""

@@ -14,7 +14,7 @@ YIELDS = 2000
 FIRST_SLEEP_SECONDS = 20e-6
 LONGEST_SLEEP_SECONDS = 500e-6
 # Who knows when it will come sleeps until so much before, the most that a sleeper usually wakes late; but no longer
-# than this at once: MPI moves what else is under way only when it is called.
+# than this at once: MPI moves what else is in flight only when it is called.
 WAKE_SECONDS = 200e-6
 LONGEST_KNOWN_SLEEP_SECONDS = 5e-3
 

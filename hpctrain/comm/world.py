@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.solo import Solo
     from hpctrain.comm.traced import GroupTrace
 
-# What a rank is told about where it is, for tests; of its device see hpctrain.comm.accelerators.detect.
+# The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.detect.
 HOST_VARIABLE = "HPCTRAIN_HOST"
 UNCAUGHT_EXIT_CODE = 1
 # How long a rank that failed waits for the others to say that they failed too, before it takes all down.
@@ -328,7 +328,7 @@ class World:
         for made in self._made:  # nobody may wait in them any longer
             made.abandon()
         is_first = self.oversight.note_failure(error)
-        if not self._waits_for_all and self._everybody_failed():  # MPI cannot end in order with a barrier under way
+        if not self._waits_for_all and self._everybody_failed():  # MPI cannot end in order with a barrier in flight
             if self.rank == 0:
                 print(self._banner(error, everywhere=True), file=sys.stderr, flush=True)
             self._mpi.Finalize()

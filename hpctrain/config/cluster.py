@@ -119,7 +119,7 @@ class Family(Figures):
     """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
     many have the sustained speed. Left out: by the tiles of the catalogue's model."""
     overlap_slowdown: Annotated[float, Field(ge=1, strict=True)] | None = None
-    """How many times as long it computes while it communicates; left out: as long as beside nothing."""
+    """How many times as long it computes while it communicates; left out: no slow-down."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
 
@@ -130,7 +130,7 @@ class Family(Figures):
 
     @property
     def reserve_bytes(self) -> int:
-        """What is kept free: as the file says, else a guess for accelerators, and nothing for CPUs and miniatures."""
+        """What is kept free: as the file says, else assumed for accelerators, and nothing for CPUs and miniatures."""
         if self.reserved_bytes is not None:
             return self.reserved_bytes
         if self.kind == "cpu" or self.memory_bytes < MINIATURE_BYTES:
@@ -144,7 +144,7 @@ class Family(Figures):
             return "reserved_bytes of the cluster file"
         if not self.reserve_bytes:
             return "a CPU, or a miniature of a device"
-        return f"a guess: {RESERVED_BYTES / 1e9:g} GB of context and communicators, {RESERVED_SHARE:.0%} fragmentation"
+        return f"assumed: {RESERVED_BYTES / 1e9:g} GB of context and communicators, {RESERVED_SHARE:.0%} fragmentation"
 
     @property
     def usable_bytes(self) -> int:
@@ -181,7 +181,7 @@ class Fabric(Figures):
 
 
 class Nic(Figures):
-    """Network interfaces of a node that are alike; both directions are used at once."""
+    """Network interfaces of a node that are equal; both directions are used at once."""
 
     fabric: Name
     count: Count = 1
@@ -191,7 +191,7 @@ class Nic(Figures):
 
 
 class Nodes(Figures):
-    """Nodes that are alike. A node's i-th device takes its i-th NIC of each fabric; fewer are shared in turn."""
+    """Nodes that are equal. A node's i-th device takes its i-th NIC of each fabric; fewer are shared in turn."""
 
     count: Count = 1
     devices: Annotated[dict[Name, Count], Field(min_length=1)]
@@ -223,7 +223,7 @@ class Nodes(Figures):
 
     @cached_property
     def nics_by_fabric(self) -> dict[str, tuple[Nic, ...]]:
-        """Return each NIC, those that are alike one by one."""
+        """Return each NIC, those that are equal one by one."""
         result: dict[str, tuple[Nic, ...]] = {}
         for nic in self.nics:
             result[nic.fabric] = result.get(nic.fabric, ()) + (nic,) * nic.count
@@ -231,7 +231,7 @@ class Nodes(Figures):
 
 
 class Time(Table):
-    """How long a message takes until it has arrived, with others like it under way at once."""
+    """How long a message takes until it has arrived, with others like it in flight at once."""
 
     message_bytes: Bytes
     flows: Count = 1
@@ -240,7 +240,7 @@ class Time(Table):
 
 
 class LinkClass(Figures):
-    """What pairs of devices get that are alike far; goes before what follows from nodes, NICs and fabrics."""
+    """What pairs of devices get that are equally far; goes before what follows from nodes, NICs and fabrics."""
 
     families: tuple[Name, Name]
     fabric: Name | None = None

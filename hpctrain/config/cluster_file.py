@@ -36,7 +36,7 @@ def ready_clusters() -> dict[str, Path]:
 def locate_cluster(reference: str | Path) -> Path:
     """Return the path of a cluster file, or of the ready one of that name. Raises TopologyError if there is neither."""
     path, ready = Path(reference), ready_clusters()
-    if path.is_file() or path.suffix == ".toml":  # a file that is missing is told by who reads it
+    if path.is_file() or path.suffix == ".toml":  # who reads the file reports that it is missing
         return path
     if str(reference) not in ready:
         hint = did_you_mean(str(reference), ready)
@@ -132,7 +132,7 @@ def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: 
     """Return the text of a cluster file with these profiles instead of its own; everything else stays as it is.
 
     `comments` are by key, such as "profiles.0". Raises TopologyError if the file is wrong, or written so that its
-    profiles cannot be told from the rest.
+    profiles cannot be distinguished from the rest.
     """
     before = _parse(text, where)
     lines = [*_without_profiles(text.splitlines()), *_listed("profiles", profiles, comments)]
@@ -140,7 +140,7 @@ def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: 
     with suppress(TopologyError):
         if _parse(made, where) == before.model_copy(update={"profiles": tuple(profiles)}):
             return made
-    raise TopologyError(f"{where}: its profiles cannot be told from the rest; remove them, and profile again")
+    raise TopologyError(f"{where}: its profiles cannot be distinguished from the rest; remove them, and profile again")
 
 
 def write_cluster_text(path: Path, text: str) -> None:

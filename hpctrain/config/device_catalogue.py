@@ -50,7 +50,7 @@ class NetworkEntry(NamedTuple):
     bytes_per_second: float
     """Of one NIC, one way."""
     latency_seconds: float
-    """Of a message: a guess, the maker's figure and what MPI adds to a short message."""
+    """Of a message: assumed, the maker's figure and what MPI adds to a short message."""
     source: str
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 class HpctrainError(Exception):
     """Base of all errors for people.
 
-    `exit_code` is the exit status of the process, distinct for each kind so that batch scripts can tell a job that
+    `exit_code` is the exit status of the process, distinct for each kind: batch scripts see whether a job
     will never run (do not requeue) from one that a machine interrupted.
     """
 

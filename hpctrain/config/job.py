@@ -2,7 +2,7 @@
 
 A job file has the sections `[model] [data] [train] [plan] [search] [overlap] [products] [checkpoint] [comm] [observe]`;
 it may start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line
-has the last word (`--set train.steps=10`). Whatever is wrong with it is told as one `JobError` with the file, the key,
+has the last word (`--set train.steps=10`). Whatever is wrong with it becomes one `JobError` with the file, the key,
 the value and what to set.
 """
 
@@ -206,7 +206,7 @@ class Overlap(Table):
 
     @property
     def overlapped_bucket_bytes(self) -> int | None:
-        """The bytes of a bucket whose sum runs beside backward passes; None where `data` is off or `auto`."""
+        """The bytes of a bucket whose sum overlaps backward passes; None where `data` is off or `auto`."""
         return self.bucket_bytes if self.data else None
 
 

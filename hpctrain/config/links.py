@@ -33,7 +33,7 @@ class PairLink(NamedTuple):
     is_measured: bool = False
     """Whether its bandwidth was measured, by the cluster's own words."""
     overhead_seconds: float = 0.0
-    """What each further message that is under way at the same time costs its sender: part of its latency."""
+    """What each further message that is in flight at the same time costs its sender: part of its latency."""
 
     @property
     def message_bytes_per_second(self) -> float:
@@ -113,7 +113,7 @@ def efficiency(link: PairLink, num_bytes: int, link_share: float) -> float:
 
 
 def message_seconds(link: PairLink, num_bytes: int, flows: int = 1, link_share: float = 1.0) -> float:
-    """Return how long a message takes with `flows` like it under way at once: as measured, else by its bandwidth.
+    """Return how long a message takes with `flows` like it in flight at once: as measured, else by its bandwidth.
 
     Straight lines between what was measured, in bytes and in flows; more flows than were measured share what the most
     got together.

@@ -69,7 +69,7 @@ def prepare(
 
     Documents are shuffled by a hash of their relative path, so that the end of the file, which becomes validation,
     is a fair sample, and every machine gets the same file. `tokenizer` is `byte`, `bpe` (trained here, to
-    `vocab_size`), a `tokenizer.json`, or a token file whose tokenizer to use again. `on_progress` is told
+    `vocab_size`), a `tokenizer.json`, or a token file whose tokenizer to use again. `on_progress` is called with
     (bytes done, bytes in all). Raises DataError if there is nothing to prepare, or it cannot be written.
     """
     if vocab_size is not None and tokenizer != "bpe":

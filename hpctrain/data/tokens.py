@@ -72,7 +72,7 @@ class TokenSource:
 
     @property
     def identity(self) -> str:
-        """Tells files of unlike tokens apart: their number, and a CRC of the checksums (of a sample for `.bin`)."""
+        """Identifies the tokens of a file: their number, and a CRC of the checksums (of a sample for `.bin`)."""
         sample = self._tokens[:: max(1, self.num_tokens // 65536)] if self._checksums is None else self._checksums
         return f"{self.num_tokens} tokens {zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"
 
@@ -286,7 +286,7 @@ class TokenWriter:
     """Writes a token file as the tokens come; use it in a `with`.
 
     Nothing appears under `path` until the file is whole and on the disk; if anything fails, what was there before
-    stays. The tokens go to a nameless temporary file beside it first, since a contiguous dataset needs to know its
+    stays. The tokens go to a nameless temporary file in its folder first, since a contiguous dataset needs to know its
     size: the disk must hold them twice for a moment. Raises DataError if the file cannot be written.
     """
 

@@ -5,7 +5,7 @@ activations of a replica of the whole model among as many as there are ranks, an
 overflows holds nobody up, and what is measured has no waiting in it.
 
 How many rows fit is tried on the whole model, by real training steps and real overflows. What rows take is measured
-on one item of each kind (embedding, block, head), since blocks are alike: any cut of the model is a sum of these, and
+on one item of each kind (embedding, block, head), since blocks are equal: any cut of the model is a sum of these, and
 each is measured with more rows than the whole model has room for, as stages of a pipeline have.
 """
 
@@ -95,7 +95,7 @@ class Trials:
         self._is_warm = False
         self._seconds_per_row = 0.0
         self._bound = math.inf
-        """Rows; who takes too much of its host's memory is killed, and not told, so that these are not tried."""
+        """Rows; who takes too much of its host's memory is killed without an error, so that these are not tried."""
         total = accelerator.memory().total
         self._share = total // world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else total
 

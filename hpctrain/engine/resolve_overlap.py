@@ -53,7 +53,7 @@ def resolve_overlap(
     """Return the switches, but for `forward`, with values for those that are `auto`, and the reasons of these. Pure.
 
     It pays where bytes move by something else than the cores that compute. Among CPU ranks of one host there is no such
-    thing: they exchange through its memory, and what is moved beside a product is taken from the product. `crosses`
+    thing: they exchange through its memory, and overlapped messages take cores from the product. `crosses`
     says by switch whether it is between hosts that something is exchanged; None: as soon as there are several.
     """
     hosts = len({place.host for place in topology.places})
@@ -70,7 +70,7 @@ def resolve_overlap(
         elif topology.has_devices and key == "tensor":
             value, reason = True, "devices compute while bytes move"
         elif topology.has_devices:
-            several = "collectives of several groups that are under way together may wait for each other on a device"
+            several = "collectives of several groups that are in flight together may wait for each other on a device"
             value, reason = False, several
         elif between_hosts:
             value, reason = True, f"there are {what} on several of {hosts} hosts: bytes are on the network meanwhile"
@@ -113,7 +113,7 @@ def resolve_forward(job: Job, plan: Plan, topology: Topology, cluster: Cluster) 
     if not any(tile.tensor.cuts_weights for tile in plan.tiles):
         reason = "no tile has x or y, so there is nothing to sum"
     elif not job.overlap.tensor:
-        reason = "sums over x and y do not go on beside"
+        reason = "sums over x and y are not overlapped"
     elif topology.has_devices and topology.shares_memory and any(tile.tensor.x > 1 for tile in plan.tiles):
         reason = (
             "norms are summed over x meanwhile, and collectives of several groups may wait for each other on a device"

@@ -56,7 +56,7 @@ def tune_products(world: "World", job: Job, plan: Plan) -> tuple[Products, dict[
             all_ranks = world.group(range(world.size), "products")
             own = [family for family, rank in measuring.items() if rank == world.rank]
             mine = {family: measure(accelerator, new[family]) for family in own}
-            all_ranks.barrier()  # whose waiting leaves the cores to who measures, unlike MPI's own
+            all_ranks.barrier()  # whose waiting leaves the cores to who measures, which MPI's own would not
         for part in world.broadcast_object(world.gather_objects(mine)):
             result |= part
     layouts = {

@@ -1,4 +1,4 @@
-"""What every run on a described mixed cluster tells of itself: its share of what the families would do alone."""
+"""What every run on a described mixed cluster reports: its share of what the families would do alone."""
 
 from collections.abc import Sequence
 

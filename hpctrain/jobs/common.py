@@ -51,7 +51,7 @@ time_scale_option = click.option(
 
 @contextmanager
 def started_world() -> Iterator["World"]:
-    """Start MPI, and end it in order; an error that leaves the block ends all ranks, and is told once."""
+    """Start MPI, and end it in order; an error that leaves the block ends all ranks, and is printed once."""
     from hpctrain.comm.world import World
 
     world = World.start()
@@ -63,7 +63,7 @@ def started_world() -> Iterator["World"]:
 
 
 def load_job_on(world: "World", reference: str, overrides: tuple[str, ...]) -> Job:
-    """Read a job on every rank; a file that only some of them can read is told by one of those that cannot."""
+    """Read a job on every rank; where only some can read the file, one of the others reports it."""
     job = load_job(reference, overrides)
     world.enter(phases_of(job.observe).start)
     if world.rank == 0:  # before anything that takes seconds

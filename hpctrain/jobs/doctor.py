@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: tell what this machine has, as the ranks that were started see it."""
+"""`hpctrain doctor`: show what this machine has, as the ranks that were started see it."""
 
 import json
 import os

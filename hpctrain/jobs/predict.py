@@ -33,7 +33,7 @@ def command(job, overrides, cluster, plan_file, as_json):
     hpctrain predict tiny --cluster cluster.toml --plan plan.toml --json
 
     CLUSTER is a file, or the name of a ready one. Figures that were measured count more than those of data sheets; what
-    was guessed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
+    was assumed is listed. What of `[overlap]` is `auto` is what it would be in a run there.
     """
     loaded, plan, path = with_vocabulary(load_job(job, overrides)), load_plan(plan_file), locate_cluster(cluster)
     machine, loaded = load_cluster(path), scaled_for(cluster, loaded)

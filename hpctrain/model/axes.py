@@ -20,7 +20,7 @@ class PendingWork(Protocol):
 class Axis(Protocol):
     """Collectives over the ranks that differ in one coordinate only; every one of them must call.
 
-    What is started may go on beside: its tensors are to be left alone until its work was waited for. All ranks start
+    What is started may be overlapped: its tensors are to be left alone until its work was waited for. All ranks start
     the same things in the same order.
     """
 

@@ -283,7 +283,7 @@ class _SwiGlu(Function):
 
 
 def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, where both: [..., 2 * features] is gate beside up."""
+    """silu(gate) * up, where both: [..., 2 * features] is gate, then up."""
     return _SwiGlu.apply(both)
 
 

@@ -1,6 +1,6 @@
 """What the same ranks hold, as one flat array: what is reduced, updated and gathered in one large message.
 
-Whole units are such an array already, and the model computes with views of it; slabs of units are in
+Whole units are such an array already, and the model computes with views of it; regions of units are in
 `hpctrain.model.regions`.
 """
 

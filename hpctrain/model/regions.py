@@ -1,4 +1,4 @@
-"""What ranks of unlike tensor grids hold in common, as flat arrays: slabs of units.
+"""What ranks of different tensor grids hold in common, as flat arrays: regions of units.
 
 They lie scattered in what the model computes with, are packed for the exchange and spread out after it.
 """
@@ -34,7 +34,7 @@ class PackedRegions:
                 yield StoredRegion(region.parameter, region.box, at.shift(-placed.start), at, counts=True)
 
     def attach_views(self, placed_units: Sequence[tuple[UnitLayout, Interval, int]]) -> None:
-        """Take note where the slabs are in a flat array of z-shards: of each unit its layout, the shard of it that is
+        """Take note where the regions are in a flat array of z-shards: of each unit its layout, the shard of it that is
         there, and where."""
         start_of: dict[str, tuple[Box, int]] = {}
         for layout, shard, at in placed_units:
@@ -50,7 +50,7 @@ class PackedRegions:
             )
 
     def _views(self, flat: torch.Tensor) -> Iterator[tuple[Region, Interval, torch.Tensor]]:
-        """Yield each slab, its place in the packed array, and its [rows, columns] in the flat one."""
+        """Yield each region, its place in the packed array, and its [rows, columns] in the flat one."""
         for (region, at), (width, offset) in zip(self._regions, self._offsets, strict=True):
             shape = region.rows.size, region.columns.size
             yield region, at, flat.as_strided(shape, (width, 1), flat.storage_offset() + offset)
@@ -70,14 +70,14 @@ class PackedRegions:
 
 
 class CutRegions(Group):
-    """The group of ranks that hold the same slabs, by unlike tensor grids."""
+    """The group of ranks that hold the same regions, by different tensor grids."""
 
     def __init__(self, regions: PackedRegions, weights: torch.Tensor):
         super().__init__(weights.numel(), weights)
         self._regions = regions
 
     def attach(self, arrays: UnitArrays) -> None:
-        """Find the slabs in the arrays of the units that they are of."""
+        """Find the regions in the arrays of the units that they are of."""
         self._regions.attach_views(arrays.placed)
         self._arrays = arrays
 
@@ -92,7 +92,7 @@ class CutRegions(Group):
 
 
 class ShardedRegions(Sharded):
-    """The group of ranks that hold the same slabs of one item, by unlike tensor grids, as shards."""
+    """The group of ranks that hold the same regions of one item, by different tensor grids, as shards."""
 
     def __init__(self, shard_group: ShardGroup, holders: Axis, axes: Axes, dtype, device):
         self.packed = PackedRegions(shard_group.regions, axes)
@@ -100,7 +100,7 @@ class ShardedRegions(Sharded):
         self._in_use: torch.Tensor | None = None
 
     def attach(self, placed: tuple[UnitLayout, Interval, int], weights: torch.Tensor | None) -> None:
-        """Find the slabs in the z-shard of the unit that they are of; `weights` are those in use, where they stay."""
+        """Find the regions in the z-shard of the unit that they are of; `weights` are those in use, where they stay."""
         self.packed.attach_views([placed])
         self._in_use = weights
 
@@ -113,15 +113,15 @@ class ShardedRegions(Sharded):
 
 
 class CutUnit:
-    """One unit that ranks of unlike tensor grids hold: its z-shard here, all whose slabs are kept as shards.
+    """One unit that ranks of different tensor grids hold: its z-shard here, all whose regions are kept as shards.
 
-    To the unit it is what `ShardedUnit` is where grids are alike.
+    To the unit it is what `ShardedUnit` is where grids are equal.
     """
 
     is_equivalent = False
 
     def __init__(self, layout: UnitLayout, groups: Sequence[ShardedRegions], axes: Axes, dtype, device):
-        """`groups` have all slabs of the shard, in the order in which all ranks exchange them."""
+        """`groups` have all regions of the shard, in the order in which all ranks exchange them."""
         self.layout, self._groups = layout, groups
         shard = cut_evenly(layout.size, axes.z.size)[axes.z.rank]
         self._size, self._dtype, self._device = shard.size, dtype, device
@@ -142,7 +142,7 @@ class CutUnit:
 
     def start_gather(self) -> tuple[torch.Tensor, PendingWork]:
         """As `Sharded.start_gather`, of the whole z-shard."""
-        shard = torch.zeros(self._size, dtype=self._dtype, device=self._device)  # padding is in no slab
+        shard = torch.zeros(self._size, dtype=self._dtype, device=self._device)  # padding is in no region
         started = [group.start_gather() for group in self._groups]
 
         def spread() -> None:

@@ -114,8 +114,9 @@ class Stage:
     ) -> torch.Tensor | None:
         """Run all items backward from the gradient of the stage's output; return that of its input.
 
-        Gradients of weights are added to the store's; `passed` is told the number of each item whose are there, which
-        for those that are scattered may be after this call (see `Traffic.collect`). The first stage returns None.
+        Gradients of weights are added to the store's; `passed` is called with the number of each item whose
+        gradients are there; for scattered ones that may be after this call (see `Traffic.collect`). The first stage
+        returns None.
         """
         traffic = self.store.traffic
         for number, item in self._backwards():

@@ -59,7 +59,7 @@ class Store:
                 if isinstance(group, CutRegions):
                     group.attach(self._arrays[-1])
         self._units: list[UnitStore] = []
-        for arrays in self._arrays:  # after what is made among holders: ranks of z may have unlike ones
+        for arrays in self._arrays:  # after what is made among holders: ranks of z may have different ones
             whole = axes.z.allocate_common(sum(layout.size for layout, _, _ in arrays.placed), dtype, device)
             at_whole = 0
             for layout, shard, at in arrays.placed:

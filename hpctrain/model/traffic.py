@@ -17,7 +17,7 @@ from hpctrain.model.units import InFlight, UnitStore
 
 # How many items ahead something starts: over the holders of ZeRO 3's shards two, over z, which needs that, one.
 FARTHEST = 2
-# Items whose gradients are in the making or under way: the one that goes back, and the one before it.
+# Items whose gradients are in the making or in flight: the one that goes back, and the one before it.
 OVERLAPPED_BUFFERS = 2
 
 
@@ -82,7 +82,7 @@ class Traffic:
 
     def release(self, item: int) -> None:
         """Let go of the weights of an item, but for those that are kept or needed again: at once, or, where there is
-        room for another item beside the one that computes, by the one after it."""
+        a buffer for another item than the one that computes, by the one after it."""
         needed = list(self._next(2))
         for unit in self._units[item]:
             near = needed if unit.overlapped_gathers else needed[:1]
@@ -107,7 +107,10 @@ class Traffic:
             at += unit.layout.size
 
     def end_backward(self, item: int, passed: Callable[[int], None] | None) -> None:
-        """Start to sum the gradients of an item; `passed` is told its number when each rank's part has been added."""
+        """Start to sum the gradients of an item.
+
+        `passed` is called with its number when each rank's part has been added.
+        """
         for earlier in self._scattering:
             for operations in earlier.in_flight:
                 operations.bring(2)

@@ -168,6 +168,6 @@ class Head(Item):
 def make_item(
     model: Model, item: int, axes: Axes, store: Store, layouts: OperandLayouts, in_halves: bool = False
 ) -> Item:
-    """`in_halves`: blocks compute one half of the rows while sums of the other half are under way."""
+    """`in_halves`: blocks compute one half of the rows while sums of the other half are in flight."""
     kind = Embedding if item == 0 else Head if item == model.num_items - 1 else Block
     return kind(model, item, axes, store, layouts, in_halves)

@@ -148,7 +148,7 @@ class UnitStore:
             weight.grad = None if grad is None else grad[slice(*at)].view(shape)
 
     def prefetch(self, distance: int) -> None:
-        """Start what of a gather goes on beside, for a unit that is used so many items later."""
+        """Start the overlapped part of a gather, for a unit that is used so many items later."""
         number = self.overlapped_gathers - distance + 1
         if number < 1 or self._stays or self._is_gathered:
             return

@@ -1,1 +1,1 @@
-"""Floor 3: what a run tells about itself: its folder, its metrics, its progress."""
+"""Floor 3: what a run reports: its folder, its metrics, its progress."""

@@ -1,4 +1,4 @@
-"""What a run's steps were predicted to take beside what they took, part by part, and which part is to blame.
+"""Compares what a run's steps were predicted to take with what they took, part by part, and which part is to blame.
 
 drift.json       in the run folder: the prediction, what was measured, and how far apart they are
 """
@@ -17,13 +17,13 @@ from hpctrain.planner.simulate import EXPOSED
 
 DRIFT = "drift.json"
 LARGE_SHARE = 0.1
-"""Of a step: a difference that is told as a warning, unless the prediction itself promises less."""
+"""Of a step: a difference that becomes a warning, unless the prediction itself promises less."""
 PART_OF_GROUP = {"x": "tensor", "y": "tensor", "z": "tensor", "pipeline": "pipeline", "everyone": "pipeline"}
 """Whoever waits for all ranks waits for the slowest pipeline; other groups share weights."""
 
 
 class PartMeter(Tracer):
-    """Sums up where one rank's time goes in training steps; tells another tracer all that it is told."""
+    """Sums up where one rank's time goes in training steps; passes everything on to another tracer."""
 
     def __init__(self, now: Callable[[], float], then: Tracer = UNTRACED):
         self.now, self._then = now, then
@@ -89,7 +89,7 @@ class Expected:
     where: str
     """What is known of the cluster from."""
     knows_parts: bool
-    """Whether ranks know where their time goes: not on devices that compute beside their host."""
+    """Whether ranks know where their time goes: not on devices that compute while their host goes on."""
 
     def compare(self, measured: Sequence[MeasuredStep], num_steps: int) -> dict:
         """Return what was predicted, what was measured on the ranks in their order, and how far apart they are."""
@@ -176,7 +176,7 @@ def write(folder: Path, summary: Mapping) -> None:
     try:
         (folder / DRIFT).write_text(json.dumps(summary, indent=1) + "\n")
     except OSError as error:
-        raise TrainingError(f"{folder / DRIFT}: cannot be written: {describe_os_error(error)}; make room") from None
+        raise TrainingError(f"{folder / DRIFT}: cannot be written: {describe_os_error(error)}; free space") from None
 
 
 def read(folder: Path) -> dict | None:

@@ -1,4 +1,4 @@
-"""A run's steps beside their prediction, where its cluster is described."""
+"""Compares a run's steps with their prediction, where its cluster is described."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -98,7 +98,7 @@ class _writing:  # noqa: N801 - reads as a word where it is used
         if isinstance(error, OSError):
             raise TrainingError(
                 f"{error.filename or self._path}: cannot be written: {describe_os_error(error)};"
-                " make room and start the same command again, it goes on from the latest checkpoint"
+                " free space and start the same command again, it goes on from the latest checkpoint"
             ) from None
 
 

@@ -23,7 +23,7 @@ COMPUTE = "compute"
 # Of all ranks together: some 300 MB, more than which viewers do not open.
 MOST_SPANS = 2_000_000
 # What a span is of, the "category" of Chrome's format.
-COMPUTED, EXPOSED, WAITED, BESIDE = "compute", "exposed", "waited", "beside"
+COMPUTED, EXPOSED, WAITED, OVERLAPPED = "compute", "exposed", "waited", "overlapped"
 
 
 class Span(NamedTuple):
@@ -67,7 +67,7 @@ class Recording(Tracer):
 
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         if self.is_running:
-            self.spans.append(Span(BESIDE, operation, begin, end, group, lane, num_bytes))
+            self.spans.append(Span(OVERLAPPED, operation, begin, end, group, lane, num_bytes))
 
 
 class RunTrace:
@@ -133,7 +133,7 @@ def _write(folder: Path, traces: Sequence[RankTrace], summary: dict) -> None:
         partial.replace(folder / TRACE)
         (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     except OSError as error:
-        raise TrainingError(f"{folder / TRACE}: cannot be written: {describe_os_error(error)}; make room") from None
+        raise TrainingError(f"{folder / TRACE}: cannot be written: {describe_os_error(error)}; free space") from None
 
 
 def write_chrome(file: IO[str], traces: Sequence[RankTrace]) -> None:
@@ -198,7 +198,7 @@ def _axes_of(trace: RankTrace) -> dict[str, dict[str, float]]:
             continue
         seconds = span.end - span.begin
         moving[span.group] += seconds if span.kind != WAITED else 0.0
-        alone[span.group] += seconds if span.kind != BESIDE else 0.0
+        alone[span.group] += seconds if span.kind != OVERLAPPED else 0.0
         num_bytes[span.group] += span.num_bytes
     return {
         axis: {

@@ -2,7 +2,7 @@
 
 The *holders* of an element are the ranks that store it. Where all tiles that use an item have the same tensor grid,
 whole units have the same holders, at the same (x, y, z) of every tile, and what these exchange is one flat array.
-Where grids are unlike, what their ranks store are rectangles of the parameters that meet in smaller ones: *slabs*,
+Where grids are different, what their ranks store are rectangles of the parameters that meet in smaller ones: *regions*,
 each held by one exact set of ranks, which exchanges them packed side by side.
 
 What one set of ranks holds may be cut into several holdings, of whole items each: buckets, so that the gradients of the
@@ -57,7 +57,7 @@ class Region:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """What one exact set of ranks holds: whole units, or slabs of them."""
+    """What one exact set of ranks holds: whole units, or regions of them."""
 
     ranks: tuple[int, ...]
     """In the order of the plan's tiles, the same order for every y, so that the copies of a norm have like owners."""
@@ -83,7 +83,7 @@ class RankShards:
 
     shard_groups: tuple[ShardGroup, ...]
     cut_units: tuple[UnitLayout, ...] = ()
-    """The units whose elements are in slabs, of each item what is not tied as one."""
+    """The units whose elements are in regions, of each item what is not tied as one."""
 
 
 def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> RankShards:
@@ -97,7 +97,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     number_of = _numbers(model)
     cutter = _Cutter(model, plan, rank)
     tiles = plan.tiles_of(rank)
-    # Found once for all units of the same items, and all slabs of the same ranks: plans may have thousands of tiles.
+    # Found once for all units of the same items, and all regions of the same ranks: plans may have thousands of tiles.
     users_of = lru_cache(None)(partial(_users, plan))
     zero_of = lru_cache(None)(partial(_zero, plan))
 
@@ -197,7 +197,7 @@ def _shard_group(plan: Plan, ranks: tuple[int, ...], zero: int, **shards) -> Sha
 
 
 def _zero(plan: Plan, ranks: tuple[int, ...], is_tied: bool) -> int:
-    """Return the ZeRO stage in which ranks exchange a unit, or slabs of it: the highest of their tiles.
+    """Return the ZeRO stage in which ranks exchange a unit, or regions of it: the highest of their tiles.
 
     0, where everybody updates everything, is for one family, whose ranks compute the same bits. 2 and 3 need somebody
     to share with, and the same items, since they exchange while they compute; so a tied embedding stays at 1.
@@ -245,7 +245,7 @@ def _counterparts(
 
 
 class _Cutter:
-    """Cuts a rank's units where unlike grids meet. Blocks are alike: what is found for one is used for all."""
+    """Cuts a rank's units where different grids meet. Blocks are equal: what is found for one is used for all."""
 
     def __init__(self, model: Model, plan: Plan, rank: int):
         self._model, self._tile = model, plan.tile_of(rank)
@@ -254,7 +254,7 @@ class _Cutter:
         self._result: dict[tuple, list[tuple[int, Rectangle, tuple[int, ...]]]] = {}
 
     def regions(self, unit: Unit, users: tuple[Tile, ...]) -> list[tuple[Region, tuple[int, ...]]]:
-        """Return the slabs of this rank's part of a unit, each with its holders in the order of tiles."""
+        """Return the regions of this rank's part of a unit, each with its holders in the order of tiles."""
         item = unit.items[0]
         like = min(item, 1) if item <= self._model.num_layers else item
         parameters = _parameters(self._model, item)

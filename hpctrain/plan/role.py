@@ -43,7 +43,7 @@ class ChannelNeed:
     elements: int
     """Of the largest message."""
     depth: int
-    """Messages under way at once."""
+    """Messages in flight at once."""
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,12 @@ Schedule = Sequence[Instruction]
 
 def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
     """Return how many messages a channel between two neighbours holds: no tile runs further ahead of the next one than
-    by the microbatches that it has under way, so that no send of a training step waits."""
+    by the microbatches that it has in flight, so that no send of a training step waits."""
     return max(in_flight(plan, tile), in_flight(plan, other))
 
 
 def in_flight(plan: Plan, tile: Tile) -> int:
-    """Return how many microbatches of a tile are under way at once, from its forward to its backward pass: by 1F1B
+    """Return how many microbatches of a tile are in flight at once, from its forward to its backward pass: by 1F1B
     those of its warm-up and one in hand. Of an interleaved pipeline a step may have fewer."""
     virtual_stages = plan.virtual_stages(tile)
     if len(virtual_stages) == 1:
@@ -191,7 +191,7 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
     They are one where nobody waits for the gradient of the input. By 1F1B it is sent as soon as it is there (H2,
     arXiv 2505.17548), with the weights' right after it, where that costs nothing: sums over x or y would no longer be
     hidden behind the weights' products, and tiles that recompute or have row_chunks are short of the memory in which
-    these wait. Tiles with ZeRO 2 and 3 must do alike. By ZB-H1 each tile keeps as many microbatches under way as the
+    these wait. Tiles with ZeRO 2 and 3 must do the same. By ZB-H1 each tile keeps as many microbatches in flight as the
     first one on its longest path does by 1F1B, so that what is left at the end are weight passes.
     """
     if not plan.upstream(tile):

@@ -32,10 +32,10 @@ class Tile:
     row_chunks: int = 1
     """In how many pieces the tile goes through its rows of a microbatch."""
     extra_warmup: int = 0
-    """Microbatches that it has under way beyond those of 1F1B, so that slow messages hold up nobody."""
+    """Microbatches that it has in flight beyond those of 1F1B, so that slow messages delay nobody."""
 
     def __post_init__(self) -> None:
-        # Tiles are keys of many dictionaries: these tell nearly all apart, and take a tenth of the time of all.
+        # Tiles are keys of many dictionaries: these distinguish nearly all, and take a tenth of the time of all.
         object.__setattr__(self, "_hash", hash((self.items, self.ranks)))
 
     def __hash__(self) -> int:

@@ -2,8 +2,8 @@
 
 The activation between two tiles is a rectangle tokens x features: the positions of one row follow those of the row
 before it. A rank at (x, y, z) of a tile holds the tokens of the z-th part of the tile's rows and the x-th part of the
-features, and so do the other y. Unlike grids, rows and numbers of ranks on the two sides need nothing special: a piece
-is where two parts meet.
+features, and so do the other y. Different grids, rows and numbers of ranks on the two sides need nothing special: a
+section is where two parts meet.
 
 The y of a tile need the same. Where they are near each other and somebody who sends is far, each receives a part of the
 tokens, and they gather the whole among themselves (`gathers`): one copy crosses the slow link, also of a single row.

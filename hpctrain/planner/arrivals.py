@@ -74,7 +74,7 @@ class _Messages:
         """Return for each source what its messages take; None where it sends nothing."""
         result: dict[Tile, float] = {}
         like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
-        # of tiles that are alike each rank hears of its counterpart alone: the ends stand for all
+        # of tiles that are equal each rank hears of its counterpart alone: the ends stand for all
         for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks:
             for source, seconds in self._arriving(tile, sources, rank, forward).items():
                 result[source] = max(result.get(source, 0.0), seconds)

@@ -23,6 +23,6 @@ def list_assumed_inputs(
             result.append(f"families.{family}: no profile of this job, which other families have")
         if overlaps and device.family.overlap_slowdown is None:
             times = device.overlap_slowdown
-            slower = f"makes what is computed beside take {times} times as long" if times > 1 else "slows nothing"
+            slower = f"makes overlapped computation take {times} times as long" if times > 1 else "slows nothing"
             result.append(f"families.{family}.overlap_slowdown: communication {slower}")
     return result

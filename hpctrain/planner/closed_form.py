@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline take by 1F1B, with more under way where messages ask for it, in closed form. Pure.
+"""How long the stages of a pipeline take by 1F1B, with more in flight where messages ask for it, in closed form. Pure.
 
 A stage waits for its first microbatch, computes all of them, and waits for the last one to come back, whose gradient is
 sent before those of weights are computed where that is free (`splits_freely`). Where it is a bottleneck, stages behind
@@ -72,7 +72,7 @@ def _delays(passes: Sequence[PassSeconds], messages: Sequence[float], headroom: 
 
 
 def done_at_the_least(most: Sequence[PassSeconds], microbatches: int, least: Sequence[PassSeconds]) -> list[float]:
-    """Return when each stage is done at the least, whatever it has under way, if messages take no time.
+    """Return when each stage is done at the least, whatever it has in flight, if messages take no time.
 
     `most` are the passes of a stage's slowest rank, `least` what others see of it.
     """

@@ -112,9 +112,9 @@ class Setup:
     dtype: str
     stack: Stack
     overlaps: frozenset[str] = frozenset()
-    """What goes on while a rank computes: "tensor" (x and y, behind the products of gradients of weights), "z" (the
-    next item's weights come and the last one's gradients go) and "forward" (outputs of x and y, beside the other half
-    of the rows)."""
+    """What is overlapped with computation. "tensor": sums over x and y, with the products of gradients of weights.
+    "z": gathers of the next item's weights, scatters of the last one's gradients. "forward": outputs of x and y, with
+    the other half of the rows."""
     bucket_bytes: int | None = None
     """Holders sum gradients and gather weights while ranks compute, in buckets of so many bytes or more; None: when all
     is computed."""
@@ -193,14 +193,14 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
 
 
 def goes_in_halves(setup: Setup, grid: TensorGrid) -> bool:
-    """Say whether blocks compute one half of their rows while sums of the other half are under way."""
+    """Say whether blocks compute one half of their rows while sums of the other half are in flight."""
     return "forward" in setup.overlaps and grid.cuts_weights
 
 
 def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, PassWork]:
     """Return what `_block` does, where each half of the rows is computed while outputs of the other are summed.
 
-    The halves take turns: what one computes up to its next sum is beside the other's last one.
+    The halves take turns: what one computes up to its next sum overlaps the other's last one.
     """
     blocks = [_block(setup, grid, half) for half in (rows - rows // 2, rows // 2)]
     cut = _joining_halves(setup, grid, rows)

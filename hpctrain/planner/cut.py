@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hpctrain.plan.tiling import counted
+from hpctrain.planner.closed_form import PassSeconds
+from hpctrain.planner.space import Shape, StageChoice
 from hpctrain.planner.stages import BlockLine
 
 MANY_ROWS = 64
@@ -33,7 +36,7 @@ class StageVariant(NamedTuple):
     """Blocks, as far as memory goes."""
     needed_bytes: BlockLine
     kept_bytes: BlockLine
-    """Of these, for each microbatch under way."""
+    """Of these, for each microbatch in flight."""
     split: tuple[BlockLine, BlockLine] | None = None
     """The parts of `backward`, one by one, where the gradient is sent between them."""
 
@@ -123,3 +126,78 @@ def _most_at_once(least: Sequence[int], left: int, seconds: Sequence[Callable[[i
         else:
             high = middle
     return rows
+
+
+class Placed(NamedTuple):
+    """A stage of a pipeline, with its cut."""
+
+    pool: int
+    choice: StageChoice
+    blocks: int
+    variant: StageVariant
+
+    @property
+    def forward(self) -> float:
+        return self.variant.forward.at(self.blocks)
+
+    @property
+    def backward(self) -> float:
+        return self.variant.backward.at(self.blocks)
+
+    @property
+    def passes(self) -> PassSeconds:
+        if self.variant.split is None:
+            return PassSeconds(self.forward, self.backward)
+        return PassSeconds(self.forward, *(part.at(self.blocks) for part in self.variant.split))
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.variant.needed_bytes.at(self.blocks)
+
+
+class SharedBlocks(NamedTuple):
+    """Blocks, and maybe ends of the model, that the same stages hold."""
+
+    members: list[tuple[int, int]]
+    """These stages: pipeline, and place in it."""
+    elements: list[float]
+    """For each of them how many weights a rank has."""
+    blocks: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SearchLayout:
+    """A shape with its cuts."""
+
+    shape: Shape
+    rows: tuple[int, ...]
+    """Of a microbatch, for each pipeline."""
+    stages: tuple[tuple[Placed, ...], ...]
+    """Of each pipeline."""
+    seconds: float
+    """Of a step, by the closed form."""
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether some stage could do better with more memory."""
+        return any(
+            placed.variant.recompute != "none"
+            or placed.variant.row_chunks > 1
+            or placed.variant.most < placed.blocks + 1
+            for placed in self.all_stages
+        )
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return what each pool does, such as `fast: TP2 x PP2 x DP4, then slow: TP1 x PP1 x DP8`."""
+        shape = self.shape
+        rows = (
+            ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
+            for row, choices in zip(shape.pipelines, shape.choices, strict=True)
+        )
+        return f"{'; side by side with '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
+
+    @property
+    def all_stages(self) -> list[Placed]:
+        return [placed for stages in self.stages for placed in stages]

@@ -31,7 +31,7 @@ FILL = 96.0
 ALIGNMENTS = ((16, 1.33), (128, 1.05))
 SLOWEST_WITH_TILES = 1e12
 """FLOP/s of a device below which its model is not what computes: it is scaled down, to be pretended, and so are the
-tiles of its products; what it does beside is what its file says. No accelerator of the catalogue is that slow."""
+tiles of its products; everything else is what its file says. No accelerator of the catalogue is that slow."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How near accelerators of the catalogue (`hpctrain.config.device_catalogue`) come to their data sheets.
 
 `Efficiency` is one parameter set for each family: two shares are fitted to published measurements by
-`benchmarks/evidence/predictor.py`, or are those of a family like it, the rest is told where it stands.
+`benchmarks/evidence/predictor.py`, or are those of a family like it, the source of the rest is given there.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Efficiency:
     overlap_slowdown: float = 1.0
     """How many times as long it computes while it communicates."""
     known: bool = True
-    """Whether it is of this model, not a guess by its kind."""
+    """Whether it is of this model, not assumed by its kind."""
 
     def share(self, dtype: str) -> float:
         """Return the share of peak that large products in a dtype reach."""
@@ -38,9 +38,9 @@ class Efficiency:
         return of_dtype or self.product_share
 
 
-# Kernels of a collective library take processors and memory bandwidth from what is computed beside: with FSDP and
+# Kernels of a collective library take processors and memory bandwidth from overlapped computation: with FSDP and
 # pipelines on A100, H100, MI210 and MI250 that took 1.19 times as long in the mean (arXiv 2507.03114).
-BESIDE_NCCL = 1.19
+NCCL_SLOWDOWN = 1.19
 
 # By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
 # of half precision and of memory from whole steps; families that nobody measured have those of the one before. Cards
@@ -51,16 +51,16 @@ BESIDE_NCCL = 1.19
 # 10 % less of the second. A B200 computes all but attention of a training step 1.67 times as fast as an H200, where its
 # sheet says 2.28, and attention 1.87 times (stas00/ml-engineering, insights/when-to-upgrade-gpus, at 2d872ed).
 EFFICIENCIES: dict[str, Efficiency] = {
-    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_slowdown=BESIDE_NCCL),
-    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_slowdown=BESIDE_NCCL),
-    "t4": Efficiency(0.32, 0.62, 2e-6, 40, 0.55, overlap_slowdown=BESIDE_NCCL),
-    "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_slowdown=BESIDE_NCCL),
-    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_slowdown=BESIDE_NCCL),
-    "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44, fused_share=0.75, overlap_slowdown=BESIDE_NCCL),
-    "blackwell": Efficiency(0.50, 0.85, 2e-6, 148, 0.85, 0.32, fused_share=0.84, overlap_slowdown=BESIDE_NCCL),
-    "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_slowdown=BESIDE_NCCL),
-    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_slowdown=BESIDE_NCCL),
-    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_slowdown=BESIDE_NCCL),
+    "volta": Efficiency(0.78, 0.82, 2e-6, 80, 0.98, overlap_slowdown=NCCL_SLOWDOWN),
+    "turing": Efficiency(0.65, 0.80, 2e-6, 68, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
+    "t4": Efficiency(0.32, 0.62, 2e-6, 40, 0.55, overlap_slowdown=NCCL_SLOWDOWN),
+    "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
+    "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_slowdown=NCCL_SLOWDOWN),
+    "hopper": Efficiency(0.68, 0.85, 2e-6, 132, 0.85, 0.44, fused_share=0.75, overlap_slowdown=NCCL_SLOWDOWN),
+    "blackwell": Efficiency(0.50, 0.85, 2e-6, 148, 0.85, 0.32, fused_share=0.84, overlap_slowdown=NCCL_SLOWDOWN),
+    "gaming": Efficiency(0.92, 0.82, 2e-6, 82, 1.0, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
+    "cdna2": Efficiency(0.65, 0.75, 3e-6, 110, overlap_slowdown=NCCL_SLOWDOWN),
+    "cdna3": Efficiency(0.55, 0.75, 3e-6, 304, overlap_slowdown=NCCL_SLOWDOWN),
     "ascend": Efficiency(0.60, 0.75, 3e-6, 1),
 }
 _UNKNOWN = Efficiency(0.70, 0.80, 3e-6, 1, known=False)
@@ -86,7 +86,7 @@ def efficiency_name(model: str | None) -> str | None:
 
 
 def efficiency_of(kind: str, model: str | None) -> Efficiency:
-    """Return the parameters of a model, as `efficiency_name` finds them; else a guess by kind."""
+    """Return the parameters of a model, as `efficiency_name` finds them; else assumed by kind."""
     name = efficiency_name(model)
     if name is None:
         return _CPU if kind == "cpu" else _UNKNOWN

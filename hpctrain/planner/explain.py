@@ -1,7 +1,7 @@
 """Why a search chose what it chose, in sentences with the numbers. Pure."""
 
 from hpctrain.plan.tiling import Plan, counted
-from hpctrain.planner.score import Placed
+from hpctrain.planner.cut import Placed
 from hpctrain.planner.search import SearchResult, SimulatedPlan
 from hpctrain.planner.space import names_of
 
@@ -78,8 +78,8 @@ def _extra_warmup(best: SimulatedPlan) -> str:
         return ""
     first = max(best.plan.tiles, key=lambda tile: tile.extra_warmup)
     return (
-        f"up to {counted(first.extra_warmup, 'microbatch')} more than by 1F1B are under way (items {list(first.items)},"
-        f" {first.family}), because messages would hold them up: a step would take"
+        f"up to {counted(first.extra_warmup, 'microbatch')} more than by 1F1B are in flight (items {list(first.items)},"
+        f" {first.family}), because messages would delay them: a step would take"
         f" {_share(best.delay_seconds, best.seconds)} longer"
     )
 
@@ -116,6 +116,6 @@ def _unused(result: SearchResult) -> list[str]:
         idle = sum(rank in unused for ranks in pool.nodes for rank in ranks)
         if idle:
             summary.append(
-                f"{idle} of {pool.num_devices} {pool.name} are unused: no plan that was weighed does more with them"
+                f"{idle} of {pool.num_devices} {pool.name} are unused: no plan that was scored does more with them"
             )
     return summary

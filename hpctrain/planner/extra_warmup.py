@@ -1,6 +1,6 @@
-"""How many microbatches more than by 1F1B tiles should have under way, for slow messages to hold up nobody. Pure.
+"""How many microbatches more than by 1F1B tiles should have in flight, for slow messages to delay nobody. Pure.
 
-Between two tiles, one of which has n microbatches more under way than the other, a gradient goes back, and what it
+Between two tiles, one of which has n microbatches more in flight than the other, a gradient goes back, and what it
 makes room for comes forth: meanwhile both go through n + 1 microbatches. By 1F1B n is 1, and messages of m seconds each
 way make every microbatch m longer; with n = 2 nothing is lost while they take less than half of it (Zhuang et al. 2023,
 arXiv 2211.05322). It costs the activations of as many microbatches, on all tiles before: where memory does not suffice
@@ -18,7 +18,7 @@ from hpctrain.planner.prices import Costs
 MOST_AHEAD = 2
 """Of the next tile, beyond 1F1B's."""
 WORTH_WAITING = 0.02
-"""Of a microbatch's time, that messages may hold it up."""
+"""Of a microbatch's time, that messages may delay it."""
 ALIKE = 1 - 1e-9
 
 
@@ -31,7 +31,7 @@ class Gap(NamedTuple):
     """Seconds of a microbatch through both, there and back, and of its two messages."""
 
     def lead(self, in_flight: Sequence[int]) -> int:
-        """Return how many microbatches more the first of them has under way."""
+        """Return how many microbatches more the first of them has in flight."""
         return in_flight[self.before] - in_flight[self.after]
 
 
@@ -69,7 +69,7 @@ def widen(
 
 
 def with_extra_warmup(plan: Plan, costs: Costs, headroom: Mapping[Tile, float] | None = None) -> Plan | None:
-    """Return a plan with more under way, None where messages hold up nobody or its schedule has no such thing.
+    """Return a plan with more in flight, None where messages delay nobody or its schedule has no such thing.
 
     `headroom` is how many more a tile has memory for; None: whatever they want.
     """

@@ -30,7 +30,7 @@ class MemoryParts:
     moments: int
     """And master weights, where those in use are half precision."""
     activations: int
-    """Kept between forward and backward passes, of all microbatches under way, weight passes included."""
+    """Kept between forward and backward passes, of all microbatches in flight, weight passes included."""
     gathered: int
     """Whole weights and gradients of the items in the making, where they are stored in shards, and what comes in of
     gradients that are on their way there."""
@@ -81,7 +81,7 @@ def memory_of(
         weights += (packed if shard_group.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
         gradients += (updated if shard_group.zero >= 2 else stored) * of_gradient
         if shard_group.zero == 1 and len(shard_group.ranks) > 1 and not setup.stack.sums_in_place:
-            gradients += updated * GRADIENT_BYTES  # what is summed, beside what is added to
+            gradients += updated * GRADIENT_BYTES  # what is summed, besides what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
     messages = waiting + _expected(setup, plan, tile) + _sent(plan, tile)
@@ -175,7 +175,7 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
 
 
 def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return the bytes that a backward pass takes beside what was kept, when it takes the most.
+    """Return the bytes that a backward pass takes besides what was kept, when it takes the most.
 
     Where weight passes come later, there is also what else would be gone by then. What the items after it have kept is
     gone, or has become what weight passes need.
@@ -273,7 +273,7 @@ def item_deferred(setup: Setup, grid: TensorGrid, item: int) -> float:
 
 
 def _norm_statistics(setup: Setup) -> float:
-    """Return the bytes that a norm keeps of a row beside its input: the scale of each token, or mean and scale."""
+    """Return the bytes that a norm keeps of a row besides its input: the scale of each token, or mean and scale."""
     return setup.positions * STATISTIC_BYTES * (1 if setup.model.architecture == "llama" else 2)
 
 

@@ -1,7 +1,7 @@
-"""Devices that are alike, whatever they are called: what a search assigns stages to. Pure.
+"""Devices that are equal, whatever they are called: what a search assigns stages to. Pure.
 
 A *pool* is the devices of one family on nodes with the same NICs. One family behind two fabrics is two pools, so that
-what replicas exchange stays inside a fabric; two families whose figures are the same are one. Nodes are alike, so only
+what replicas exchange stays inside a fabric; two families whose figures are the same are one. Nodes are equal, so only
 how many devices each has matters: a search never looks at pairs of ranks.
 """
 
@@ -18,10 +18,10 @@ from hpctrain.sharding.grid import TensorGrid
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Devices that are alike."""
+    """Devices that are equal."""
 
     name: str
-    """Of the family or families, and of their fabric where that is needed to tell pools apart."""
+    """Of the family or families, and of their fabric where that distinguishes pools."""
     families: tuple[str, ...]
     device: DeviceModel
     nodes: tuple[tuple[int, ...], ...]
@@ -64,9 +64,9 @@ class Pool:
 
 
 def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = None) -> tuple[Pool, ...]:
-    """Return the devices of some families, those that are alike together, in the order of their first ranks.
+    """Return the devices of some families, those that are equal together, in the order of their first ranks.
 
-    With a `setup` they have what its profiles say of them, by which they may be unlike.
+    With a `setup` they have what its profiles say of them, by which they may be different.
     """
     models = device_models(cluster, setup)
     result: dict[tuple, dict[int, list[int]]] = {}

@@ -30,7 +30,7 @@ from hpctrain.sharding.parameters import item_parameters
 # that were measured, and for those of a data sheet.
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
 MOST_BUCKETS = 32
-"""Into about how many pieces a rank's gradients are cut at the most where they are summed beside."""
+"""Into about how many pieces a rank's gradients are cut at the most where their sums are overlapped."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Prediction:
     profiled: tuple[str, ...]
     """The families whose seconds of computing are from a profile of the job."""
     exposed_seconds: dict[str, float]
-    """The same as a clock beside a rank would find it: waits are part of what is waited for, and nothing is hidden."""
+    """The same as a rank's own clock shows it: waits are part of what is waited for, and nothing is hidden."""
 
     @property
     def fits(self) -> bool:
@@ -81,8 +81,8 @@ def pass_cost(
 
     `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that. Of what goes on
     while it computes (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer
-    than it, of those beside the other half of the rows what is longer than that takes, of z what is longer than all
-    else, as the next item's weights come while this one computes; and by how much computing is slower meanwhile.
+    than it, of those overlapped with the other half of the rows what outlasts that half, of z what outlasts all else,
+    as the next item's weights come while this one computes; and by how much computing is slower meanwhile.
     """
     over_z = {"all_gather": 0.0, "reduce_scatter": 0.0}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
@@ -109,7 +109,7 @@ def pass_cost(
 
 
 def _overlapped_work(exchange: Exchange, work: PassWork, setup: Setup) -> PassWork | None:
-    """Return what of a pass is computed beside a sum over the tensor grid, None where it is waited for."""
+    """Return what of a pass overlaps a sum over the tensor grid, None where it is waited for."""
     # `is`: a product that is computed again may have the shape of one of a weight.
     if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
         return PassWork([exchange.behind], passes=work.passes)
@@ -143,7 +143,7 @@ class Predictor:
         self._shares: dict[Tile, float] = {}
 
     def for_plan(self, plan: Plan) -> "Predictor":
-        """Return what is known of a plan that has more microbatches under way, and is else the same."""
+        """Return what is known of a plan that has more microbatches in flight, and is else the same."""
         other = copy(self)
         other.plan = plan
         tiles = dict(zip(self.plan.tiles, plan.tiles, strict=True))
@@ -382,7 +382,7 @@ class Predictor:
         return next(tile for tile in self.plan.tiles_of(rank) if any(map(tile.contains, items)))
 
     def _placed(self, sharing: Sharing, shard_group: ShardGroup) -> Sharing:
-        """Return a sharing with when its gradients are made and its weights needed, where it goes on beside."""
+        """Return a sharing with when its gradients are made and its weights needed, where it is overlapped."""
         if not self._overlapped_work:
             return sharing
         ready, needed, before = {}, {}, {}
@@ -423,7 +423,7 @@ class Predictor:
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Return for each tile what its first rank needs, for all of its tiles; those that are alike once."""
+        """Return for each tile what its first rank needs, for all of its tiles; those that are equal once."""
         return tuple({id(stage): stage for stage in self._memory.values()}.values())
 
     def memory_by(self, interleave: int) -> tuple[StageMemory, ...]:

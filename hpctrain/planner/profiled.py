@@ -5,7 +5,7 @@ rank alone, over its rows. On the tensor grid 1 x 1 x 1 these are the seconds. F
 a pass, the formula of `planner/cost.py` is multiplied by what the profile has over the formula at *as many rows of the
 rank* on one rank. The rows are what the correction depends on: they are the rows of all products of a pass, so that a
 floor of launches, tiles that are not full, and speed that grows with rows are the same on both sides. What a grid
-changes beside, how wide products are, the formula knows.
+changes, how wide products are, the formula knows.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,15 +6,13 @@ The longest of all stages counts. `bound` leaves out whatever is not certain, so
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
-from hpctrain.plan.tiling import Plan, Tile, counted
+from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
 from hpctrain.planner.closed_form import PassSeconds, done_after, done_at_the_least
 from hpctrain.planner.cost import update_seconds
-from hpctrain.planner.cut import StageVariant, StageVariants, cut_blocks, cut_rows
+from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, StageVariant, StageVariants, cut_blocks, cut_rows
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.predictor import MOST_BUCKETS
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Shape, Space, StageChoice
@@ -23,85 +21,10 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 MANY_ROWS = 8
-"""So many rows at once tell a device's speed."""
+"""So many rows at once show a device's speed."""
 
 Role = tuple[int, StageChoice, int, tuple[bool, bool]]
 """Of a stage: its pool, what that becomes, its depth to the loss, and whether it has the first and the last item."""
-
-
-class Placed(NamedTuple):
-    """A stage of a pipeline, with its cut."""
-
-    pool: int
-    choice: StageChoice
-    blocks: int
-    variant: StageVariant
-
-    @property
-    def forward(self) -> float:
-        return self.variant.forward.at(self.blocks)
-
-    @property
-    def backward(self) -> float:
-        return self.variant.backward.at(self.blocks)
-
-    @property
-    def passes(self) -> PassSeconds:
-        if self.variant.split is None:
-            return PassSeconds(self.forward, self.backward)
-        return PassSeconds(self.forward, *(part.at(self.blocks) for part in self.variant.split))
-
-    @property
-    def needed_bytes(self) -> float:
-        return self.variant.needed_bytes.at(self.blocks)
-
-
-class SharedBlocks(NamedTuple):
-    """Blocks, and maybe ends of the model, that the same stages hold."""
-
-    members: list[tuple[int, int]]
-    """These stages: pipeline, and place in it."""
-    elements: list[float]
-    """For each of them how many weights a rank has."""
-    blocks: int
-    is_first: bool
-    is_last: bool
-
-
-@dataclass(frozen=True, eq=False)
-class SearchLayout:
-    """A shape with its cuts."""
-
-    shape: Shape
-    rows: tuple[int, ...]
-    """Of a microbatch, for each pipeline."""
-    stages: tuple[tuple[Placed, ...], ...]
-    """Of each pipeline."""
-    seconds: float
-    """Of a step, by the closed form."""
-
-    @property
-    def is_short_of_memory(self) -> bool:
-        """Whether some stage could do better with more memory."""
-        return any(
-            placed.variant.recompute != "none"
-            or placed.variant.row_chunks > 1
-            or placed.variant.most < placed.blocks + 1
-            for placed in self.all_stages
-        )
-
-    def describe(self, names: Sequence[str]) -> str:
-        """Return what each pool does, such as `fast: TP2 x PP2 x DP4, then slow: TP1 x PP1 x DP8`."""
-        shape = self.shape
-        rows = (
-            ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
-            for row, choices in zip(shape.pipelines, shape.choices, strict=True)
-        )
-        return f"{'; side by side with '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
-
-    @property
-    def all_stages(self) -> list[Placed]:
-        return [placed for stages in self.stages for placed in stages]
 
 
 def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts: Sequence[Sequence[float]]) -> float:
@@ -240,7 +163,7 @@ class Scorer:
 
     @staticmethod
     def meets_mixed(shape: Shape, number: int, choice: StageChoice) -> bool:
-        """Say whether other pipelines have tensor grids with which a stage's ranks share no more than slabs: roughly,
+        """Say whether other pipelines have tensor grids with which a stage's ranks share no more than regions: roughly,
         for it may be with stages of other items."""
         others = (row for i, row in enumerate(shape.choices) if i != number)
         return any(other.grid != choice.grid for row in others for other in row)
@@ -368,7 +291,7 @@ class Scorer:
     def _exchange_seconds(self, zero: int, placed: Sequence[Placed], shared: SharedBlocks) -> tuple[float, float]:
         """Return how long the gradients of a piece are waited for, and its weights.
 
-        Ranks of unlike grids meet in parts of what the finest has, one after the other.
+        Ranks of different grids meet in parts of what the finest has, one after the other.
         """
         costs, setup = self.costs, self.costs.setup
         groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
@@ -392,7 +315,7 @@ class Scorer:
     def _waited_for(
         self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], shared: SharedBlocks
     ) -> tuple[float, float]:
-        """Return what is left of both beside the last backward pass, and the next step's first forward one.
+        """Return the exposed part of both after the last backward pass, and the next step's first forward one.
 
         At least about a bucket's, with the first item, whose gradients are made last and whose weights are needed
         first; while the last item computes, nothing is there to be summed, and nothing is left to be gathered.

@@ -1,7 +1,7 @@
 """Finds the plan of a job on a cluster that is predicted to take the least time. Pure, and needs no device.
 
 What is chosen from is in `planner/space.py`. The search goes through *groups* of plans that have the arrangement of
-pools and the number of microbatches in common. A closed form (`planner/score.py`) weighs one plan of each, then those
+pools and the number of microbatches in common. A closed form (`planner/score.py`) scores one plan of each, then those
 of the most promising groups, until a budget is spent; the best by weight are timed by the simulation of their
 instructions, which alone decides, and must fit by `planner/memory.py`. A plan that cannot be faster than the best by
 its bound is not timed. The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
@@ -19,19 +19,20 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.cut import SearchLayout
 from hpctrain.planner.pools import Pool, pools_of
-from hpctrain.planner.score import Scorer, SearchLayout
+from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.timing import SimulatedPlan, Timer, format_shortage
 
 WEIGHED, TIMED = 2000, 10
-"""How many plans are weighed, and timed, unless it is said."""
+"""How many plans are scored, and timed, unless it is said."""
 PER_GROUP = 100
-"""About how many plans of a group are weighed; see `MOST_CHOICES`."""
+"""About how many plans of a group are scored; see `MOST_CHOICES`."""
 TRIED = 3
-"""How many plans of a group are weighed at first, until one fits in memory."""
+"""How many plans of a group are scored at first, until one fits in memory."""
 LOOKING_SHARE = 0.5
 """Of the budget, for looking at one plan of each group."""
 UNUSED_PLACES = 3
@@ -51,7 +52,7 @@ class Limits:
 
 
 EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
-"""All are weighed, and all simulated whose closed form is within 3 % of the best, up to 40."""
+"""All are scored, and all simulated whose closed form is within 3 % of the best, up to 40."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class Search:
-    """A search under way; see `search`."""
+    """A search in flight; see `search`."""
 
     def __init__(self, setup, global_batch, cluster, families, space, limits, clock):
         self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
@@ -196,7 +197,7 @@ class Search:
         return is_complete and len(groups) == len(self._counts) * len(self._arrangements)
 
     def _score_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
-        """Return for each group the seconds of a plan that fits, its place, itself, and how many were weighed.
+        """Return for each group the seconds of a plan that fits, its place, itself, and how many were scored.
 
         First all pools in a row and all side by side, by each number of microbatches; then all arrangements, those
         first that leave no pool unused and have numbers of microbatches by which a plan was fast.

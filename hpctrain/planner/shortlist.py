@@ -1,4 +1,4 @@
-"""Which choices for a pool are worth weighing: those that would be the fastest beside the others' best. Pure."""
+"""Which choices for a pool are worth scoring: those that would be the fastest with the others' best. Pure."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ SLOWEST_SHARE = 0.5
 """Of the speed of a pool's fastest choice, that others must reach to be considered."""
 
 MOST_CHOICES = 48
-"""That are weighed for a pool, unless all are."""
+"""That are scored for a pool, unless all are."""
 
 
 class Shortlists:

@@ -19,7 +19,7 @@ from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, 
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
-"""Where a rank stands, as a clock beside it would find: waits belong to what is waited for."""
+"""Where a rank stands, as its own clock shows: waits belong to what is waited for."""
 
 
 @dataclass(eq=False)
@@ -230,7 +230,7 @@ class _Simulation(ScheduleRun):
 
     @staticmethod
     def _wait_overlapped(clock: _Clock, seconds: float, waited: float) -> None:
-        """Account for what took so long beside computation, of which the end was waited for."""
+        """Account for what took so long during computation, of which the end was waited for."""
         seen = min(waited, seconds)
         clock.now += waited
         clock.exposed["data"] += waited

@@ -90,7 +90,7 @@ def by_speed_space(**restricted) -> Space:
 
 
 def even_space(**restricted) -> Space:
-    """Return the space of even plans: tensor grid x pipeline x data, as if all devices were alike."""
+    """Return the space of even plans: tensor grid x pipeline x data, as if all devices were equal."""
     return Space(cut=EVEN, **restricted)
 
 
@@ -193,4 +193,4 @@ def even_choices(
 
 def names_of(pipelines: Pipelines, names: Sequence[str]) -> str:
     """Say an arrangement in words, such as `fast then slow, overlapped slower`."""
-    return ", beside ".join(" then ".join(names[pool] for pool in row) for row in pipelines)
+    return ", side by side with ".join(" then ".join(names[pool] for pool in row) for row in pipelines)

@@ -29,13 +29,13 @@ class BytePasses:
     logits: tuple[float, float]
     """Per token and id of the vocabulary."""
     weight: float
-    """Per weight and backward pass, beside the product itself: to add its gradient, and for all copies and casts that
+    """Per weight and backward pass, besides the product itself: to add its gradient, and for all copies and casts that
     sharding it takes."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A training software: what its source and its authors tell, and what is fitted (`FITTED`)."""
+    """A training software: what its source and its authors say, and what is fitted (`FITTED`)."""
 
     name: str
     passes: dict[int, BytePasses]
@@ -63,7 +63,7 @@ class Stack:
     """Of the inner features of a block without a gate, how many copies are kept: what the activation function and what
     the product after it need. ReLU's own result is both."""
     loss_bytes: Mapping[int, int] = field(default_factory=dict)
-    """For each logit, beside what is kept, while the loss is computed; by bytes of a number."""
+    """For each logit, besides what is kept, while the loss is computed; by bytes of a number."""
     dropped_scores: bool = True
     """Whether attention drops scores, and so keeps them twice, and a mask."""
     evens_families: bool = False
@@ -71,10 +71,10 @@ class Stack:
     sums_in_place: bool = False
     """Whether a distributed optimizer updates from the very gradients that it has summed, not from a copy of them."""
     stores_halves: bool = True
-    """Whether weights in half precision are stored beside their fp32 masters, not cast anew for each use."""
+    """Whether weights in half precision are stored with their fp32 masters, not cast anew for each use."""
     kept_gradient_bytes: Mapping[str, int] = field(default_factory=dict)
     """Of a weight's gradient, all copies of it together, by dtype; one in fp32 where nothing is said. What ZeRO 1 sums
-    into is beside them."""
+    into is stored with them."""
     blocking_sends: bool = False
     """Whether messages between stages go through the stream that computes."""
     splits_backward: bool = False

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from hpctrain.config.cluster import Cluster
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.cut import SearchLayout
 from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Prediction, Predictor
-from hpctrain.planner.score import Scorer, SearchLayout
+from hpctrain.planner.score import Scorer
 
 FEW = 5
 """So many are timed at least."""
@@ -26,7 +27,7 @@ class SimulatedPlan:
     plan: Plan
     prediction: Prediction
     delay_seconds: float | None = None
-    """Of a step with no more microbatches under way than by 1F1B, if it has more because that is slower."""
+    """Of a step with no more microbatches in flight than by 1F1B, if it has more because that is slower."""
 
     @property
     def seconds(self) -> float:
@@ -59,7 +60,7 @@ class Timer:
         return None
 
     def _with_extra_warmup(self, timed: SimulatedPlan, predictor: Predictor) -> SimulatedPlan:
-        """Return a plan with more microbatches under way in place of the same one, if it fits and is faster."""
+        """Return a plan with more microbatches in flight in place of the same one, if it fits and is faster."""
         plan = with_extra_warmup(timed.plan, predictor.costs, predictor.headroom)
         if plan is None:
             return timed

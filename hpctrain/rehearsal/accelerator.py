@@ -27,7 +27,7 @@ class RehearsedAccelerator(CpuAccelerator):
     shares_memory = False
 
     def __init__(self, family: str, device: PretendDevice, clock: Clock, time_scale: float, seed: int):
-        """`seed` is of the jitter, and unlike on every rank."""
+        """`seed` is of the jitter, and different on every rank."""
         super().__init__(family)
         self.model = f"{family}, pretended by {self.model}"
         self.clock = clock

@@ -45,7 +45,7 @@ class Mark(NamedTuple):
 
 
 class Clock:
-    """The stream on which one rank's device computes, and how much of its lanes is under way beside."""
+    """The stream on which one rank's device computes, and how much of its lanes is in flight meanwhile."""
 
     def __init__(self):
         self.compute = DeviceQueue()
@@ -112,7 +112,10 @@ class Clock:
         self.busy_seconds = self.late_seconds = self.measured_seconds = 0.0
 
     def stopwatch(self) -> Callable[[], float]:
-        """Start to measure; return what tells the pretended seconds since, and notes how late the rank is."""
+        """Start to measure; return a function that returns the pretended seconds since.
+
+        It also notes how late the rank is.
+        """
         start, self._is_running = self.now, True
         self.compute.late = 0.0
 

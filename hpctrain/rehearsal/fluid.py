@@ -138,5 +138,5 @@ class Fluid:
         self._scalars[NUM_ACTIVE], self._scalars[NEXT_END] = len(flows), next_end
 
     def _compute_rates(self, paths: tuple[int, ...]) -> dict[int, float]:
-        """Return the rate of the flows on each path: those of the same path are alike."""
+        """Return the rate of the flows on each path: those of the same path are equal."""
         return dict(zip(paths, max_min_rates([self._paths[path] for path in paths], self._bandwidths), strict=True))

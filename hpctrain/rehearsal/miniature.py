@@ -106,7 +106,7 @@ def miniature(
     `time_scale` goes before that of the truth; without both it is chosen so that the cores keep up.
 
     Memory is scaled by one factor: what a rank needs for the scaled job over what it needs for the real one, by the
-    planner's memory model, for the same even plan on all devices. Weights, moments and activations shrink by unlike
+    planner's memory model, for the same even plan on all devices. Weights, moments and activations shrink by different
     factors, so the share of memory that the job fills is kept for the sum, not for each part. `truth.memory_times`
     sets the factor instead: memory is divided by W^2 and multiplied by it.
 

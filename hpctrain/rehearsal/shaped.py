@@ -26,7 +26,7 @@ from hpctrain.rehearsal.clock import Clock, DeviceQueue, RehearsedPace
 from hpctrain.rehearsal.fabric import SharedNetwork
 from hpctrain.rehearsal.fluid import Fluid
 
-# How many messages of one rank may be under way or not yet taken by their receivers.
+# How many messages of one rank may be in flight or not yet taken by their receivers.
 SLOTS_PER_RANK = 256
 FREE = -1
 # A tag names a message: its group's number, its receiver, and how many went before, in these bits of an integer.
@@ -139,7 +139,7 @@ class ShapedNetwork:
                 self._free.append(slot)
         if not self._free:
             raise CommError(
-                f"rank {self.rank} has {self._num_slots} messages under way that were not received or waited for, and"
+                f"rank {self.rank} has {self._num_slots} messages in flight that were not received or waited for, and"
                 f" a shaped network holds {self._num_slots} of each rank: wait for some before sending more"
             )
         return self._free.popleft()
@@ -189,7 +189,7 @@ class ShapedNetwork:
 
 
 class Passage:
-    """A message under way; called as a `Ready`, by its sender or its receiver."""
+    """A message in flight; called as a `Ready`, by its sender or its receiver."""
 
     __slots__ = ("_asked", "_inner", "_late", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
 

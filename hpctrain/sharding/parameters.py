@@ -252,7 +252,7 @@ def item_units(model: Model, grid: TensorGrid, item: int) -> list[Unit]:
 
 
 def join_units(units: Iterable[Unit]) -> list[Unit]:
-    """Return units with those of the same items as one, for those who tell by slabs who shares what."""
+    """Return units with those of the same items as one, for those who decide by regions who shares what."""
     result: dict[tuple[int, ...], list[Parameter]] = {}
     for unit in units:
         result.setdefault(unit.items, []).extend(unit.parameters)

@@ -1,4 +1,4 @@
-"""Tiles with more microbatches under way than by 1F1B: the same bits, and slow messages that hold up nobody."""
+"""Tiles with more microbatches in flight than by 1F1B: the same bits, and slow messages that delay nobody."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ APART = parse_cluster(
 
 
 def for_plan(plan: Plan, *extra_warmup: int) -> Plan:
-    """Return a plan whose stages have so many more under way."""
+    """Return a plan whose stages have so many more in flight."""
     by_items = dict(zip(sorted({tuple(tile.items) for tile in plan.tiles}), extra_warmup, strict=True))
     return replace(plan, tiles=tuple(replace(tile, extra_warmup=by_items[tuple(tile.items)]) for tile in plan.tiles))
 

@@ -192,7 +192,7 @@ def test_channels_keep_order_in_both_directions(world, name):
     peer = world.rank ^ 1
     with preferring(world, route=name):
         channel = world.channel(peer, num_bytes=4 * 1000, depth=3)
-    for size in (1, 1000, 17):  # up to `depth` messages may be under way in each direction
+    for size in (1, 1000, 17):  # up to `depth` messages may be in flight in each direction
         channel.send(torch.full((size,), world.rank * 1000.0 + size))
     for size in (1, 1000, 17):
         received = torch.empty(size)

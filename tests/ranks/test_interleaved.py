@@ -54,7 +54,7 @@ def overlapped(job, on: bool):
 
 
 def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]]:
-    """Compare a plan, whose passes are split and sums go on beside, with one rank; return its curve."""
+    """Compare a plan, whose passes are split and sums are overlapped, with one rank; return its curve."""
     job = make_job(tokens, model, shape=SHAPE, global_batch=plan.rows * plan.microbatches)
     check_plan(job, plan, "a test")
     check_schedules(plan, reduce_early=True)

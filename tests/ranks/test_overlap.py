@@ -1,4 +1,4 @@
-"""What goes on beside computation: the same bits, the same bytes, in less time."""
+"""What is overlapped with computation: the same bits, the same bytes, in less time."""
 
 import functools
 from types import SimpleNamespace
@@ -135,7 +135,7 @@ DEEP = (((0, 2), (0, 6), (0,), (1, 1, 1)), ((2, 6), (0, 6), (1,), (1, 1, 1)), ((
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("tiles", [UNLIKE, DEEP], ids=["unlike grids", "unlike depths"])
+@pytest.mark.parametrize("tiles", [UNLIKE, DEEP], ids=["different grids", "different depths"])
 def test_uneven_tilings_are_bit_equal_on_and_off(world, tokens, tiles):
     plan, job = plan_of(tiles, 16), make_job(tokens, "gpt2")
     exposed = curve(world, overlapped(job, tensor=False, data=False, z=False), plan)

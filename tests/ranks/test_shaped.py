@@ -261,7 +261,7 @@ def test_too_many_messages_are_refused_with_numbers(world):
             wait(world, sent)
         world.agree(None)
         in_flight = [transport.send(peer, tensor) for _ in range(4)]
-        with pytest.raises(CommError, match=rf"rank {world.rank} has 4 messages under way .* holds 4 of each rank"):
+        with pytest.raises(CommError, match=rf"rank {world.rank} has 4 messages in flight .* holds 4 of each rank"):
             transport.send(peer, tensor)
         world.agree(None)
         for ready in [transport.receive(peer, token) for _ in range(4)] + in_flight:

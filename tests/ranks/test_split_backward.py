@@ -101,7 +101,7 @@ def split_tilings(tokens, model: str, size: int):
 @pytest.mark.ranks(4, 8)
 @pytest.mark.timeout(300)
 def test_random_tilings_are_bit_equal(world, tokens, monkeypatch):
-    """Unlike depths, grids, recomputing and row_chunks side by side."""
+    """Different depths, grids, recomputing and row_chunks side by side."""
     drawn = st.one_of(*(split_tilings(tokens, model, world.size) for model in ("gpt2", "llama")))
 
     @given_on_ranks(drawn, max_examples=5)

@@ -1,4 +1,4 @@
-"""Any tiling gives the numbers of one rank: tiles of unlike grids, rows, depth, ZeRO stages, and ranks without one."""
+"""Any tiling gives the numbers of one rank: different grids, rows, depths, ZeRO stages; unused ranks."""
 
 import functools
 
@@ -92,7 +92,7 @@ def check(world, tokens, name: str, plan: Plan, steps: int = STEPS, overlap: boo
 
 def unlike_tilings(tokens, name: str, size: int):
     drawn = tilings(job_of(tokens, name).model, size, ROWS, MICROBATCHES, exchanging=True)
-    if size > 2:  # fewer ranks cannot be unlike
+    if size > 2:  # fewer ranks cannot be different
         drawn = drawn.filter(share_items_by_unlike_grids)
     return drawn.map(lambda plan: (name, plan))
 
@@ -114,15 +114,15 @@ def test_random_tilings_give_the_losses_of_one_rank(world, tokens, monkeypatch):
 
 
 FIXED = {
-    "unlike grids in one stage": (
+    "different grids in one stage": (
         tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=0),
         tile((0, LAST), (2, 5), (3, 2), (1, 1, 2), state_share=3),
     ),
-    "ends of unlike vocabularies, and a rank that is not used": (
+    "ends of different vocabularies, and a rank that is not used": (
         tile((0, 2), (0, 5), (3, 1), (1, 2, 1), recompute="full"),
         tile((2, LAST), (0, 5), (0,), row_chunks=2),
     ),
-    "stages of unlike data degree": (
+    "stages of different data degree": (
         tile((0, 2), (0, 5), (0,)),
         tile((2, 3), (0, 3), (3,), row_chunks=3),
         tile((2, 3), (3, 5), (1,), zero=0),
@@ -152,7 +152,7 @@ def test_tilings_of_four_ranks_for_twenty_steps(world, tokens, tiling):
 CHECKPOINTED = {
     2: [(tile((0, 3), (0, 5), (1,)), tile((3, LAST), (0, 5), (0,))), (tile((0, LAST), (0, 5), (0, 1), (1, 1, 2)),)],
     4: [
-        FIXED["unlike grids in one stage"],
+        FIXED["different grids in one stage"],
         (tile((0, LAST), (0, 4), (3, 2, 1), (1, 1, 3)), tile((0, LAST), (4, 5), (0,), zero=0)),
     ],
 }
@@ -209,7 +209,7 @@ def test_unlike_grids_share_gradients_and_weights(world, tokens, name, zero):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_unlike_grids_move_each_slab_by_formula(world, tokens, zero, monkeypatch):
-    """A step of one microbatch: n holders of a slab send n - 1 times its gradients, and its weights as often as these
+    """A step of one microbatch: n holders of a region send n - 1 times its gradients, and its weights as often as these
     are gathered: before each pass of an item by ZeRO 3, but once for the head, which goes back at once; after the
     update by ZeRO 2."""
     monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
@@ -261,13 +261,13 @@ def unlike_grids(zero: int) -> tuple[Tile, ...]:
 
 
 EXACT = {
-    "unlike grids": FIXED["unlike grids in one stage"],
+    "different grids": FIXED["different grids in one stage"],
     "replicas that share weights": (
         tile((0, LAST), (0, 3), (0, 1), (1, 2, 1), zero=3, state_share=2),
         tile((0, LAST), (3, 5), (2, 3), (1, 2, 1), zero=3),
     ),
     "uneven rows": FIXED["rows that z cuts unevenly"],
-    "unlike grids that share weights": unlike_grids(3),
+    "different grids that share weights": unlike_grids(3),
 }
 
 

@@ -106,7 +106,7 @@ def test_substeps_and_unlike_grids_are_bit_equal_too(world, tokens, folder, monk
 
 
 def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
-    """The item in use and, where that goes on beside, the next one; in their room for gradients as many."""
+    """The item in use and, where that is overlapped, the next one; as many in their buffers for gradients."""
     monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
     job = make_job(tokens, "llama", {"tensor": {"z": world.size}, "microbatch": 8}, shape=SHAPE)
     _, training, _ = open_datasets(job.data, job.train.seed)

@@ -285,7 +285,7 @@ def cases(draw, networks=NETWORKS, batches=(2, 4, 6), buckets=BUCKETS):
 
 
 def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
-    """What the predictor says of a plan, or of it with more microbatches under way, if that fits and is faster."""
+    """What the predictor says of a plan, or of it with more microbatches in flight, if that fits and is faster."""
 
     def simulated(plan: Plan, predictor: Predictor) -> float:
         schedules = {tile: schedule_of(plan, tile) for tile in plan.tiles}

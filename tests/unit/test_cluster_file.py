@@ -202,7 +202,7 @@ def test_profiles_that_cannot_be_told_from_the_rest_are_left_alone(write):
     times = "{rows = 1, embedding_seconds = [1.0, 1.0], block_seconds = [1.0, 1.0], head_seconds = [1.0, 1.0]}]}"
     text = f"profiles = [{profile}{times}]\n{FAMILY}{NODE}"
     assert len(parse_cluster(text, "a file").profiles) == 1
-    with pytest.raises(TopologyError, match="a file: its profiles cannot be told from the rest; remove them, and"):
+    with pytest.raises(TopologyError, match="a file: its profiles cannot be distinguished from the rest"):
         with_profiles(text, "a file", parse_cluster(text, "a file").profiles, {})
 
 

@@ -195,7 +195,7 @@ def test_a_run_that_is_under_way_is_told_as_such(tmp_path):
     lane = everywhere(recorders, "data")
     recorders[0].start(lane, "all_reduce", 8)
     state, result = post_mortem(tmp_path, time.time())
-    assert (state, result.sentences) == ("under way, 2 ranks", ("no rank waited for another one",))
+    assert (state, result.sentences) == ("in flight, 2 ranks", ("no rank waited for another one",))
     state, result = post_mortem(tmp_path, time.time() + 60)
     assert result.culprits == (1,)
     dead(record_path(tmp_path, 1))

@@ -50,7 +50,7 @@ def test_rates_are_max_min_fair(bandwidths, paths):
     for rate, path in zip(rates, paths, strict=True):
         others = {port: [r for r, p in zip(rates, paths, strict=True) if port in p] for port in path}
         full = [port for port in path if carried[port] >= bandwidths[port] * (1 - 1e-9)]
-        assert any(rate >= max(others[port]) * (1 - 1e-9) for port in full), "held back by no port"
+        assert any(rate >= max(others[port]) * (1 - 1e-9) for port in full), "limited by no port"
 
 
 @given(BANDWIDTHS, flows(), st.lists(st.floats(START, START + 100), max_size=20))

@@ -102,7 +102,7 @@ GPUS = Topology((Place("a", "h200", "cuda"),) * 4)
     ("plan", "overlap", "topology", "cluster", "expected"),
     [
         (WHOLE, {"tensor": True}, HOST, ACROSS, (False, "off: no tile has x or y")),
-        (CUT, {"tensor": False}, HOST, ACROSS, (False, "off: sums over x and y do not go on beside")),
+        (CUT, {"tensor": False}, HOST, ACROSS, (False, "off: sums over x and y are not overlapped")),
         (CUT, {"tensor": True}, HOST, cluster_with(1e12), (False, "off: a step is predicted to take 1.0")),
         (CUT, {"tensor": True}, GPUS, ACROSS, (True, "on: a step is predicted to take 0.")),
         (CUT_X, {"tensor": True}, GPUS, ACROSS, (False, "off: norms are summed over x meanwhile")),

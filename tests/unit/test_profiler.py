@@ -160,7 +160,7 @@ def test_a_silent_collective_leaves_numbers_that_can_be_computed_with():
     assert out.tolist() == [3, 4, 5]
     group.start_all_reduce(flat).wait()
     concurrent = Solo(1, 4).group(range(4), "data", overlapped=True)
-    assert concurrent.is_overlapped and not group.is_overlapped, "what goes on beside needs rooms of its own"
+    assert concurrent.is_overlapped and not group.is_overlapped, "overlapped operations need buffers of their own"
     flat[3:6] = torch.tensor([4.0, 5.0, 6.0])
     concurrent.start_all_gather(flat, cuts).wait()
     assert flat.tolist() == [4, 5, 6, 4, 5, 6, 4, 5, 6, 4]

@@ -20,7 +20,7 @@ model = Model(**PRESETS["llama-70b"])
 start = time.process_time()
 grid = TensorGrid(x=2, y=4, z=2)
 plan = even_plan(model.num_items, grid, pipeline=8, data=32, microbatches=16, rows=64)
-if sys.argv[1] == "unlike":  # every other tile by another grid, so that every weight is cut
+if sys.argv[1] == "different":  # every other tile by another grid, so that every weight is cut
     other = TensorGrid(x=1, y=16, z=1)
     tiles = [replace(t, tensor=other) if i % 2 else t for i, t in enumerate(plan.tiles)]
     plan = replace(plan, tiles=tuple(tiles))
@@ -39,7 +39,7 @@ print(json.dumps({"ranks": len(places), "groups": len(groups), "routes": routes,
 """
 
 
-@pytest.mark.parametrize("grids", ["alike", "unlike"])
+@pytest.mark.parametrize("grids", ["alike", "different"])
 def test_a_rank_among_4096_knows_its_groups_and_routes(grids):
     done = subprocess.run([sys.executable, "-c", SCRIPT, grids], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

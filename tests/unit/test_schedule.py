@@ -383,5 +383,5 @@ def test_tiles_with_zero_2_delay_their_weight_passes_alike_or_are_refused():
     plan = Plan(tuple(tiles), 3, 2)
     check_zero(plan, "a test")
     check_schedules(plan)
-    with pytest.raises(PlanError, match="tiles 3 and 4 share items but have unlike tiles before: 1 and 2"):
+    with pytest.raises(PlanError, match="tiles 3 and 4 share items but have different tiles before: 1 and 2"):
         check_zero(replace(plan, schedule="zb-h1"), "a test")

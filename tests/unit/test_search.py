@@ -64,7 +64,7 @@ def test_memory_decides_how_many_are_under_way_where_messages_are_slow(memory):
     assert result.best.prediction.fits
     assert result.best.layout.seconds == pytest.approx(result.best.seconds, rel=0.1)
     assert any(
-        "under way" in reason and f"{delay / result.best.seconds - 1:.1%}" in reason for reason in reasons(result)
+        "in flight" in reason and f"{delay / result.best.seconds - 1:.1%}" in reason for reason in reasons(result)
     )
 
 

@@ -1,4 +1,4 @@
-"""The simulation runs pipelines that are alike once: nothing may come out another way for it."""
+"""The simulation runs pipelines that are equal once: nothing may come out another way for it."""
 
 from dataclasses import replace
 

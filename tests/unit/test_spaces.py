@@ -70,7 +70,7 @@ def test_a_family_alone_uses_its_devices_only():
 
 
 def check_even(plan: Plan, num_blocks: int) -> None:
-    """Check that all tiles are alike, and that each of them has as much to do as any other, but for whole blocks."""
+    """Check that all tiles are equal, and that each of them has as much to do as any other, but for whole blocks."""
     assert not plan.unused
     assert len({tile.tensor for tile in plan.tiles}) == 1
     assert len({tile.rows.size for tile in plan.tiles}) == 1

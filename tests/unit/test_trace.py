@@ -60,7 +60,7 @@ def test_a_rank_is_a_process_and_a_lane_a_thread():
         (0, 0, "compute", "step 0", 0.0, 10e6),
         (0, 0, "compute", "forward 0", 0.0, 4e6),
         (0, 0, "exposed", "x all_reduce", 1e6, 1e6),
-        (0, 1, "beside", "z all_gather", 2e6, 3e6),
+        (0, 1, "overlapped", "z all_gather", 2e6, 3e6),
         (0, 0, "waited", "wait for z all_gather", 4.5e6, 0.5e6),
         (1, 0, "compute", "step 0", 0.0, 10e6),
     ]

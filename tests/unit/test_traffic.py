@@ -80,7 +80,7 @@ def store_of(plan: Plan, z: PretendedAxis, holders: PretendedAxis, keep: int = 0
 
 
 def items_from(order, i: int, concurrent: int) -> list[int]:
-    """Return the item at a place of an order and, where gathers go on beside, so many others that come next."""
+    """Return the item at a place of an order and, where gathers are overlapped, so many others that come next."""
     return list(dict.fromkeys(order[i:]))[: 1 + concurrent]
 
 

@@ -1,4 +1,4 @@
-"""Activations between tiles of unlike grids: every element arrives once, and both ends agree."""
+"""Activations between tiles of different grids: every element arrives once, and both ends agree."""
 
 import itertools
 
@@ -22,7 +22,7 @@ GRIDS = st.builds(TensorGrid, *[st.integers(1, 3)] * 3)
 
 @st.composite
 def two_stage_plans(draw) -> Plan:
-    """Two stages of unlike data degree, rows and grids."""
+    """Two stages of different data degree, rows and grids."""
     tiles, first, rows = [], 0, 24
     for items in (Interval(0, 2), Interval(2, 4)):
         cuts = sorted(draw(st.permutations(range(1, rows // 3)))[: draw(st.integers(0, 2))])

@@ -89,11 +89,11 @@ class Accelerator(ABC):
 
     def now(self) -> float:
         """Return where this rank is in what it computes, in seconds of `time.monotonic`; a pretended device says where
-        that would be. Of a device that computes beside its host: where the host is."""
+        that would be. Of a device that computes by itself: where the host is."""
         return time.monotonic()
 
     def stopwatch(self) -> Callable[[], float]:
-        """Start to measure; return what tells the seconds that the device took until then."""
+        """Start to measure; return a function that returns the seconds that the device took until then."""
         self.synchronize()
         start = time.perf_counter()
 
@@ -104,7 +104,9 @@ class Accelerator(ABC):
         return read
 
     def compute_stopwatch(self) -> Callable[[], float]:
-        """Start to measure; return what tells the seconds of computing since, free of other processes' noise.
+        """Start to measure; return a function that returns the seconds of computing since.
+
+        Other processes' noise is left out.
 
         Ranks that share processor cores are slower by as much as they share.
         """

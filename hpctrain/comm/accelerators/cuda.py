@@ -20,7 +20,7 @@ def gpu_kind() -> str:
 
 
 def visible_devices() -> list[str]:
-    """Return what tells the devices that this process sees from all others of its host."""
+    """Return an identity of each device that this process sees, unique on its host."""
     names = []
     for index in range(torch.cuda.device_count()):
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)

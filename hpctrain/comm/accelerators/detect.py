@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# What a rank is told: the kind of device to use, and the name of its family.
+# Set for a rank: the kind of device to use, and the name of its family.
 DEVICE_VARIABLE, FAMILY_VARIABLE = "HPCTRAIN_DEVICE", "HPCTRAIN_FAMILY"
 # One of these is there where a driver for GPUs is; where none is, torch need not be asked (it takes a second to load).
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

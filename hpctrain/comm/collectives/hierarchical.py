@@ -3,7 +3,7 @@
 Reduce-scatter inside each domain, exchange of shards across, all-gather inside. Each domain's sum of what another one
 owns is cut evenly among its ranks, so that every rank's network carries its part, and each byte crosses between two
 domains once: 2 (D - 1) / D of the tensor leave a domain in an all-reduce over D equal ones, however many ranks it has.
-Shards of domains of unlike size meet by intersecting intervals.
+Shards of domains of different size meet by intersecting intervals.
 """
 
 from collections.abc import Callable, Iterator, Sequence

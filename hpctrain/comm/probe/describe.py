@@ -11,7 +11,7 @@ from hpctrain.config.cluster import Cluster, Fabric, Family, LinkClass, Nic, Nod
 DIGITS = 4
 """Of what was measured; more would only be noise."""
 WIDE = 1.2
-"""Ranks of a family that differ by more than this are told about."""
+"""Ranks of a family that differ by more than this are reported."""
 
 
 def describe(
@@ -68,7 +68,7 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
     )
     slowed = [other.overlap_slowdown for other in figures if other.overlap_slowdown]
     if slowed:
-        comments[f"{key}.overlap_slowdown"] = "A product while an all-reduce of all ranks is under way, of one without."
+        comments[f"{key}.overlap_slowdown"] = "A product while an all-reduce of all ranks is in flight, of one without."
     return Family(
         origin="measured",
         kind=first.kind,
@@ -93,7 +93,7 @@ def _nodes(
     across: dict[str, list[MeasuredLinks]],
     comments: dict[str, str],
 ) -> tuple[Nodes, ...]:
-    """Return hosts, those that are alike together, in the order in which each kind first appears."""
+    """Return hosts, those that are equal together, in the order in which each kind first appears."""
     hosts: dict[str, dict[str, list[int]]] = {}
     for rank, place in enumerate(places):
         hosts.setdefault(place.host, {}).setdefault(place.family, []).append(rank)
@@ -143,7 +143,7 @@ def _link(measured: MeasuredLinks, key: str, comments: dict[str, str]) -> LinkCl
     source, target = pairs.pairs[0]
     comments[key] = f"{pairs.families[0]} to {pairs.families[1]}, {where}: from rank {source} to rank {target}{flows}."
     comments[f"{key}.latency_seconds"] = "Half of what an empty message takes there and back."
-    comments[f"{key}.bytes_per_second"] = "Of the largest message, once it is under way."
+    comments[f"{key}.bytes_per_second"] = "Of the largest message, once it is in flight."
     comments[f"{key}.times"] = (
         "One way, the slowest flow; the best of some rounds. What would have taken too long is left out."
     )

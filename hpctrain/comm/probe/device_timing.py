@@ -12,7 +12,7 @@ from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.communicator import Communicator
 
 Shape = tuple[int, int, int]
-# [m, k, n] of products [m, k] @ [k, n], from small ones, which tell what starting one costs, to what keeps a large
+# [m, k, n] of products [m, k] @ [k, n], from small ones, which show what starting one costs, to what keeps a large
 # device busy: squares; few rows, as where a tile has a row or two; a narrow output or input, as tensor parallelism
 # makes them; and those of a feed-forward part: up, down, and the gradient of its weight, which sums over few rows.
 SHAPES: tuple[Shape, ...] = (

@@ -1,4 +1,4 @@
-"""Measures messages between ranks: of each class of pairs, by size and by how many are under way at once."""
+"""Measures messages between ranks: of each class of pairs, by size and by how many are in flight at once."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ ACROSS = "backbone"
 
 @dataclass(frozen=True)
 class PairClass:
-    """Pairs of ranks that are alike far."""
+    """Pairs of ranks that are equally far."""
 
     families: tuple[str, str]
     """Of the senders and of the receivers, in the alphabet's order."""
@@ -53,7 +53,7 @@ class MeasuredLinks:
     """By number of flows and bytes of each message."""
 
     def bytes_per_second(self, flows: int) -> float:
-        """Return what all flows together get of the largest messages, once they are under way."""
+        """Return what all flows together get of the largest messages, once they are in flight."""
         size = max(size for f, size in self.seconds if f == flows)
         return flows * bandwidth(size, self.seconds[flows, size], self.latency_seconds)
 
@@ -61,7 +61,7 @@ class MeasuredLinks:
 def pair_classes(places: Sequence[Place], fabrics: Sequence[str]) -> list[PairClass]:
     """Return the classes of pairs that there are, each with as many pairs as a host, or two, have. Pure.
 
-    `fabrics` are by rank. Of hosts that are alike two are looked at, however many there are.
+    `fabrics` are by rank. Of hosts that are equal two are looked at, however many there are.
     """
     result: dict[tuple, PairClass] = {}
     for pair_class in _candidates(places, fabrics):

@@ -48,7 +48,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def fingerprint(world: World, accelerator: Accelerator) -> str:
-    """Return what tells these devices and hosts, in this order of ranks, from all others. All ranks must call."""
+    """Return the fingerprint of these devices and hosts, in this order of ranks. All ranks must call."""
     own = (
         *world.place,
         accelerator.model,

@@ -25,7 +25,7 @@ class _Computed(NamedTuple):
 
 
 def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: int, seconds: float) -> float | None:
-    """Measure for about so many seconds how many times as long a product takes while an all-reduce is under way.
+    """Measure for about so many seconds how many times as long a product takes while an all-reduce is in flight.
 
     At least 1; None where the group has no lane, which a thread must move. All ranks must call.
     """
@@ -38,7 +38,7 @@ def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: 
     a, b = (torch.empty(size, size, dtype=dtype, device=device).uniform_(-1, 1) for _ in range(2))
     out = torch.empty(size, size, dtype=dtype, device=device)
     fewest = torch.tensor([num_bytes // 4], dtype=torch.int64, device=device)
-    comm.all_reduce(fewest, "min")  # unlike devices, and hosts, have unlike memory
+    comm.all_reduce(fewest, "min")  # different devices, and hosts, have different memory
     moved = torch.zeros(int(fewest.item()), device=device)
 
     def compute(until: Callable[[], bool]) -> _Computed:

@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster, check_name
 from hpctrain.config.errors import TopologyError
 
-# The name of the fabric that a rank's host is on. MPI does not tell; without it all hosts are taken to be on one.
+# The name of the fabric that a rank's host is on. MPI does not know it; without it all hosts are taken to be on one.
 FABRIC_VARIABLE = "HPCTRAIN_FABRIC"
 FABRIC = "network"
 SHARE_FOR_DEVICES, SHARE_FOR_OVERLAP = 0.55, 0.1
@@ -31,7 +31,7 @@ def probe_cluster(
 
     `with_overlap` says whether to measure by how much communication slows down computing; that takes half a second at
     the least. All ranks must call. Raises TopologyError on all of them where the ranks of a host say that it is on
-    unlike fabrics.
+    different fabrics.
     """
     places = world.topology.places
     fabrics = world.broadcast_object(world.gather_objects(environment.get(FABRIC_VARIABLE, FABRIC)))

@@ -16,7 +16,7 @@ from hpctrain.comm.routes.abilities import Ability
 CHILD = Path(__file__).with_name("cuda_aware_child.py")
 # Loading torch from a busy file system and starting a device take most of it.
 TIMEOUT_SECONDS = 90.0
-# What launchers tell their processes, and MPI libraries believe. Settings (OMPI_MCA_pml, MPICH_GPU_SUPPORT_ENABLED,
+# Variables by which launchers configure MPI libraries. Settings (OMPI_MCA_pml, MPICH_GPU_SUPPORT_ENABLED,
 # UCX_TLS) stay: the answer is to hold for this job.
 LAUNCHER_PREFIXES = (
     "PMI_",
@@ -79,7 +79,7 @@ def judge(code: int, out: str, errors: str) -> Ability:
     said = out.strip().splitlines()
     if code == 0 and said:
         return Ability(True, said[-1])
-    died = -code if code < 0 else code - 128  # a shell, or a library's handler, tells a signal so
+    died = -code if code < 0 else code - 128  # a shell, or a library's handler, reports a signal so
     if died in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
         name = signal.Signals(died).name
         return Ability(False, f"a probe that sent it died of {name}: this MPI takes host memory only")

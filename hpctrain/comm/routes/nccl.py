@@ -55,7 +55,7 @@ class NativeCollectives:
     Sums are the library's in fp32, fp64 and integers, in an order that depends on ranks, sizes and the machine alone;
     half precision, which it would round at every addition, is exchanged and summed here, in fp32 and in order of rank.
     Groups with ranks in common must use theirs in the same order everywhere, or one after the other: operations of
-    NCCL that are under way together may wait for each other on the device.
+    NCCL that are in flight together may wait for each other on the device.
     """
 
     def __init__(self, nccl, comm, accelerator: Accelerator):
@@ -78,7 +78,7 @@ class NativeCollectives:
             self._connect()
         except RuntimeError as error:
             raise CommError(
-                f"{self.name} cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO tells why,"
+                f"{self.name} cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO shows why,"
                 f" {NATIVE_VARIABLE}=0 does without it"
             ) from error
         self._open = True

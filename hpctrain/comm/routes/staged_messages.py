@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 
-# Of a message under way at once: while one is on the network, the other is copied.
+# Of a message in flight at once: while one is on the network, the other is copied.
 BUFFERS_PER_MESSAGE = 2
 
 

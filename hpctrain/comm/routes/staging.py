@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-# A chunk costs its sender and its receiver about so much beside the copies: an event polled late, a message posted.
+# A chunk costs its sender and its receiver about so much besides the copies: an event polled late, a message posted.
 CHUNK_OVERHEAD_SECONDS = 20e-6
 # The slower of the two things that overlap, network and copy, on machines of the day.
 BANDWIDTH_BYTES_PER_SECOND = 10e9
@@ -19,7 +19,7 @@ def chunk_bytes(num_bytes: int) -> int:
 
     A message of n bytes in chunks of c takes n / B, and the first copy c / B, and n / c overheads: least at
     c = sqrt(n * overhead * B), here 0.45 MB for 1 MB and 3.6 MB for 64 MB. A power of two, so that buffers are used
-    again; no larger than 4 MiB, to bound the memory that is pinned (two chunks a message under way).
+    again; no larger than 4 MiB, to bound the memory that is pinned (two chunks a message in flight).
     """
     best = math.sqrt(max(1, num_bytes) * CHUNK_OVERHEAD_SECONDS * BANDWIDTH_BYTES_PER_SECOND)
     return min(max(1 << math.ceil(math.log2(best)), SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)

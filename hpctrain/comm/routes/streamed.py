@@ -28,7 +28,7 @@ class StreamedCollectives:
     # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
 
     def barrier(self) -> Steps:
-        """Of hosts: what is queued on devices may still be under way."""
+        """Of hosts: what is queued on devices may still be in flight."""
         return self._run(self._inner.barrier(), None)
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:

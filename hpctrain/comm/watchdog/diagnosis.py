@@ -20,7 +20,7 @@ SHOWN_RANKS = 32
 SHOWN_OPERATIONS = 3
 # A rank whose last sign of life is this much older than the newest of all stopped before the others.
 SILENCE_SECONDS = 3.0
-# In a run that is under way, waits younger than this are nothing to speak of.
+# In a run that is in flight, waits younger than this are nothing to speak of.
 USUAL_WAIT_SECONDS = 10.0
 
 
@@ -48,7 +48,7 @@ class Evidence:
     """Ranks that were asked and did not answer."""
     first_death: int | None = None
     is_live: bool = True
-    """Whether ages are told against now ("ago") or the last sign of life of all ("before the end")."""
+    """Whether ages count from now ("ago") or the last sign of life of all ("before the end")."""
     shortest_wait: float = 0.0
     """Seconds; younger waits do not count."""
     hosts: Sequence[str] = ()
@@ -84,7 +84,7 @@ class Evidence:
         if not flight.operations:
             return "it has recorded no operation"
         last = max(flight.operations, key=lambda o: (o.end is None, o.end or o.start))
-        state = f"begun {self.age(last.start)} and under way" if last.end is None else f"finished {self.age(last.end)}"
+        state = f"begun {self.age(last.start)} and in flight" if last.end is None else f"finished {self.age(last.end)}"
         return f"its last was {describe(last)}, {state}"
 
 
@@ -163,7 +163,7 @@ def _absences(evidence: Evidence) -> DetectedDevice:
     waiting = {rank for wait in evidence.waits if wait.missing for rank in wait.waiting}
     roots = awaited - waiting
     if roots:
-        groups: dict[int, list[int]] = {}  # ranks that are missing in the same operation are told together
+        groups: dict[int, list[int]] = {}  # ranks that are missing in the same operation are reported together
         for rank in sorted(roots):
             groups.setdefault(next(i for i, w in enumerate(evidence.waits) if rank in w.missing), []).append(rank)
         return [(tuple(ranks), f"{evidence.names(ranks)} {_absence(evidence, ranks)}") for ranks in groups.values()]
@@ -259,7 +259,7 @@ def _operations(evidence: Evidence, rank: int) -> str:
 def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
     """Tell how a run that did not end in order stands, from its folder of records; None where there is nothing to say.
 
-    `now` is seconds of the wall clock, for runs that are still under way.
+    `now` is seconds of the wall clock, for runs that are still in flight.
     """
     flights = read_flights(folder)
     if not flights:
@@ -283,9 +283,9 @@ def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
     evidence = Evidence(flights, size, now, gone, frozenset(), first_death, is_live, shortest)
     phases = " or ".join(dict.fromkeys(flight.phase for flight in flights.values() if flight.phase))
     if is_in_flight:
-        state = "under way"
+        state = "in flight"
     elif any(is_gone is None for is_gone in running.values()):
-        state = "not ended in order, or still under way on other machines"
+        state = "not ended in order, or still in flight on other machines"
     else:
         state = "not ended in order"
     return f"{state}, {size} ranks" + (f", in {phases}" if phases else ""), diagnose(evidence)

@@ -30,7 +30,7 @@ STATE_AT, ALIVE_AT, TABLE_USED_AT, ERROR_AT, RING_AT = 512, 520, 528, 536, 1536
 RUNNING, ENDED, FAILED = range(3)
 ERROR_BYTES = RING_AT - ERROR_AT
 RING_SLOTS = 256
-# ticket, sequence, lane, operation, peer (-1: none), bytes, start, end (monotonic seconds; 0: under way), ticket
+# ticket, sequence, lane, operation, peer (-1: none), bytes, start, end (monotonic seconds; 0: in flight), ticket
 SLOT = struct.Struct("@QQHHiQddQ")
 END_IN_SLOT = 40
 MAX_LANES = 512
@@ -65,7 +65,7 @@ class RecordedLane:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What tells this lane from others, the same on all of its ranks."""
+        """The identity of this lane, the same on all of its ranks."""
         return self.name, self.checksum, self.occurrence
 
     @property
@@ -88,7 +88,7 @@ class Operation:
     num_bytes: int
     start: float
     end: float | None
-    """None: under way."""
+    """None: in flight."""
     peer: int = -1
 
     @property
@@ -110,7 +110,7 @@ class Flight:
     attempt: int
     started: float
     state: int
-    """RUNNING, ENDED (in order) or FAILED (with `error`, which was told)."""
+    """RUNNING, ENDED (in order) or FAILED (with `error`, which was printed)."""
     error: str
     phase: str
     """The part of the run that it was in."""
@@ -131,7 +131,7 @@ class Flight:
         return process_start_ticks(self.pid) != self.process_start
 
     def shortened(self, count: int) -> "Flight":
-        """Return it with the last `count` operations and all that are under way: what is sent to others."""
+        """Return it with the last `count` operations and all that are in flight: what is sent to others."""
         old = [operation for operation in self.operations[:-count] if operation.end is None]
         return replace(self, operations=(*old, *self.operations[-count:]))
 
@@ -163,7 +163,7 @@ def read_flights(folder: Path) -> dict[int, Flight]:
 def claim_last_word(folder: Path, note: Mapping) -> bool:
     """Leave a note on how the run ended, unless there is one; return whether it is now this one.
 
-    Of a rank that tells an error it is empty, of a guardian it names the rank that died first.
+    Of a rank that prints an error it is empty, of a guardian it names the rank that died first.
     """
     try:
         with (folder / LAST_WORD).open("x") as file:
@@ -282,8 +282,7 @@ def this_machine() -> str:
 
 
 def process_start_ticks(pid: int) -> int:
-    """Return when a process of this machine began (clock ticks since boot), which tells it from later ones of the
-    same id; 0 if there is none, or only its remains that nobody has waited for."""
+    """Return when a process of this machine began (clock ticks since boot); 0 if there is none, or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

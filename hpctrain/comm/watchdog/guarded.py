@@ -17,7 +17,7 @@ BACKLOG = 1024
 
 
 def launcher_names_the_dead(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher itself tells the rank and the host of a process that was killed."""
+    """Return whether the launcher itself prints the rank and the host of a process that was killed."""
     if "HYDI_CONTROL_FD" in environment:  # MPICH's, maybe started by Slurm
         return False
     return "OMPI_COMM_WORLD_RANK" in environment or "SLURM_PROCID" in environment
@@ -59,9 +59,9 @@ class Guarded:
         self._say(f"folder {folder.absolute()}")
 
     def say_goodbye(self, reports_error: bool = False) -> bool:
-        """Say that this rank ends in order, or that it tells why it does not: before MPI is ended or aborted.
+        """Announce that this rank ends in order, or that it prints why it does not: before MPI is ended or aborted.
 
-        Return False where another rank or a guardian has said before that it tells what happened.
+        Return False where another rank or a guardian has announced before that it prints what happened.
         """
         has_last_word = True
         if reports_error and self._folder is not None:

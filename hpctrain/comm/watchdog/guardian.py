@@ -4,14 +4,14 @@ Where one rank is killed, MPICH's launcher kills the others of its host within m
 process, but no rank: nobody is left to speak. So the lowest rank of a host starts a process that belongs to no group
 of the launcher's, and every rank of the host keeps a socket to it open. The kernel closes a rank's socket before the
 launcher can know of the death, and so before others are killed because of it: the first that is closed without a
-goodbye is the rank that died first. A goodbye is said by a rank that ends in order or has told an error of its own.
+goodbye is the rank that died first. A goodbye is said by a rank that ends in order or has printed an error of its own.
 
 The launcher goes on to the other hosts only when all that write to its standard error have closed it, this process
-among them. So the note that it leaves beside the flight records before it ends is there before the guardians of other
-hosts see their ranks die, and tells them to be silent.
+among them. So the note that it leaves with the flight records before it ends is there before the guardians of other
+hosts see their ranks die, and orders them to be silent.
 
 Where the launcher itself was killed, no rank is to blame, and it says nothing. Where all were sent a signal that they
-do not handle, the first to go is told all the same.
+do not handle, the first to go is reported all the same.
 
 It sleeps all the while, and ends with the last rank of its host, or once it has spoken. It is run as a script, by its
 path, without site-packages: it needs nothing of them, and is there in 30 ms with 12 MB.
@@ -37,7 +37,7 @@ class Guardian:
 
     def __init__(self, listener: socket.socket):
         self._listener = listener
-        self._poll = select.epoll()  # tells events in the order in which they happened
+        self._poll = select.epoll()  # reports events in the order in which they happened
         self._poll.register(listener, select.EPOLLIN)
         self._connections: dict[int, socket.socket] = {}
         self._ranks: dict[int, tuple[int, int, str]] = {}

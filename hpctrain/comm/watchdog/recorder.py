@@ -32,7 +32,7 @@ class Recorder:
     """
 
     def __init__(self, folder: Path | None, rank: int, size: int, host: str, family: str, attempt: int = 0):
-        """`attempt` tells one start in a run folder from the next: the same on all ranks, unlike those before."""
+        """`attempt` numbers the starts in a run folder; the same on all ranks."""
         self.folder: Path | None = None
         self.rank, self.size, self.host = rank, size, host
         self._tickets = itertools.count(1)
@@ -144,12 +144,12 @@ class Recorder:
         return ticket
 
     def _slot_of(self, ticket: int) -> tuple[int, int]:
-        """Return the next ticket whose slot is free: what is under way stays, however much passes it by."""
+        """Return the next ticket whose slot is free: what is in flight stays, however much passes it by."""
         for _ in range(RING_SLOTS):
             ticket = next(self._tickets)
             if self._owners[ticket % RING_SLOTS] not in self._in_flight:
                 break
-        else:  # all are under way: forget one
+        else:  # all are in flight: forget one
             self._in_flight.pop(self._owners[ticket % RING_SLOTS], None)
         return ticket, ticket % RING_SLOTS
 
@@ -168,7 +168,7 @@ class Recorder:
             self.finish(handle)
 
     def max_in_flight(self) -> tuple[int, float] | None:
-        """Return the handle of the operation that has been under way longest, and for how many seconds."""
+        """Return the handle of the operation that has been in flight longest, and for how many seconds."""
         result = min(list(self._in_flight.items()), key=lambda item: item[1], default=None)
         return None if result is None else (result[0], _monotonic() - result[1])
 
@@ -189,7 +189,7 @@ class Recorder:
         return flight.parse_flight(self._memory[:])
 
     def close(self, error: str = "") -> None:
-        """Record how the rank ends: in order or, with the text of an error that is told, not. The first call counts."""
+        """Record how the rank ends: in order or, with the text of a printed error, not. The first call counts."""
         if self._words[flight.STATE_AT // 8] != flight.RUNNING:
             return
         text = error.encode()[: flight.ERROR_BYTES - 1]

@@ -1,4 +1,4 @@
-"""Which operations are under way, who is in them and who is missing: from the flight records of all ranks."""
+"""Which operations are in flight, who is in them and who is missing: from the flight records of all ranks."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Wait:
 
 
 def detect_waits(flights: Mapping[int, Flight]) -> list[Wait]:
-    """Return what is under way anywhere; the longest first."""
+    """Return what is in flight anywhere; the longest first."""
     lanes = {(rank, lane.key): lane for rank, flight in flights.items() for lane in flight.lanes}
     collectives: dict[tuple[Key, int], dict[int, Operation]] = {}
     waits = []

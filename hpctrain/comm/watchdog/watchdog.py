@@ -1,6 +1,6 @@
 """The watchdog: when ranks wait for too long, one of them finds out why, says it once, and ends all.
 
-Every rank has a thread that looks a few times a second whether an operation of its own has been under way for longer
+Every rank has a thread that looks a few times a second whether an operation of its own has been in flight for longer
 than the patience, and whether another rank asks. A rank that is overdue appeals to rank 0, which asks all ranks what
 they do, waits for their answers, prints one report and aborts. Where rank 0 does not react, ranks 1, 2, 4, ... are
 tried, and at last the rank speaks for itself: all that are overdue try the same ranks in the same order, so that one
@@ -27,7 +27,7 @@ REACTION_SECONDS = 3.0
 ANSWER_SECONDS = 5.0
 # A rank that was asked leaves the word to the one that asked for this long.
 DEFERENCE_SECONDS = 2 * ANSWER_SECONDS
-# A launcher that is told to abort may drop what it has not read yet.
+# A launcher that has to abort may drop what it has not read yet.
 HEARD_SECONDS = 0.5
 SENT_OPERATIONS = 16
 SHOWN_STACKS, SHOWN_SENTENCES = 4, 8
