@@ -31,12 +31,15 @@ class Model(Table):
     """The shape of a decoder-only transformer; names and sizes of its parameters follow from it alone."""
 
     preset: str | None = None
-    """Where the shape started from; informational once the job is loaded."""
+    """A published shape, see below. Other keys override its values."""
     architecture: Literal["gpt2", "llama"]
     """`gpt2`: LayerNorm, learned positions, GELU, biases. `llama`: RMSNorm, RoPE, SwiGLU, no biases."""
     num_layers: Count
+    """Transformer blocks."""
     hidden_size: Count
+    """Features of the residual stream."""
     num_heads: Count
+    """Query heads of attention."""
     num_kv_heads: Count | None = None
     """Key/value heads (grouped-query attention); None: as many as heads."""
     ffn_size: Count | None = None
@@ -48,8 +51,11 @@ class Model(Table):
     tie_head: Switch = False
     """Whether the head shares the embedding's weight."""
     rope_base: Annotated[float, Field(gt=1)] = 10000.0
+    """Base of the rotary positions (RoPE)."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance in norms."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of initial weights."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -93,19 +99,24 @@ class Data(Table):
     validation: Path | None = None
     """Tokens for validation; None: the last `validation_fraction` of `tokens`."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of `tokens` that is kept for validation."""
     sequence_length: Count = 256
+    """Tokens of a sequence."""
 
 
 class Train(Table):
     """The optimisation, in terms that do not depend on how many ranks there are."""
 
     steps: Count = 100
+    """Updates of the weights."""
     global_batch: Count = 16
     """Sequences in a step, over all ranks."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    """The highest, after warm-up."""
     min_learning_rate: NonNegative | None = None
     """Where the cosine ends; None: a tenth of learning_rate."""
     warmup_steps: WholeNumber = 0
+    """Steps in which the learning rate rises from 0."""
     weight_decay: NonNegative = 0.1
     """On weights of two dims; biases and norms are not decayed."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -149,9 +160,11 @@ class PlanRequest(Table):
     )
     """The tensor grid: x, y and z. A number is y alone: `tensor = 8` is TP8."""
     pipeline: Count = 1
+    """Pipeline stages (PP)."""
     data: Count = 1
+    """Data replicas (DP)."""
     microbatch: Annotated[Count | None, AUTO] = None
-    """Sequences of one data replica that go through the pipeline at once; auto: chosen, with its reason."""
+    """Sequences of one data replica that go through the pipeline at once; auto: a value with its reason."""
     recompute: Literal["none", "full"] = "none"
     zero: Literal[0, 1, 2, 3] = 1
     """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
@@ -197,11 +210,11 @@ class Overlap(Table):
     """Compute blocks for the two halves of a rank's rows in turn, each while outputs of the other are summed over the
     tensor grid, where `tensor` is on. Products and sums of half the rows may have other last bits."""
     keep_gathered: WholeNumber = 0
-    """Of how many of a tile's first items the gathered weights are kept until they change: gathered once a step."""
+    """How many of a tile's first items keep their gathered weights until the update: they are gathered once a step."""
     bucket_bytes: Count = 4 << 20
-    """Gradients (fp32) are summed over their holders in pieces of whole items, of at least so many bytes each.
+    """Gradients (fp32) are summed over their holders in buckets of whole items, of at least so many bytes.
 
-    On and off: it decides who owns which element, and with it the last bit of the gradient's norm.
+    It also decides which rank owns which element, and with it the last bit of the gradient's norm.
     """
 
     @property
@@ -214,14 +227,14 @@ class Products(Table):
     """How the products of linear layers are computed: the same but for the last bit."""
 
     tune: Annotated[Switch | None, AUTO] = False
-    """Whether, at the start, it is measured for each product in which order of its operands it is fastest.
+    """Whether to measure at the start which operand layout is fastest for each product.
 
-    What was measured can change a bit of the result, and is kept when a run is continued.
+    The choice can change the last bit of a result, so a continued run keeps it.
     """
     layouts: dict[str, dict[ProductName, Literal["plain", "first", "second", "both", "result"]]] = Field(
         default_factory=dict
     )
-    """What was chosen, by family and product. Products that are not there are computed as their operands lie."""
+    """The operand layout by family and product. Products that are not listed are computed as their operands lie."""
 
 
 class Checkpoint(Table):
@@ -237,13 +250,13 @@ class Observe(Table):
     start_timeout_seconds: Timeout = 1800.0
     """How long an operation may take before training begins, and while a checkpoint is saved: files are waited for."""
     first_step_timeout_seconds: Timeout = 1800.0
-    """How long in the first step, which allocates and starts what others find there, and in validation."""
+    """How long in the first step, which allocates memory and starts libraries, and in validation."""
     step_timeout_seconds: Timeout = 600.0
     """How long in every other step."""
     trace: Switch = False
     """Whether to keep what every rank did and when, in trace.json of the run folder."""
     trace_steps: Count = 10
-    """How many steps are traced, from where the run starts or goes on."""
+    """How many steps are traced, from the start or from where the run continues."""
 
 
 class Comm(Table):
@@ -252,8 +265,7 @@ class Comm(Table):
     algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
     """Of collectives over messages; auto: the cheapest by size and by the links of the cluster."""
     gather_messages: bool = True
-    """The y of a stage each receive a part of what comes over a slow link, and gather the whole behind it. Off: each
-    receives the whole. The numbers are the same."""
+    """Whether the y ranks of a stage each receive a part over a slow link and gather it. The numbers are equal."""
 
 
 class Job(Table):

@@ -4,8 +4,10 @@ import pytest
 
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
+from hpctrain.observe.console import QUOTED_OVERRUN
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.memory import largest_message_bytes
 from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
 from tests.pretended import CLUSTER
@@ -63,8 +65,12 @@ def check_memory(world, job, plan=None):
         for _ in range(2):
             trainer.step(training)
         peaks = own.broadcast_object(own.gather_objects(own.accelerator.memory().peak))
-    stages = Predictor(Setup.of_job(job), trainer.plan, CLUSTER).memory
-    needed = {rank: stage.memory for stage in stages for rank in stage.tile.ranks}
-    for rank, memory in needed.items():
-        off = peaks[rank] / memory.total - 1
-        assert -0.04 < off < 0.015, f"rank {rank}: {off:+.2%}, {peaks[rank]:,} bytes of {memory}"
+        is_late = own.largest(own.accelerator.overrun) > QUOTED_OVERRUN
+    setup = Setup.of_job(job)
+    for stage in Predictor(setup, trainer.plan, CLUSTER).memory:
+        memory = stage.memory
+        # A sender whose receiver's core is busy has one message more in flight than the pretended devices would.
+        late = largest_message_bytes(setup, stage.tile) / memory.total if is_late else 0.0
+        for rank in stage.tile.ranks:
+            off = peaks[rank] / memory.total - 1
+            assert -0.04 < off < 0.015 + late, f"rank {rank}: {off:+.2%}, {peaks[rank]:,} bytes of {memory}"

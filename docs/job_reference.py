@@ -1,0 +1,149 @@
+"""Writes docs/job.md from the code: every key of a job file, its type, its default and what it does.
+
+python docs/job_reference.py            write it
+python docs/job_reference.py --check    exit with 1 where it is not up to date
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE, PAGE = ROOT / "hpctrain" / "config" / "job.py", ROOT / "docs" / "job.md"
+SECTIONS = {
+    "model": "Model",
+    "data": "Data",
+    "train": "Train",
+    "plan": "PlanRequest",
+    "search": "SearchBudget",
+    "overlap": "Overlap",
+    "products": "Products",
+    "checkpoint": "Checkpoint",
+    "comm": "Comm",
+    "observe": "Observe",
+}
+TYPES = {
+    "Count": "whole number >= 1",
+    "WholeNumber": "whole number >= 0",
+    "Switch": "true or false",
+    "Timeout": "seconds",
+    "Path": "path",
+    "str": "text",
+    "bool": "true or false",
+    "int": "whole number",
+    "float": "number",
+    "TensorSizes": "`{x, y, z}`, or a number",
+}
+INTRODUCTION = """# Job files
+
+This page lists every key of a job file. `python docs/job_reference.py` generates it from `hpctrain/config/job.py`.
+
+A job file says what to train, on which data and how long. It is TOML. A short one:
+
+```toml
+[model]
+preset = "gpt2-124m"
+[data]
+tokens = "tokens/mine.h5"
+sequence_length = 1024
+[train]
+steps = 1000
+global_batch = 64
+```
+
+- `extends = "base.toml"` starts from another file, relative to this one.
+- `name = "run-a"` names the run folder. The default is the file's name.
+- `--set SECTION.KEY=VALUE` on the command line has the last word.
+- `auto` is replaced by a value at the start. Value and reason are in `resolved.toml` of the run folder.
+- An unknown key is refused, with the closest known one.
+"""
+
+
+def main() -> int:
+    text = reference(SOURCE.read_text())
+    if "--check" in sys.argv[1:]:
+        if PAGE.read_text() != text:
+            print(f"{PAGE} is not what the code says; run python docs/job_reference.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(text)
+    return 0
+
+
+def reference(source: str) -> str:
+    """Return the page for the source of job.py."""
+    tree = ast.parse(source)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    parts = [INTRODUCTION]
+    for section, name in SECTIONS.items():
+        node = classes[name]
+        about = ast.get_docstring(node)
+        parts.append(f"\n## [{section}]\n" + (f"\n{_one_line(about)}\n" if about else ""))
+        parts.append("\n| key | values | default | meaning |\n|---|---|---|---|\n")
+        parts += _rows(node)
+        parts += _presets() if section == "model" else []
+    return "".join(parts)
+
+
+def _presets() -> list[str]:
+    from hpctrain.config.job import Model
+    from hpctrain.config.presets import PRESETS
+    from hpctrain.sharding.parameters import count_parameters
+
+    rows = ["\n| preset | architecture | blocks | hidden size | parameters |\n|---|---|---|---|---|\n"]
+    for name, values in PRESETS.items():
+        vocabulary = values.get("vocab_size") or 1024
+        model = Model.model_validate(values | {"vocab_size": vocabulary})
+        size = f"{count_parameters(model) / 1e6:,.0f} M"
+        rows.append(f"| `{name}` | {model.architecture} | {model.num_layers} | {model.hidden_size} | {size} |\n")
+    return rows
+
+
+def _rows(node: ast.ClassDef) -> list[str]:
+    rows = []
+    for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        is_documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        meaning = _one_line(str(after.value.value)) if is_documented else ""
+        values, can_be_auto = _values(ast.unparse(field.annotation))
+        default = _default(field.value, can_be_auto)
+        rows.append(f"| `{field.target.id}` | {values} | {default} | {meaning} |\n")
+    return rows
+
+
+def _values(annotation: str) -> tuple[str, bool]:
+    """Return the values of a field in words, and whether it can be `auto`."""
+    can_be_auto = "AUTO" in annotation
+    if literal := re.search(r"Literal\[([^]]*)\]", annotation):
+        values = " ".join(f"`{each.strip().strip(chr(39))}`" for each in literal[1].split(","))
+    elif annotation.startswith("dict"):
+        values = "table"
+    else:
+        names = [name for name in re.findall(r"[A-Za-z]+", annotation) if name in TYPES]
+        values = TYPES[names[0]] if names else "number"
+    return (f"{values}, or `auto`" if can_be_auto else values), can_be_auto
+
+
+def _default(value: ast.expr | None, can_be_auto: bool) -> str:
+    if value is None:
+        return "required"
+    text = ast.unparse(value)
+    if text == "None":
+        return "`auto`" if can_be_auto else "none"
+    if text.startswith("Field(default_factory"):
+        return "empty"
+    try:
+        found = eval(text, {"__builtins__": {}})  # arithmetic such as 4 << 20
+    except Exception:
+        return "1 each" if text == "TensorSizes()" else f"`{text}`"
+    return f"`{str(found).lower() if isinstance(found, bool) else found}`"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
