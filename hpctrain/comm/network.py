@@ -44,7 +44,7 @@ def flat_seconds(algorithm: str, operation: str, num_bytes: int, num_ranks: int,
 
 Flows = tuple[int, int]
 """How many ranks share a NIC: those of the group, and those of concurrent groups."""
-ALONE, BESIDE = 0, 1
+ALONE, CONCURRENT = 0, 1
 
 
 class Form(NamedTuple):
@@ -172,7 +172,7 @@ class ClusterNetwork:
         """
         if len(ranks) < 2:
             return 0.0
-        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), overlapped), BESIDE)
+        return self._seconds_of(operation, int(num_bytes), self._form(tuple(ranks), overlapped), CONCURRENT)
 
     def algorithm(self, operation: str, num_bytes: int, ranks: Sequence[int], by_domains: bool = True) -> str:
         """Return the algorithm that takes the least time: domains, exchange or doubling.

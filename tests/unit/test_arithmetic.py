@@ -31,7 +31,7 @@ def trainer_of(tokens, model: str, zero: int = 1, **train):
 
 def each_parameter(trainer):
     """Return by name the shard and the piece of each parameter; one rank has them whole."""
-    pieces = [(shard, piece) for shard in trainer.optimizer.shards for piece in shard.group.pieces(shard.updated)]
+    pieces = [(shard, piece) for shard in trainer.optimizer.shards for piece in shard.group.regions(shard.updated)]
     return {piece.parameter.name: (shard, piece) for shard, piece in pieces}
 
 

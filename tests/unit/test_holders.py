@@ -134,7 +134,7 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
     sums: dict[tuple, torch.Tensor] = {}
     pieces: dict[tuple, list] = {}
     for number, tile in enumerate(plan.tiles):
-        used = {p.name: p for u in units(model, tile.tensor) if any(map(tile.holds, u.items)) for p in u.parameters}
+        used = {p.name: p for u in units(model, tile.tensor) if any(map(tile.contains, u.items)) for p in u.parameters}
         for name, parameter in used.items():
             copies = tile.tensor.y // parameter.heads if parameter.is_shared_over_y(tile.tensor) else 1
             expected[name] += copies * gradient(name, parameter.shape, number)

@@ -170,7 +170,7 @@ def test_folders_and_files_that_vanish_are_skipped(corpus, tmp_path, monkeypatch
         (corpus / "a.py").unlink()
         return result, skipped
 
-    monkeypatch.setattr(module, "find_files", vanish)
+    monkeypatch.setattr(module, "list_files", vanish)
     assert prepare([corpus], tmp_path / "t.h5").skipped == {"unreadable": 1}
 
 

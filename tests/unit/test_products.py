@@ -23,7 +23,7 @@ SMALL += [Product("weight", "fp32", 40, 24, 32), Product("weight", "bf16", 40, 2
 
 
 @pytest.mark.parametrize("by_columns", [*itertools.product([False, True], repeat=2)], ids=str)
-@pytest.mark.parametrize("way", LAYOUTS_BY_NAME)
+@pytest.mark.parametrize("layout", LAYOUTS_BY_NAME)
 def test_every_way_gives_the_same_numbers_in_the_same_order(layout, by_columns):
     a, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 7), (7, 3)))
     a, b = (t.t().contiguous().t() if turned else t for t, turned in zip((a, b), by_columns, strict=True))

@@ -297,7 +297,7 @@ def test_the_commands_say_where_seconds_are_from(tmp_path):
     summary = CliRunner().invoke(predict_command, ["mixed", *cluster, "--plan", str(tmp_path / "p.toml")]).stdout
     assert "source    compute seconds of fast, slow: profile of this job" in summary
     assert "warning   families.fast: of the whole model 20 rows fit when it was profiled (ZeRO 1)" in summary
-    planned = CliRunner().invoke(plan_command, ["mixed", *cluster, "--budget", "50"]).stdout
+    planned = CliRunner().invoke(plan_command, ["search", "mixed", *cluster, "--budget", "50"]).stdout
     assert "# compute seconds of fast, slow: profile of this job" in planned
     assert "# warning families.slow: of the whole model 20 rows fit" in planned
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.comm.network import BESIDE, ClusterNetwork
+from hpctrain.comm.network import CONCURRENT, ClusterNetwork
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Preferences, Topology, places_of
@@ -46,7 +46,7 @@ class Priced(ClusterNetwork):
         return seconds
 
     def _seconds_by(self, algorithm, operation, num_bytes, form, concurrent):
-        if concurrent == BESIDE:
+        if concurrent == CONCURRENT:
             self._by[operation, num_bytes, form] = algorithm
         return super()._seconds_by(algorithm, operation, num_bytes, form, concurrent)
 
