@@ -84,7 +84,7 @@ def rounds(**seconds):
 
 
 @pytest.mark.parametrize(
-    "seconds, way",
+    "seconds, layout",
     [
         ({"plain": [10, 10, 10], "first": [8, 8, 8], "both": [9, 9, 9]}, "first"),
         ({"plain": [10, 10, 10], "first": [9.5, 9.5, 9.5]}, "plain"),  # not clearly
