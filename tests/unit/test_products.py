@@ -122,7 +122,7 @@ def test_what_is_too_large_for_its_share_of_the_time_is_left_as_it_is():
 def test_ways_are_written_and_read_back(tmp_path):
     name = "weight-fp32-256x512x768"
     job = load_job("tiny", ["model.vocab_size=100", f'products.layouts={{"a100-mig-3g.40gb" = {{{name} = "both"}}}}'])
-    (tmp_path / "resolved.toml").write_text(dump_job(job, {}, tmp_path / "plan.toml"))
+    (tmp_path / "resolved.toml").write_text(dump_job(job, {}, "plan.toml"))
     assert tomllib.loads((tmp_path / "resolved.toml").read_text())["products"]["layouts"]["a100-mig-3g.40gb"]
     assert load_job(str(tmp_path / "resolved.toml")).products == job.products
 
