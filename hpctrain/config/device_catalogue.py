@@ -213,17 +213,17 @@ def lookup_accelerator(model: str) -> str | None:
 
     None for what is not there, and for a PCIe board where the catalogue has the SXM module.
     """
-    result = _find(model, ACCELERATORS)
+    result = _lookup(model, ACCELERATORS)
     is_other = result and OTHER_BOARDS & set(_words(model)) and "SXM" in ACCELERATORS[result].source
     return None if is_other else result
 
 
 def lookup_network(name: str) -> str | None:
     """Return the catalogue's name of a network, such as `NDR` for `InfiniBand NDR`; None for what is not there."""
-    return _find(name, NETWORKS)
+    return _lookup(name, NETWORKS)
 
 
-def _find(called: str, names: Iterable[str]) -> str | None:
+def _lookup(called: str, names: Iterable[str]) -> str | None:
     """Return the name all of whose words are in `called`, whatever the case, hyphens and blanks; the longest one."""
     words = _words(called)
     joined = "".join(words)

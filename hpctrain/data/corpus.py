@@ -172,7 +172,7 @@ def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str]) -> Ite
     """Yield the files that are text, and count the others by reason."""
     for path, name in result:
         try:
-            num_bytes = sum(len(text.encode()) for text in _pieces(path))
+            num_bytes = sum(len(text.encode()) for text in _texts(path))
         except NotTextError:
             skipped["not text"] += 1
         except OSError:
@@ -192,7 +192,7 @@ def _shuffled(documents: Iterable[Document]) -> list[Document]:
     return sorted(documents, key=key)
 
 
-def _pieces(path: Path) -> Iterator[str]:
+def _texts(path: Path) -> Iterator[str]:
     """Yield the text of a file in pieces of whole lines, where lines are not longer than a piece."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest = ""
@@ -219,7 +219,7 @@ def _pieces(path: Path) -> Iterator[str]:
 def _unchanged_texts(document: Document) -> Iterator[str]:
     """Yield the pieces of a file that was text a moment ago."""
     try:
-        yield from _pieces(document.path)
+        yield from _texts(document.path)
     except (NotTextError, OSError) as error:
         reason = describe_os_error(error) if isinstance(error, OSError) else "it is no longer text"
         raise DataError(f"{document.path}: changed while it was being read: {reason}; run it again") from None

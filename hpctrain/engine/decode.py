@@ -33,8 +33,8 @@ class Generator:
             store = Store([alone], whole_model(model), axes, torch.float32, torch.device("cpu"))
             self._stage = Stage(model, Tile(Interval(0, model.num_items), Interval(0, 1), (0,)), axes, store)
             for group in store.groups:
-                for piece in group.regions(Interval(0, group.size)):
-                    group.weights[slice(*piece.at)] = read_region(index, "model", piece)
+                for region in group.regions(Interval(0, group.size)):
+                    group.weights[slice(*region.at)] = read_region(index, "model", region)
 
     @torch.no_grad()
     def _logits(self, ids: list[int]) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Pipeline:
         self._device = device
         self._messages = Messages(layout, hidden_size, positions, device)
         self._rows = self._messages.rows
-        self._pieces = cut_evenly(self._rows.size, layout.tiles[0].row_chunks)  # the same of all tiles
+        self._row_chunks = cut_evenly(self._rows.size, layout.tiles[0].row_chunks)  # the same of all tiles
 
     def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
         """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
@@ -138,21 +138,21 @@ class Pipeline:
         """Return (ids, targets), each [rows, positions] or None where this stage does not need it."""
         if not (stage.is_first or stage.is_last):
             return None, None
-        rows = self._pieces[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
+        rows = self._row_chunks[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
         tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
         return tokens[:, :-1] if stage.is_first else None, tokens[:, 1:] if stage.is_last else None
 
     def _take(self, place: SlotKey, substep: int) -> torch.Tensor:
         """Return the rows of a substep of what came in; the last substep takes it away."""
         waiting = self._messages.given
-        value = waiting.pop(place) if substep == len(self._pieces) - 1 else waiting[place]
-        return value if len(self._pieces) == 1 else value[slice(*self._pieces[substep])]
+        value = waiting.pop(place) if substep == len(self._row_chunks) - 1 else waiting[place]
+        return value if len(self._row_chunks) == 1 else value[slice(*self._row_chunks[substep])]
 
     def _put(self, waiting: dict[SlotKey, torch.Tensor], place: SlotKey, substep: int, value: torch.Tensor) -> None:
         """Add the rows of a substep to what waits to be sent."""
-        if len(self._pieces) == 1:
+        if len(self._row_chunks) == 1:
             waiting[place] = value
             return
         if place not in waiting:
             waiting[place] = value.new_empty(self._rows.size, *value.shape[1:])
-        waiting[place][slice(*self._pieces[substep])] = value
+        waiting[place][slice(*self._row_chunks[substep])] = value

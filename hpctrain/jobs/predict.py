@@ -107,10 +107,10 @@ def text(summary: dict, plan: Plan, cluster: Cluster) -> str:
     lines.append("memory of a rank, MiB")
     for stage in summary["memory_bytes"]:
         parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers")
-        held = ", ".join(f"{part} {stage[part] / 2**20:,.0f}" for part in parts if stage[part])
+        parts_text = ", ".join(f"{part} {stage[part] / 2**20:,.0f}" for part in parts if stage[part])
         verdict = "fits" if stage["fits"] else "DOES NOT FIT"
         total, available = stage["total"] / 2**20, stage["available"] / 2**20
-        lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({held})")
+        lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({parts_text})")
     for name in sorted({stage["family"] for stage in summary["memory_bytes"]} & set(cluster.families)):
         family = cluster.families[name]
         if family.reserve_bytes:

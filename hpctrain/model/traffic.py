@@ -54,7 +54,7 @@ class Traffic:
         largest = max(sizes, default=0)
         rooms = OVERLAPPED_BUFFERS if self._is_overlapped else 1
         self._free = deque(z.allocate(largest, torch.float32, device) for _ in range(rooms if largest else 0))
-        self._room: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
         self._scattering: deque[_Scattering] = deque()
 
     def expect(self, items: Iterable[int]) -> None:
@@ -100,10 +100,10 @@ class Traffic:
             return
         while not self._free:
             self._collect_first()
-        self._room = self._free.popleft()
+        self._buffer = self._free.popleft()
         at = 0
         for unit in units:
-            unit.begin_backward(self._room[at : at + unit.layout.size])
+            unit.begin_backward(self._buffer[at : at + unit.layout.size])
             at += unit.layout.size
 
     def end_backward(self, item: int, passed: Callable[[int], None] | None) -> None:
@@ -116,8 +116,8 @@ class Traffic:
                 operations.bring(2)
         started = tuple(unit.start_scatter() for unit in self._units[item] if unit.scatters)
         final = partial(passed, item) if passed else _do_nothing
-        self._scattering.append(_Scattering(self._room, started, final))
-        self._room = None
+        self._scattering.append(_Scattering(self._buffer, started, final))
+        self._buffer = None
         while self._scattering and not (self._is_overlapped and self._scattering[0].in_flight):
             self._collect_first()
 

@@ -136,6 +136,6 @@ class _Canvas:
         self._cells[y][x : x + len(text)] = text
 
     def lines(self) -> list[str]:
-        for (x, y), ways in self._borders.items():
-            self._cells[y][x] = BOX.get("".join(way for way in "lrud" if way in ways), CROSS)
+        for (x, y), directions in self._borders.items():
+            self._cells[y][x] = BOX.get("".join(direction for direction in "lrud" if direction in directions), CROSS)
         return ["".join(line).rstrip() for line in self._cells]

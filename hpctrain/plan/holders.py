@@ -223,7 +223,11 @@ def check_zero(plan: Plan, where: str) -> None:
                 ("zero", tile.zero, other.zero),
                 ("row_chunks", tile.row_chunks, other.row_chunks),
                 ("virtual_stages", *([list(each.items) for each in plan.virtual_stages(t)] for t in (tile, other))),
-                ("forward passes before the first backward one (see ahead)", plan.warm_up(tile), plan.warm_up(other)),
+                (
+                    "forward passes before the first backward one (see extra_warmup)",
+                    plan.warm_up(tile),
+                    plan.warm_up(other),
+                ),
                 *((("tiles before", plan.depth_from_start(tile), plan.depth_from_start(other)),) if delayed else ()),
             ):
                 if a != b:

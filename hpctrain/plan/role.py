@@ -97,12 +97,12 @@ def _channels(plan: Plan, rank: int, transfers: tuple[Transfers, ...]) -> list[C
         for name in MESSAGES:
             is_before = name in ("receive_activation", "send_gradient")
             item = tile.items.start if is_before else tile.items.stop
-            for piece in getattr(of_tile, name):
-                peer = piece.sender if name.startswith("receive") else piece.receiver
+            for transfer in getattr(of_tile, name):
+                peer = transfer.sender if name.startswith("receive") else transfer.receiver
                 if peer == rank:
                     continue
                 key = peer, item
-                largest[key] = max(largest.get(key, 0), piece.num_elements)
+                largest[key] = max(largest.get(key, 0), transfer.num_elements)
                 if key not in depth:
                     near = (plan.upstream if is_before else plan.downstream)(tile)
                     depth[key] = channel_depth(plan, tile, next(each for each in near if peer in each.ranks))

@@ -88,15 +88,15 @@ class _Messages:
         stack = self._setup.stack
         parts = tile.tensor.y if stack.sequence_parallel else 1  # what is cut over y is sent so, and not gathered
         how = forward, self._network.is_near if stack.gathers_parts and parts == 1 else everywhere
-        for piece in receives(self._plan, tile, rank, row, *how):
-            source = source_of[piece.sender]
-            if piece.sender == rank:  # a tile of its own
+        for transfer in receives(self._plan, tile, rank, row, *how):
+            source = source_of[transfer.sender]
+            if transfer.sender == rank:  # a tile of its own
                 arriving[source] = 0.0
                 continue
-            num_bytes = piece.num_elements * self._setup.item_bytes / parts
+            num_bytes = transfer.num_elements * self._setup.item_bytes / parts
             item = tile.items.start if forward else tile.items.stop
-            flows = self._flows(piece.sender, rank, item, forward)
-            seconds = self._network.seconds(piece.sender, rank, num_bytes, flows)
+            flows = self._flows(transfer.sender, rank, item, forward)
+            seconds = self._network.seconds(transfer.sender, rank, num_bytes, flows)
             arriving[source] = arriving.get(source, 0.0) + seconds
         if gathers(self._plan, tile, *how):
             _, _, z = tile.coordinate(rank)

@@ -206,11 +206,11 @@ def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, Pas
     cut = _joining_halves(setup, grid, rows)
     backward = PassWork.joined((*(block.cost.backward_input for block in blocks), cut))
     weight = PassWork.joined(block.cost.backward_weight for block in blocks)
-    turns = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
-    overlapped = [replace(following, exchanges=[]) for following in (*turns[1:], PassWork())]
+    halves_in_order = [segment for pair in zip(*(block.segments for block in blocks), strict=True) for segment in pair]
+    overlapped = [replace(following, exchanges=[]) for following in (*halves_in_order[1:], PassWork())]
     forward = [
         replace(segment, exchanges=[e._replace(overlapped=meanwhile) if e.is_output else e for e in segment.exchanges])
-        for segment, meanwhile in zip(turns, overlapped, strict=True)
+        for segment, meanwhile in zip(halves_in_order, overlapped, strict=True)
     ]
     return ItemCost(PassWork.joined((*forward, cut)), backward, weight), PassWork.joined(block.core for block in blocks)
 

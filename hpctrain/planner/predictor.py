@@ -228,7 +228,7 @@ class Predictor:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
             place, splits = self._place(tile), self._weight_delay(tile) is not None
-            row_chunks = tuple(piece.size for piece in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
+            row_chunks = tuple(chunk.size for chunk in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
             key = (tile.items, row_chunks, tile.tensor, tile.recompute, place, splits)
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)

@@ -47,7 +47,7 @@ class Scorer:
         self.costs, self.global_batch, self.space = costs, global_batch, space
         self._model = costs.setup.model
         self._families = [device.family for device in costs.cluster.devices]
-        self._ways = lru_cache(None)(self._make_layouts)
+        self._variants = lru_cache(None)(self._make_variants)
         self._between = lru_cache(None)(self._message_between)
 
     def score(self, shape: Shape) -> SearchLayout | None:
@@ -69,7 +69,7 @@ class Scorer:
         for number, of_row in enumerate(rows):
             roles = self.roles(shape, number)
             variants = [
-                self._ways(
+                self._variants(
                     pool,
                     choice,
                     min(depth + 1, shape.microbatches),
@@ -168,7 +168,7 @@ class Scorer:
         others = (row for i, row in enumerate(shape.choices) if i != number)
         return any(other.grid != choice.grid for row in others for other in row)
 
-    def _make_layouts(
+    def _make_variants(
         self,
         pool: int,
         choice: StageChoice,

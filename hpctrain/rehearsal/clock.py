@@ -96,9 +96,9 @@ class Clock:
         self._wait(0.0)
 
     def _wait(self, lead: float) -> None:
-        ahead = self.compute.done_at - time.monotonic()
-        if ahead > max(lead, 0.0):
-            time.sleep(max(0.0, ahead - WAKE_SECONDS))
+        lead_seconds = self.compute.done_at - time.monotonic()
+        if lead_seconds > max(lead, 0.0):
+            time.sleep(max(0.0, lead_seconds - WAKE_SECONDS))
 
     @property
     def now(self) -> float:

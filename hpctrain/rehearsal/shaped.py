@@ -117,7 +117,7 @@ class ShapedNetwork:
         """
         with self._lock:
             slot = self._free_slot()
-            earlier = None if behind is None else self.find(self.rank, behind)
+            earlier = None if behind is None else self.slot_of(self.rank, behind)
             self._taken[slot], self._tags[slot] = 0, tag
             if self._fluid.start(slot, self.rank * self.size + target, num_bytes, now, earlier):
                 in_time = now - late
@@ -144,7 +144,7 @@ class ShapedNetwork:
             )
         return self._free.popleft()
 
-    def find(self, source: int, tag: int) -> int | None:
+    def slot_of(self, source: int, tag: int) -> int | None:
         """Return the slot of a message that was started; None if it has left and both its ends have forgotten it."""
         start = source * self._num_slots
         with suppress(ValueError):
@@ -211,7 +211,7 @@ class Passage:
         if self._inner is not None:
             if not self._inner():
                 return False
-            self._slot = self._network.find(self._source, self._tag)  # it was started before it was sent
+            self._slot = self._network.slot_of(self._source, self._tag)  # it was started before it was sent
             self._inner = None  # after that: `not_before` may be asked by another thread
         if self.due == math.inf:
             left = self._network.left(self._slot)

@@ -129,9 +129,9 @@ class HierarchicalCollectives:
                     arriving.append(self._transport.receive(domain[place], section))
         leaving: list[Ready] = []
         for d in self._others():  # theirs is on its way while ours is summed
-            share, held = yield from self._reduce_inside(flat, regions[d], None, partial, op)
+            share, summed = yield from self._reduce_inside(flat, regions[d], None, partial, op)
             for place, met in self._meetings(Interval(0, 0), owned[d], share):
-                leaving.append(self._transport.send(self._domains[d][place], held[slice(*met.shift(-share.start))]))
+                leaving.append(self._transport.send(self._domains[d][place], summed[slice(*met.shift(-share.start))]))
         _, parts[self._mine] = yield from self._reduce_inside(flat, region, owned[self._mine], partial, op)
         yield from until_all(arriving, f"the shards of the other {len(self._domains) - 1} domains")
         if own.size:
@@ -146,12 +146,12 @@ class HierarchicalCollectives:
         num_ranks = len(self._domains[self._mine])
         cuts = [i.shift(-region.start) for i in owned] if owned else list(cut_evenly(region.size, num_ranks))
         share = cuts[self._place]
-        held = torch.empty(share.size, dtype=dtype, device=flat.device)
+        summed = torch.empty(share.size, dtype=dtype, device=flat.device)
         if self._inner is None:
-            held.copy_(flat[slice(*share.shift(region.start))])
+            summed.copy_(flat[slice(*share.shift(region.start))])
         elif region.size:
-            yield from self._inner.reduce_scatter(flat[slice(*region)], cuts, held, op)
-        return share.shift(region.start), held
+            yield from self._inner.reduce_scatter(flat[slice(*region)], cuts, summed, op)
+        return share.shift(region.start), summed
 
     def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
         if self._is_packed(cuts):

@@ -160,5 +160,5 @@ def host_copy_seconds(accelerator, num_bytes: int, seconds: float) -> float:
         while not event.query():
             os.sched_yield()
 
-    ways = ((host, there), (there, host))
-    return max(seconds_of(lambda w=way: one_direction(*w), accelerator, seconds / 2) for way in ways)
+    directions = ((host, there), (there, host))
+    return max(seconds_of(lambda w=direction: one_direction(*w), accelerator, seconds / 2) for direction in directions)

@@ -78,8 +78,8 @@ class _Staged:
         return self._is_ready
 
     def _has_free_buffer(self) -> bool:
-        held = len(self._copying) + len(self._in_flight)
-        return self._next < len(self._parts) and held < BUFFERS_PER_MESSAGE
+        in_use = len(self._copying) + len(self._in_flight)
+        return self._next < len(self._parts) and in_use < BUFFERS_PER_MESSAGE
 
     def _take(self) -> tuple[int, torch.Tensor]:
         part = self._next
