@@ -91,7 +91,8 @@ class TokenSource:
     @cached_property
     def counts(self) -> np.ndarray:
         """How often each token id occurs, int64 [vocab_size]; takes a pass over a `.bin` file."""
-        return sum(np.bincount(self._block(i), minlength=self.vocab_size) for i in range(self.num_blocks))
+        blocks = (np.bincount(self._block(i), minlength=self.vocab_size) for i in range(self.num_blocks))
+        return np.sum(list(blocks), axis=0)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -254,9 +255,13 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
             f"{path}: is a token file of version {version}, and this hpctrain reads version {VERSION};"
             " prepare it again with this one"
         )
-    tokens, vocab_size, tokenizer = file["tokens"], int(file.attrs["vocab_size"]), file.attrs.get("tokenizer")
-    tokenizer = None if tokenizer is None else tokenizer.decode()
-    documents, counts, checksums = (file[name][:] for name in ("documents", "counts", "checksums"))
+    parts = {name: file[name] for name in ("tokens", "documents", "counts", "checksums")}
+    if not all(isinstance(part, h5py.Dataset) for part in parts.values()):
+        raise ValueError("one of its parts is no dataset")
+    tokens: h5py.Dataset = parts.pop("tokens")
+    documents, counts, checksums = (np.asarray(part) for part in parts.values())
+    vocab_size, named = int(file.attrs["vocab_size"]), file.attrs.get("tokenizer")
+    tokenizer = named.decode() if isinstance(named, bytes) else None
     consistent = (
         tokens.ndim == 1
         and tokens.dtype == _dtype(vocab_size)

@@ -47,7 +47,7 @@ class Fluid:
     time; `left` and `earliest_end` read single doubles and may be called at any time.
     """
 
-    def __init__(self, bandwidths: Sequence[float], paths: Sequence[Sequence[int]], memory: memoryview):
+    def __init__(self, bandwidths: Sequence[float], paths: Sequence[Sequence[int]], memory: "memoryview[float]"):
         """`paths` lists the ports of every path that flows take; `memory` is `num_doubles` doubles."""
         self._bandwidths, self._paths = bandwidths, paths
         self._narrowest = [min((bandwidths[port] for port in path), default=math.inf) for path in paths]
