@@ -132,7 +132,7 @@ def rectangle(shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int,
     return (slice(*rows),) if len(shape) == 1 else (slice(*rows), slice(*columns))
 
 
-def publish(partial: Path, final: Path, keep: int) -> None:
+def commit(partial: Path, final: Path, keep: int) -> None:
     """Give a complete checkpoint its final name, move `latest` to it, and keep `keep` in all."""
     sync(partial)
     if final.exists():

@@ -14,8 +14,8 @@ from hpctrain.checkpoint.format import (
     Index,
     Part,
     PartRegion,
+    commit,
     part_name,
-    publish,
     step_folder,
     write_index,
     write_part,
@@ -57,7 +57,7 @@ def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, p
                 described = {"step": step, "job": job.model_dump_json(), "plan": dump_plan(plan), **about}
                 shapes = {name: p.shape for name, p in all_parameters(job.model).items()}
                 _attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, described))
-                _attempt(partial, lambda: publish(partial, final, job.checkpoint.keep))
+                _attempt(partial, lambda: commit(partial, final, job.checkpoint.keep))
     except CheckpointError:
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

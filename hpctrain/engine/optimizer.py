@@ -121,7 +121,7 @@ class Optimizer:
                 shard.grads.mul_(clip / norm)
         for decays, parts in self._updated.items():
             self._adamw(parts, step, self._train.weight_decay if decays else 0.0)
-        self.publish()
+        self.gather_updated()
         self._layout.store.zero_grads()
 
     def _adamw(self, parts: Updated, step: int, weight_decay: float) -> None:
@@ -143,7 +143,7 @@ class Optimizer:
             maximize=False,
         )
 
-    def publish(self) -> None:
+    def gather_updated(self) -> None:
         """Bring updated master weights into use on all holders, before the items compute with them that they are of.
 
         All ranks of the plan must call.
@@ -160,4 +160,4 @@ class Optimizer:
             store.note_gathering(item, work)
         if not store.is_in_place:
             store.await_weights()
-        store.publish()
+        store.refresh()

@@ -112,13 +112,13 @@ class Trainer:
         """Start from initial weights."""
         initialise(self.layout.store, self.job.model, self.job.train.seed)
         self.optimizer.load_masters()
-        self.layout.store.publish()
+        self.layout.store.refresh()
 
     def resume(self, checkpoint: Path) -> None:
         """Start from a checkpoint of any layout."""
         self.layout.store.await_weights()
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
-        self.layout.store.publish()
+        self.layout.store.refresh()
 
     def step(self, sequences: Sequences, stop: bool = False) -> tuple[dict, bool]:
         """Train one step; return its metrics, and whether some rank was asked to stop."""

@@ -80,7 +80,7 @@ class Store:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether items compute with the groups' weights as they are: nothing is to be done by `publish`."""
+        """Whether items compute with the groups' weights as they are: nothing is to be done by `refresh`."""
         packed = any(isinstance(group, CutRegions | ShardedRegions) for group in self.groups)
         return self._z.size == 1 and not packed
 
@@ -93,7 +93,7 @@ class Store:
         while self._awaited and (item is None or self._awaited[0][0] <= item):
             self._awaited.pop(0)[1].wait()
 
-    def publish(self) -> None:
+    def refresh(self) -> None:
         """Bring changed weights of all groups into use, on all of z, whose ranks must all call."""
         for group in self.groups:
             group.spread_weights()
@@ -101,7 +101,7 @@ class Store:
         if any(unit.is_common for unit in self._units):
             self._z.barrier()  # the others may still be reading
             for unit in self._units:
-                unit.publish()
+                unit.share_shard()
             self._z.barrier()
 
     def _units_of(self, item: int) -> list[UnitStore]:

@@ -182,7 +182,7 @@ class UnitStore:
         self._set_views(self._views, whole, None)
         self._is_gathered = True
 
-    def publish(self) -> None:
+    def share_shard(self) -> None:
         """Copy this rank's shard to where all of z see it; nobody may be reading."""
         if self._whole is not None:
             self._whole[slice(*self._cuts[self._z.rank])] = self._shard
