@@ -27,7 +27,7 @@ def load_measured(path: Path) -> list[Measured]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PlanError(f"{path}: cannot be read: {error}") from None
     if not rows:
-        raise PlanError(f"{path} has no rows; see docs/predict.md for what a row says")
+        raise PlanError(f"{path} has no rows; see docs/planner.md for what a row says")
     known = {field.name: field for field in fields(DescribedRun)}
     given = [name for name in rows[0] if name]
     needed = [name for name, field in known.items() if field.default is MISSING] + ["step_seconds"]

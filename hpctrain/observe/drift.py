@@ -168,7 +168,7 @@ def blame(summary: Mapping) -> str:
     if "parts" in summary:
         by = _difference(summary, summary["drifted"]) / summary["predicted_seconds"]
         result += f", most of it in '{summary['drifted']}' ({by:.0%} of a step)"
-    return f"{result}; measure the machine again (train --fresh-probe, or hpctrain probe), or see docs/predict.md"
+    return f"{result}; measure the machine again (train --fresh-probe, or hpctrain probe), or see docs/planner.md"
 
 
 def write(folder: Path, summary: Mapping) -> None:
