@@ -56,7 +56,7 @@ def for_plan(plan: Plan, *extra_warmup: int) -> Plan:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("route", ["auto", "messages"])
 def test_more_under_way_are_the_same_bits(world, tokens, route, monkeypatch):
-    monkeypatch.setattr(world, "preferences", Preferences(route=route))
+    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     layouts = {2: [(2, 1, (1, 0)), (2, 1, (5, 0))], 4: [(4, 1, (3, 2, 1, 0)), (4, 1, (1, 1, 0, 0)), (2, 2, (2, 0))]}
     for stages, data, extra_warmup in layouts[world.size]:

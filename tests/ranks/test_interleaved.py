@@ -1,5 +1,7 @@
 """Interleaved pipelines: the numbers of one rank, the same bits whatever overlaps, checkpoints of any other plan."""
 
+from dataclasses import replace
+
 import pytest
 
 import hpctrain.engine.pipeline as pipeline
@@ -67,7 +69,11 @@ def check(world, tokens, model: str, plan: Plan) -> tuple[list[float], list[str]
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch):
-    monkeypatch.setattr(world, "preferences", Preferences(route="messages" if model == "gpt2" else "auto"))
+    monkeypatch.setattr(
+        world,
+        "settings",
+        replace(world.settings, preferences=Preferences(route="messages" if model == "gpt2" else "auto")),
+    )
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     job = make_job(tokens, model, {"microbatch": 2, **layout}, shape=SHAPE)
     plan = resolve_plan(job, world.size).plan

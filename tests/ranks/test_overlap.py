@@ -1,6 +1,7 @@
 """What is overlapped with computation: the same bits, the same bytes, in less time."""
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +78,7 @@ def one_rank(world, tokens, model: str) -> list[float]:
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
 def test_on_and_off_are_bit_equal_and_those_of_one_rank(world, tokens, layout, route, monkeypatch):
-    monkeypatch.setattr(world, "preferences", Preferences(route=route))
+    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
     model = "llama" if route == "auto" else "gpt2"
     job = make_job(tokens, model, layout)
     exposed = curve(world, overlapped(job, tensor=False, data=False, z=False))
@@ -154,7 +155,9 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
 
     What is recomputed is summed again. Of z see tests/ranks/test_traffic.py.
     """
-    monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
+    monkeypatch.setattr(
+        world, "settings", replace(world.settings, preferences=Preferences(route="messages", algorithm="exchange"))
+    )
     n, microbatches = world.size, 2
 
     def job_of(**plan):
@@ -184,7 +187,7 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, tokens, monkeypatch):
-    monkeypatch.setattr(world, "accelerator", None)
+    monkeypatch.setattr(world, "settings", replace(world.settings, accelerator=None))
     job = make_job(tokens, "llama", {"tensor": {"y": 2}})
     source, training, validation = open_datasets(job.data, job.train.seed)
     plan = resolve_plan(job, 2).plan

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -106,7 +107,9 @@ UNEVEN = {
 @pytest.mark.timeout(120)
 def test_ranks_on_several_hosts_give_the_same_losses(world, tokens, steps, monkeypatch):
     """Two ranks on each of two hosts, by name: tensor groups by shared memory, the pipeline by MPI messages."""
-    monkeypatch.setattr(world, "topology", Topology(tuple(Place(host, "cpu") for host in "aabb")))
+    monkeypatch.setattr(
+        world, "settings", replace(world.settings, topology=Topology(tuple(Place(host, "cpu") for host in "aabb")))
+    )
     for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
         result = losses(world, job_of(tokens, "gpt2", plan), steps)
         assert largest_relative_difference(result, reference(world, tokens, "gpt2", steps)) < TOLERANCE

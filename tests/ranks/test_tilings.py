@@ -1,6 +1,7 @@
 """Any tiling gives the numbers of one rank: different grids, rows, depths, ZeRO stages; unused ranks."""
 
 import functools
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -106,7 +107,7 @@ def test_random_tilings_give_the_losses_of_one_rank(world, tokens, monkeypatch):
     def every(world, drawn):
         (name, plan), route = drawn
         one_rank(world, tokens, name, STEPS)
-        monkeypatch.setattr(world, "preferences", Preferences(route=route))
+        monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
         monkeypatch.setattr(HostTransport, "polls_freely", True)
         check(world, tokens, name, plan)
 
@@ -212,7 +213,7 @@ def test_unlike_grids_move_each_slab_by_formula(world, tokens, zero, monkeypatch
     """A step of one microbatch: n holders of a region send n - 1 times its gradients, and its weights as often as these
     are gathered: before each pass of an item by ZeRO 3, but once for the head, which goes back at once; after the
     update by ZeRO 2."""
-    monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
+    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
     job = job_of(tokens, "llama", global_batch=ROWS)
     plan = Plan(unlike_grids(zero), 1, ROWS)
     sent = bytes_of_a_step(world, job, lambda layout: layout.groups, plan)

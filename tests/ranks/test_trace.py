@@ -4,6 +4,7 @@ import itertools
 import json
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -84,7 +85,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("switches", [OFF, ON], ids=["off", "on"])
 @pytest.mark.parametrize("route", ["auto", "messages"])
 def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, route, monkeypatch):
-    monkeypatch.setattr(world, "preferences", Preferences(route=route))
+    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
     job = with_overlap(make_job(tokens, "llama", LAYOUTS[world.size], shape={"num_layers": 4}), switches)
     plan = resolve_plan(job, world.size).plan
     traced(world, job, plan, folder, CpuAccelerator())

@@ -1,5 +1,7 @@
 """Weights gathered ahead and gradients scattered behind, on ranks: the same bits, few alive, bytes by formula."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.checkpoint.format import latest_checkpoint
@@ -88,7 +90,7 @@ def assert_same_bits(world, job, folder, plan: Plan | None = None) -> None:
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(300)
 def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens, folder, layout, route, monkeypatch):
-    monkeypatch.setattr(world, "preferences", Preferences(route=route))
+    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
     model = "llama" if route == "auto" else "gpt2"
     assert_same_bits(world, make_job(tokens, model, layout, shape=SHAPE, steps=STEPS), folder)
 
@@ -96,7 +98,7 @@ def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens,
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(300)
 def test_substeps_and_unlike_grids_are_bit_equal_too(world, tokens, folder, monkeypatch):
-    monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
+    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
     tiles = (
         Tile(Interval(0, 6), Interval(0, 5), (0, 1), TensorGrid(z=2), row_chunks=2, recompute="full"),
         Tile(Interval(0, 6), Interval(5, 8), (2, 3), TensorGrid(y=2)),
@@ -107,7 +109,7 @@ def test_substeps_and_unlike_grids_are_bit_equal_too(world, tokens, folder, monk
 
 def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
     """The item in use and, where that is overlapped, the next one; as many in their buffers for gradients."""
-    monkeypatch.setattr(world, "preferences", Preferences(route="messages"))
+    monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
     job = make_job(tokens, "llama", {"tensor": {"z": world.size}, "microbatch": 8}, shape=SHAPE)
     _, training, _ = open_datasets(job.data, job.train.seed)
     for switches, most in ((OFF, 1), ({**OFF, "z": True}, 2), ({**OFF, "z": True, "keep_gathered": 3}, 5)):
@@ -140,7 +142,9 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
     Where another item is gathered ahead anyway, the blocks next to these wait for their turn in its place.
     What is kept is gathered once a step. What is recomputed is with the weights that the backward pass has anyway.
     """
-    monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
+    monkeypatch.setattr(
+        world, "settings", replace(world.settings, preferences=Preferences(route="messages", algorithm="exchange"))
+    )
     n, microbatches, kept = world.size, min(4, 16 // world.size), 3
 
     def job_of(**overlap):
@@ -163,7 +167,9 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
 @pytest.mark.parametrize("zero", [2, 3])
 def test_shards_of_zero_move_as_often_as_the_formula_says(world, tokens, on, zero, monkeypatch):
     """ZeRO 3 over data is what z does; with ZeRO 2 weights are gathered once a step, after the update."""
-    monkeypatch.setattr(world, "preferences", Preferences(route="messages", algorithm="exchange"))
+    monkeypatch.setattr(
+        world, "settings", replace(world.settings, preferences=Preferences(route="messages", algorithm="exchange"))
+    )
     n, microbatches = world.size, 2
     shape = {"num_kv_heads": 8, "vocab_size": 64}
     plan = {"data": n, "microbatch": 16 // n // microbatches, "zero": zero}

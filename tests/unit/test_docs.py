@@ -71,7 +71,20 @@ def test_every_command_of_the_documentation_is_one(page, command):
         case ["python", script, *_] | [script, *_] if script.endswith((".py", ".sbatch", ".sh")):
             assert (ROOT / script).is_file(), "a file of the repository"
         case [program, *_]:
-            assert program in ("pip", "git", "cd", "cat", "module", "source", "scontrol", "h5ls", "diff", "ls", "echo", "export"), f"{page}: {command}"
+            assert program in (
+                "pip",
+                "git",
+                "cd",
+                "cat",
+                "module",
+                "source",
+                "scontrol",
+                "h5ls",
+                "diff",
+                "ls",
+                "echo",
+                "export",
+            ), f"{page}: {command}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
