@@ -9,13 +9,13 @@ BIN := $(VENV)/bin
 MPIRUN := $(BIN)/mpirun
 CORPUS := tokens/stdlib.h5
 RANKS ?= 4
-# What is given to the training command besides, such as --set plan.data=4
+# More arguments of the training command, such as --set plan.data=4
 ARGUMENTS ?=
 export OMP_NUM_THREADS := 1
-# Goes on to the end, and lists what failed
+# Continues to the end, and lists what failed
 RUN_TESTS = $(BIN)/python tests/run_all.py
 
-.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-all-layouts lint bench clean
+.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-all-layouts lint docs bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -42,6 +42,11 @@ test: install
 
 lint: install
 	$(RUN_TESTS) lint
+
+# What of the documentation is made from the code.
+docs: install
+	$(BIN)/python docs/job_reference.py
+	$(BIN)/python docs/pictures/tiles.py
 
 test-unit: install
 	$(RUN_TESTS) unit
