@@ -71,34 +71,30 @@ def memory_of(
     mixed = setup.item_bytes < MASTER_BYTES
     of_gradient = setup.stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
     z = plan.tile_of(rank).coordinate(rank)[2]
-    for shard_group in shards.shard_groups:
-        packed = sum(region.size for region in shard_group.regions)
-        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in shard_group.layouts) + packed
-        place = shard_group.ranks.index(rank)
-        updated = shard_group.cuts(stored)[place].size if shard_group.zero else stored
+    for group in shards.shard_groups:
+        packed = sum(region.size for region in group.regions)
+        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in group.layouts) + packed
+        place = group.ranks.index(rank)
+        updated = group.cuts(stored)[place].size if group.zero else stored
         if setup.stack.stores_halves or not mixed:
-            weights += (updated if shard_group.zero == 3 else stored) * setup.item_bytes
-        weights += (packed if shard_group.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
-        gradients += (updated if shard_group.zero >= 2 else stored) * of_gradient
-        if shard_group.zero == 1 and len(shard_group.ranks) > 1 and not setup.stack.sums_in_place:
+            weights += (updated if group.zero == 3 else stored) * setup.item_bytes
+        weights += (packed if group.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
+        gradients += (updated if group.zero >= 2 else stored) * of_gradient
+        if group.zero == 1 and len(group.ranks) > 1 and not setup.stack.sums_in_place:
             gradients += updated * GRADIENT_BYTES  # what is summed, besides what is added to
         moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
     kept, largest = _activations(setup, plan, tile)
     messages = waiting + _expected(setup, plan, tile) + _sent(plan, tile)
     buffers = largest + messages * largest_message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
     buffers += int(setup.stack.overhead_share * available)
-    others = (
-        max((len(shard_group.ranks) for shard_group in shards.shard_groups), default=1),
-        tile.tensor.x,
-        tile.tensor.y,
-    )
+    others = (max((len(group.ranks) for group in shards.shard_groups), default=1), tile.tensor.x, tile.tensor.y)
     num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
     buffers += int(num_groups * setup.stack.communicator_bytes)
     return MemoryParts(weights, gradients, moments, kept, _gathered(setup, plan, tile, shards), buffers)
 
 
 def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
-    zero = max((shard_group.zero for shard_group in shards.shard_groups), default=0)
+    zero = max((group.zero for group in shards.shard_groups), default=0)
     if tile.is_idle:
         return 0
     virtual_stages = plan.virtual_stages(tile)

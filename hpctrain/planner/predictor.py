@@ -315,33 +315,28 @@ class Predictor:
             shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
             if not self.setup.stack.evens_families:
                 shards = replace(
-                    shards,
-                    shard_groups=tuple(self._with_declared_zero(shard_group) for shard_group in shards.shard_groups),
+                    shards, shard_groups=tuple(self._with_declared_zero(group) for group in shards.shard_groups)
                 )
             self._shards_by_tile[key] = shards, tile.ranks[0]
         return self._shards_by_tile[key]
 
-    def _with_declared_zero(self, shard_group: ShardGroup) -> ShardGroup:
+    def _with_declared_zero(self, group: ShardGroup) -> ShardGroup:
         """Return a holding in the ZeRO stage of its tiles, also where these are of several families."""
-        return replace(
-            shard_group, zero=min(shard_group.zero, max(self.plan.tile_of(rank).zero for rank in shard_group.ranks))
-        )
+        return replace(group, zero=min(group.zero, max(self.plan.tile_of(rank).zero for rank in group.ranks)))
 
     @cached_property
     def _shards_by_tile(self) -> dict[tuple, tuple[RankShards, int]]:
         return {}
 
-    def _stored(self, shard_group, z: int) -> int:
-        return sum(layout.size for layout in shard_group.layouts) // z + sum(
-            region.size for region in shard_group.regions
-        )
+    def _stored(self, group, z: int) -> int:
+        return sum(layout.size for layout in group.layouts) // z + sum(region.size for region in group.regions)
 
     def _updated_and_stored(self, tile: Tile) -> tuple[int, int]:
         """Return how many weights a rank updates, and how many it stores (in ZeRO 3 together with its holders)."""
         updated = whole = 0
-        for shard_group in self._rank_shards(tile).shard_groups:
-            stored = self._stored(shard_group, tile.tensor.z)
-            updated += shard_group.cuts(stored)[0].size if shard_group.zero else stored
+        for group in self._rank_shards(tile).shard_groups:
+            stored = self._stored(group, tile.tensor.z)
+            updated += group.cuts(stored)[0].size if group.zero else stored
             whole += stored
         return updated, whole
 
@@ -355,25 +350,25 @@ class Predictor:
             self._rank_shards(tile)
         for shards, rank in self._shards_by_tile.values():
             known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
-            for shard_group in shards.shard_groups:
-                what = shard_group.ranks, shard_group.items
+            for group in shards.shard_groups:
+                what = group.ranks, group.items
                 known[what] += 1
                 key = *what, known[what]
-                if len(shard_group.ranks) == 1 or key in result:
+                if len(group.ranks) == 1 or key in result:
                     continue
                 tile = self.plan.tile_of(rank)
-                stored = self._stored(shard_group, tile.tensor.z)
+                stored = self._stored(group, tile.tensor.z)
                 reduced = stored * self.setup.gradient_bytes
                 reduce = gather = 0.0
-                if shard_group.zero < 2:
-                    operation = "reduce_scatter" if shard_group.zero else "all_reduce"
-                    reduce = self.network.group_seconds(operation, reduced, shard_group.ranks, self._sharers)
-                if shard_group.zero in (1, 2):
+                if group.zero < 2:
+                    operation = "reduce_scatter" if group.zero else "all_reduce"
+                    reduce = self.network.group_seconds(operation, reduced, group.ranks, self._sharers)
+                if group.zero in (1, 2):
                     gather = self.network.group_seconds(
-                        "all_gather", stored * self.setup.item_bytes, shard_group.ranks, self._sharers
+                        "all_gather", stored * self.setup.item_bytes, group.ranks, self._sharers
                     )
-                tiles = tuple(dict.fromkeys(self._tile_with(rank, shard_group.items) for rank in shard_group.ranks))
-                result[key] = self._placed(Sharing(tiles, reduce, gather), shard_group)
+                tiles = tuple(dict.fromkeys(self._tile_with(rank, group.items) for rank in group.ranks))
+                result[key] = self._placed(Sharing(tiles, reduce, gather), group)
         return tuple(result.values())
 
     def _tile_with(self, rank: int, items: Sequence[int]) -> Tile:
@@ -381,18 +376,16 @@ class Predictor:
         gradients are final."""
         return next(tile for tile in self.plan.tiles_of(rank) if any(map(tile.contains, items)))
 
-    def _placed(self, sharing: Sharing, shard_group: ShardGroup) -> Sharing:
+    def _placed(self, sharing: Sharing, group: ShardGroup) -> Sharing:
         """Return a sharing with when its gradients are made and its weights needed, where it is overlapped."""
         if not self._overlapped_work:
             return sharing
         ready, needed, before = {}, {}, {}
         for tile in sharing.tiles:
             if tile.items not in before:
-                before[tile.items] = min(filter(tile.contains, shard_group.items)) - tile.items.start
+                before[tile.items] = min(filter(tile.contains, group.items)) - tile.items.start
             needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
-        is_early = (
-            all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not shard_group.regions
-        )
+        is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not group.regions
         return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
