@@ -115,7 +115,7 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
             {key for key in expected if key != "data" or "data" in str(LAYOUTS[world.size])} if switches["z"] else set()
         )
         starts = [spans[0]["begin"] for (_, name), spans in threads.items() if name == "compute"]
-        ends = [span["end"] for spans in threads.values() for span in spans if span["name"] == "step 1"]
+        ends = [span["end"] for spans in threads.values() for span in spans if span["name"] == "step 2"]
         assert max(starts) < min(ends)  # all agree within a step, so that steps of all ranks overlap
         summary = json.loads((folder / SUMMARY).read_text())
         assert summary["steps"] == STEPS
