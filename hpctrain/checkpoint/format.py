@@ -211,28 +211,35 @@ class Index:
     def close(self) -> None:
         self._file.close()
 
+    def _dataset(self, name: str) -> h5py.Dataset:
+        dataset = self._file[name]
+        if not isinstance(dataset, h5py.Dataset):
+            raise CheckpointError(f"{self.path / INDEX}: {name} is no dataset; use an older checkpoint")
+        return dataset
+
     def names(self) -> list[str]:
-        return list(self._file["model"])
+        group = self._file["model"]
+        return list(group) if isinstance(group, h5py.Group) else []
 
     def has(self, name: str) -> bool:
-        return name in self._file["model"]
+        return f"model/{name}" in self._file
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file[f"model/{name}"].shape
+        return self._dataset(f"model/{name}").shape
 
     def read(self, kind: str, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
         """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat."""
-        dataset = self._file[f"{kind}/{name}"]
-        return dataset[rectangle(dataset.shape, rows, columns)].reshape(-1)
+        dataset = self._dataset(f"{kind}/{name}")
+        return np.asarray(dataset[rectangle(dataset.shape, rows, columns)]).reshape(-1)
 
     def whole(self, kind: str, name: str) -> np.ndarray:
         """Return a whole parameter or moment, fp32, in its shape."""
-        return self._file[f"{kind}/{name}"][:]
+        return np.asarray(self._dataset(f"{kind}/{name}"))
 
     def verify(self, some: slice = slice(None)) -> None:
         """Check size and CRC of the parts `some` selects. Raises CheckpointError that names the damaged file."""
         older = f"use an older checkpoint: put its name in {self.path.parent / LATEST}"
-        for number, (num_bytes, crc32) in list(enumerate(self._file["parts"][:].tolist()))[some]:
+        for number, (num_bytes, crc32) in list(enumerate(np.asarray(self._dataset("parts")).tolist()))[some]:
             part = self.path / part_name(number)
             if not part.is_file():
                 raise CheckpointError(f"{part}: is missing; {older}")

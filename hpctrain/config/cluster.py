@@ -7,7 +7,7 @@ How a rehearsal's pretend devices really behave is not known here: see `hpctrain
 """
 
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -15,9 +15,13 @@ from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.tables import Table
 
-Origin = Literal["measured", "datasheet", "assumed"]
+if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
+    Origin = DType = Kind = str
+else:
+    Origin = Literal["measured", "datasheet", "assumed"]
+    DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
+    Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
 ORIGINS = "'measured', 'datasheet' or 'assumed'"
-DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
 # (0.5 to 1 GB), buffers of communicators, and gaps between the blocks of its allocator, in proportion to its memory.
@@ -25,8 +29,6 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 RESERVED_BYTES = 1_500_000_000
 RESERVED_SHARE = 0.04
 MINIATURE_BYTES = 4_000_000_000
-
-Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
 
 
 def _whole(value):

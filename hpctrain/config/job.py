@@ -74,6 +74,12 @@ class Model(Table):
         return self
 
     @property
+    def num_ids(self) -> int:
+        """The vocabulary size of a resolved job."""
+        assert self.vocab_size is not None, "a job is resolved before its model is used"
+        return self.vocab_size
+
+    @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
 
@@ -133,6 +139,12 @@ class Train(Table):
     validate_every: WholeNumber = 0
     """Steps between validations; 0: at the end only."""
     validation_sequences: Count = 64
+
+    @property
+    def resolved_dtype(self) -> str:
+        """The dtype of a resolved job."""
+        assert self.dtype is not None, "a job is resolved before it is trained"
+        return self.dtype
 
     @model_validator(mode="after")
     def _rates_in_order(self) -> Self:

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -20,6 +20,10 @@ class Table(BaseModel):
     """A table of a TOML file: immutable, and without room for a key that means nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    if TYPE_CHECKING:  # pydantic makes it for frozen tables
+
+        def __hash__(self) -> int: ...
 
 
 def read_text(path: Path, kind: type[HpctrainError]) -> str:

@@ -71,7 +71,7 @@ def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: 
     }
     kept = [item for tile in role.tiles for item in range(*tile.items)[: overlap.keep_gathered]]
     store = Store(groups, role.shards, axes, dtype, device, kept)
-    layouts = OperandLayouts(job.products.layouts.get(role.tiles[0].family, {}), job.train.dtype)
+    layouts = OperandLayouts(job.products.layouts.get(role.tiles[0].family, {}), job.train.resolved_dtype)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
     stages = tuple(Stage(job.model, tile, axes, store, world.tracer, layouts, in_halves) for tile in role.tiles)
     return Layout(

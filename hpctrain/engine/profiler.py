@@ -176,7 +176,7 @@ class Trials:
             for rank, family in enumerate(self._families)
         )
         plan = Plan(tiles, 1, rows * len(tiles))
-        layout = make_layout(self._solo, job, plan, DTYPES[job.train.dtype], self._accelerator.device)
+        layout = make_layout(self._solo, job, plan, DTYPES[job.train.resolved_dtype], self._accelerator.device)
         for group in layout.store.groups:  # some devices multiply zeros faster
             group.weights.normal_(0.0, job.model.init_std)
         return layout
@@ -213,11 +213,11 @@ class Trials:
         return result
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
-        job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.train.dtype]
+        job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.train.resolved_dtype]
         small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
         layout = self._layout(small, zero, rows)
         shape = (rows, job.data.sequence_length)
-        tokens = torch.randint(job.model.vocab_size, shape, device=device)
+        tokens = torch.randint(job.model.num_ids, shape, device=device)
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
         of_loss = torch.tensor(1.0 / tokens.numel(), dtype=torch.float64, device=device)
         embedding, block, head = (
@@ -250,7 +250,7 @@ class _Noise:
     """A batch of any tokens."""
 
     def __init__(self, job: Job):
-        self._vocabulary, self._length = job.model.vocab_size, job.data.sequence_length + 1
+        self._vocabulary, self._length = job.model.num_ids, job.data.sequence_length + 1
 
     def rows(self, rows: Interval) -> np.ndarray:
         return np.random.default_rng(0).integers(self._vocabulary, size=(rows.size, self._length))
@@ -286,7 +286,7 @@ def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) ->
     if world.rank:
         return None
     profiles, comments = [], []
-    work = describe_work(job, job.train.dtype)
+    work = describe_work(job, job.train.resolved_dtype)
     for family in dict.fromkeys(families):
         ranks = [rank for rank, of in enumerate(families) if of == family]
         for zero, of_limits, of_times in zip(PROFILED_ZEROS, limits, measured, strict=True):
@@ -328,7 +328,7 @@ def short_profile(
         Profile(
             origin="measured",
             family=family,
-            work=describe_work(job, job.train.dtype),
+            work=describe_work(job, job.train.resolved_dtype),
             zero=1,
             replicas=world.size,
             times=_median_times([times for times, of in zip(measured, families, strict=True) if of == family]),

@@ -85,13 +85,23 @@ class _Resolver:
     """The steps of `prepare_run`, each of which replaces values of the job and notes the reasons."""
 
     def __init__(self, world: "World", job: Job, resume_from: Path | None, described: Described | None, fresh: bool):
-        self.world, self.job, self.resume_from, self.described = world, job, resume_from, described
+        self.world, self.job, self.resume_from, self._described = world, job, resume_from, described
         self.is_fresh = fresh
         self.reasons: dict[str, str] = {}
         self.families = [place.family for place in world.topology.places]
-        self.plan: Plan | None = None
+        self._plan: Plan | None = None
         self._choosing: Cluster | None = None
         """Whose links chose the algorithms of the run that is continued."""
+
+    @property
+    def plan(self) -> Plan:
+        assert self._plan is not None, "asked for after the plan is there"
+        return self._plan
+
+    @property
+    def described(self) -> Described:
+        assert self._described is not None, "asked for after the machine is known"
+        return self._described
 
     def run(self) -> Prepared:
         source, training, validation = self._open_data()
@@ -101,7 +111,7 @@ class _Resolver:
         self._take_given_plan()
         self._know_machine()
         self._choose_dtype()
-        if self.plan is None:
+        if self._plan is None:
             self._switch_overlaps()
             self._profile()
             self._search_plan()
@@ -155,6 +165,7 @@ class _Resolver:
         from hpctrain.checkpoint.state import check_same_run
 
         job, where = self.job, self.resume_from
+        assert where is not None
         theirs, plan, cluster = check_same_run(where, job, data_identity)
         if job.train.dtype is None:
             self._set("train", dtype=theirs.train.dtype)
@@ -166,7 +177,7 @@ class _Resolver:
             )
             return
         if job.plan is None:
-            self.plan, self.reasons["plan"] = plan, f"{plan.describe()}: that of {where}"
+            self._plan, self.reasons["plan"] = plan, f"{plan.describe()}: that of {where}"
         if cluster and [device.family for device in cluster.devices] == self.families:
             self._choosing = cluster
         overlap, taken = continued(job.overlap, theirs.overlap)
@@ -187,17 +198,17 @@ class _Resolver:
             if world.rank == 0:
                 resolved = resolve_plan(self.job, world.size, self.families)
         resolved = world.broadcast_object(resolved)
-        self.plan = resolved.plan
+        self._plan = resolved.plan
         self.reasons |= resolved.reasons
 
     def _know_machine(self) -> None:
         """Find the description of these devices, where none is given, or make one."""
         world = self.world
-        if self.described is None:
+        if self._described is None:
             from hpctrain.comm.probe.machine import describe_machine
 
             machine = describe_machine(world, self._accelerator(), self.is_fresh)
-            self.described = Described(machine.cluster, str(machine.path), path=machine.path)
+            self._described = Described(machine.cluster, str(machine.path), path=machine.path)
             self.reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
         with world.all_or_none():
             check_ranks_are_devices(self.described, self.families)
@@ -213,7 +224,7 @@ class _Resolver:
         from hpctrain.planner.choose import dtype_on
 
         with self.world.all_or_none():
-            used = self.plan and [self.families[rank] for rank in self.plan.ranks]
+            used = self._plan and [self.families[rank] for rank in self._plan.ranks]
             families = list(dict.fromkeys(used or self.families))
             dtype, reason = dtype_on(self.job, self.described.cluster, families, self.described.name)
         self.reasons["train.dtype"] = reason
@@ -239,7 +250,7 @@ class _Resolver:
         from hpctrain.planner.curves import has_times
 
         described, job = self.described, self.job
-        if described.path is None or has_times(described.cluster, job, job.train.dtype):
+        if described.path is None or has_times(described.cluster, job, job.train.resolved_dtype):
             return
         from hpctrain.engine.profiler import short_profile
 
@@ -250,7 +261,7 @@ class _Resolver:
 
             text = add_profiles(described.path, described.cluster, *measured)
         text = self.world.broadcast_object(text)
-        self.described = replace(described, cluster=parse_cluster(text, described.name))
+        self._described = replace(described, cluster=parse_cluster(text, described.name))
 
     def _search_plan(self) -> None:
         from hpctrain.planner.choose import choose_plan
@@ -260,7 +271,7 @@ class _Resolver:
             if world.rank == 0:
                 choice = choose_plan(self.job, self.described.cluster, self.described.name)
         choice = world.broadcast_object(choice)
-        self.plan = choice.plan
+        self._plan = choice.plan
         self.reasons |= choice.reasons
 
     def _predict(self) -> "Prediction | None":

@@ -84,7 +84,7 @@ class Trainer:
         """`job` is resolved: its vocabulary size and dtype are values."""
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
-            self.layout: Layout = make_layout(world, job, plan, DTYPES[job.train.dtype], accelerator.device)
+            self.layout: Layout = make_layout(world, job, plan, DTYPES[job.train.resolved_dtype], accelerator.device)
             self.optimizer = Optimizer(self.layout, job.train)
             length = job.data.sequence_length
             hidden, device = job.model.hidden_size, accelerator.device

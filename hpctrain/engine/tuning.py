@@ -73,7 +73,7 @@ def _wanted(job: Job, plan: Plan) -> dict[str, list[Product]]:
     """Return by family the products of all its tiles, the smallest first. Pure, so the same on all ranks."""
     result: dict[str, dict[Product, None]] = {}
     for tile in plan.tiles:
-        what = job.train.dtype, job.data.sequence_length, bool(job.overlap.forward)
+        what = job.train.resolved_dtype, job.data.sequence_length, bool(job.overlap.forward)
         of_tile = products_of(job.model, plan, tile, *what)
         result.setdefault(tile.family, {}).update(dict.fromkeys(of_tile))
     return {family: sorted(of, key=lambda product: (product.flops, product)) for family, of in result.items()}

@@ -99,7 +99,7 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
         with world.all_or_none():
             if world.rank == 0:
                 atexit.register(shutil.rmtree, folder, ignore_errors=True)
-                generate_tokens(folder / "generated.bin", job.model.vocab_size)
+                generate_tokens(folder / "generated.bin", job.model.num_ids)
         job = with_values(job, "data", tokens=folder / "generated.bin", validation=None)
     if world.rank == 0:
         summary = "; trained on generated tokens" if made.is_job_scaled else ""

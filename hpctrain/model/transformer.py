@@ -61,7 +61,7 @@ class Item:
         """Return the first token id of this rank's part and the number of ids in it that are not padding."""
         padded = padded_vocabulary(self.model, TensorGrid(y=self.axes.y.size))
         part = cut_evenly(padded, self.axes.y.size)[self.axes.y.rank]
-        return part.start, part.intersect(Interval(0, self.model.vocab_size)).size
+        return part.start, part.intersect(Interval(0, self.model.num_ids)).size
 
 
 class Embedding(Item):

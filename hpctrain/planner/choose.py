@@ -71,7 +71,7 @@ def search_best(job: Job, cluster: Cluster, limits: Limits, where: str, space: S
 
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
-    families = families_in(job.train.dtype, cluster, where)
+    families = families_in(job.train.resolved_dtype, cluster, where)
     result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
     check_plan(job, result.best.plan, "the plan that was found")
     return result

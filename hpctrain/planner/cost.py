@@ -122,7 +122,7 @@ class Setup:
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None) -> Self:
         """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off."""
-        dtype = dtype or job.train.dtype
+        dtype = dtype or job.train.resolved_dtype
         overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
         stack = HPCTRAIN if job.comm.gather_messages else replace(HPCTRAIN, gathers_parts=False)
         return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.overlapped_bucket_bytes)
@@ -391,5 +391,5 @@ def model_flops(setup: Setup, tokens: int) -> float:
     model = setup.model
     block = model.hidden_size * (model.hidden_size + 2 * model.kv_heads * model.head_size)
     block += model.hidden_size**2 + model.hidden_size * model.ffn * (3 if model.architecture == "llama" else 2)
-    weights = model.num_layers * block + model.hidden_size * model.vocab_size
+    weights = model.num_layers * block + model.hidden_size * model.num_ids
     return tokens * (6.0 * weights + 12.0 * model.num_layers * model.hidden_size * setup.positions)

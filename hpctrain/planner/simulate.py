@@ -92,6 +92,8 @@ class _Simulation(ScheduleRun):
     """The run of a plan's schedules with clocks and prices."""
 
     passes_together = False  # what a pass exchanges is in its price
+    runners: dict[Tile, _Clock]
+    runner_of: dict[Tile, _Clock]
 
     def __init__(self, plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs):
         self._costs = costs

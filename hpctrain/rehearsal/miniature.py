@@ -198,7 +198,7 @@ def scale_job(job: Job, width: int) -> Job:
         "hidden_size": model.hidden_size // width,
         "num_kv_heads": model.num_kv_heads,
         "ffn_size": kept * max(1, round(model.ffn / width / kept)),
-        "vocab_size": max(LEAST_VOCABULARY, math.ceil(model.vocab_size / width)),
+        "vocab_size": max(LEAST_VOCABULARY, math.ceil(model.num_ids / width)),
         "max_positions": math.ceil(model.max_positions / width),
     }
     length = round(data.sequence_length / width)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hpctrain.config.cluster import MANY_ROWS, Cluster, Family, Figures, LinkClass
 from hpctrain.config.errors import TopologyError
@@ -9,6 +10,7 @@ from hpctrain.config.tables import Table
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.planner.devices import DeviceModel
 
+T = TypeVar("T", bound=Table)
 TILE = 128
 """Rows and columns of the result that an accelerator computes at once, where nothing is said."""
 HALF_SPEED_ROWS = 256.0
@@ -165,11 +167,11 @@ def _figures(table: Table, scale: Scale) -> dict:
     return result
 
 
-def _scaled(table: Table, scale: Scale):
+def _scaled(table: T, scale: Scale) -> T:
     return _remade(table, _figures(table, scale))
 
 
-def _remade(table: Table, values: dict):
+def _remade(table: T, values: dict) -> T:
     """Return a table with some values replaced. A copy would keep what properties have cached of the old ones."""
     return type(table).model_validate({name: getattr(table, name) for name in type(table).model_fields} | values)
 

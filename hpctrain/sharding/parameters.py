@@ -85,7 +85,7 @@ class Parameter:
 
 def padded_vocabulary(model: Model, grid: TensorGrid) -> int:
     """Return the rows of the token table on a grid: the vocabulary, rounded up to a multiple of y."""
-    return math.ceil(model.vocab_size / grid.y) * grid.y
+    return math.ceil(model.num_ids / grid.y) * grid.y
 
 
 def box_size(box: Box) -> int:
@@ -212,7 +212,7 @@ def item_parameters(model: Model, item: int) -> list[Parameter]:
     """List the parameters of an item; a tied head lists the embedding's weight again."""
     if 0 < item <= model.num_layers:
         return _block(model, item - 1)
-    table = (model.vocab_size, model.hidden_size)
+    table = (model.num_ids, model.hidden_size)
     embedding = Parameter("embedding.weight", table, ("y", "x"), "normal", pad=True)
     if item == 0:
         if model.architecture == "llama":
