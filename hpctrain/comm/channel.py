@@ -4,8 +4,8 @@ from collections import deque
 
 import torch
 
-from hpctrain.comm.communicator import Journal, Lane
-from hpctrain.comm.lanes import Progress, Work
+from hpctrain.comm.communicator import Journal, Lane, Started
+from hpctrain.comm.lanes import Progress
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.traced import GroupTrace
@@ -72,8 +72,8 @@ class LaneChannel:
         self._outgoing, self._incoming, self._depth = outgoing, incoming, depth
         self._posts_early = posts_early
         self._peer = 1 - outgoing.rank
-        self._in_flight: deque[Work] = deque()
-        self._expected: deque[tuple[torch.Tensor, Work]] = deque()
+        self._in_flight: deque[Started] = deque()
+        self._expected: deque[tuple[torch.Tensor, Started]] = deque()
         self._open = True
 
     def send(self, tensor: torch.Tensor) -> None:

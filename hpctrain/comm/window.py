@@ -25,7 +25,7 @@ class SharedWindow:
         self._window = mpi.Win.Allocate_shared(HEADER_BYTES + num_bytes, 1, comm=comm)
         memory = [np.frombuffer(self._window.Shared_query(i)[0], dtype=np.uint8) for i in range(self.size)]
         # A memoryview reads and writes a counter in a fifth of the time that a numpy array takes.
-        self.counters = [memoryview(m[: 8 * NUM_COUNTERS]).cast("q") for m in memory]
+        self.counters = [m[: 8 * NUM_COUNTERS].data.cast("q") for m in memory]
         self.bytes = [torch.from_numpy(m[HEADER_BYTES:]) for m in memory]
         for i in range(NUM_COUNTERS):
             self.counters[self.rank][i] = 0

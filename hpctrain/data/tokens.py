@@ -73,7 +73,9 @@ class TokenSource:
     @property
     def identity(self) -> str:
         """Identifies the tokens of a file: their number, and a CRC of the checksums (of a sample for `.bin`)."""
-        sample = self._tokens[:: max(1, self.num_tokens // 65536)] if self._checksums is None else self._checksums
+        sample = self._checksums
+        if sample is None:
+            sample = self._tokens[:: max(1, self.num_tokens // 65536)]
         return f"{self.num_tokens} tokens {zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"
 
     @cached_property
@@ -159,7 +161,7 @@ class TokenSource:
 
     def _verify_block(self, i: int) -> None:
         block = self._block(i)
-        result, expected = zlib.crc32(block), int(self._checksums[i])
+        result, expected = zlib.crc32(block.data), int(self._checksums[i])
         if result != expected:
             raise DataError(
                 f"{self.path}: block {i} of {self.num_blocks} (tokens from {i * self._block_tokens}) is damaged:"
@@ -255,11 +257,8 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
             f"{path}: is a token file of version {version}, and this hpctrain reads version {VERSION};"
             " prepare it again with this one"
         )
-    parts = {name: file[name] for name in ("tokens", "documents", "counts", "checksums")}
-    if not all(isinstance(part, h5py.Dataset) for part in parts.values()):
-        raise ValueError("one of its parts is no dataset")
-    tokens: h5py.Dataset = parts.pop("tokens")
-    documents, counts, checksums = (np.asarray(part) for part in parts.values())
+    tokens, *others = (_dataset(file, name) for name in ("tokens", "documents", "counts", "checksums"))
+    documents, counts, checksums = map(np.asarray, others)
     vocab_size, named = int(file.attrs["vocab_size"]), file.attrs.get("tokenizer")
     tokenizer = named.decode() if isinstance(named, bytes) else None
     consistent = (
@@ -280,6 +279,13 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
         return TokenSource(path, tokens, documents, vocab_size, tokenizer, counts, checksums, file)
     mapped = np.memmap(path, tokens.dtype, mode="r", offset=offset, shape=tokens.shape).view(np.ndarray)
     return TokenSource(path, mapped, documents, vocab_size, tokenizer, counts, checksums)
+
+
+def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    part = file[name]
+    if not isinstance(part, h5py.Dataset):
+        raise ValueError(f"{name} is no dataset")
+    return part
 
 
 def _dtype(vocab_size: int) -> np.dtype:

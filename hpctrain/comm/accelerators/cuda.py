@@ -48,7 +48,7 @@ class CudaAccelerator(Accelerator):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         torch.use_deterministic_algorithms(True)  # with `warn_only` attention would be left as it is
         torch.backends.cudnn.deterministic = True
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.autograd.set_multithreading_enabled(False)
 
     def memory(self) -> DeviceMemory:

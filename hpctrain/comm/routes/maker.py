@@ -30,7 +30,12 @@ class RouteMaker:
         self.mpi, self.rank = mpi, parent.rank
         self._parent = parent
         self._topology, self._preferences = settings.topology, settings.preferences
-        self._devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
+        self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
+
+    @property
+    def _devices(self) -> Devices:
+        assert self._known_devices is not None, "only groups with devices ask for them"
+        return self._known_devices
 
     def sub_communicator(self, ranks: Sequence[int]):
         return sub_communicator(self.mpi, self._parent, ranks)
@@ -94,7 +99,7 @@ class RouteMaker:
         return [ranks[position] for position in domain]
 
     def _has_devices(self, ranks: Sequence[int]) -> bool:
-        return self._devices is not None and any(self._topology.places[rank].kind != "cpu" for rank in ranks)
+        return self._known_devices is not None and any(self._topology.places[rank].kind != "cpu" for rank in ranks)
 
     def _family(self, rank: int):
         return self._devices.families[self._topology.places[rank].family]

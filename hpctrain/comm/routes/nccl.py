@@ -38,7 +38,7 @@ def load_nccl() -> Library:
     if os.environ.get(NATIVE_VARIABLE) == "0":
         return Library(None, Ability(False, f"{NATIVE_VARIABLE}=0"))
     try:
-        from cupy.cuda import nccl
+        from cupy.cuda import nccl  # pyright: ignore[reportMissingImports] - an extra
 
         if not getattr(nccl, "available", False):
             return Library(None, Ability(False, "CuPy was built without NCCL, or does not find libnccl.so.2"))

@@ -156,7 +156,9 @@ def read_flights(folder: Path) -> dict[int, Flight]:
             flights.append(read_flight(path))
         except CommError:
             continue
-    newest = max(flights, key=lambda flight: flight.started, default=None)
+    if not flights:
+        return {}
+    newest = max(flights, key=lambda flight: flight.started)
     return {f.rank: f for f in flights if (f.attempt, f.size) == (newest.attempt, newest.size)}
 
 
