@@ -6,7 +6,7 @@ from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
-from hpctrain.comm.routes.abilities import device_route, message_route
+from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.nccl import NativeCollectives, load_nccl
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
