@@ -214,7 +214,7 @@ def joined(plan: Plan) -> list[list[Tile]]:
             near = [t for t in (*plan.upstream(tile), *plan.downstream(tile)) if t not in seen]
             seen.update(near)
             together += near
-        result.append(sorted(together, key=place.get))
+        result.append(sorted(together, key=place.__getitem__))
     return result
 
 

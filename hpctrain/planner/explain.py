@@ -57,7 +57,7 @@ def _arrangement(result: SearchResult) -> str:
     others = {p: s for p, s in result.least_by_arrangement.items() if p != resolved}
     if not others:
         return ""
-    other = min(others, key=others.get)
+    other = min(others, key=others.__getitem__)
     own = result.least_by_arrangement[resolved]
     return f"{names_of(resolved, names)}: with {names_of(other, names)} a step takes about {_than(others[other], own)}"
 
@@ -68,7 +68,7 @@ def _microbatches(result: SearchResult) -> str:
     text = f"{counted(shape.microbatches, 'microbatch')} of {counted(rows, 'row')}"
     if not others:
         return text
-    other = min(others, key=others.get)
+    other = min(others, key=others.__getitem__)
     own = result.least_by_microbatches[shape.microbatches]
     return f"{text}: with {other} a step takes about {_than(others[other], own)}"
 

@@ -221,7 +221,7 @@ class Search:
         for group in itertools.product(first, self._counts):
             look(group)
         least = {m: min((s for s, _, g, _ in result if g[1] == m), default=math.inf) for m in self._counts}
-        rank = {m: number for number, m in enumerate(sorted(least, key=least.get))}
+        rank = {m: number for number, m in enumerate(sorted(least, key=least.__getitem__))}
 
         def place(group: tuple[Pipelines, int]) -> int:
             num_unused = len(pools) - sum(map(len, group[0]))
