@@ -211,7 +211,7 @@ def test_pieces_are_whole_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", 10)
     (tmp_path / "t.txt").write_text("one\ntwo\nthree\nlonger than a piece\nend")
     pieces = ["one\ntwo\n", "three\n", "longer than a pi", "ece\nend"]
-    assert list(module._pieces(tmp_path / "t.txt")) == pieces
+    assert list(module._texts(tmp_path / "t.txt")) == pieces
 
 
 def test_bpe_learns_from_the_first_documents_only(tmp_path, monkeypatch):
