@@ -14,8 +14,10 @@ A folder has its final name only if it is complete and synced.
 import os
 import shutil
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -102,7 +104,9 @@ def write_part(path: Path, arrays: dict[str, dict[str, np.ndarray]], runs: list[
     return Part(path.name, num_bytes, crc32, tuple(runs))
 
 
-def write_index(path: Path, shapes: dict[str, tuple[int, ...]], parts: list[Part], about: dict[str, str | int]) -> None:
+def write_index(
+    path: Path, shapes: dict[str, tuple[int, ...]], parts: list[Part], about: Mapping[str, str | int]
+) -> None:
     """Write the index: virtual datasets over the parts, the list of parts, and `about` as attributes.
 
     Raises OSError.
@@ -189,7 +193,7 @@ class Index:
         self.path = checkpoint
         try:
             self._file = h5py.File(checkpoint / INDEX, "r", locking=False)
-            self.about = dict(self._file.attrs)
+            self.about: dict[str, Any] = dict(self._file.attrs)
         except (OSError, RuntimeError) as error:  # HDF5 reports damage inside the file as RuntimeError
             raise CheckpointError(
                 f"{checkpoint / INDEX}: cannot be read: {error}; use an older checkpoint: put its name in"

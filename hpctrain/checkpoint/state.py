@@ -93,7 +93,7 @@ def _write_own(path: Path, shards: list[Shard]) -> Part:
                 at = taken.shift(region.at.start - region.elements.start)
                 for kind, tensor in _tensors(shard).items():
                     arrays[kind][dataset] = shard.of(tensor, at).cpu().numpy()
-                runs.append(PartRegion(name, tuple(rows), (columns.start, columns.stop), dataset))
+                runs.append(PartRegion(name, (rows.start, rows.stop), (columns.start, columns.stop), dataset))
     return write_part(path, arrays, runs)
 
 
@@ -137,7 +137,7 @@ def read_job(index: Index) -> Job:
 
 
 def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job, Plan, Cluster | None]:
-    """Refuse a checkpoint that this job cannot go on from; return the job and the plan that wrote it, and the cluster
+    """Refuse a checkpoint that this job cannot continue from; return the job and the plan that wrote it, and the cluster
     whose links chose its algorithms, where it was a run's.
 
     Raises CheckpointError that names the first key that differs, with both values.
@@ -153,7 +153,7 @@ def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job,
             what = "is of another model" if section == "model" else "cannot be continued by this job"
             raise CheckpointError(
                 f"{checkpoint}: {what}: {key} is {theirs[section].get(name)} there and {ours[section][name]} in the"
-                " job; set it alike, or start a new run with another --run"
+                " job; set it to the same, or start a new run with another --run"
             )
     if their_data != data_identity:
         raise CheckpointError(

@@ -289,8 +289,9 @@ class Communicator(Operations[torch.Tensor]):
 
         All ranks must call with the same `numel`. The tensor is gone when the communicator is closed.
         """
-        if (shared := self._shared(device)) and numel:
-            memory = shared.allocate(numel * dtype.itemsize, self._backend.ranks_on_host)
+        backend, shared = self._backend, self._shared(device)
+        if backend and shared and numel:
+            memory = shared.allocate(numel * dtype.itemsize, backend.ranks_on_host)
             if memory is not None:
                 return memory.view(dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -300,8 +301,9 @@ class Communicator(Operations[torch.Tensor]):
 
         Who writes must see to it that nobody reads, by `barrier`. All ranks must call.
         """
-        if (shared := self._shared(device)) and numel:
-            memory = shared.allocate_common(numel * dtype.itemsize, self._backend.ranks_on_host)
+        backend, shared = self._backend, self._shared(device)
+        if backend and shared and numel:
+            memory = shared.allocate_common(numel * dtype.itemsize, backend.ranks_on_host)
             return None if memory is None else memory.view(dtype)
         return None
 
@@ -335,7 +337,8 @@ class Lane(Operations[Started]):
         finish = partial(self._finish, handle)
         steps, meet = self._paced(operation, tensor, steps)
         if self._trace:
-            steps = StopwatchSteps(steps) if self._backend.pace is None else steps
+            if self._backend is None or self._backend.pace is None:
+                steps = StopwatchSteps(steps)
             finish = self._trace.telling(operation, _num_bytes(tensor), steps, finish)
         work = Work(self._progress, operation, steps, self._patience, finish, meet)
         self._progress.submit(self._queue, work)

@@ -153,6 +153,7 @@ class World:
 
         ranks = sorted((self.rank, peer))
         journal, trace = self._journal("pipeline", ranks), self._trace("pipeline", ranks, name)
+        assert journal is not None, "there are two ranks"
         with journal.recorded("connect"):
             made = make_channel(self._routes(), self._moving(), peer, num_bytes, depth, self.patience, trace)
         return self._keep(RecordedChannel(made, journal, trace))
@@ -195,7 +196,7 @@ class World:
             return None, None
         with journal.recorded("connect"):
             backend = self._routes().backend(ranks)
-        if backend.pace is not None:
+        if backend is not None and backend.pace is not None:
             backend.pace.group = name
         return backend, journal
 
@@ -275,10 +276,10 @@ class World:
         with self._together("broadcast_object"):
             return self._comm.bcast(value)
 
-    def gather_objects(self, value) -> list | None:
-        """Return every rank's value, in their order, on rank 0 (None on others). All ranks must call."""
+    def gather_objects(self, value) -> list:
+        """Return every rank's value, in their order, on rank 0 (an empty list on others). All ranks must call."""
         with self._together("gather_objects"):
-            return self._comm.gather(value)
+            return self._comm.gather(value) or []
 
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""

@@ -79,11 +79,12 @@ def _wrong_ranks(nodes: list[dict]) -> Iterator[str]:
             yield f"nodes.{i}.ranks: missing, other nodes have theirs; set it for all or for none"
     sizes = [_num_devices(table) for table in nodes]
     whole = all(isinstance(ranks, list | tuple) and all(type(rank) is int for rank in ranks) for ranks in listed)
-    if None in sizes or not whole or [len(ranks) for ranks in listed] != sizes:
+    given = [ranks or () for ranks in listed]
+    if None in sizes or not whole or [len(ranks) for ranks in given] != sizes:
         return  # said of the nodes themselves
-    ranks = {rank for some in listed for rank in some}
-    if missing := sorted(set(range(sum(sizes))) - ranks):
-        yield f"nodes.*.ranks: rank {missing[0]} is in none of them; list 0 to {sum(sizes) - 1} once each"
+    total = sum(map(len, given))
+    if missing := sorted(set(range(total)) - {rank for ranks in given for rank in ranks}):
+        yield f"nodes.*.ranks: rank {missing[0]} is in none of them; list 0 to {total - 1} once each"
 
 
 def _fabrics(table: Mapping[str, Any]) -> Collection[str] | None:
@@ -91,7 +92,8 @@ def _fabrics(table: Mapping[str, Any]) -> Collection[str] | None:
     if not isinstance(nics, list | tuple):
         return None
     names = [nic.get("fabric") if _is_table(nic) else None for nic in nics]
-    return frozenset(names) if all(isinstance(name, str) for name in names) else None
+    known = frozenset(name for name in names if isinstance(name, str))
+    return known if all(isinstance(name, str) for name in names) else None
 
 
 def _unconnected(nodes: list[dict]) -> Iterator[str]:

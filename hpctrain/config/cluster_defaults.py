@@ -126,8 +126,8 @@ def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, 
         return
     if sum(devices.values()) < 2 or any(_is_miniature(families.get(name, {})) for name in devices):
         return
-    known = [accelerator_of(families.get(name, {})) for name in devices]
-    if not known or None in known:
+    known = [each for name in devices if (each := accelerator_of(families.get(name, {})))]
+    if not known or len(known) < len(devices):
         return
     slowest = min(known, key=lambda accelerator: accelerator.link_bytes_per_second)
     source = slowest.source + (", the slower link of the node's models" if len(devices) > 1 else "")
@@ -146,8 +146,8 @@ def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, d
         known = lookup_network(called) if isinstance(called, str) else None
         if fabric not in fabrics or (called is not None and known is None):
             filled.unresolved.append(f"nodes.{number}.nics.{j}")
-        for key in ("send_bytes_per_second", "receive_bytes_per_second") if known else ():
-            if key not in nic:
+        for key in ("send_bytes_per_second", "receive_bytes_per_second"):
+            if known and key not in nic:
                 network = NETWORKS[known]
                 filled.put(nic, f"nodes.{number}.nics.{j}", key, network.bytes_per_second, network.source)
 

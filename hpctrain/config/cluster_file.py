@@ -92,7 +92,7 @@ def _parse(text: str, where: str) -> _File:
         lines += [text for key, text in explain(error, _File) if key and not _follows(key, text, unknown)]
         lines += inconsistencies(filled.tree)
     lines += doubtful_figures(tree).values()
-    if lines:
+    if lines or result is None:
         raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
     return result
 

@@ -115,8 +115,8 @@ def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str,
             yield f"nodes.{i}.link_latency_seconds", nodes["link_latency_seconds"], "seconds", None, ""
         if _is_typed(nodes, "link_bytes_per_second"):
             models = [accelerator_of(_dict(families.get(name))) for name in _dict(nodes.get("devices"))]
-            is_compared = models and None not in models and not is_miniature
-            like = min(model.link_bytes_per_second for model in models) if is_compared else None
+            known = [model.link_bytes_per_second for model in models if model]
+            like = min(known) if known and len(known) == len(models) and not is_miniature else None
             yield (
                 f"nodes.{i}.link_bytes_per_second",
                 nodes["link_bytes_per_second"],

@@ -105,7 +105,7 @@ class RunTrace:
         traces = self._world.gather_objects(self._rank_trace())
         text = None
         with self._world.all_or_none():
-            if traces is not None:
+            if traces:
                 summary = summarise(traces, self._num_steps)
                 _write(self._folder, traces, summary)
                 text = f"{table(summary)}\ntrace {self._folder / TRACE}: open it at ui.perfetto.dev"

@@ -122,8 +122,8 @@ def _nodes(
                 origin="measured" if several else None,
                 count=len(kind),
                 devices=devices,
-                link_latency_seconds=_short(slowest.latency_seconds) if several else None,
-                link_bytes_per_second=_short(slowest.bytes_per_second(1)) if several else None,
+                link_latency_seconds=_short(slowest.latency_seconds) if several and slowest else None,
+                link_bytes_per_second=_short(slowest.bytes_per_second(1)) if several and slowest else None,
                 nics=nics,
                 ranks=None if order == sorted(order) else ranks,
             )

@@ -49,7 +49,7 @@ def probe_cluster(
         figures = figures._replace(overlap_slowdown=times)
     measured = measure_messages(world, comm, accelerator, classes, seconds * (1 - for_devices - for_overlap))
     gathered = world.gather_objects(figures)
-    return None if gathered is None else describe(places, fabrics, gathered, measured)
+    return describe(places, fabrics, gathered, measured) if gathered else None
 
 
 def check_names(places: Sequence[Place], fabrics: Sequence[str]) -> None:

@@ -14,6 +14,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.comm.watchdog import flight
@@ -59,7 +61,7 @@ class Watchdog:
         """`abort(code)` ends all ranks, and is called by the thread."""
         self._mpi, self._recorder, self._hosts = mpi, recorder, tuple(hosts)
         self._patience, self._abort = patience, abort
-        self._comm = comm.Dup()
+        self._comm, self._is_open = comm.Dup(), True
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)  # a message to a dead rank must not kill the messenger
         self._rank, self._size = comm.rank, comm.size
         self._sent: list = []
@@ -80,9 +82,9 @@ class Watchdog:
     def stop(self) -> None:
         """End the thread and free the communicator. All ranks must call, before MPI is ended."""
         self.abandon()
-        if self._comm is not None:
+        if self._is_open:
             self._comm.Free()
-            self._comm = None
+            self._is_open = False
 
     def abandon(self) -> None:
         """End the thread; for error paths, where the others may not come along."""
@@ -136,7 +138,7 @@ class Watchdog:
                 self._answer(source)
         return appeals
 
-    def _messages(self) -> Iterator[tuple[int, int, object]]:
+    def _messages(self) -> Iterator[tuple[int, int, Any]]:
         self._sent = [request for request in self._sent if not request.Test()]
         status = self._mpi.Status()
         while self._comm.iprobe(status=status):
@@ -155,14 +157,14 @@ class Watchdog:
 
     def _describe_self(self) -> Answer:
         stacks = python_stacks(skip=threading.get_ident())
-        if self._recorder.folder is not None:
-            self._save_stacks(stacks)
+        if (folder := self._recorder.folder) is not None:
+            self._save_stacks(folder, stacks)
         overdue_in = self._patience.phase if self._is_overdue() else None
         return Answer(self._recorder.snapshot().shortened(SENT_OPERATIONS), stacks, overdue_in)
 
-    def _save_stacks(self, stacks: str) -> None:
+    def _save_stacks(self, folder: Path, stacks: str) -> None:
         try:
-            (self._recorder.folder / f"stacks-{self._rank:05}.txt").write_text(stacks)
+            (folder / f"stacks-{self._rank:05}.txt").write_text(stacks)
         except OSError:
             return  # the report has those that matter
 
@@ -181,7 +183,7 @@ class Watchdog:
                     return self._answer(source)
             if self._stop.wait(TICK_SECONDS / 5):
                 return None
-        phases = [answers[rank].overdue_in for rank in sorted(answers) if answers[rank].overdue_in]
+        phases = [phase for rank in sorted(answers) if (phase := answers[rank].overdue_in)]
         if not phases:
             return None  # what was slow has come
         report, summary = self._report(answers, phases[0])
