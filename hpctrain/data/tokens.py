@@ -309,7 +309,7 @@ class TokenWriter:
         self._dtype = _dtype(vocab_size)
         self._documents = array("q")
         self._counts = np.zeros(vocab_size, np.int64)
-        self._spool: BinaryIO | None = None
+        self._spool: BinaryIO
 
     @property
     def partial(self) -> Path:

@@ -29,7 +29,7 @@ class PartMeter(Tracer):
         self.now, self._then = now, then
         self.steps: list[dict[str, float]] = []
         """By part, in seconds of `now`."""
-        self._step = dict.fromkeys(EXPOSED, 0.0)
+        self._step: dict[str, float] = dict.fromkeys(EXPOSED, 0.0)
         self._alone = 0.0
         """Of the instruction in hand, in which the rank communicated."""
 

@@ -94,7 +94,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     """
     tile = plan.tile_of(rank)
     x, y, _ = tile.coordinate(rank)
-    number_of = _numbers(model)
+    number_of = _numbers(model)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
     cutter = _Cutter(model, plan, rank)
     tiles = plan.tiles_of(rank)
     # Found once for all units of the same items, and all regions of the same ranks: plans may have thousands of tiles.
@@ -107,7 +107,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     whole: dict[tuple[tuple[int, ...], int, Unit | None], list[UnitLayout]] = {}
     regions: dict[tuple[tuple[int, ...], int, Unit | None], list[tuple[Unit, Region]]] = {}
     mixed: list[Unit] = []
-    for unit in units(model, tile.tensor):
+    for unit in units(model, tile.tensor):  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
         if not items_here(unit):
             continue
         users = users_of(unit.items)
@@ -164,7 +164,8 @@ def _numbers(model: Model) -> dict[str, int]:
 def whole_model(model: Model) -> RankShards:
     """Return what a rank holds that has the whole model to itself."""
     whole = TensorGrid()
-    return RankShards((ShardGroup((0,), (1,), 1, tuple(unit.layout(whole, 0, 0) for unit in units(model, whole))),))
+    layouts = (unit.layout(whole, 0, 0) for unit in units(model, whole))  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+    return RankShards((ShardGroup((0,), (1,), 1, tuple(layouts)),))
 
 
 def _buckets(

@@ -39,7 +39,7 @@ class Tile:
         object.__setattr__(self, "_hash", hash((self.items, self.ranks)))
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._hash  # pyright: ignore[reportAttributeAccessIssue] - set above
 
     @property
     def is_idle(self) -> bool:

@@ -222,7 +222,7 @@ def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> PassWork:
 
 def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: ItemCost) -> ItemCost:
     """Add what is exchanged of the weights while an item computes: over z, and over holders for ZeRO 2 and 3."""
-    elements = unit_elements(setup.model, grid, item)
+    elements = unit_elements(setup.model, grid, item)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
     before: list[Exchange] = []
     after: list[Exchange] = []
     placed = added = 0.0  # bytes passed over to put a rank's shard among the gathered, to add to it what was scattered

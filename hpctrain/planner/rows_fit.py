@@ -28,7 +28,7 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
     costs, result = StageCosts(setup, cluster, ()), []
     for profile in profiles:
         available = cluster.families[profile.family].usable_bytes
-        rows, measured = _rows_that_fit(costs, profile.zero, available), profile.largest_rows
+        rows, measured = _rows_that_fit(costs, profile.zero, available), profile.largest_rows or 0
         clear = max(CLEAR_ROWS, CLEAR_SHARE * measured)
         if rows < measured - clear or (profile.limited_by == "memory" and rows > measured + clear):
             result.append(

@@ -87,8 +87,9 @@ class Scorer:
             if blocks is None:
                 return None
             placed = [
-                Placed(pool, choice, count, stage.variant(count))
+                Placed(pool, choice, count, variant)
                 for (pool, choice, *_), count, stage in zip(roles, blocks, variants, strict=True)
+                if (variant := stage.variant(count))  # there is one, or there were no blocks
             ]
             messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(placed)]
             headroom = self._headroom(placed, [*messages, 0.0], of_row, shape.microbatches)
@@ -124,7 +125,11 @@ class Scorer:
                 block, *at_end = (self._item_seconds(pool, choice, item, rows) for item in self.costs.items(ends))
                 seconds.append(lambda n, block=block, at_end=at_end: n * block + sum(at_end))
             blocks = cut_rows(num_blocks, [1] * num_stages, seconds)
-        return blocks if all(stage.variant(count) for stage, count in zip(variants, blocks, strict=True)) else None
+        return (
+            blocks
+            if blocks and all(stage.variant(count) for stage, count in zip(variants, blocks, strict=True))
+            else None
+        )
 
     def speed(self, pool: int, item: int = 1) -> float:
         """Return how many rows of a block, or of another item, a device of a pool does in a second, if it has many."""
@@ -202,13 +207,16 @@ class Scorer:
                 needed = needs.keeping(kept)
                 most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
                 if most > fitting:
-                    seconds = self._stage_seconds(pool, grid, items, each, recompute, row_chunks, extra)
+                    forward, backward = self._stage_seconds(pool, grid, items, each, recompute, row_chunks, extra)
                     split = None
                     if not ends[0] and row_chunks == 1 and costs.splits(grid, recompute, zero):
                         parts = [costs.parts(pool, grid, item, each, recompute) for item in items]
-                        split = tuple(BlockLine(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
+                        lines = (BlockLine(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
+                        split = next(lines), next(lines)
                     variants.append(
-                        StageVariant(recompute, row_chunks, *seconds, fitting, most, needed, needs.activations, split)
+                        StageVariant(
+                            recompute, row_chunks, forward, backward, fitting, most, needed, needs.activations, split
+                        )
                     )
                     fitting = most
                 if most >= self._model.num_layers:
@@ -355,26 +363,26 @@ class Scorer:
         sending = self.costs.pools[source].slots(choice.grid.size)
         receiving = self.costs.pools[target].slots(other.grid.size)
         ranks, into = sending[0], receiving[choice.replicas] if source == target else receiving[0]
-        gather, y = 0.0, other.grid.y
+        gather, y, sent_bytes = 0.0, other.grid.y, float(num_bytes)
         if has_parts and not network.is_near(ranks[0], into[0]):
             gather = network.group_seconds("all_gather", num_bytes, into[:y], network.crowd(into))
-            num_bytes /= y
+            sent_bytes /= y
         # All replicas send at once; as if their ranks were the first of their pools.
         senders = itertools.chain(*sending[: choice.replicas])
         first = choice.replicas if source == target else 0
         receivers = itertools.chain(*receiving[first : first + other.replicas])
         flows = max(network.flows(ranks[0], senders, into[0]), network.flows(into[0], receivers, ranks[0]))
-        return gather + network.seconds(ranks[0], into[0], num_bytes, flows)
+        return gather + network.seconds(ranks[0], into[0], sent_bytes, flows)
 
     def worst_shortage(self, layout: SearchLayout) -> tuple[float, int]:
         """Return how many bytes the stage lacks that lacks the most, and its number."""
         stages = enumerate(layout.all_stages)
         return max((placed.needed_bytes - self.costs.pools[placed.pool].memory_bytes, i) for i, placed in stages)
 
-    def needed(self, layout: SearchLayout, number: int) -> tuple[tuple[int, int], str, float, int]:
+    def needed(self, layout: SearchLayout, number: int) -> tuple[Interval, str, float, int]:
         """Return a stage's items, its family, and how many bytes a rank of it needs and has."""
         placed, pool = layout.all_stages[number], self.costs.pools[layout.all_stages[number].pool]
-        tiles = dict.fromkeys((tuple(tile.items), tile.family) for tile in self.plan(layout).tiles)
+        tiles = dict.fromkeys((tile.items, tile.family) for tile in self.plan(layout).tiles)
         items, family = list(tiles)[number]
         return items, family, placed.needed_bytes, pool.memory_bytes
 

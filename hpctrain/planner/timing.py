@@ -55,7 +55,7 @@ class Timer:
             return self._with_extra_warmup(SimulatedPlan(layout, plan, prediction), predictor)
         if not self.shortage:
             stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
-            which = tuple(stage.tile.items), stage.tile.family, stage.memory.total, stage.available_bytes
+            which = stage.tile.items, stage.tile.family, stage.memory.total, stage.available_bytes
             self.shortage = format_shortage(self._cluster, self._setup, plan, *which)
         return None
 
@@ -101,7 +101,7 @@ class Timer:
 
 
 def format_shortage(
-    cluster: Cluster, setup: Setup, plan: Plan, items: tuple[int, int], family: str, needed: float, available: int
+    cluster: Cluster, setup: Setup, plan: Plan, items: Interval, family: str, needed: float, available: int
 ) -> str:
     """Return the message that a plan does not fit in memory."""
     return (

@@ -99,7 +99,7 @@ def whole_rows(parameter: Parameter, box: Box, elements: Interval) -> Iterator[t
     rows, and a part of a row. One-dim parameters have one-element rows. Rows in the padding are left out.
     """
     width = box_size(box[1:])
-    columns = box[1] if len(box) > 1 else Interval(0, 1)
+    first_row, columns = box[0].start, box[1] if len(box) > 1 else Interval(0, 1)
     first_whole, last_whole = -(-elements.start // width) * width, elements.stop // width * width
     inner = {bound for bound in (first_whole, last_whole) if elements.start < bound < elements.stop}
     for start, stop in itertools.pairwise(sorted({*elements, *inner})):
@@ -108,7 +108,7 @@ def whole_rows(parameter: Parameter, box: Box, elements: Interval) -> Iterator[t
             rows, inside = Interval(first, first + 1), Interval(offset, offset + stop - start)
         else:
             rows, inside = Interval(first, stop // width), Interval(0, width)
-        rows = rows.shift(box[0].start)
+        rows = rows.shift(first_row)
         real = rows.intersect(Interval(0, parameter.shape[0]))
         if real.size:
             taken = Interval(start, start + real.size * inside.size)
@@ -304,4 +304,5 @@ def layer_shapes(model: Model, grid: TensorGrid, item: int) -> list[tuple[int, i
         return [(rows, columns)]
     layouts = [unit.layout(grid, 0, 0) for unit in item_units(model, grid, item)]
     layers = [{f"blocks.{item - 1}.{name}.weight" for name in layer} for layer in BLOCK_LAYERS]
-    return [run.shape for names in layers for layout in layouts for run in layout.runs(names)]
+    shapes = (run.shape for names in layers for layout in layouts for run in layout.runs(names))
+    return [(out, into) for out, into in shapes]
