@@ -43,7 +43,11 @@ SOURCES = ("hpctrain", "tests", "benchmarks")
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("lint", (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES)), keeps_results=False),
+        Stage(
+            "lint",
+            (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES), ("pyright",)),
+            keeps_results=False,
+        ),
         Stage("unit", ((*PYTEST, "-n", "2", "tests/unit"),)),
         Stage("commands", ((*PYTEST, "-n", "2", "--dist", "loadfile", "tests/commands"),)),
         *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
@@ -71,7 +75,7 @@ class Report:
 
 def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
     """Return the exit code of a program and, where it was stopped, why. All that it started ends with it."""
-    program = [str(BIN / word) if word in ("python", "mpirun", "ruff") else word for word in command]
+    program = [str(BIN / word) if word in ("python", "mpirun", "ruff", "pyright") else word for word in command]
     print(f"+ {' '.join(command)}", flush=True)
     process = subprocess.Popen(program, cwd=ROOT, start_new_session=True)
     begun = time.time()

@@ -137,8 +137,9 @@ def read_job(index: Index) -> Job:
 
 
 def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job, Plan, Cluster | None]:
-    """Refuse a checkpoint that this job cannot continue from; return the job and the plan that wrote it, and the cluster
-    whose links chose its algorithms, where it was a run's.
+    """Refuse a checkpoint that this job cannot continue from.
+
+    Return the job and the plan that wrote it, and the cluster whose links chose its algorithms, where it was a run's.
 
     Raises CheckpointError that names the first key that differs, with both values.
     """

@@ -339,7 +339,8 @@ class Lane(Operations[Started]):
         if self._trace:
             if self._backend is None or self._backend.pace is None:
                 steps = StopwatchSteps(steps)
-            finish = self._trace.telling(operation, _num_bytes(tensor), steps, finish)
+            what = operation, _num_bytes(tensor), steps, finish
+            finish = self._trace.telling(*what)  # pyright: ignore[reportArgumentType] - paced steps are timed, too
         work = Work(self._progress, operation, steps, self._patience, finish, meet)
         self._progress.submit(self._queue, work)
         return TracedWork(work, self._trace) if self._trace else work

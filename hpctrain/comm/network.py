@@ -94,7 +94,7 @@ class ClusterNetwork:
         self._numbers: dict[PairLink, int] = {}
         self._numbered: list[PairLink] = []
         self._number = lru_cache(KEPT)(self._number_of_link)
-        self._nic = lru_cache(KEPT)(lambda rank, fabric: nic_of(cluster, rank, fabric)[0])
+        self._nic = lru_cache(KEPT)(lambda rank, fabric: nic_of(cluster, rank, fabric)[0])  # pyright: ignore[reportOptionalSubscript]
         self._form = lru_cache(KEPT)(self._form_of)
         self.crowd = lru_cache(KEPT)(self._crowd_of)
         self._seconds_of = lru_cache(KEPT)(self._collective_seconds)

@@ -84,7 +84,8 @@ class Solo:
 
     def _silent(self, ranks: Sequence[int], name: str) -> Backend:
         pace = self._rehearsal.pace(name) if self._rehearsal else None
-        return Backend(SilentCollectives(tuple(ranks).index(self.rank), len(ranks)), None, "alone", 1, pace)
+        silent = SilentCollectives(tuple(ranks).index(self.rank), len(ranks))
+        return Backend(silent, None, "alone", 1, pace)  # pyright: ignore[reportArgumentType] - nothing is sent
 
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
         """Refuse: a part of a pipeline cannot run without what it receives."""

@@ -17,7 +17,7 @@ import zlib
 from array import array
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Self
+from typing import Any, BinaryIO, NoReturn, Self
 
 import h5py
 import numpy as np
@@ -73,9 +73,9 @@ class TokenSource:
     @property
     def identity(self) -> str:
         """Identifies the tokens of a file: their number, and a CRC of the checksums (of a sample for `.bin`)."""
-        sample = self._checksums
-        if sample is None:
-            sample = self._tokens[:: max(1, self.num_tokens // 65536)]
+        step = max(1, self.num_tokens // 65536)
+        tokens = self._tokens[::step] if self._checksums is None else self._checksums  # pyright: ignore[reportOptionalSubscript]
+        sample = np.asarray(tokens)
         return f"{self.num_tokens} tokens {zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"
 
     @cached_property
@@ -160,6 +160,7 @@ class TokenSource:
         return self._fetch(i * self._block_tokens, min((i + 1) * self._block_tokens, self.num_tokens))
 
     def _verify_block(self, i: int) -> None:
+        assert self._checksums is not None, "only files with checksums are verified"
         block = self._block(i)
         result, expected = zlib.crc32(block.data), int(self._checksums[i])
         if result != expected:
@@ -245,13 +246,14 @@ def _refuse_hdf5(path: Path, size: int, error: Exception) -> NoReturn:
 
 
 def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
-    if not isinstance(name := file.attrs.get("format"), bytes) or name.decode() != FORMAT:
+    attributes: dict[str, Any] = dict(file.attrs)
+    if not isinstance(name := attributes.get("format"), bytes) or name.decode() != FORMAT:
         holds = ", ".join(sorted(file)[:5]) or "nothing"
         raise DataError(
             f"{path}: is HDF5, but not a token file: no attribute format = '{FORMAT}' (it holds {holds});"
             " make a token file with: hpctrain prepare PATH… --out OTHER.h5"
         )
-    version = int(file.attrs["version"])
+    version = int(attributes["version"])
     if version != VERSION:
         raise DataError(
             f"{path}: is a token file of version {version}, and this hpctrain reads version {VERSION};"
@@ -259,7 +261,7 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
         )
     tokens, *others = (_dataset(file, name) for name in ("tokens", "documents", "counts", "checksums"))
     documents, counts, checksums = map(np.asarray, others)
-    vocab_size, named = int(file.attrs["vocab_size"]), file.attrs.get("tokenizer")
+    vocab_size, named = int(attributes["vocab_size"]), attributes.get("tokenizer")
     tokenizer = named.decode() if isinstance(named, bytes) else None
     consistent = (
         tokens.ndim == 1

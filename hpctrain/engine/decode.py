@@ -12,6 +12,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.model.axes import Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
+from hpctrain.model.transformer import Head
 from hpctrain.plan.holders import whole_model
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.intervals import Interval
@@ -40,6 +41,7 @@ class Generator:
     def _logits(self, ids: list[int]) -> torch.Tensor:
         """Return fp32 logits [vocabulary] of the token after `ids`."""
         *items, head = self._stage.items
+        assert isinstance(head, Head)
         value = torch.tensor([ids])
         for item in items:
             value = item.forward(value)

@@ -6,6 +6,7 @@ import torch
 
 from hpctrain.comm.channel import Channel
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.solo import Solo
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
@@ -48,7 +49,7 @@ class Layout:
         return self.tiles[0].coordinate(self.rank)
 
 
-def make_layout(world: World, job: Job, plan: Plan, dtype: torch.dtype, device: torch.device) -> Layout:
+def make_layout(world: World | Solo, job: Job, plan: Plan, dtype: torch.dtype, device: torch.device) -> Layout:
     """Make this rank's part of a plan. All ranks of the plan must call.
 
     Communicators are made in the order in which the role lists them, each by its own ranks only, so that nobody waits

@@ -110,7 +110,9 @@ class Optimizer:
         """Return this rank's part of the squared global norm: each element of the model is counted on one rank."""
         if not self._owned_grads:
             return 0.0
-        norms = torch._foreach_norm(self._owned_grads, 2, dtype=torch.float64)
+        norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage] - as torch's own optimizers do
+            self._owned_grads, 2, dtype=torch.float64
+        )
         return float(torch.stack(norms).square().sum())
 
     def update(self, step: int, norm: float) -> None:
@@ -130,9 +132,9 @@ class Optimizer:
             return
         done = torch.full((len(parts.masters),), float(step), device=parts.masters[0].device)  # torch counts on by one
         adamw(
-            *(list(tensors) for tensors in parts),
-            [],
-            list(done.unbind()),
+            *(list(tensors) for tensors in parts),  # pyright: ignore[reportCallIssue] - four lists
+            max_exp_avg_sqs=[],
+            state_steps=list(done.unbind()),
             fused=True,
             amsgrad=False,
             beta1=self._train.beta1,

@@ -163,7 +163,7 @@ class PlanBenchmark:
             first = trainer.step(self._training)[0]
             memory = device.memory()
             measured = MeasuredPlan(candidate, tokens, world.largest(memory.peak / memory.total))
-            seconds, overrun = world.largest(first["step_seconds"]), trainer.overrun()
+            seconds, overrun = world.largest(first["step_seconds"]), trainer.overrun() or 0.0
             beaten = seconds > reach and overrun <= QUOTED_OVERRUN
             if beaten:
                 measured = replace(measured, step_seconds=seconds, overrun=overrun)
@@ -172,7 +172,7 @@ class PlanBenchmark:
                 timed = [trainer.step(self._training)[0] for _ in range(self._steps)]
                 busy = world.broadcast_object(world.gather_objects(device.busy_seconds / self._steps))
                 seconds = world.largest(mean(metrics["step_seconds"] for metrics in timed))
-                loss, overrun = measured.loss or timed[0]["loss"], trainer.overrun()
+                loss, overrun = measured.loss or timed[0]["loss"], trainer.overrun() or 0.0
                 measured = replace(measured, step_seconds=seconds, busy_seconds=tuple(busy), overrun=overrun, loss=loss)
                 if overrun <= QUOTED_OVERRUN:
                     break

@@ -10,12 +10,12 @@ each is measured with more rows than the whole model has room for, as stages of 
 """
 
 import gc
-import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Limit(NamedTuple):
     """How many rows one rank's device has room for."""
 
     rows: int
-    reason: str
+    reason: Literal["job", "time", "memory"]
     """Why no more: of `job`, `time` and `memory`."""
     update_seconds: float | None
 
@@ -94,7 +94,7 @@ class Trials:
         self._rounds = rounds
         self._is_warm = False
         self._seconds_per_row = 0.0
-        self._bound = math.inf
+        self._bound = sys.maxsize
         """Rows; who takes too much of its host's memory is killed without an error, so that these are not tried."""
         total = accelerator.memory().total
         self._share = total // world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else total
@@ -355,7 +355,7 @@ def _median_times(of_ranks: Sequence[Sequence[RowTimes]]) -> tuple[RowTimes, ...
             for name in RowTimes.model_fields
             if name != "rows"
         }
-        result.append(RowTimes(rows=together[0].rows, **items))
+        result.append(RowTimes.model_validate({"rows": together[0].rows, **items}))
     return tuple(result)
 
 

@@ -134,7 +134,9 @@ class TrainingRun:
 
     def _save(self) -> None:
         tokenizer = self._prepared.source.tokenizer_json or ""
-        resolved_with = dump_cluster(self._world.preferences.network.cluster)
+        network = self._world.preferences.network
+        assert network is not None, "a prepared run has one"
+        resolved_with = dump_cluster(network.cluster)
         about = {"tokenizer": tokenizer, "data": self._prepared.data_identity, "cluster": resolved_with}
         self.checkpoint = self._trainer.save(self.path, about)
 

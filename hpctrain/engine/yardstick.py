@@ -28,9 +28,10 @@ def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict 
         summary |= {"predicted_even": even, "speedup_over_even": tokens_per_second / even}
     if without := [family for family, speed in alone.items() if speed is None]:
         return summary | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
+    speeds = [speed for speed in alone.values() if speed is not None]
     ratios = {
-        "fraction_of_sum": tokens_per_second / sum(alone.values()),
-        "speedup_over_best_family": tokens_per_second / max(alone.values()),
+        "fraction_of_sum": tokens_per_second / sum(speeds),
+        "speedup_over_best_family": tokens_per_second / max(speeds),
     }
     return summary | ratios
 

@@ -34,7 +34,7 @@ def command(run_a, run_b, tolerance, exact, as_json):
     differences = {
         key: _relative(losses[0][key], losses[1][key]) for key in losses[0] if exact or key[1] != "grad_norm"
     }
-    worst = max(differences, key=differences.get)
+    worst = max(differences, key=differences.__getitem__)
     summary = {
         "steps": len({step for step, _ in differences}),
         "largest_difference": differences[worst],

@@ -92,11 +92,12 @@ def uniform_command(job, overrides, ranks, cluster, out):
     """
     if bool(ranks) == bool(cluster):
         raise click.UsageError("give --ranks N or --cluster CLUSTER")
-    loaded, families = with_vocabulary(load_job(job, overrides)), None
+    loaded = with_vocabulary(load_job(job, overrides))
     if cluster:
         families = [device.family for device in load_cluster(locate_cluster(cluster)).devices]
-        loaded = scaled_for(cluster, loaded)
-    resolved = resolve_plan(loaded, ranks or len(families), families)
+        resolved = resolve_plan(scaled_for(cluster, loaded), len(families), families)
+    else:
+        resolved = resolve_plan(loaded, ranks)
     plan_text = "".join(f"# {key}: {reason}\n" for key, reason in resolved.reasons.items()) + dump_plan(resolved.plan)
     if out is None:
         print(plan_text, end="")

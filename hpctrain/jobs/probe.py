@@ -109,7 +109,7 @@ def probe_machine(out: Path, seconds: float, force: bool, as_json: bool) -> None
 
 def probe_job(
     job: str,
-    overrides: Sequence[str],
+    overrides: tuple[str, ...],
     cluster: str | None,
     rehearse: str | None,
     out: Path | None,
@@ -120,14 +120,15 @@ def probe_job(
     """Measure a job on the devices of all ranks, and add its profiles to a cluster file. All ranks must call."""
     with started_world() as world:
         parsed = load_job_on(world, job, overrides)
-        rehearsed = None
+        rehearsed = described = None
         if rehearse:
             parsed, rehearsed = start_rehearsal(world, rehearse, parsed)
-        text = described = None
-        own = None if cluster or rehearse else describe_this(world)
+        text, reference = "", cluster or rehearse
+        own = None if reference else describe_this(world)
+        source = target = Path()
         with world.all_or_none():
             if world.rank == 0:
-                source = own or locate_cluster(cluster or rehearse)
+                source = own or locate_cluster(reference or "")
                 target = choose_target(source, out)
                 text = read_text(source, TopologyError)
                 described = parse_cluster(text, str(source))
@@ -149,7 +150,7 @@ def probe_job(
         accelerator = bind_accelerator(world)
         with world.all_or_none():
             families = list(dict.fromkeys(place.family for place in world.topology.places))
-            dtype = dtype_on(parsed, described, families, cluster or rehearse or "this machine")[0]
+            dtype = dtype_on(parsed, described, families, reference or "this machine")[0]
         known = is_profiled(described, parsed, dtype)
         result = None
         if refresh or not known:
@@ -240,10 +241,11 @@ def _format_profiles(profiles: Sequence[Profile], job: Job) -> str:
     lines = [f"{'family':16} {'ZeRO':>4} {'rows fit':>8} {'tokens/s':>10} {'of 1 row':>10} {'update':>10}"]
     for profile in profiles:
         length, num_blocks = job.data.sequence_length, job.model.num_layers
-        counts = max(1, profile.largest_rows), 1
+        counts = max(1, profile.largest_rows or 1), 1
         speeds = [rows * length / model_seconds(profile, num_blocks, rows) for rows in counts]
         update = f"{profile.update_seconds * 1e3:,.1f} ms" if profile.update_seconds else "-"
         stage = "0, 1" if profile.zero == 1 else str(profile.zero)
         summary = "".join(f" {speed:>10,.0f}" for speed in speeds)
-        lines.append(f"{profile.family:16} {stage:>4} {profile.largest_rows:>8}{summary} {update:>10}")
+        fitting = profile.largest_rows or "-"
+        lines.append(f"{profile.family:16} {stage:>4} {fitting:>8}{summary} {update:>10}")
     return "\n".join(lines)

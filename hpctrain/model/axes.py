@@ -26,14 +26,19 @@ class Axis(Protocol):
 
     rank: int
     size: int
-    is_overlapped: bool
-    """Whether what is started goes on while the rank computes; else it is done when `start_...` returns."""
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether what is started continues while the rank computes; else it is done when `start_...` returns."""
+        ...
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
 
     def start_all_reduce(self, tensor: torch.Tensor) -> PendingWork: ...
 
-    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None): ...
+    def reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
+    ) -> object: ...
 
     def start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, cuts: Sequence[Interval] | None = None
@@ -43,7 +48,7 @@ class Axis(Protocol):
 
     def start_all_gather(self, tensor: torch.Tensor, cuts: Sequence[Interval] | None = None) -> PendingWork: ...
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> object: ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 

@@ -77,7 +77,8 @@ class OperandLayouts:
         self.add("weight", grad_OI, dy_NO.t(), x_NI, fresh)
 
     def _layout(self, use: str, a: torch.Tensor, b: torch.Tensor) -> OperandLayout:
-        return self._layouts.get((use, *a.shape, b.shape[1]), PLAIN) if self._layouts else PLAIN
+        (m, k), n = a.shape, b.shape[1]
+        return self._layouts.get((use, m, k, n), PLAIN) if self._layouts else PLAIN
 
 
 AS_THEY_LIE = OperandLayouts()

@@ -44,10 +44,9 @@ class PackedRegions:
         for region, _ in self._regions:
             box, start = start_of[region.parameter.name]
             width = box_size(box[1:])
-            first_column = box[1].start if len(box) > 1 else 0
-            self._offsets.append(
-                (width, start + (region.rows.start - box[0].start) * width + region.columns.start - first_column)
-            )
+            first_row, *columns = (interval.start for interval in box)
+            offset = (region.rows.start - first_row) * width + region.columns.start - sum(columns)
+            self._offsets.append((width, start + offset))
 
     def _views(self, flat: torch.Tensor) -> Iterator[tuple[Region, Interval, torch.Tensor]]:
         """Yield each region, its place in the packed array, and its [rows, columns] in the flat one."""

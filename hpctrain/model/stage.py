@@ -110,7 +110,7 @@ class Stage:
         return result, saved
 
     def backward(
-        self, saved: Saved, gradient: torch.Tensor, passed: Callable[[int], None] | None = None
+        self, saved: Saved, gradient: torch.Tensor | None, passed: Callable[[int], None] | None = None
     ) -> torch.Tensor | None:
         """Run all items backward from the gradient of the stage's output; return that of its input.
 
@@ -123,13 +123,13 @@ class Stage:
             since = self._tracer.now()
             traffic.gather(number)
             traffic.begin_backward(number)
-            gradient = self._differentiate(item, saved, gradient)
+            gradient = self._differentiate(item, saved, gradient)  # pyright: ignore[reportArgumentType] - None at the end
             traffic.end_backward(number, passed)
             traffic.release(number)
             self._tracer.computed(f"item {number} backward", since)
         return gradient
 
-    def backward_input(self, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
+    def backward_input(self, saved: Saved, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the gradient of the stage's input as `backward` does; what is to be added to those of weights is kept
         in `saved`: of each product both operands."""
         for number, item in self._backwards():
@@ -137,7 +137,7 @@ class Stage:
             kept: list[Deferred] = []
             self.store.traffic.gather(number)
             self.store.defer(number, kept)
-            gradient = self._differentiate(item, saved, gradient)
+            gradient = self._differentiate(item, saved, gradient)  # pyright: ignore[reportArgumentType] - None at the end
             self.store.defer(number, None)
             self.store.traffic.release(number)
             saved.deferred.append(kept)
@@ -172,4 +172,7 @@ class Stage:
 
     @staticmethod
     def _run(item: Item, value: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        return item.forward(value, targets) if isinstance(item, Head) else item.forward(value)
+        if isinstance(item, Head):
+            assert targets is not None, "the last stage has them"
+            return item.forward(value, targets)
+        return item.forward(value)

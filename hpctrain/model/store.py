@@ -71,7 +71,8 @@ class Store:
 
         cut = [CutUnit(layout, exchanging[layout.unit.items[0]], axes, dtype, device) for layout in sharded]
         for unit in (*(group for group in self.groups if isinstance(group, ShardedUnit)), *cut):
-            self._units.append(UnitStore(unit.layout, axes, unit.weights, None, None, unit))
+            shard = unit.weights  # None where gathers make it
+            self._units.append(UnitStore(unit.layout, axes, shard, None, None, unit))  # pyright: ignore[reportArgumentType]
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
         self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_over_y))
         items = {item for unit in self._units for item in unit.layout.unit.items}

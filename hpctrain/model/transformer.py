@@ -46,6 +46,10 @@ class Item:
         self._item, self._store = item, store
         self._names = [p.name for p in item_parameters(model, item)]
 
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the item's output for its input: ids or hidden states. The head's is its loss, and takes targets."""
+        raise NotImplementedError
+
     def weights(self, *suffixes: str) -> list:
         """Return handles for the parameters whose names end so; those that lie side by side are one product."""
         names = [n for n in self._names if any(n == s or n.endswith(f".{s}") for s in suffixes)]

@@ -30,8 +30,8 @@ class Weight:
 
     def __init__(self, name: str):
         self.name = name
-        self.data: torch.Tensor | None = None
-        self.grad: torch.Tensor | None = None
+        self.data: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue] - until it is gathered
+        self.grad: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self.deferred: list[Deferred] | None = None
         """Where additions to `grad` are kept, while a backward pass leaves them for later."""
         self.is_fresh = False
@@ -117,7 +117,7 @@ class UnitStore:
         over_holders = sharded is not None and sharded.is_overlapped
         self.overlapped_scatters = int(over_z) + int(over_holders)
         """How many operations of a scatter go on while the rank computes."""
-        self.overlapped_gathers = int(over_z) + int(over_holders and not sharded.keeps_weights)
+        self.overlapped_gathers = int(over_z) + int(over_holders and sharded is not None and not sharded.keeps_weights)
         """And of a gather."""
         self._whole = whole
         self.is_common = whole is not None
@@ -222,12 +222,13 @@ class UnitStore:
             else:
                 work.wait()
         if not self._sharded:
+            assert self._grad_shard is not None, "who shares no shards adds here"
             self._grad_shard += part
             return
         own, work = self._sharded.start_sum(part)
         if self._sharded.is_overlapped:
             yield work
-        self._sharded.add(own)
+        self._sharded.add(own)  # pyright: ignore[reportArgumentType] - what its own start_sum returned
 
     def release(self, stays: bool = False) -> None:
         """Let go of the whole unit where nobody else uses it, unless it `stays`."""

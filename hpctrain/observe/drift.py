@@ -60,7 +60,8 @@ class PartMeter(Tracer):
 
     def begin_step(self) -> None:
         """Forget what went on since the last step."""
-        self._step, self._alone = dict.fromkeys(EXPOSED, 0.0), 0.0
+        self._step = dict.fromkeys(EXPOSED, 0.0)  # pyright: ignore[reportAttributeAccessIssue] - keys are plain text
+        self._alone = 0.0
 
 
 def _part_of(op: Op) -> str:

@@ -83,7 +83,7 @@ class RunTrace:
     def start(self) -> None:
         self._recording.is_running = True
 
-    def step_is_done(self, _seconds: float) -> str | None:
+    def step_is_done(self, seconds: float) -> str | None:
         """Count a step; after the last that is traced write the files, and return on rank 0 what is to be said.
 
         Fewer steps are traced than were asked for where they have too many spans for a file.

@@ -99,7 +99,7 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
         return 0
     virtual_stages = plan.virtual_stages(tile)
     sizes = [
-        unit_elements(setup.model, tile.tensor, item)
+        unit_elements(setup.model, tile.tensor, item)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
         for virtual_stage in virtual_stages
         for item in range(*virtual_stage.items)
     ]
@@ -165,7 +165,7 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
     if not _splits(setup, plan, tile):
         return int(kept_rows * one), buffers
     deferred = sum(item_deferred(setup, tile.tensor, item) for item in range(*tile.items))
-    waiting = rows * min(weight_delay(plan, tile), plan.microbatches - microbatches) * deferred
+    waiting = rows * min(weight_delay(plan, tile) or 0, plan.microbatches - microbatches) * deferred
     others = (rows - at_once) * deferred if at_loss else (kept_rows - rows) * one
     return int(waiting + others + (at_once if at_loss else rows) * one), buffers
 

@@ -111,8 +111,8 @@ def pass_cost(
 def _overlapped_work(exchange: Exchange, work: PassWork, setup: Setup) -> PassWork | None:
     """Return what of a pass overlaps a sum over the tensor grid, None where it is waited for."""
     # `is`: a product that is computed again may have the shape of one of a weight.
-    if "tensor" in setup.overlaps and any(product is exchange.behind for product in work.products):
-        return PassWork([exchange.behind], passes=work.passes)
+    if "tensor" in setup.overlaps and (behind := exchange.behind) and any(each is behind for each in work.products):
+        return PassWork([behind], passes=work.passes)
     return exchange.overlapped if "tensor" in setup.overlaps else None
 
 

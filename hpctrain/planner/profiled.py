@@ -89,7 +89,9 @@ def device_models(
     """
     fitted = efficiencies or {}
     models = {name: DeviceModel(name, family, fitted.get(name)) for name, family in cluster.families.items()}
-    for family, profile in timed_profiles(cluster, setup).items() if setup else ():
+    if setup is None:
+        return models
+    for family, profile in timed_profiles(cluster, setup).items():
         passes = ProfiledPasses(setup, models[family], profile, cluster.num_devices)
         models[family] = replace(models[family], profiled=passes)
     return models

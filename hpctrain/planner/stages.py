@@ -98,7 +98,7 @@ class StageCosts:
         self.needs = lru_cache(None)(self._needs)
         self.elements = lru_cache(None)(self._elements)
         self.splits = lru_cache(None)(self._splits)
-        self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))
+        self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))  # pyright: ignore
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self._crowd = lru_cache(None)(self._all_ranks)

@@ -11,6 +11,7 @@ from hpctrain.planner.cut import SearchLayout
 from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Prediction, Predictor
 from hpctrain.planner.score import Scorer
+from hpctrain.sharding.intervals import Interval
 
 FEW = 5
 """So many are timed at least."""

@@ -82,7 +82,7 @@ class ShapedNetwork:
         self._lock = HostLock(comm)
         num_bytes = 8 * (doubles + 3 * num_slots + 1) if comm.rank == 0 else 0
         self._window = SharedWindow(mpi, comm.Dup(), num_bytes)
-        memory = memoryview(self._window.bytes[0].numpy())
+        memory = self._window.bytes[0].numpy().data
         integers = memory[8 * (doubles + num_slots) :].cast("q")
         self._late = memory[8 * doubles : 8 * (doubles + num_slots)].cast("d")
         self._tags, self._taken = integers[:num_slots], integers[num_slots : 2 * num_slots]
@@ -124,7 +124,7 @@ class ShapedNetwork:
                 if earlier is not None:
                     in_time = max(in_time, self._fluid.left(earlier) - self._late[earlier])
                 self._late[slot] = self._fluid.clock - in_time
-            else:
+            elif earlier is not None:
                 self._late[slot] = self._late[earlier]
 
     def late(self, slot: int) -> float:
@@ -200,7 +200,7 @@ class Passage:
         self._network, self._latency, self._stream = network, latency, stream
         self._inner: Ready | None = inner
         self._source, self._tag = source, tag
-        self._slot: int | None = None
+        self._slot = -1  # until the message was sent
         self._asked, self._late = math.inf, 0.0
         self.due = math.inf
         """When the described network has it there, of `time.monotonic`; known once the last byte has left."""
@@ -211,7 +211,9 @@ class Passage:
         if self._inner is not None:
             if not self._inner():
                 return False
-            self._slot = self._network.slot_of(self._source, self._tag)  # it was started before it was sent
+            slot = self._network.slot_of(self._source, self._tag)
+            assert slot is not None, "it was started before it was sent"
+            self._slot = slot
             self._inner = None  # after that: `not_before` may be asked by another thread
         if self.due == math.inf:
             left = self._network.left(self._slot)

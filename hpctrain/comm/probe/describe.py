@@ -140,7 +140,7 @@ def _link(measured: MeasuredLinks, key: str, comments: dict[str, str]) -> LinkCl
     pairs = measured.pairs
     where = f"between nodes, by {pairs.fabric}" if pairs.fabric else "inside a node"
     flows = f", and up to {len(pairs.pairs)} such pairs at once" if len(pairs.pairs) > 1 else ", which stand for all"
-    source, target = pairs.pairs[0]
+    source, target = next(iter(pairs.pairs))
     comments[key] = f"{pairs.families[0]} to {pairs.families[1]}, {where}: from rank {source} to rank {target}{flows}."
     comments[f"{key}.latency_seconds"] = "Half of what an empty message takes there and back."
     comments[f"{key}.bytes_per_second"] = "Of the largest message, once it is in flight."
