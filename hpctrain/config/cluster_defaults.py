@@ -20,7 +20,7 @@ from hpctrain.config.device_catalogue import (
 )
 from hpctrain.config.errors import did_you_mean
 
-LATENCY_SOURCE = "assumed of latency"
+LATENCY_SOURCE = "assumed latency"
 NEEDED = ("kind", "memory_bytes", "memory_bytes_per_second")
 SPEEDS = ("peak_flops_per_second", "sustained_flops_per_second")
 
