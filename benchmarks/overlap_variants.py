@@ -218,13 +218,7 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
 
 def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     """Time pairs of steps, exposed and with each overlap; return what is told. All ranks must call."""
-    from hpctrain.engine.tuning import tune_products
-
     job, plan = prepared.job, prepared.plan
-    if job.products.tune:
-        for value in (False, True):  # products of all rows and of half of them
-            products, _ = tune_products(world, switched(job, {"forward": value}), plan)
-            job = job.model_copy(update={"products": products})
     groups = hidden_groups(job, plan, world.rank)
     there = [key for key in ALONE if world.largest(max(map(len, groups[key]), default=1)) > 1]
     names = [EXPOSED, *there] + ["all"] * (len(there) > 1)

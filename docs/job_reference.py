@@ -18,7 +18,6 @@ SECTIONS = {
     "plan": "PlanRequest",
     "search": "SearchBudget",
     "overlap": "Overlap",
-    "products": "Products",
     "checkpoint": "Checkpoint",
     "comm": "Comm",
     "observe": "Observe",

@@ -4,9 +4,12 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.warm_start import client_command, serving
 
 CACHE = tempfile.mkdtemp(prefix="hpctrain-cache-")
 os.environ["HPCTRAIN_CACHE"] = CACHE
@@ -18,6 +21,14 @@ settings.load_profile("patient")
 
 PATIENCE = 2.5
 """How many times longer than on an idle machine a test may take before it is taken for one that hangs."""
+
+
+@pytest.fixture(scope="session")
+def warm_start(tmp_path_factory) -> Iterator[list[str]]:
+    """The words that take the place of `hpctrain` in a command, and start it without importing anything anew."""
+    server = tmp_path_factory.mktemp("server") / "socket"
+    with serving(server):
+        yield client_command(server)
 
 
 def pytest_collection_modifyitems(items):

@@ -8,11 +8,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.comm.accelerators.detect import detect_device
 from hpctrain.comm.clocks import offset_to_first
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.lanes import Progress
     from hpctrain.comm.solo import Solo
     from hpctrain.comm.traced import GroupTrace
+
+T = TypeVar("T")
 
 # The name of a rank's host, set by tests; of its device see hpctrain.comm.accelerators.detect.
 HOST_VARIABLE = "HPCTRAIN_HOST"
@@ -270,6 +272,17 @@ class World:
         except HpctrainError as caught:
             error = caught
         self.agree(error)
+
+    def on_first_rank(self, make: Callable[[], T]) -> T:
+        """Return on every rank what rank 0 makes: a small plain object. An HpctrainError there is raised on all.
+
+        All ranks must call.
+        """
+        result = None
+        with self.all_or_none():
+            if self.rank == 0:
+                result = make()
+        return self.broadcast_object(result)
 
     def broadcast_object(self, value):
         """Return rank 0's value on every rank. For small plain objects. All ranks must call."""

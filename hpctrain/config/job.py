@@ -1,6 +1,6 @@
 """The job: what to train, on which data, how long. One TOML file, read into one frozen object.
 
-A job file has the sections `[model] [data] [train] [plan] [search] [overlap] [products] [checkpoint] [comm] [observe]`;
+A job file has the sections `[model] [data] [train] [plan] [search] [overlap] [checkpoint] [comm] [observe]`;
 it may start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line
 has the last word (`--set train.steps=10`). Whatever is wrong with it becomes one `JobError` with the file, the key,
 the value and what to set.
@@ -22,7 +22,6 @@ WholeNumber = Annotated[int, Field(ge=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0)]
 Switch = Annotated[bool, Field(strict=True)]
 Timeout = Annotated[float, Field(gt=0)]
-ProductName = Annotated[str, Field(pattern=r"^(forward|input|weight)-(fp32|bf16)-\d+x\d+x\d+$")]
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
 READY_MADE = Path(__file__).parents[1] / "jobs"
 
@@ -235,20 +234,6 @@ class Overlap(Table):
         return self.bucket_bytes if self.data else None
 
 
-class Products(Table):
-    """How the products of linear layers are computed: the same but for the last bit."""
-
-    tune: Annotated[Switch | None, AUTO] = False
-    """Whether to measure at the start which operand layout is fastest for each product.
-
-    The choice can change the last bit of a result, so a continued run keeps it.
-    """
-    layouts: dict[str, dict[ProductName, Literal["plain", "first", "second", "both", "result"]]] = Field(
-        default_factory=dict
-    )
-    """The operand layout by family and product. Products that are not listed are computed as their operands lie."""
-
-
 class Checkpoint(Table):
     every: WholeNumber = 0
     """Steps between checkpoints; 0: at the end only."""
@@ -291,7 +276,6 @@ class Job(Table):
     """auto: searched for on the machine that there is; see `[search]`."""
     search: SearchBudget = SearchBudget()
     overlap: Overlap = Overlap()
-    products: Products = Products()
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     observe: Observe = Observe()

@@ -10,7 +10,6 @@ from hpctrain.comm.solo import Solo
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
-from hpctrain.model.operand_layouts import OperandLayouts
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.plan.holders import RankShards
@@ -72,9 +71,8 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, dtype: torch.dtype, d
     }
     kept = [item for tile in role.tiles for item in range(*tile.items)[: overlap.keep_gathered]]
     store = Store(groups, role.shards, axes, dtype, device, kept)
-    layouts = OperandLayouts(job.products.layouts.get(role.tiles[0].family, {}), job.train.resolved_dtype)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
-    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, layouts, in_halves) for tile in role.tiles)
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, in_halves) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,

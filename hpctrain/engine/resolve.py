@@ -4,9 +4,11 @@ The order is that of what depends on what. Mistakes in files are found before to
 last. Every choice comes back as a value and a reason.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.topology import Preferences
@@ -20,7 +22,6 @@ from hpctrain.sharding.intervals import cut_evenly
 from hpctrain.sharding.parameters import padded_vocabulary
 
 if TYPE_CHECKING:
-    from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.world import World
     from hpctrain.config.cluster import Cluster
     from hpctrain.config.truth import Truth
@@ -45,7 +46,7 @@ class Described:
     """How the devices behave that are impersonated."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Prepared:
     """All that a run needs to know before its weights are made."""
 
@@ -60,6 +61,55 @@ class Prepared:
     described: Described
     prediction: "Prediction | None" = None
     """Of a step; on rank 0."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What resolvers know besides the job, and find out for those after them."""
+
+    world: "World"
+    resume_from: Path | None = None
+    fresh_probe: bool = False
+    given: Described | None = None
+    """The machine, as soon as it is known."""
+    found: Plan | None = None
+    """The plan, as soon as there is one."""
+    opened: "tuple[TokenSource, Sequences, Sequences | None] | None" = None
+    links_of: "Cluster | None" = None
+    """Whose links chose the algorithms of the run that is continued."""
+    prediction: "Prediction | None" = None
+
+    @cached_property
+    def families(self) -> list[str]:
+        return [place.family for place in self.world.topology.places]
+
+    @property
+    def described(self) -> Described:
+        assert self.given is not None, "asked for after the machine is known"
+        return self.given
+
+    @property
+    def plan(self) -> Plan:
+        assert self.found is not None, "asked for after the plan is there"
+        return self.found
+
+    @property
+    def data(self) -> "tuple[TokenSource, Sequences, Sequences | None]":
+        assert self.opened is not None, "asked for after the data is open"
+        return self.opened
+
+    @property
+    def data_identity(self) -> str:
+        source, training, _ = self.data
+        return f"{source.identity} {tuple(training.interval)}"
+
+
+class Resolved(NamedTuple):
+    """What a resolver made of a job and what is known, with a reason for each key that it gave a value."""
+
+    job: Job
+    facts: Facts
+    reasons: Mapping[str, str] = {}
 
 
 def prepare_run(
@@ -78,240 +128,195 @@ def prepare_run(
     Raises JobError, DataError, CheckpointError, TopologyError, LaunchError; PlanError also where the plan is predicted
     not to fit into memory.
     """
-    return _Resolver(world, job, resume_from, described, fresh_probe).run()
+    facts, reasons = Facts(world, resume_from, fresh_probe, described), {}
+    for resolver in RESOLVERS:
+        job, facts, why = resolver(job, facts)
+        reasons |= why
+    return Prepared(
+        job, facts.plan, reasons, *facts.data, facts.data_identity, facts.described, prediction=facts.prediction
+    )
 
 
-class _Resolver:
-    """The steps of `prepare_run`, each of which replaces values of the job and notes the reasons."""
+def open_data(job: Job, facts: Facts) -> Resolved:
+    from hpctrain.data.order import open_datasets
 
-    def __init__(self, world: "World", job: Job, resume_from: Path | None, described: Described | None, fresh: bool):
-        self.world, self.job, self.resume_from, self._described = world, job, resume_from, described
-        self.is_fresh = fresh
-        self.reasons: dict[str, str] = {}
-        self.families = [place.family for place in world.topology.places]
-        self._plan: Plan | None = None
-        self._choosing: Cluster | None = None
-        """Whose links chose the algorithms of the run that is continued."""
-
-    @property
-    def plan(self) -> Plan:
-        assert self._plan is not None, "asked for after the plan is there"
-        return self._plan
-
-    @property
-    def described(self) -> Described:
-        assert self._described is not None, "asked for after the machine is known"
-        return self._described
-
-    def run(self) -> Prepared:
-        source, training, validation = self._open_data()
-        data_identity = f"{source.identity} {tuple(training.interval)}"
-        if self.resume_from is not None:
-            self._continue(data_identity)
-        self._take_given_plan()
-        self._know_machine()
-        self._choose_dtype()
-        if self._plan is None:
-            self._switch_overlaps()
-            self._profile()
-            self._search_plan()
-        self._switch_overlaps(self.plan)
-        with self.world.all_or_none():
-            if self.world.rank == 0:
-                check_schedules(self.plan, reduce_early=bool(self.job.overlap.data))
-        padded = max(padded_vocabulary(self.job.model, tile.tensor) for tile in self.plan.tiles)
-        if padded != self.job.model.vocab_size:
-            vocabulary = f"{self.job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
-            self.reasons["vocabulary"] = vocabulary
-        prediction = self._predict()
-        self._tune_products()
-        self._choose_algorithms()
-        return Prepared(
-            self.job,
-            self.plan,
-            self.reasons,
-            source,
-            training,
-            validation,
-            data_identity,
-            self.described,
-            prediction,
+    world, reasons = facts.world, {}
+    source, training, validation = open_datasets(job.data, job.train.seed)
+    with world.all_or_none():  # small files whole, by all ranks together; the rest when it is first read
+        num_blocks = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
+        source.verify(cut_evenly(num_blocks, world.size)[world.rank])
+    if job.model.vocab_size is None:
+        job = with_values(job, "model", vocab_size=source.vocab_size)
+        reasons["model.vocab_size"] = f"{source.vocab_size}: that of {job.data.tokens}"
+    elif job.model.vocab_size < source.vocab_size:
+        raise JobError(
+            f"model.vocab_size {job.model.vocab_size} is less than the {source.vocab_size} token ids of"
+            f' {job.data.tokens}; set it to {source.vocab_size} or more, or "auto"'
         )
+    return Resolved(job, replace(facts, opened=(source, training, validation)), reasons)
 
-    def _set(self, section: str, **values) -> None:
-        """Replace some values of a section of the job."""
-        self.job = with_values(self.job, section, **values)
 
-    def _open_data(self):
-        from hpctrain.data.order import open_datasets
+def continue_run(job: Job, facts: Facts) -> Resolved:
+    """Take from the checkpoint what keeps the numbers the same; its plan and all, where the ranks are its own."""
+    where = facts.resume_from
+    if where is None:
+        return Resolved(job, facts)
+    from hpctrain.checkpoint.state import check_same_run
 
-        job, world = self.job, self.world
-        source, training, validation = open_datasets(job.data, job.train.seed)
-        with world.all_or_none():  # small files whole, by all ranks together; the rest when it is first read
-            known = min(source.num_blocks, world.size * BLOCKS_VERIFIED_AT_START)
-            source.verify(cut_evenly(known, world.size)[world.rank])
-        if job.model.vocab_size is None:
-            self._set("model", vocab_size=source.vocab_size)
-            self.reasons["model.vocab_size"] = f"{source.vocab_size}: that of {job.data.tokens}"
-        elif job.model.vocab_size < source.vocab_size:
-            raise JobError(
-                f"model.vocab_size {job.model.vocab_size} is less than the {source.vocab_size} token ids of"
-                f' {job.data.tokens}; set it to {source.vocab_size} or more, or "auto"'
-            )
-        return source, training, validation
+    theirs, plan, cluster = check_same_run(where, job, facts.data_identity)
+    reasons = {}
+    if job.train.dtype is None:
+        job = with_values(job, "train", dtype=theirs.train.dtype)
+        reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
+    if job.plan is None and not is_for(plan, facts.families):
+        reasons["planned again"] = (
+            f"{where} was written by {describe_ranks(plan)}; these are"
+            f" {_counted(facts.families)}, which get a plan of their own"
+        )
+        return Resolved(job, facts, reasons)
+    if job.plan is None:
+        facts, reasons["plan"] = replace(facts, found=plan), f"{plan.describe()}: that of {where}"
+    if cluster and [device.family for device in cluster.devices] == facts.families:
+        facts = replace(facts, links_of=cluster)
+    overlap, taken = continued(job.overlap, theirs.overlap)
+    reasons |= {key: f"{value}: that of {where}" for key, value in taken.items()}
+    return Resolved(job.model_copy(update={"overlap": overlap}), facts, reasons)
 
-    def _continue(self, data_identity: str) -> None:
-        """Take from the checkpoint what keeps the numbers the same; its plan and all, where the ranks are its own."""
-        from hpctrain.checkpoint.state import check_same_run
 
-        job, where = self.job, self.resume_from
-        assert where is not None
-        theirs, plan, cluster = check_same_run(where, job, data_identity)
-        if job.train.dtype is None:
-            self._set("train", dtype=theirs.train.dtype)
-            self.reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
-        if job.plan is None and not is_for(plan, self.families):
-            self.reasons["planned again"] = (
-                f"{where} was written by {describe_ranks(plan)}; these are"
-                f" {_counted(self.families)}, which get a plan of their own"
-            )
-            return
-        if job.plan is None:
-            self._plan, self.reasons["plan"] = plan, f"{plan.describe()}: that of {where}"
-        if cluster and [device.family for device in cluster.devices] == self.families:
-            self._choosing = cluster
-        overlap, taken = continued(job.overlap, theirs.overlap)
-        self.job = self.job.model_copy(update={"overlap": overlap})
-        self.reasons |= {key: f"{value}: that of {where}" for key, value in taken.items()}
-        if job.products.tune is not False or theirs.products.layouts:
-            tune = job.products.tune or bool(theirs.products.tune)
-            self._set("products", tune=tune, layouts=theirs.products.layouts | job.products.layouts)
+def take_given_plan(job: Job, facts: Facts) -> Resolved:
+    """Make the plan that the job describes, on one rank for all of them, whatever their hosts are like."""
+    from hpctrain.plan.uniform import resolve_plan
 
-    def _take_given_plan(self) -> None:
-        """Make the plan that the job describes, on one rank for all of them, whatever their hosts are like."""
-        from hpctrain.plan.uniform import resolve_plan
+    if job.plan is None:
+        return Resolved(job, facts)
+    made = facts.world.on_first_rank(lambda: resolve_plan(job, facts.world.size, facts.families))
+    return Resolved(job, replace(facts, found=made.plan), made.reasons)
 
-        if self.job.plan is None:
-            return
-        resolved, world = None, self.world
-        with world.all_or_none():
-            if world.rank == 0:
-                resolved = resolve_plan(self.job, world.size, self.families)
-        resolved = world.broadcast_object(resolved)
-        self._plan = resolved.plan
-        self.reasons |= resolved.reasons
 
-    def _know_machine(self) -> None:
-        """Find the description of these devices, where none is given, or make one."""
-        world = self.world
-        if self._described is None:
-            from hpctrain.comm.probe.machine import describe_machine
-
-            machine = describe_machine(world, self._accelerator(), self.is_fresh)
-            self._described = Described(machine.cluster, str(machine.path), path=machine.path)
-            self.reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
-        with world.all_or_none():
-            check_ranks_are_devices(self.described, self.families)
-
-    def _accelerator(self) -> "Accelerator":
+def know_machine(job: Job, facts: Facts) -> Resolved:
+    """Find the description of these devices, where none is given, or make one."""
+    world, reasons = facts.world, {}
+    if facts.given is None:
         from hpctrain.comm.accelerators.bind import bind_accelerator
+        from hpctrain.comm.probe.machine import describe_machine
 
-        return bind_accelerator(self.world)
+        machine = describe_machine(world, bind_accelerator(world), facts.fresh_probe)
+        facts = replace(facts, given=Described(machine.cluster, str(machine.path), path=machine.path))
+        reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
+    with world.all_or_none():
+        check_ranks_are_devices(facts.described, facts.families)
+    return Resolved(job, facts, reasons)
 
-    def _choose_dtype(self) -> None:
-        if self.job.train.dtype is not None:
-            return
-        from hpctrain.planner.choose import dtype_on
 
-        with self.world.all_or_none():
-            used = self._plan and [self.families[rank] for rank in self._plan.ranks]
-            families = list(dict.fromkeys(used or self.families))
-            dtype, reason = dtype_on(self.job, self.described.cluster, families, self.described.name)
-        self.reasons["train.dtype"] = reason
-        self._set("train", dtype=dtype)
+def choose_dtype(job: Job, facts: Facts) -> Resolved:
+    if job.train.dtype is not None:
+        return Resolved(job, facts)
+    from hpctrain.planner.choose import dtype_on
 
-    def _switch_overlaps(self, plan: Plan | None = None) -> None:
-        """Give switches that are `auto` a value: all but `forward` without a plan, which may become others with it."""
-        world, job = self.world, self.job
-        if plan is None:
-            self._open_overlap = job.overlap
-            overlap, _ = resolve_overlap(job.overlap, world.topology)
-            self.job = job.model_copy(update={"overlap": overlap})
-            return
-        job = job.model_copy(update={"overlap": getattr(self, "_open_overlap", job.overlap)})
-        overlap, why = resolve_overlap(job.overlap, world.topology, crossings(world, job, plan))
-        job, self.reasons = job.model_copy(update={"overlap": overlap}), self.reasons | why
-        what = job, plan, world.topology, self.described.cluster
-        overlap, why = world.broadcast_object(resolve_forward(*what) if world.rank == 0 else None)
-        self.job, self.reasons = job.model_copy(update={"overlap": overlap}), self.reasons | why
+    with facts.world.all_or_none():
+        used = facts.found and [facts.families[rank] for rank in facts.found.ranks]
+        families = list(dict.fromkeys(used or facts.families))
+        dtype, reason = dtype_on(job, facts.described.cluster, families, facts.described.name)
+    return Resolved(with_values(job, "train", dtype=dtype), facts, {"train.dtype": reason})
 
-    def _profile(self) -> None:
-        """Measure passes of this job's items, where the description is hpctrain's own and has none of them."""
-        from hpctrain.planner.curves import has_times
 
-        described, job = self.described, self.job
-        if described.path is None or has_times(described.cluster, job, job.train.resolved_dtype):
-            return
-        from hpctrain.engine.profiler import short_profile
+def profile_job(job: Job, facts: Facts) -> Resolved:
+    """Measure passes of this job's items for the search, where the description is hpctrain's own and has none."""
+    from hpctrain.planner.curves import has_times
 
-        measured = short_profile(self.world, self._accelerator(), job, SHORT_PROFILE_SECONDS)
-        text = None
-        if measured:
-            from hpctrain.comm.probe.machine import add_profiles
+    described, world = facts.described, facts.world
+    path = described.path
+    if facts.found or path is None or has_times(described.cluster, job, job.train.resolved_dtype):
+        return Resolved(job, facts)
+    from hpctrain.comm.accelerators.bind import bind_accelerator
+    from hpctrain.comm.probe.machine import add_profiles
+    from hpctrain.engine.profiler import short_profile
 
-            text = add_profiles(described.path, described.cluster, *measured)
-        text = self.world.broadcast_object(text)
-        self._described = replace(described, cluster=parse_cluster(text, described.name))
+    overlap, _ = resolve_overlap(job.overlap, world.topology)
+    profiled = job.model_copy(update={"overlap": overlap})
+    measured = short_profile(world, bind_accelerator(world), profiled, SHORT_PROFILE_SECONDS)
+    text = add_profiles(path, described.cluster, *measured) if measured else None
+    cluster = parse_cluster(world.broadcast_object(text), described.name)
+    return Resolved(job, replace(facts, given=replace(described, cluster=cluster)))
 
-    def _search_plan(self) -> None:
-        from hpctrain.planner.choose import choose_plan
 
-        choice, world = None, self.world
-        with world.all_or_none():
-            if world.rank == 0:
-                choice = choose_plan(self.job, self.described.cluster, self.described.name)
-        choice = world.broadcast_object(choice)
-        self._plan = choice.plan
-        self.reasons |= choice.reasons
+def search_plan(job: Job, facts: Facts) -> Resolved:
+    """Search on one rank. Overlaps that are `auto` count as they would be without a plan."""
+    if facts.found:
+        return Resolved(job, facts)
+    from hpctrain.planner.choose import choose_plan
 
-    def _predict(self) -> "Prediction | None":
-        """Predict a step, and refuse a plan that is predicted not to fit."""
-        prediction, world = None, self.world
-        with world.all_or_none():
-            if world.rank == 0:
-                from hpctrain.planner.choose import check_fits
-                from hpctrain.planner.cost import Setup
-                from hpctrain.planner.predictor import predict
+    overlap, _ = resolve_overlap(job.overlap, facts.world.topology)
+    asked, described = job.model_copy(update={"overlap": overlap}), facts.described
+    choice = facts.world.on_first_rank(lambda: choose_plan(asked, described.cluster, described.name))
+    return Resolved(job, replace(facts, found=choice.plan), choice.reasons)
 
-                try:
-                    prediction = predict(Setup.of_job(self.job), self.plan, self.described.cluster)
-                except HpctrainError as error:
-                    self.reasons["prediction"] = f"none, by {self.described.name}: {error}"
-                if prediction and self.job.search.must_fit:
-                    check_fits(prediction, self.plan, self.described.name)
-        return prediction
 
-    def _tune_products(self) -> None:
-        if self.job.products.tune is False:
-            return
-        from hpctrain.engine.tuning import tune_products
+def switch_overlaps(job: Job, facts: Facts) -> Resolved:
+    """Give overlaps that are `auto` a value by the plan."""
+    world, plan, cluster = facts.world, facts.plan, facts.described.cluster
+    overlap, reasons = resolve_overlap(job.overlap, world.topology, crossings(world, job, plan))
+    job = job.model_copy(update={"overlap": overlap})
+    overlap, why = world.on_first_rank(lambda: resolve_forward(job, plan, world.topology, cluster))
+    return Resolved(job.model_copy(update={"overlap": overlap}), facts, reasons | why)
 
-        products, why = tune_products(self.world, self.job, self.plan)
-        self.job, self.reasons = self.job.model_copy(update={"products": products}), self.reasons | why
 
-    def _choose_algorithms(self) -> None:
-        """Let groups choose their algorithms by the links that the plan was found with, or those of the checkpoint."""
-        comm, world = self.job.comm, self.world
-        cluster = self._choosing or self.described.cluster.model_copy(update={"profiles": ()})
-        network = ClusterNetwork(cluster)
-        world.configure(preferences=Preferences(comm.route, comm.algorithm, network))
-        if comm.algorithm == "auto":
-            everybody = range(world.size)
-            is_shared = world.topology.route(everybody, comm.route).kind in ("alone", "shared")
-            summary = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
-            self.reasons["comm.algorithm"] = (
-                f"{summary}, by the links of {self.resume_from if self._choosing else self.described.name}"
-            )
+def check_plan(job: Job, facts: Facts) -> Resolved:
+    """Refuse a plan whose schedule could block, and say where it pads the vocabulary."""
+    plan, reasons = facts.plan, {}
+    facts.world.on_first_rank(lambda: check_schedules(plan, reduce_early=bool(job.overlap.data)))
+    padded = max(padded_vocabulary(job.model, tile.tensor) for tile in plan.tiles)
+    if padded != job.model.vocab_size:
+        reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
+    return Resolved(job, facts, reasons)
+
+
+def predict_step(job: Job, facts: Facts) -> Resolved:
+    """Predict a step on rank 0, and refuse a plan that is predicted not to fit."""
+    prediction, reasons, described = None, {}, facts.described
+    with facts.world.all_or_none():
+        if facts.world.rank == 0:
+            from hpctrain.planner.choose import check_fits
+            from hpctrain.planner.cost import Setup
+            from hpctrain.planner.predictor import predict
+
+            try:
+                prediction = predict(Setup.of_job(job), facts.plan, described.cluster)
+            except HpctrainError as error:
+                reasons["prediction"] = f"none, by {described.name}: {error}"
+            if prediction and job.search.must_fit:
+                check_fits(prediction, facts.plan, described.name)
+    return Resolved(job, replace(facts, prediction=prediction), reasons)
+
+
+def choose_algorithms(job: Job, facts: Facts) -> Resolved:
+    """Let groups choose their algorithms by the links that the plan was found with, or those of the checkpoint."""
+    comm, world, described = job.comm, facts.world, facts.described
+    network = ClusterNetwork(facts.links_of or described.cluster.model_copy(update={"profiles": ()}))
+    world.configure(preferences=Preferences(comm.route, comm.algorithm, network))
+    if comm.algorithm != "auto":
+        return Resolved(job, facts)
+    everybody = range(world.size)
+    is_shared = world.topology.route(everybody, comm.route).kind in ("alone", "shared")
+    choice = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
+    source = facts.resume_from if facts.links_of else described.name
+    return Resolved(job, facts, {"comm.algorithm": f"{choice}, by the links of {source}"})
+
+
+RESOLVERS: tuple[Callable[[Job, Facts], Resolved], ...] = (
+    open_data,
+    continue_run,
+    take_given_plan,
+    know_machine,
+    choose_dtype,
+    profile_job,
+    search_plan,
+    switch_overlaps,
+    check_plan,
+    predict_step,
+    choose_algorithms,
+)
+"""In the order of what depends on what."""
 
 
 def with_values(job: Job, section: str, **values) -> Job:

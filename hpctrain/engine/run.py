@@ -55,9 +55,8 @@ class TrainingRun:
 
         self._world = world
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
-        with world.all_or_none():  # all go on from the same one, whatever their view of the file system
-            result = latest_checkpoint(self.path) if world.rank == 0 else None
-        self.checkpoint: Path | None = world.broadcast_object(result)
+        # All continue from the same one, whatever their view of the file system.
+        self.checkpoint: Path | None = world.on_first_rank(lambda: latest_checkpoint(self.path))
         self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe)
         self.job, self._described = self._prepared.job, self._prepared.described
         with world.all_or_none():

@@ -88,11 +88,7 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
     that it is trained on. A scaled job gets generated tokens: the ids of its own do not fit its vocabulary.
     """
     cores = world.gather_objects(sorted(os.sched_getaffinity(0)))
-    made = None
-    with world.all_or_none():
-        if world.rank == 0:
-            made = miniature_of(reference, job, len(set(itertools.chain(*cores))), time_scale)
-    made = world.broadcast_object(made)
+    made = world.on_first_rank(lambda: miniature_of(reference, job, len(set(itertools.chain(*cores))), time_scale))
     job = made.job
     if made.is_job_scaled:
         folder = Path(world.broadcast_object(tempfile.mkdtemp(prefix="hpctrain-") if world.rank == 0 else None))

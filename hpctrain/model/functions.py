@@ -13,7 +13,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis
-from hpctrain.model.operand_layouts import AS_THEY_LIE, OperandLayouts
 from hpctrain.model.units import Weight
 
 
@@ -23,6 +22,14 @@ def add_part(grad: torch.Tensor, part: torch.Tensor, fresh: bool) -> None:
         grad.copy_(part)
     else:
         grad += part
+
+
+def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
+    """Add dy^T x to a weight's gradient, which may be of a wider dtype."""
+    if grad_OI.dtype == dy_NO.dtype:
+        grad_OI.addmm_(dy_NO.t(), x_NI, beta=0 if fresh else 1)
+    else:
+        add_part(grad_OI, dy_NO.t() @ x_NI, fresh)
 
 
 def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, fresh: bool) -> None:
@@ -45,13 +52,12 @@ class _Linear(Function):
         biases: list[Weight],
         into: Axis,
         out: Axis,
-        layouts: OperandLayouts,
         ends: list[Callable[[], None]] | None,
     ):
-        ctx.weights, ctx.biases, ctx.out, ctx.layouts = weights, biases, out, layouts
+        ctx.weights, ctx.biases, ctx.out = weights, biases, out
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        parts = [layouts.multiply("forward", x_NI, w.data.t()) for w in weights]
+        parts = [x_NI @ w.data.t() for w in weights]
         y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if ends is None:
             into.all_reduce(y_NO)
@@ -70,20 +76,20 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x_NI,), layouts = ctx.saved_tensors, ctx.layouts
+        (x_NI,) = ctx.saved_tensors
         dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
         parts = dy_NO.split([w.data.shape[0] for w in ctx.weights], dim=1)
-        dx_NI = layouts.multiply("input", parts[0], ctx.weights[0].data)
+        dx_NI = parts[0] @ ctx.weights[0].data
         for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
-            layouts.add("input", dx_NI, part, weight.data)
+            dx_NI.addmm_(part, weight.data)
         summed = ctx.out.start_all_reduce(dx_NI)
         for weight, part in zip(ctx.weights, parts, strict=True):
-            weight.accumulate(layouts.add_weight, part, x_NI)
+            weight.accumulate(add_product, part, x_NI)
         if ctx.biases:
             for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
                 bias.accumulate(add_sum, part)
         summed.wait()
-        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
+        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None
 
 
 def _add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
@@ -99,7 +105,6 @@ def linear(
     biases: list[Weight],
     into: Axis,
     out: Axis,
-    layouts: OperandLayouts = AS_THEY_LIE,
     ends: list[Callable[[], None]] | None = None,
 ) -> torch.Tensor:
     """Apply one or several weights to the same input; outputs lie side by side in the last dim.
@@ -108,7 +113,7 @@ def linear(
     With `ends` the sum over `into` is only started: the result is there, and may be used, when what is appended to it
     has been called.
     """
-    return _Linear.apply(x, weights, biases, into, out, layouts, ends)
+    return _Linear.apply(x, weights, biases, into, out, ends)
 
 
 class _RmsNorm(Function):

@@ -14,7 +14,6 @@ from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
-from hpctrain.model.operand_layouts import AS_THEY_LIE, OperandLayouts
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import Embedding, Head, Item, make_item
 from hpctrain.model.units import Deferred
@@ -69,11 +68,10 @@ class Stage:
         axes: Axes,
         store: Store,
         tracer: Tracer = UNTRACED,
-        layouts: OperandLayouts = AS_THEY_LIE,
         in_halves: bool = False,
     ):
         self.tile, self.store, self._tracer = tile, store, tracer
-        self.items: list[Item] = [make_item(model, i, axes, store, layouts, in_halves) for i in range(*tile.items)]
+        self.items: list[Item] = [make_item(model, i, axes, store, in_halves) for i in range(*tile.items)]
 
     @property
     def is_first(self) -> bool:

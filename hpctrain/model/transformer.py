@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
-from hpctrain.model.operand_layouts import OperandLayouts
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -41,8 +40,8 @@ def alternating(passings: list[Passing]) -> list[torch.Tensor]:
 class Item:
     """One item of a plan, with the handles of its weights, which are there while the stage has them gathered."""
 
-    def __init__(self, model: Model, item: int, axes: Axes, store: Store, layouts: OperandLayouts, in_halves: bool):
-        self.model, self.axes, self.layouts, self.in_halves = model, axes, layouts, in_halves
+    def __init__(self, model: Model, item: int, axes: Axes, store: Store, in_halves: bool):
+        self.model, self.axes, self.in_halves = model, axes, in_halves
         self._item, self._store = item, store
         self._names = [p.name for p in item_parameters(model, item)]
 
@@ -107,9 +106,9 @@ class Block(Item):
 
     def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis) -> Passing:
         if not self.in_halves:
-            return linear(x, *layer, into=into, out=out, layouts=self.layouts)
+            return linear(x, *layer, into=into, out=out)
         ends = []
-        result = linear(x, *layer, into=into, out=out, layouts=self.layouts, ends=ends)
+        result = linear(x, *layer, into=into, out=out, ends=ends)
         if into.size > 1:
             yield
         ends[0]()
@@ -163,15 +162,13 @@ class Head(Item):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
         normed = self.norm(hidden, self.final_norm)
-        return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y, layouts=self.layouts)
+        return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self.logits(hidden), targets, *self.vocabulary(), self.axes.y)
 
 
-def make_item(
-    model: Model, item: int, axes: Axes, store: Store, layouts: OperandLayouts, in_halves: bool = False
-) -> Item:
+def make_item(model: Model, item: int, axes: Axes, store: Store, in_halves: bool = False) -> Item:
     """`in_halves`: blocks compute one half of the rows while sums of the other half are in flight."""
     kind = Embedding if item == 0 else Head if item == model.num_items - 1 else Block
-    return kind(model, item, axes, store, layouts, in_halves)
+    return kind(model, item, axes, store, in_halves)

@@ -187,7 +187,7 @@ def scale_for_finished(truth: Truth | None, job: Job) -> Job:
 def scale_job(job: Job, width: int) -> Job:
     """Return the job with widths, positions and vocabulary divided; layers, heads, rows and plan stay as they are.
 
-    It computes in fp32, with products that are not tuned: both are the rehearsal's.
+    It computes in fp32, whatever the dtype of the job.
     """
     train = job.train.model_copy(update={"dtype": "fp32"})
     if width == 1:
@@ -209,7 +209,6 @@ def scale_job(job: Job, width: int) -> Job:
             "data": data.model_copy(update={"sequence_length": length}),
             "train": train,
             "overlap": job.overlap.model_copy(update={"bucket_bytes": bucket_bytes}),
-            "products": job.products.model_copy(update={"layouts": {}}),
         }
     )
 

@@ -289,20 +289,3 @@ def check_grid(model: Model, grid: TensorGrid) -> None:
             f"tensor y = {grid.y} is more than model.num_kv_heads {model.kv_heads} and not a multiple of it;"
             f" set y to a multiple or a divisor of {model.kv_heads}"
         )
-
-
-def layer_shapes(model: Model, grid: TensorGrid, item: int) -> list[tuple[int, int]]:
-    """Return the weights [out, in] that the linear layers of an item multiply with, on any place of a tensor grid.
-
-    Those of a block, or the head's; the embedding looks up and has none.
-    """
-    if item == 0:
-        return []
-    if item > model.num_layers:
-        table = item_parameters(model, item)[-1]
-        rows, columns = (interval.size for interval in table.box(grid, 0, 0))
-        return [(rows, columns)]
-    layouts = [unit.layout(grid, 0, 0) for unit in item_units(model, grid, item)]
-    layers = [{f"blocks.{item - 1}.{name}.weight" for name in layer} for layer in BLOCK_LAYERS]
-    shapes = (run.shape for names in layers for layout in layouts for run in layout.runs(names))
-    return [(out, into) for out, into in shapes]

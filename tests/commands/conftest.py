@@ -19,17 +19,15 @@ learning_rate = 1e-2
 dtype = "fp32"
 validate_every = 3
 validation_sequences = 8
-[products]
-tune = false
 """
 
 
 @pytest.fixture(scope="session")
-def hpctrain():
-    """Run `hpctrain ARGS` on a number of ranks (0: without mpirun) in a folder."""
+def hpctrain(warm_start):
+    """Run `hpctrain ARGS` on a number of ranks (0: without mpirun) in a folder. `cold` imports everything anew."""
 
-    def run(*args: str, ranks: int = 0, cwd: Path, timeout_seconds: float = 240) -> Finished:
-        command = [str(BIN / "hpctrain"), *map(str, args)]
+    def run(*args: str, ranks: int = 0, cwd: Path, timeout_seconds: float = 240, cold: bool = False) -> Finished:
+        command = [*([str(BIN / "hpctrain")] if cold else warm_start), *map(str, args)]
         if ranks:
             command = [str(BIN / "mpirun"), "-n", str(ranks), *command]
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_seconds)

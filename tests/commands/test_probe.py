@@ -13,18 +13,23 @@ from tests.commands.conftest import BIN, Finished
 PLACES = ({"HPCTRAIN_HOST": "alpha", "HPCTRAIN_FAMILY": "fast"}, {"HPCTRAIN_HOST": "beta", "HPCTRAIN_FAMILY": "slow"})
 
 
-def probe(folder, *args: str, variables: dict[str, str] | None = None) -> Finished:
+@pytest.fixture
+def probe(warm_start):
     """Two ranks in each of PLACES."""
-    command: list[str] = [str(BIN / "mpirun")]
-    for place in PLACES:
-        summary = [f"{name}={value}" for name, value in (place | (variables or {})).items()]
-        command += ["-n", "2", "env", *summary, str(BIN / "hpctrain"), "probe", *args, ":"]
-    done = subprocess.run(command[:-1], cwd=folder, capture_output=True, text=True, timeout=100, env=os.environ)
-    return Finished(done.returncode, done.stdout, done.stderr)
+
+    def run(folder, *args: str, variables: dict[str, str] | None = None) -> Finished:
+        command: list[str] = [str(BIN / "mpirun")]
+        for place in PLACES:
+            summary = [f"{name}={value}" for name, value in (place | (variables or {})).items()]
+            command += ["-n", "2", "env", *summary, *warm_start, "probe", *args, ":"]
+        done = subprocess.run(command[:-1], cwd=folder, capture_output=True, text=True, timeout=100, env=os.environ)
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
 
 
 @pytest.mark.timeout(240)
-def test_two_families_on_two_hosts_become_a_cluster(tmp_path):
+def test_two_families_on_two_hosts_become_a_cluster(probe, tmp_path):
     done = probe(tmp_path, "--out", "cluster.toml", "--seconds", "2")
     assert done.code == 0, done.out + done.err
     assert "wrote cluster.toml: 2 fast and 2 slow on 2 nodes, by network" in done.out
@@ -102,7 +107,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(120)
-def test_ranks_of_a_host_that_name_unlike_fabrics_are_refused(tmp_path):
+def test_ranks_of_a_host_that_name_unlike_fabrics_are_refused(probe, tmp_path):
     done = probe(tmp_path, "--out", "cluster.toml", variables={"HPCTRAIN_FABRIC": "backbone"})
     assert done.code == 13
     assert done.err.count("hpctrain: ") == 1, done.err

@@ -12,17 +12,22 @@ from tests.started import BIN
 ARGUMENTS = ("job.toml", "--sample", "0")
 
 
-def start(folder, *arguments, cache, families=(), variables=None, ranks=0):
+@pytest.fixture
+def start(warm_start):
     """Run `hpctrain train` with a folder of descriptions of its own; `families` gives each rank its own name."""
-    environment = os.environ | {"HPCTRAIN_CACHE": str(cache)} | (variables or {})
-    program = [str(BIN / "hpctrain"), "train", *ARGUMENTS, *map(str, arguments)]
-    command = [str(BIN / "mpirun")]
-    if families:
-        for family in families:
-            command += [*(":" if len(command) > 1 else ""), "-n", "1", "-env", "HPCTRAIN_FAMILY", family, *program]
-    else:
-        command += ["-n", str(ranks), *program]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, env=environment)
+
+    def run(folder, *arguments, cache, families=(), variables=None, ranks=0):
+        environment = os.environ | {"HPCTRAIN_CACHE": str(cache)} | (variables or {})
+        program = [*warm_start, "train", *ARGUMENTS, *map(str, arguments)]
+        command = [str(BIN / "mpirun")]
+        if families:
+            for family in families:
+                command += [*(":" if len(command) > 1 else ""), "-n", "1", "-env", "HPCTRAIN_FAMILY", family, *program]
+        else:
+            command += ["-n", str(ranks), *program]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, env=environment)
+
+    return run
 
 
 def losses(folder, run):
@@ -31,7 +36,7 @@ def losses(folder, run):
 
 
 @pytest.mark.timeout(200)
-def test_a_job_finds_its_plan_on_this_machine_and_the_same_one_again(folder, tmp_path):
+def test_a_job_finds_its_plan_on_this_machine_and_the_same_one_again(start, folder, tmp_path):
     cache = tmp_path / "cache"
     first = start(folder, "--run", "runs/road1", cache=cache, ranks=2)
     assert first.returncode == 0, first.stderr
@@ -53,7 +58,7 @@ def test_a_job_finds_its_plan_on_this_machine_and_the_same_one_again(folder, tmp
 
 
 @pytest.mark.timeout(200)
-def test_a_description_that_is_damaged_or_cannot_be_kept_is_measured_again(folder, tmp_path):
+def test_a_description_that_is_damaged_or_cannot_be_kept_is_measured_again(start, folder, tmp_path):
     cache = tmp_path / "cache"
     short = ("--set", "train.steps=2", "--set", "train.validate_every=0")
     assert start(folder, *short, "--run", "runs/kept", cache=cache, ranks=2).returncode == 0
@@ -69,7 +74,7 @@ def test_a_description_that_is_damaged_or_cannot_be_kept_is_measured_again(folde
 
 
 @pytest.mark.timeout(300)
-def test_a_run_goes_on_with_other_ranks_by_a_plan_of_their_own(folder, tmp_path):
+def test_a_run_goes_on_with_other_ranks_by_a_plan_of_their_own(start, folder, tmp_path):
     """On 4 ranks, then on 3 of two families, then on 2; as if on one rank all the time."""
     cache = tmp_path / "cache"
     assert start(folder, "--run", "runs/one", cache=cache, ranks=1).returncode == 0
@@ -86,7 +91,7 @@ def test_a_run_goes_on_with_other_ranks_by_a_plan_of_their_own(folder, tmp_path)
 
 
 @pytest.mark.timeout(200)
-def test_a_profile_of_this_machine_is_used_by_the_next_start(folder, tmp_path, hpctrain, monkeypatch):
+def test_a_profile_of_this_machine_is_used_by_the_next_start(start, folder, tmp_path, hpctrain, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path))
     done = hpctrain("probe", "--job", "job.toml", "--seconds", "5", ranks=2, cwd=folder)
     assert done.code == 0, done.err
@@ -99,7 +104,7 @@ def test_a_profile_of_this_machine_is_used_by_the_next_start(folder, tmp_path, h
 
 
 @pytest.mark.timeout(100)
-def test_ranks_that_are_not_the_devices_of_the_cluster_are_refused(folder, tmp_path):
+def test_ranks_that_are_not_the_devices_of_the_cluster_are_refused(start, folder, tmp_path):
     cache = tmp_path / "cache"
     few = start(folder, "--cluster", "v100-t4", cache=cache, ranks=2)
     assert few.returncode == 12

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.ranks.small_runs import write_tokens
-from tests.started import BIN, SMALL_MODEL
+from tests.started import SMALL_MODEL
 
 ROWS, POSITIONS, HIDDEN, STEPS = 8, 256, 256, 2
 JOB = f"""
@@ -19,8 +19,6 @@ validation_fraction = 0.0
 steps = {STEPS}
 global_batch = {ROWS}
 dtype = "fp32"
-[products]
-tune = false
 """
 OTHER_BYTES = 200_000
 """What else the ranks of a host send to the other one, at the most: to start and to agree."""
@@ -29,14 +27,14 @@ HEADERS = 1.08
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("y", [2, 4])
-def test_one_copy_crosses_the_slow_link_however_few_rows_a_microbatch_has(network, tmp_path, y):
+def test_one_copy_crosses_the_slow_link_however_few_rows_a_microbatch_has(network, warm_start, tmp_path, y):
     """Each host is a stage of y ranks, and each microbatch is one row: whole messages would cross y times."""
     write_tokens(tmp_path / "tokens.bin")
     (tmp_path / "job.toml").write_text(JOB)
     layout = (f"plan.tensor.y={y}", "plan.pipeline=2", "plan.microbatch=1")
 
     def bytes_crossed(run: str, *settings: str) -> list[int]:
-        command = [BIN / "hpctrain", "train", "job.toml", "--run", run, "--sample", "0"]
+        command = [*warm_start, "train", "job.toml", "--run", run, "--sample", "0"]
         command += [part for setting in (*layout, *settings) for part in ("--set", setting)]
         done = network.run(command, y, hosts=("alpha-0", "beta-0"), cwd=tmp_path, timeout_seconds=90)
         assert done.code == 0, done.out + done.err
@@ -49,6 +47,6 @@ def test_one_copy_crosses_the_slow_link_however_few_rows_a_microbatch_has(networ
     for parts, whole in zip(crossed["true"], crossed["false"], strict=True):
         assert copy <= parts <= HEADERS * copy + OTHER_BYTES
         assert y * copy <= whole <= HEADERS * y * copy + OTHER_BYTES
-    compare = [BIN / "hpctrain", "compare", "true", "false", "--exact"]
+    compare = [*warm_start, "compare", "true", "false", "--exact"]
     said = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert said.returncode == 0, said.stdout + said.stderr

@@ -12,7 +12,7 @@ import pytest
 from tests.busy import OtherPrograms, unless_busy
 from tests.hosts.network import Moved, open_network, remove_leftovers
 from tests.ranks.small_runs import write_tokens
-from tests.started import BIN, SMALL_MODEL
+from tests.started import SMALL_MODEL
 
 SEND = Path(__file__).with_name("send.py")
 NUM_BYTES = 4_000_000
@@ -150,17 +150,17 @@ def test_the_network_of_a_killed_process_is_removed_by_the_next(network, tmp_pat
 
 
 @pytest.fixture(scope="module")
-def folder(network, tmp_path_factory) -> Path:
+def folder(network, warm_start, tmp_path_factory) -> Path:
     """A folder with tokens, a job, and in runs/one what one rank makes of it."""
     path = tmp_path_factory.mktemp("hosts")
     write_tokens(path / "tokens.bin")
     (path / "job.toml").write_text(JOB)
-    train(network, path, "runs/one", hosts=("alpha-0",))
+    train(network, warm_start, path, "runs/one", hosts=("alpha-0",))
     return path
 
 
-def train(network, folder: Path, run: str, *layout: str, **how) -> Moved:
-    command = [BIN / "hpctrain", "train", "job.toml", "--run", run, "--sample", "0"]
+def train(network, warm_start, folder: Path, run: str, *layout: str, **how) -> Moved:
+    command = [*warm_start, "train", "job.toml", "--run", run, "--sample", "0"]
     done = network.run([*command, *(part for setting in layout for part in ("--set", setting))], cwd=folder, **how)
     assert done.code == 0, done.out + done.err
     return done
@@ -172,10 +172,10 @@ def train(network, folder: Path, run: str, *layout: str, **how) -> Moved:
     [(1, ("plan.tensor.y=2", "plan.pipeline=2")), (2, ("plan.tensor.y=2", "plan.data=2", "plan.pipeline=2"))],
     ids=["tensor in a cluster", "tensor in a host, data in a cluster"],
 )
-def test_training_on_four_hosts_gives_the_losses_of_one(network, folder, ranks_per_host, layout):
+def test_training_on_four_hosts_gives_the_losses_of_one(network, warm_start, folder, ranks_per_host, layout):
     run = f"runs/{ranks_per_host}"
-    done = train(network, folder, run, *layout, ranks_per_host=ranks_per_host)
-    compare = [BIN / "hpctrain", "compare", "runs/one", run, "--tolerance", "1e-5"]
+    done = train(network, warm_start, folder, run, *layout, ranks_per_host=ranks_per_host)
+    compare = [*warm_start, "compare", "runs/one", run, "--tolerance", "1e-5"]
     said = subprocess.run(compare, cwd=folder, capture_output=True, text=True, timeout=30)
     print(f"{said.stdout}{done.traffic}")
     assert said.returncode == 0, said.stdout + said.stderr

@@ -17,7 +17,6 @@ from tests.busy import OtherPrograms, unless_busy
 from tests.hosts.conftest import SITE
 from tests.hosts.network import Cluster, Site, open_network
 from tests.ranks.small_runs import write_tokens
-from tests.started import BIN
 
 FAST, SLOW = SITE.clusters[0].bits_per_second, SITE.bits_per_second
 
@@ -67,7 +66,7 @@ NEXT_LINE = re.compile(r"\{.*\}")
 
 
 @pytest.mark.timeout(240)
-def test_data_inside_a_fabric_and_pipeline_across_loses_little_to_a_slow_network(network, tmp_path):
+def test_data_inside_a_fabric_and_pipeline_across_loses_little_to_a_slow_network(network, warm_start, tmp_path):
     write_tokens(tmp_path / "tokens.bin")
     (tmp_path / "job.toml").write_text(JOB)
     for name, placed in PLACED.items():
@@ -79,7 +78,7 @@ def test_data_inside_a_fabric_and_pipeline_across_loses_little_to_a_slow_network
         for name in ("fast", "slow"):
             networks[name] = stack.enter_context(open_network(NETWORKS[name]))
         for on, placed in RUNS:
-            command = [BIN / "hpctrain", "bench", "train", "job.toml", "--set", f"plan.file={placed}.toml", "--json"]
+            command = [*warm_start, "bench", "train", "job.toml", "--set", f"plan.file={placed}.toml", "--json"]
             command += ["--steps", STEPS, "--warmup", WARMUP]
             done = networks[on].run(command, cwd=tmp_path, timeout_seconds=60)
             assert done.code == 0, done.out + done.err

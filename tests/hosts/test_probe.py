@@ -1,18 +1,20 @@
 """The probe finds the networks that the hosts really have."""
 
+import shlex
+
 import pytest
 
 from hpctrain.config.cluster_file import load_cluster
 from hpctrain.config.links import link_between
 from tests.busy import OtherPrograms, unless_busy
-from tests.hosts.network import BIN
 
 
 @pytest.mark.timeout(90)
-def test_the_probe_finds_fast_clusters_and_the_slow_link_between_them(network, tmp_path):
-    probe = f"HPCTRAIN_FABRIC=$HPCTRAIN_FAMILY exec {BIN}/hpctrain probe --out {tmp_path}/cluster.toml --seconds 10"
+def test_the_probe_finds_fast_clusters_and_the_slow_link_between_them(network, warm_start, tmp_path):
+    probe = shlex.join([*warm_start, "probe", "--out", f"{tmp_path}/cluster.toml", "--seconds", "10"])
+    command = ["sh", "-c", f"HPCTRAIN_FABRIC=$HPCTRAIN_FAMILY exec {probe}"]
     others = OtherPrograms()
-    done = network.run(["sh", "-c", probe], timeout_seconds=80)
+    done = network.run(command, timeout_seconds=80)
     assert done.code == 0, done.out + done.err
     cluster = load_cluster(tmp_path / "cluster.toml")
     assert cluster.describe() == "2 alpha and 2 beta on 4 nodes, by alpha, backbone, beta"
