@@ -14,6 +14,22 @@ from hpctrain.comm.probe.device_timing import SHARE_OF_MEMORY
 # Products short enough that many are computed while bytes move, and large enough to keep the device busy.
 PRODUCT_SIZE, PRODUCT_SIZE_ON_CPUS = 2048, 256
 MOVED_BYTES, MOVED_BYTES_ON_CPUS = 256 << 20, 32 << 20
+SAMPLE_BYTES, SHORTEST_SECONDS = 1 << 20, 0.2
+"""Of a first all-reduce, which tells how many bytes move in the time; and of those that are measured, at most the time
+that there is."""
+
+
+def _affordable_count(comm: Communicator, accelerator: Accelerator, most_bytes: int, seconds: float) -> int:
+    """Return how many floats an all-reduce sums in so many seconds at most, the same on all ranks."""
+    sample = torch.zeros(min(SAMPLE_BYTES, most_bytes) // 4, device=accelerator.device)
+    for _ in range(2):  # the first one connects the ranks
+        taken = accelerator.stopwatch()
+        comm.all_reduce(sample)
+        once = taken()
+    affordable = min(most_bytes // 4, int(sample.numel() * max(1.0, seconds / once)))
+    fewest = torch.tensor([affordable], dtype=torch.int64, device=accelerator.device)
+    comm.all_reduce(fewest, "min")  # different devices, and hosts, have different memory
+    return int(fewest.item())
 
 
 class _Computed(NamedTuple):
@@ -37,9 +53,9 @@ def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: 
     device, dtype = accelerator.device, max(DTYPES.values(), key=accelerator.products_per_second)
     a, b = (torch.empty(size, size, dtype=dtype, device=device).uniform_(-1, 1) for _ in range(2))
     out = torch.empty(size, size, dtype=dtype, device=device)
-    fewest = torch.tensor([num_bytes // 4], dtype=torch.int64, device=device)
-    comm.all_reduce(fewest, "min")  # different devices, and hosts, have different memory
-    moved = torch.zeros(int(fewest.item()), device=device)
+    moved = torch.zeros(
+        _affordable_count(comm, accelerator, num_bytes, max(seconds / 2, SHORTEST_SECONDS)), device=device
+    )
 
     def compute(until: Callable[[], bool]) -> _Computed:
         """Compute a product, and others until something is so."""
