@@ -15,9 +15,11 @@ CACHE = tempfile.mkdtemp(prefix="hpctrain-cache-")
 os.environ["HPCTRAIN_CACHE"] = CACHE
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
-# How long an example takes says something of the machine, not of the code.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+# How long an example takes says something of the machine, not of the code. A suite that tries the same examples each
+# time says something of a change; `make test-random` looks for new ones.
+settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HPCTRAIN_TEST_EXAMPLES", "same"))
 
 PATIENCE = 2.5
 """How many times longer than on an idle machine a test may take before it is taken for one that hangs."""

@@ -18,6 +18,8 @@ from hpctrain.planner.stages import BlockLine
 
 MANY_ROWS = 64
 """More are not all given one by one."""
+TIE_DIGITS = 12
+"""Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
 ROUNDS = 12
 """Of halving the time by which rows are given at once."""
 
@@ -72,15 +74,19 @@ def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | 
     if len(stages) > num_blocks:
         return None
     blocks = [1] * len(stages)
-    # The deepest of equal stages is given more first: it keeps the fewest activations.
-    waiting = [(stage.seconds(2), -i) for i, stage in enumerate(stages)]
+
+    def with_one_more(i: int) -> tuple[float, int]:
+        """The deepest of equal stages is given more first: it keeps the fewest activations."""
+        return round(stages[i].seconds(blocks[i] + 1), TIE_DIGITS), -i
+
+    waiting = [with_one_more(i) for i in range(len(stages))]
     heapq.heapify(waiting)
     for _ in range(num_blocks - len(stages)):
         seconds, negative = waiting[0]
         if seconds == math.inf:
             return None
         blocks[-negative] += 1
-        heapq.heapreplace(waiting, (stages[-negative].seconds(blocks[-negative] + 1), negative))
+        heapq.heapreplace(waiting, with_one_more(-negative))
     return blocks if all(stage.variant(count) for stage, count in zip(stages, blocks, strict=True)) else None
 
 
