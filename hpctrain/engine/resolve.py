@@ -70,11 +70,11 @@ class Facts:
     world: "World"
     resume_from: Path | None = None
     fresh_probe: bool = False
-    given: Described | None = None
+    described_or_none: Described | None = None
     """The machine, as soon as it is known."""
-    found: Plan | None = None
+    plan_or_none: Plan | None = None
     """The plan, as soon as there is one."""
-    opened: "tuple[TokenSource, Sequences, Sequences | None] | None" = None
+    data_or_none: "tuple[TokenSource, Sequences, Sequences | None] | None" = None
     links_of: "Cluster | None" = None
     """Whose links chose the algorithms of the run that is continued."""
     prediction: "Prediction | None" = None
@@ -85,18 +85,18 @@ class Facts:
 
     @property
     def described(self) -> Described:
-        assert self.given is not None, "asked for after the machine is known"
-        return self.given
+        assert self.described_or_none is not None, "asked for after the machine is known"
+        return self.described_or_none
 
     @property
     def plan(self) -> Plan:
-        assert self.found is not None, "asked for after the plan is there"
-        return self.found
+        assert self.plan_or_none is not None, "asked for after the plan is there"
+        return self.plan_or_none
 
     @property
     def data(self) -> "tuple[TokenSource, Sequences, Sequences | None]":
-        assert self.opened is not None, "asked for after the data is open"
-        return self.opened
+        assert self.data_or_none is not None, "asked for after the data is open"
+        return self.data_or_none
 
     @property
     def data_identity(self) -> str:
@@ -104,7 +104,7 @@ class Facts:
         return f"{source.identity} {tuple(training.interval)}"
 
 
-class Resolved(NamedTuple):
+class Resolution(NamedTuple):
     """What a resolver made of a job and what is known, with a reason for each key that it gave a value."""
 
     job: Job
@@ -137,7 +137,7 @@ def prepare_run(
     )
 
 
-def open_data(job: Job, facts: Facts) -> Resolved:
+def open_data(job: Job, facts: Facts) -> Resolution:
     from hpctrain.data.order import open_datasets
 
     world, reasons = facts.world, {}
@@ -153,14 +153,14 @@ def open_data(job: Job, facts: Facts) -> Resolved:
             f"model.vocab_size {job.model.vocab_size} is less than the {source.vocab_size} token ids of"
             f' {job.data.tokens}; set it to {source.vocab_size} or more, or "auto"'
         )
-    return Resolved(job, replace(facts, opened=(source, training, validation)), reasons)
+    return Resolution(job, replace(facts, data_or_none=(source, training, validation)), reasons)
 
 
-def continue_run(job: Job, facts: Facts) -> Resolved:
+def continue_run(job: Job, facts: Facts) -> Resolution:
     """Take from the checkpoint what keeps the numbers the same; its plan and all, where the ranks are its own."""
     where = facts.resume_from
     if where is None:
-        return Resolved(job, facts)
+        return Resolution(job, facts)
     from hpctrain.checkpoint.state import check_same_run
 
     theirs, plan, cluster = check_same_run(where, job, facts.data_identity)
@@ -173,61 +173,61 @@ def continue_run(job: Job, facts: Facts) -> Resolved:
             f"{where} was written by {describe_ranks(plan)}; these are"
             f" {_counted(facts.families)}, which get a plan of their own"
         )
-        return Resolved(job, facts, reasons)
+        return Resolution(job, facts, reasons)
     if job.plan is None:
-        facts, reasons["plan"] = replace(facts, found=plan), f"{plan.describe()}: that of {where}"
+        facts, reasons["plan"] = replace(facts, plan_or_none=plan), f"{plan.describe()}: that of {where}"
     if cluster and [device.family for device in cluster.devices] == facts.families:
         facts = replace(facts, links_of=cluster)
     overlap, taken = continued(job.overlap, theirs.overlap)
     reasons |= {key: f"{value}: that of {where}" for key, value in taken.items()}
-    return Resolved(job.model_copy(update={"overlap": overlap}), facts, reasons)
+    return Resolution(job.model_copy(update={"overlap": overlap}), facts, reasons)
 
 
-def take_given_plan(job: Job, facts: Facts) -> Resolved:
+def take_given_plan(job: Job, facts: Facts) -> Resolution:
     """Make the plan that the job describes, on one rank for all of them, whatever their hosts are like."""
     from hpctrain.plan.uniform import resolve_plan
 
     if job.plan is None:
-        return Resolved(job, facts)
+        return Resolution(job, facts)
     made = facts.world.on_first_rank(lambda: resolve_plan(job, facts.world.size, facts.families))
-    return Resolved(job, replace(facts, found=made.plan), made.reasons)
+    return Resolution(job, replace(facts, plan_or_none=made.plan), made.reasons)
 
 
-def know_machine(job: Job, facts: Facts) -> Resolved:
+def know_machine(job: Job, facts: Facts) -> Resolution:
     """Find the description of these devices, where none is given, or make one."""
     world, reasons = facts.world, {}
-    if facts.given is None:
+    if facts.described_or_none is None:
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.comm.probe.machine import describe_machine
 
         machine = describe_machine(world, bind_accelerator(world), facts.fresh_probe)
-        facts = replace(facts, given=Described(machine.cluster, str(machine.path), path=machine.path))
+        facts = replace(facts, described_or_none=Described(machine.cluster, str(machine.path), path=machine.path))
         reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
     with world.all_or_none():
         check_ranks_are_devices(facts.described, facts.families)
-    return Resolved(job, facts, reasons)
+    return Resolution(job, facts, reasons)
 
 
-def choose_dtype(job: Job, facts: Facts) -> Resolved:
+def choose_dtype(job: Job, facts: Facts) -> Resolution:
     if job.train.dtype is not None:
-        return Resolved(job, facts)
+        return Resolution(job, facts)
     from hpctrain.planner.choose import dtype_on
 
     with facts.world.all_or_none():
-        used = facts.found and [facts.families[rank] for rank in facts.found.ranks]
+        used = facts.plan_or_none and [facts.families[rank] for rank in facts.plan_or_none.ranks]
         families = list(dict.fromkeys(used or facts.families))
         dtype, reason = dtype_on(job, facts.described.cluster, families, facts.described.name)
-    return Resolved(with_values(job, "train", dtype=dtype), facts, {"train.dtype": reason})
+    return Resolution(with_values(job, "train", dtype=dtype), facts, {"train.dtype": reason})
 
 
-def profile_job(job: Job, facts: Facts) -> Resolved:
+def profile_job(job: Job, facts: Facts) -> Resolution:
     """Measure passes of this job's items for the search, where the description is hpctrain's own and has none."""
     from hpctrain.planner.curves import has_times
 
     described, world = facts.described, facts.world
     path = described.path
-    if facts.found or path is None or has_times(described.cluster, job, job.train.resolved_dtype):
-        return Resolved(job, facts)
+    if facts.plan_or_none or path is None or has_times(described.cluster, job, job.train.resolved_dtype):
+        return Resolution(job, facts)
     from hpctrain.comm.accelerators.bind import bind_accelerator
     from hpctrain.comm.probe.machine import add_profiles
     from hpctrain.engine.profiler import short_profile
@@ -237,41 +237,41 @@ def profile_job(job: Job, facts: Facts) -> Resolved:
     measured = short_profile(world, bind_accelerator(world), profiled, SHORT_PROFILE_SECONDS)
     text = add_profiles(path, described.cluster, *measured) if measured else None
     cluster = parse_cluster(world.broadcast_object(text), described.name)
-    return Resolved(job, replace(facts, given=replace(described, cluster=cluster)))
+    return Resolution(job, replace(facts, described_or_none=replace(described, cluster=cluster)))
 
 
-def search_plan(job: Job, facts: Facts) -> Resolved:
+def search_plan(job: Job, facts: Facts) -> Resolution:
     """Search on one rank. Overlaps that are `auto` count as they would be without a plan."""
-    if facts.found:
-        return Resolved(job, facts)
+    if facts.plan_or_none:
+        return Resolution(job, facts)
     from hpctrain.planner.choose import choose_plan
 
     overlap, _ = resolve_overlap(job.overlap, facts.world.topology)
     asked, described = job.model_copy(update={"overlap": overlap}), facts.described
     choice = facts.world.on_first_rank(lambda: choose_plan(asked, described.cluster, described.name))
-    return Resolved(job, replace(facts, found=choice.plan), choice.reasons)
+    return Resolution(job, replace(facts, plan_or_none=choice.plan), choice.reasons)
 
 
-def switch_overlaps(job: Job, facts: Facts) -> Resolved:
+def switch_overlaps(job: Job, facts: Facts) -> Resolution:
     """Give overlaps that are `auto` a value by the plan."""
     world, plan, cluster = facts.world, facts.plan, facts.described.cluster
     overlap, reasons = resolve_overlap(job.overlap, world.topology, crossings(world, job, plan))
     job = job.model_copy(update={"overlap": overlap})
     overlap, why = world.on_first_rank(lambda: resolve_forward(job, plan, world.topology, cluster))
-    return Resolved(job.model_copy(update={"overlap": overlap}), facts, reasons | why)
+    return Resolution(job.model_copy(update={"overlap": overlap}), facts, reasons | why)
 
 
-def check_plan(job: Job, facts: Facts) -> Resolved:
+def check_plan(job: Job, facts: Facts) -> Resolution:
     """Refuse a plan whose schedule could block, and say where it pads the vocabulary."""
     plan, reasons = facts.plan, {}
     facts.world.on_first_rank(lambda: check_schedules(plan, reduce_early=bool(job.overlap.data)))
     padded = max(padded_vocabulary(job.model, tile.tensor) for tile in plan.tiles)
     if padded != job.model.vocab_size:
         reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
-    return Resolved(job, facts, reasons)
+    return Resolution(job, facts, reasons)
 
 
-def predict_step(job: Job, facts: Facts) -> Resolved:
+def predict_step(job: Job, facts: Facts) -> Resolution:
     """Predict a step on rank 0, and refuse a plan that is predicted not to fit."""
     prediction, reasons, described = None, {}, facts.described
     with facts.world.all_or_none():
@@ -286,24 +286,24 @@ def predict_step(job: Job, facts: Facts) -> Resolved:
                 reasons["prediction"] = f"none, by {described.name}: {error}"
             if prediction and job.search.must_fit:
                 check_fits(prediction, facts.plan, described.name)
-    return Resolved(job, replace(facts, prediction=prediction), reasons)
+    return Resolution(job, replace(facts, prediction=prediction), reasons)
 
 
-def choose_algorithms(job: Job, facts: Facts) -> Resolved:
+def choose_algorithms(job: Job, facts: Facts) -> Resolution:
     """Let groups choose their algorithms by the links that the plan was found with, or those of the checkpoint."""
     comm, world, described = job.comm, facts.world, facts.described
     network = ClusterNetwork(facts.links_of or described.cluster.model_copy(update={"profiles": ()}))
     world.configure(preferences=Preferences(comm.route, comm.algorithm, network))
     if comm.algorithm != "auto":
-        return Resolved(job, facts)
+        return Resolution(job, facts)
     everybody = range(world.size)
     is_shared = world.topology.route(everybody, comm.route).kind in ("alone", "shared")
     choice = "none: ranks share one host's memory" if is_shared else network.describe_choice(everybody)
     source = facts.resume_from if facts.links_of else described.name
-    return Resolved(job, facts, {"comm.algorithm": f"{choice}, by the links of {source}"})
+    return Resolution(job, facts, {"comm.algorithm": f"{choice}, by the links of {source}"})
 
 
-RESOLVERS: tuple[Callable[[Job, Facts], Resolved], ...] = (
+RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
     open_data,
     continue_run,
     take_given_plan,
