@@ -16,11 +16,11 @@ import sys
 import time
 from dataclasses import dataclass
 
+from hpctrain.architectures.registry import presets
 from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model, Overlap
-from hpctrain.config.presets import PRESETS
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import search
 from hpctrain.planner.space import by_speed_space, even_space
@@ -69,7 +69,7 @@ class Case:
     @property
     def setup(self) -> Setup:
         """As a run there would have it: what is exchanged is overlapped with computation."""
-        model, overlapped = Model(**PRESETS[self.preset]), frozenset(("tensor", "z"))
+        model, overlapped = Model(**presets()[self.preset]), frozenset(("tensor", "z"))
         return Setup(model, self.positions, "bf16", HPCTRAIN, overlapped, Overlap().bucket_bytes)
 
 

@@ -12,6 +12,8 @@ COMMANDS = {
     "prepare": "turn text or source files into a token file",
     "train": "train a job; start it with mpirun or srun",
     "generate": "write text with a trained model",
+    "import": "make a checkpoint to start from of a Hugging Face model",
+    "export": "write a checkpoint as a Hugging Face model",
     "plan": "search for a plan, write the even one, draw or check one",
     "predict": "predict the seconds of a step by a plan on a cluster, and its memory",
     "probe": "measure this machine, or a job on it, and write a cluster file; start it with mpirun or srun",
@@ -21,6 +23,8 @@ COMMANDS = {
     "doctor": "check this machine: versions, ranks, devices, and by which routes they communicate",
     "catalogue": "list the ready clusters, and the accelerators and networks that a cluster file may name",
 }
+MODULES = {"import": "import_model"}
+"""Of commands whose names cannot be modules'."""
 
 
 class Commands(click.Group):
@@ -32,7 +36,7 @@ class Commands(click.Group):
     def get_command(self, context, name):
         if name not in COMMANDS:
             return None
-        return importlib.import_module(f"hpctrain.jobs.{name}").command
+        return importlib.import_module(f"hpctrain.jobs.{MODULES.get(name, name)}").command
 
     def format_commands(self, context, formatter):
         with formatter.section("Commands"):

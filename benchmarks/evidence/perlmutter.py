@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.scale import cluster_of, nodes_of
+from hpctrain.architectures.registry import presets
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
-from hpctrain.config.presets import PRESETS
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, Predictor
@@ -129,7 +129,7 @@ def best(layouts: Iterable[Layout], predicted: Callable[[Layout], Prediction | N
 
 
 def compare(name: str, batch: int) -> None:
-    devices, model = DEVICES[name], Model(**PRESETS[name] | {"max_positions": POSITIONS})
+    devices, model = DEVICES[name], Model(**presets()[name] | {"max_positions": POSITIONS})
     cluster = cluster_of([nodes_of(GPU, devices // GPUS_OF_NODE, GPUS_OF_NODE, ["Slingshot-11"])])
 
     def predicted(layout: Layout, hides: bool) -> Prediction | None:

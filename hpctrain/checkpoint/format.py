@@ -14,7 +14,7 @@ A folder has its final name only if it is complete and synced.
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,15 @@ def write_part(path: Path, arrays: dict[str, dict[str, np.ndarray]], runs: list[
 
 
 def write_index(
-    path: Path, shapes: dict[str, tuple[int, ...]], parts: list[Part], about: Mapping[str, str | int]
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    parts: list[Part],
+    about: Mapping[str, str | int],
+    kinds: Sequence[str] = KINDS,
 ) -> None:
     """Write the index: virtual datasets over the parts, the list of parts, and `about` as attributes.
+
+    `kinds` are those that there are: weights alone, where nothing was trained.
 
     Raises OSError.
     """
@@ -121,7 +127,7 @@ def write_index(
         table = file.create_dataset("parts", data=np.array([[p.num_bytes, p.crc32] for p in parts], dtype=np.int64))
         table.attrs["columns"] = ["bytes", "crc32"]
         for name, shape in shapes.items():
-            for kind in KINDS:
+            for kind in kinds:
                 layout = h5py.VirtualLayout(shape, dtype=np.float32)
                 for part, run in runs[name]:
                     size = (run.rows[1] - run.rows[0]) * (run.columns[1] - run.columns[0])

@@ -24,7 +24,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.errors import CheckpointError, describe_os_error
-from hpctrain.config.job import Job
+from hpctrain.config.job import Job, Model
 from hpctrain.config.tables import explain
 from hpctrain.model.groups import StoredRegion
 from hpctrain.model.shard import Shard
@@ -48,16 +48,16 @@ def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, p
     try:
         with world.all_or_none():
             if world.rank == 0:
-                _attempt(partial, lambda: _make_empty(partial))
+                attempt(partial, lambda: make_empty(partial))
         with world.all_or_none():
-            part = _attempt(partial, lambda: _write_own(partial / part_name(world.rank), shards))
+            part = attempt(partial, lambda: _write_own(partial / part_name(world.rank), shards))
         parts = world.gather_objects(part)
         with world.all_or_none():
             if world.rank == 0:
                 described = {"step": step, "job": job.model_dump_json(), "plan": dump_plan(plan), **about}
                 shapes = {name: p.shape for name, p in all_parameters(job.model).items()}
-                _attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, described))
-                _attempt(partial, lambda: commit(partial, final, job.checkpoint.keep))
+                attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, described))
+                attempt(partial, lambda: commit(partial, final, job.checkpoint.keep))
     except CheckpointError:
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -65,12 +65,12 @@ def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, p
     return final
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def _attempt(where: Path, work):
+def attempt(where: Path, work):
     try:
         return work()
     except OSError as error:
@@ -115,6 +115,27 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
                 for region in shard.group.regions(shard.updated):
                     shard.of(tensor, region.at).copy_(read_region(index, kind, region))
         return int(index.about["step"])
+
+
+def load_weights(world: World, checkpoint: Path, model: Model, shards: list[Shard]) -> None:
+    """Fill weights from a checkpoint of any layout, to start from them. All ranks must call.
+
+    Raises CheckpointError on all ranks, also where it is of another model.
+    """
+    with world.all_or_none(), Index(checkpoint) as index:
+        theirs, ours = read_job(index).model, model
+        for key in (key for key in Model.model_fields if key not in ("preset", "init_std")):
+            if getattr(theirs, key) != getattr(ours, key):
+                raise CheckpointError(
+                    f"{checkpoint}: is of another model: model.{key} is {getattr(theirs, key)} there and"
+                    f" {getattr(ours, key)} in the job, which starts from it (train.start_from); set it to the same"
+                )
+        index.verify(slice(world.rank, None, world.size))
+        for shard in shards:
+            for region in shard.group.regions(shard.group.stored):
+                shard.group.weights_at(region.at).copy_(read_region(index, "model", region))
+            for region in shard.group.regions(shard.updated):
+                shard.of(shard.master, region.at).copy_(read_region(index, "model", region))
 
 
 def read_region(index: Index, kind: str, region: StoredRegion) -> torch.Tensor:

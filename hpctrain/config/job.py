@@ -8,13 +8,15 @@ the value and what to set.
 
 import tomllib
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from hpctrain.architectures.description import Description, RotaryScaling, head_size_of
+from hpctrain.architectures.registry import families, presets
 from hpctrain.config.errors import JobError, did_you_mean
-from hpctrain.config.presets import PRESETS
 from hpctrain.config.tables import Table, explain, parse_toml, read_text
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -26,13 +28,28 @@ AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "aut
 READY_MADE = Path(__file__).parents[1] / "jobs"
 
 
+class RopeScaling(Table):
+    """How rotary frequencies change for sequences longer than those of pre-training."""
+
+    kind: Literal["linear", "llama3"]
+    """`linear`: all are divided by `factor`. `llama3`: the long wavelengths are."""
+    factor: Annotated[float, Field(ge=1)]
+    """What frequencies are divided by."""
+    low_factor: Annotated[float, Field(gt=0)] = 1.0
+    """llama3: wavelengths above original_positions / low_factor are divided."""
+    high_factor: Annotated[float, Field(gt=0)] = 4.0
+    """llama3: wavelengths below original_positions / high_factor stay."""
+    original_positions: Count = 8192
+    """llama3: the longest sequence of pre-training."""
+
+
 class Model(Table):
     """The shape of a decoder-only transformer; names and sizes of its parameters follow from it alone."""
 
     preset: str | None = None
     """A published shape, see below. Other keys override its values."""
-    architecture: Literal["gpt2", "llama"]
-    """`gpt2`: LayerNorm, learned positions, GELU, biases. `llama`: RMSNorm, RoPE, SwiGLU, no biases."""
+    architecture: str
+    """The family: `gpt2`, `llama` (2 and 3), `qwen2` (and 2.5), `qwen3`, `mistral`, `gemma2`, `gemma3`."""
     num_layers: Count
     """Transformer blocks."""
     hidden_size: Count
@@ -41,6 +58,8 @@ class Model(Table):
     """Query heads of attention."""
     num_kv_heads: Count | None = None
     """Key/value heads (grouped-query attention); None: as many as heads."""
+    head_size: Count | None = None
+    """Features of a head; None: hidden_size / num_heads."""
     ffn_size: Count | None = None
     """Inner width of the feed-forward part; None: 4 * hidden_size."""
     vocab_size: Annotated[Count | None, AUTO] = None
@@ -51,6 +70,20 @@ class Model(Table):
     """Whether the head shares the embedding's weight."""
     rope_base: Annotated[float, Field(gt=1)] = 10000.0
     """Base of the rotary positions (RoPE)."""
+    rope_scaling: RopeScaling | None = None
+    """For sequences longer than those of pre-training."""
+    rope_local_base: Annotated[float | None, Field(gt=1)] = None
+    """gemma3: the base in layers with a window."""
+    window: Count | None = None
+    """mistral, gemma2, gemma3: positions that a token attends to in layers with a window; None: all before it."""
+    global_every: Count | None = None
+    """gemma2, gemma3: every so many layers one sees all positions."""
+    score_divisor: Annotated[float | None, Field(gt=0)] = None
+    """gemma2, gemma3: attention scores are divided by its square root; None: by that of the head size."""
+    score_cap: Annotated[float | None, Field(gt=0)] = None
+    """gemma2: attention scores s become cap * tanh(s / cap)."""
+    logit_cap: Annotated[float | None, Field(gt=0)] = None
+    """gemma2: logits become cap * tanh(logit / cap)."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the variance in norms."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
@@ -58,18 +91,22 @@ class Model(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.hidden_size % self.num_heads:
+        if self.architecture not in families():
+            raise ValueError(
+                f"architecture '{self.architecture}' is not known{did_you_mean(self.architecture, families())}"
+            )
+        if self.head_size is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads};"
-                f" set hidden_size to a multiple of {self.num_heads}"
+                f" set hidden_size to a multiple of {self.num_heads}, or head_size"
             )
-        if self.num_heads % self.kv_heads:
+        if self.num_heads % (self.num_kv_heads or 1):
             raise ValueError(
-                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads};"
+                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads};"
                 f" set num_kv_heads to a divisor of {self.num_heads}"
             )
-        if self.architecture == "llama" and self.head_size % 2:
-            raise ValueError(f"RoPE needs an even head size, and hidden_size / num_heads is {self.head_size}")
+        if self.description.blocks[0].attention.rotary and head_size_of(self) % 2:
+            raise ValueError(f"rotary positions need an even head size, and it is {head_size_of(self)}")
         return self
 
     @property
@@ -79,21 +116,23 @@ class Model(Table):
         return self.vocab_size
 
     @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
+    def rope(self) -> RotaryScaling | None:
+        return RotaryScaling(**vars(self.rope_scaling)) if self.rope_scaling else None
 
     @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def ffn(self) -> int:
-        return self.ffn_size or 4 * self.hidden_size
+    def description(self) -> Description:
+        """What the model is made of, by its family."""
+        return _describe(self)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
 
     @property
     def num_items(self) -> int:
         """Items of a plan: the embedding, the blocks, the head."""
         return self.num_layers + 2
+
+
+@lru_cache(maxsize=64)
+def _describe(model: Model) -> Description:
+    return families()[model.architecture].describe(model)
 
 
 class Data(Table):
@@ -114,6 +153,9 @@ class Train(Table):
 
     steps: Count = 100
     """Updates of the weights."""
+    start_from: Path | None = None
+    """A checkpoint, or a run folder, whose weights to start from, such as `hpctrain import` makes. Relative to the job
+    file."""
     global_batch: Count = 16
     """Sequences in a step, over all ranks."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
@@ -340,6 +382,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
     plan = tree.get("plan")
     if isinstance(plan, dict) and isinstance(plan.get("file"), str):  # a run folder can be moved with its plan
         plan["file"] = str(path.parent / plan["file"])
+    train = tree.get("train")
+    if isinstance(train, dict) and isinstance(train.get("start_from"), str):
+        train["start_from"] = str(path.parent / train["start_from"])
     base = tree.pop("extends", None)
     if base is None:
         return tree, {key: str(path) for key in _dotted(tree)}
@@ -387,7 +432,7 @@ def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
     if not isinstance(model, dict) or "preset" not in model:
         return
     name = model["preset"]
-    if not isinstance(name, str) or name not in PRESETS:
+    if not isinstance(name, str) or name not in presets():
         where = origins.get("model.preset", str(path))
-        raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), PRESETS)}")
-    tree["model"] = PRESETS[name] | model
+        raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), presets())}")
+    tree["model"] = presets()[name] | model

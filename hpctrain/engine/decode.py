@@ -1,5 +1,7 @@
 """Writes text with the weights of a checkpoint, on one rank, whatever layout wrote it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,23 +14,21 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.model.axes import Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
-from hpctrain.model.transformer import Head
+from hpctrain.model.transformer import Block, Cache, Embedding, Head
 from hpctrain.plan.holders import whole_model
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.intervals import Interval
 
 
-class Generator:
-    """A model loaded whole, in fp32, with its tokenizer. Raises CheckpointError if the checkpoint has none."""
+class WholeModel:
+    """A checkpoint's model on one rank, in fp32. Raises CheckpointError where it is damaged."""
 
     def __init__(self, checkpoint: Path):
         with Index(checkpoint) as index:
             index.verify()
             self.job = read_job(index)
-            if not index.about["tokenizer"]:
-                raise CheckpointError(f"{checkpoint}: was trained on tokens without a tokenizer, so it writes no text")
-            self.tokenizer = Tokenizer.from_json(index.about["tokenizer"])
-            model = self.job.model
+            self.tokenizer_json = str(index.about["tokenizer"])
+            self.model = model = self.job.model
             alone = Communicator([0])
             axes = Axes(alone, alone, alone)
             store = Store([alone], whole_model(model), axes, torch.float32, torch.device("cpu"))
@@ -36,32 +36,112 @@ class Generator:
             for group in store.groups:
                 for region in group.regions(Interval(0, group.size)):
                     group.weights[slice(*region.at)] = read_region(index, "model", region)
+        self._first = 0
 
     @torch.no_grad()
-    def _logits(self, ids: list[int]) -> torch.Tensor:
-        """Return fp32 logits [vocabulary] of the token after `ids`."""
+    def logits(self, ids: torch.Tensor, last: int | None = None) -> torch.Tensor:
+        """Return fp32 logits [rows, positions, vocabulary] for ids [rows, positions], or those of the `last` ones.
+
+        With a cache, ids are those that follow what it has.
+        """
         *items, head = self._stage.items
         assert isinstance(head, Head)
-        value = torch.tensor([ids])
+        value = ids
         for item in items:
             value = item.forward(value)
-        return head.logits(value[:, -1:])[0, -1]
+        self._first += ids.shape[1]
+        return head.logits(value[:, -last:] if last else value)[..., : self.model.num_ids]
 
-    def text(self, prompt: str, num_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> str:
-        """Return `num_tokens` sampled tokens after the prompt, as text; temperature 0 takes the likeliest.
+    @torch.no_grad()
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> float:
+        """Return the summed loss of ids [rows, positions]; targets below 0 are left out."""
+        return self._stage.forward(ids, targets, training=False)[0].item()
 
-        The whole context is computed anew for each token.
+    def keep(self, positions: int) -> None:
+        """Begin anew, and keep keys and values of so many positions from now on; 0: keep none."""
+        self._first = 0
+        for item in self._stage.items:
+            if isinstance(item, Block):
+                item.cache = Cache(positions) if positions else None
+            if isinstance(item, Embedding):
+                item.first = (lambda: self._first) if positions else (lambda: 0)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.8
+    """0: the likeliest."""
+    top_k: int = 50
+    """Among so many tokens."""
+    top_p: float = 1.0
+    """Among the likeliest tokens that have so much probability together."""
+    seed: int = 0
+    stop: tuple[str, ...] = field(default=())
+    """Texts after which to end, besides the tokenizer's end of a document."""
+    ignores_end: bool = False
+    """Whether to go on after the end of a document."""
+
+
+class Generator:
+    """A model loaded whole, in fp32, with its tokenizer. Raises CheckpointError if the checkpoint has none."""
+
+    def __init__(self, checkpoint: Path):
+        self._model = WholeModel(checkpoint)
+        self.job = self._model.job
+        if not self._model.tokenizer_json:
+            raise CheckpointError(f"{checkpoint}: was trained on tokens without a tokenizer, so it writes no text")
+        self.tokenizer = Tokenizer.from_json(self._model.tokenizer_json)
+
+    def text(self, prompt: str, num_tokens: int, sampling: Sampling = Sampling(), cached: bool = True) -> str:
+        """Return at most `num_tokens` sampled tokens after the prompt, as text.
+
+        With `cached` keys and values of what was read are kept; without, all is computed anew for each token. Where the
+        context is full, its older half is dropped.
         """
-        ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.separator or 0]
-        length = self.job.data.sequence_length
-        generator = torch.Generator().manual_seed(seed)
+        start = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.separator or 0]
+        generator = torch.Generator().manual_seed(sampling.seed)
         written: list[int] = []
-        for _ in range(num_tokens):
-            logits = self._logits((ids + written)[-length:])[: self.tokenizer.vocab_size]
-            if temperature == 0:
-                written.append(int(logits.argmax()))
-                continue
-            top = logits.topk(min(top_k, logits.numel()))
-            resolved = torch.multinomial(torch.softmax(top.values / temperature, dim=0), 1, generator=generator)
-            written.append(int(top.indices[resolved]))
+        for logits in self._logits(start, written, cached):
+            if len(written) == num_tokens:
+                break
+            token = choose(logits[: self.tokenizer.vocab_size], sampling, generator)
+            if token == self.tokenizer.separator and not sampling.ignores_end:
+                break
+            written.append(token)
+            if sampling.stop and (end := _first_stop(self.tokenizer.decode(written), sampling.stop)) is not None:
+                return self.tokenizer.decode(written)[:end]
         return self.tokenizer.decode(written)
+
+    def _logits(self, start: Sequence[int], written: Sequence[int], cached: bool):
+        """Yield the logits of the token after `start` and all that is written by then."""
+        limit = self.job.data.sequence_length
+        context, taken = list(start)[-limit:], 0
+        self._model.keep(limit if cached else 0)
+        new = context
+        while True:
+            yield self._model.logits(torch.tensor([new if cached else context]), last=1)[0, -1]
+            fresh = list(written[taken:])
+            taken = len(written)
+            if len(context) + len(fresh) > limit:
+                context = (context + fresh)[-max(1, limit // 2) :]
+                new = context
+                self._model.keep(limit if cached else 0)
+            else:
+                context, new = context + fresh, fresh
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Return a token by its logits [vocabulary]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    top = logits.topk(min(sampling.top_k, logits.numel()))
+    shares = torch.softmax(top.values / sampling.temperature, dim=0)
+    before = shares.cumsum(0) - shares
+    shares = shares.masked_fill(before >= sampling.top_p, 0.0)
+    return int(top.indices[torch.multinomial(shares, 1, generator=generator)])
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> int | None:
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)

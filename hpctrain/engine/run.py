@@ -151,12 +151,13 @@ class TrainingRun:
         """Say some text by the latest checkpoint, if its tokens are text; for one rank to call."""
         if not (self.checkpoint and self._prepared.source.tokenizer_json):
             return
-        from hpctrain.engine.decode import Generator
+        from hpctrain.engine.decode import Generator, Sampling
         from hpctrain.sharding.parameters import count_parameters
 
         if count_parameters(self.job.model) > LARGEST_SAMPLED_MODEL:
             try_this = f'hpctrain generate {self.checkpoint} --prompt "..."'
             self._console.say(f"no sample of a model this large; try: {try_this}")
         else:
-            text = Generator(self.checkpoint).text("", num_tokens, seed=self.job.train.seed)
+            sampling = Sampling(seed=self.job.train.seed, ignores_end=True)
+            text = Generator(self.checkpoint).text("", num_tokens, sampling)
             self._console.say(f"sample:\n{text}")

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.state import load, save
+from hpctrain.checkpoint.format import locate_checkpoint
+from hpctrain.checkpoint.state import load, load_weights, save
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.world import World
@@ -109,9 +110,14 @@ class Trainer:
             ) from error
 
     def initialise(self) -> None:
-        """Start from initial weights."""
-        initialise(self.layout.store, self.job.model, self.job.train.seed)
-        self.optimizer.load_masters()
+        """Start from initial weights, or from those of the checkpoint that the job names."""
+        if self.job.train.start_from:
+            self.layout.store.await_weights()
+            start = locate_checkpoint(self.job.train.start_from)
+            load_weights(self.world, start, self.job.model, self.optimizer.shards)
+        else:
+            initialise(self.layout.store, self.job.model, self.job.train.seed)
+            self.optimizer.load_masters()
         self.layout.store.refresh()
 
     def resume(self, checkpoint: Path) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain import __version__
+from hpctrain.architectures.registry import presets
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
-from hpctrain.config.presets import PRESETS
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.resolve import Described, with_values
 from hpctrain.plan.checks import check_plan
@@ -151,7 +151,7 @@ def generate_tokens(path: Path, vocab_size: int, num_tokens: int = 200_000) -> N
 
 def _with_any_vocabulary(job: Job) -> Job:
     """Return the job with a vocabulary size, its preset's where it has no token file. Raises JobError."""
-    preset = PRESETS.get(job.model.preset or "", {}).get("vocab_size")
+    preset = presets().get(job.model.preset or "", {}).get("vocab_size")
     if job.model.vocab_size is None and not job.data.tokens.exists():
         if preset is None:
             raise JobError(

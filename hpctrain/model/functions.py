@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from hpctrain.architectures.description import Attention, Norm
 from hpctrain.model.axes import Axis
 from hpctrain.model.units import Weight
 
@@ -118,13 +119,13 @@ def linear(
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx, x, weight: Weight, x_axis: Axis, features: int, epsilon: float):
+    def forward(ctx, x, weight: Weight, x_axis: Axis | None, features: int, epsilon: float, offset: float):
         x32 = x.float()
         squares = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
-        rstd = x_axis.all_reduce(squares).div_(features).add_(epsilon).rsqrt_()
+        rstd = _summed(squares, x_axis).div_(features).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, rstd)
-        ctx.weight, ctx.x_axis, ctx.features = weight, x_axis, features
-        return (x32 * rstd).mul_(weight.data).to(x.dtype)
+        ctx.weight, ctx.x_axis, ctx.features, ctx.offset = weight, x_axis, features, offset
+        return (x32 * rstd).mul_(_scale(weight, offset)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -133,11 +134,20 @@ class _RmsNorm(Function):
         normed = x.float() * rstd
         dy32 = dy.float()
         product = dy32 * normed
+        scale = _scale(ctx.weight, ctx.offset)
         ctx.weight.accumulate(add_part, product.flatten(0, -2).sum(0))
         # sum over features of dy * w * normed
-        along = ctx.x_axis.all_reduce(product @ ctx.weight.data.float().unsqueeze(1)).div_(ctx.features)
-        dx = (dy32 * ctx.weight.data).sub_(normed.mul_(along)).mul_(rstd)
-        return dx.to(x.dtype), None, None, None, None
+        along = _summed(product @ scale.float().unsqueeze(1), ctx.x_axis).div_(ctx.features)
+        dx = (dy32 * scale).sub_(normed.mul_(along)).mul_(rstd)
+        return dx.to(x.dtype), None, None, None, None, None
+
+
+def _summed(values: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    return axis.all_reduce(values) if axis else values
+
+
+def _scale(weight: Weight, offset: float) -> torch.Tensor:
+    return weight.data.float() + offset if offset else weight.data
 
 
 class _LayerNorm(Function):
@@ -167,13 +177,19 @@ class _LayerNorm(Function):
         return dx.to(x.dtype), None, None, None, None, None
 
 
-def norm(x: torch.Tensor, weights: list[Weight], x_axis: Axis, features: int, epsilon: float) -> torch.Tensor:
-    """Normalise over features that are cut by x: RMSNorm for one weight, LayerNorm for weight and bias.
+def norm(x: torch.Tensor, weights: list[Weight], x_axis: Axis, features: int, of: Norm) -> torch.Tensor:
+    """Normalise over features that are cut by x.
 
     x: [..., features / x]. All ranks of `x_axis` must call.
     """
-    function = _RmsNorm if len(weights) == 1 else _LayerNorm
-    return function.apply(x, *weights, x_axis, features, epsilon)
+    if of.has_bias:
+        return _LayerNorm.apply(x, *weights, x_axis, features, of.epsilon)
+    return _RmsNorm.apply(x, *weights, x_axis, features, of.epsilon, of.offset)
+
+
+def head_norm(x: torch.Tensor, weight: Weight, of: Norm) -> torch.Tensor:
+    """Apply an RMSNorm to each head alone. x: [..., heads, head size]; weight: [head size]."""
+    return _RmsNorm.apply(x, weight, None, x.shape[-1], of.epsilon, of.offset)
 
 
 class _Embed(Function):
@@ -215,15 +231,15 @@ def embed(anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int,
 
 class _AddPositions(Function):
     @staticmethod
-    def forward(ctx, x, table: Weight):
+    def forward(ctx, x, table: Weight, first: int):
         ctx.table = table
-        return x + table.data[: x.shape[1]]
+        return x + table.data[first : first + x.shape[1]]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         ctx.table.accumulate(add_first, dy)
-        return dy, None
+        return dy, None, None
 
 
 def add_first(grad: torch.Tensor, dy: torch.Tensor, fresh: bool) -> None:
@@ -233,9 +249,12 @@ def add_first(grad: torch.Tensor, dy: torch.Tensor, fresh: bool) -> None:
     grad[: dy.shape[1]] += dy.sum(0, dtype=torch.float32)
 
 
-def add_positions(x: torch.Tensor, table: Weight) -> torch.Tensor:
-    """Add learned positions, [positions, hidden / x], to x: [rows, positions, hidden / x]."""
-    return _AddPositions.apply(x, table)
+def add_positions(x: torch.Tensor, table: Weight, first: int = 0) -> torch.Tensor:
+    """Add learned positions, [positions, hidden / x], to x: [rows, positions, hidden / x].
+
+    Without a gradient x may begin at another position than the first.
+    """
+    return _AddPositions.apply(x, table, first)
 
 
 class _Rotate(Function):
@@ -268,12 +287,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
 
 
-class _SwiGlu(Function):
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": _gelu}
+"""By the name in a description."""
+
+
+class _Gated(Function):
+    """activation(gate) * up, which keeps both and nothing in between."""
+
     @staticmethod
-    def forward(ctx, both):
+    def forward(ctx, both, activation: str):
         ctx.save_for_backward(both)
+        ctx.activation = activation
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return ACTIVATIONS[activation](gate).mul_(up)
 
     @staticmethod
     @once_differentiable
@@ -282,14 +312,58 @@ class _SwiGlu(Function):
         gate, up = both.chunk(2, dim=-1)
         grad = torch.empty_like(both)
         d_gate, d_up = grad.chunk(2, dim=-1)
-        torch.mul(dy, F.silu(gate), out=d_up)
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
-        return grad
+        torch.mul(dy, ACTIVATIONS[ctx.activation](gate), out=d_up)
+        if ctx.activation == "silu":
+            torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
+        else:
+            torch.ops.aten.gelu_backward.grad_input(dy * up, gate, approximate="tanh", grad_input=d_gate)
+        return grad, None
 
 
-def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, where both: [..., 2 * features] is gate, then up."""
-    return _SwiGlu.apply(both)
+def gated(both: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up, where both: [..., 2 * features] is gate, then up."""
+    return _Gated.apply(both, activation)
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, first: int = 0
+) -> torch.Tensor:
+    """Mix values by causal attention, in the window and with the cap that the description has.
+
+    queries: [rows, heads, positions, head size]; keys, values: [rows, key/value heads, all positions, head size];
+    result as queries. Queries are those of positions `first`, `first` + 1, ...
+    """
+    scale = (attention.score_divisor or queries.shape[-1]) ** -0.5
+    count, total = queries.shape[2], keys.shape[2]
+    is_windowed = attention.window is not None and attention.window < total
+    if attention.score_cap is None:
+        is_causal = not is_windowed and count == total
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=None if is_causal else _visible(queries, first, total, attention.window),
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+    repeats = queries.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(repeats, dim=1) for each in (keys, values))
+    scores = capped(queries @ keys.transpose(2, 3) * scale, attention.score_cap)
+    scores = scores.masked_fill(~_visible(queries, first, total, attention.window), -torch.inf)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def _visible(like: torch.Tensor, first: int, total: int, window: int | None) -> torch.Tensor:
+    """Return which positions each query may attend to, bool [queries, all positions]."""
+    query = torch.arange(first, first + like.shape[2], device=like.device)[:, None]
+    behind = query - torch.arange(total, device=like.device)
+    return (behind >= 0) & (behind < (window or total))
+
+
+def capped(values: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return cap * tanh(values / cap)."""
+    return (values / cap).tanh() * cap
 
 
 class _CrossEntropy(Function):

@@ -74,7 +74,7 @@ class Store:
             shard = unit.weights  # None where gathers make it
             self._units.append(UnitStore(unit.layout, axes, shard, None, None, unit))  # pyright: ignore[reportArgumentType]
         # Those of an item in the order of its parameters, however they are grouped: a product of several is by place.
-        self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_over_y))
+        self._units.sort(key=lambda unit: (unit.layout.unit.items[0], unit.layout.unit.shared_heads))
         items = {item for unit in self._units for item in unit.layout.unit.items}
         self.traffic = Traffic({item: self._units_of(item) for item in items}, axes.z, device, keep_gathered)
         self._awaited: list[tuple[int, PendingWork]] = []

@@ -5,14 +5,26 @@ values and the inner width of the feed-forward part are cut by y and the same on
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import torch
-import torch.nn.functional as F
 
+from hpctrain.architectures.description import Norm, Rotary
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.model.functions import add_positions, cross_entropy, embed, linear, norm, rotate, swiglu
+from hpctrain.model.functions import (
+    ACTIVATIONS,
+    add_positions,
+    attend,
+    capped,
+    cross_entropy,
+    embed,
+    gated,
+    head_norm,
+    linear,
+    norm,
+    rotate,
+)
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -37,11 +49,32 @@ def alternating(passings: list[Passing]) -> list[torch.Tensor]:
     return [results[number] for number in range(len(passings))]
 
 
+class Cache:
+    """Keys and values of the positions that a block has read, where it writes text."""
+
+    def __init__(self, limit: int):
+        self._limit, self.length = limit, 0
+        self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def extended(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add those of new positions, [rows, heads, positions, head size]; return all."""
+        rows, heads, count, size = keys.shape
+        if self._stored is None:
+            keep = keys.new_empty(2, rows, heads, self._limit, size)
+            self._stored = keep[0], keep[1]
+        self.length += count
+        for kept, new in zip(self._stored, (keys, values), strict=True):
+            kept[:, :, self.length - count : self.length] = new
+        of_keys, of_values = self._stored
+        return of_keys[:, :, : self.length], of_values[:, :, : self.length]
+
+
 class Item:
     """One item of a plan, with the handles of its weights, which are there while the stage has them gathered."""
 
     def __init__(self, model: Model, item: int, axes: Axes, store: Store, in_halves: bool):
         self.model, self.axes, self.in_halves = model, axes, in_halves
+        self.description = model.description
         self._item, self._store = item, store
         self._names = [p.name for p in item_parameters(model, item)]
 
@@ -54,8 +87,8 @@ class Item:
         names = [n for n in self._names if any(n == s or n.endswith(f".{s}") for s in suffixes)]
         return self._store.weights(self._item, names)
 
-    def norm(self, x: torch.Tensor, weights: list) -> torch.Tensor:
-        return norm(x, weights, self.axes.x, self.model.hidden_size, self.model.norm_epsilon)
+    def norm(self, x: torch.Tensor, weights: list, of: Norm) -> torch.Tensor:
+        return norm(x, weights, self.axes.x, self.model.hidden_size, of)
 
     def norm_weights(self, name: str) -> list:
         return [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
@@ -75,10 +108,14 @@ class Embedding(Item):
         (self.table,) = self.weights("embedding.weight")
         self.positions = self.weights("positions.weight")
         self.anchor = torch.zeros((), requires_grad=True)
+        self.first: Callable[[], int] = lambda: 0
+        """The position of the first id: another than 0 where text is written with a cache."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], self.axes.y)
-        return add_positions(hidden, *self.positions) if self.positions else hidden
+        if self.description.embedding_scale != 1.0:
+            hidden = hidden * self.description.embedding_scale
+        return add_positions(hidden, *self.positions, self.first()) if self.positions else hidden
 
 
 class Block(Item):
@@ -86,14 +123,19 @@ class Block(Item):
 
     def __init__(self, *of_item):
         super().__init__(*of_item)
+        block = self.description.blocks[self._item - 1]
+        self.attention_of, self.mlp_of = block.attention, block.mlp
         self.attention_norm, self.ffn_norm = self.norm_weights("attention_norm"), self.norm_weights("ffn_norm")
+        self.attention_out_norm, self.ffn_out_norm = map(self.norm_weights, ("attention_out_norm", "ffn_out_norm"))
+        self.head_norms = self.weights("attention.q_norm.weight") + self.weights("attention.k_norm.weight")
         self.qkv, self.out, self.up, self.down = (
             [self.weights(*(f"{name}.{kind}" for name in layer)) for kind in ("weight", "bias")]
             for layer in BLOCK_LAYERS
         )
-        self.num_heads = self.model.num_heads // self.axes.y.size
-        self.num_kv_heads = max(1, self.model.kv_heads // self.axes.y.size)
+        self.num_heads = self.attention_of.heads // self.axes.y.size
+        self.num_kv_heads = max(1, self.attention_of.kv_heads // self.axes.y.size)
         self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.cache: Cache | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         parts = hidden.chunk(2) if self.in_halves else (hidden,)
@@ -101,8 +143,15 @@ class Block(Item):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _passed(self, hidden: torch.Tensor) -> Passing:
-        hidden = hidden + (yield from self.attention(self.norm(hidden, self.attention_norm)))
-        return hidden + (yield from self.feed_forward(self.norm(hidden, self.ffn_norm)))
+        attention, mlp = self.attention_of, self.mlp_of
+        added = yield from self.attention(self.norm(hidden, self.attention_norm, attention.norm))
+        if attention.out_norm:
+            added = self.norm(added, self.attention_out_norm, attention.out_norm)
+        hidden = hidden + added
+        added = yield from self.feed_forward(self.norm(hidden, self.ffn_norm, mlp.norm))
+        if mlp.out_norm:
+            added = self.norm(added, self.ffn_out_norm, mlp.out_norm)
+        return hidden + added
 
     def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis) -> Passing:
         if not self.in_halves:
@@ -116,39 +165,56 @@ class Block(Item):
 
     def attention(self, x: torch.Tensor) -> Passing:
         rows, positions, _ = x.shape
-        size = self.model.head_size
+        attention, size = self.attention_of, self.attention_of.head_size
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = yield from self._linear(x, self.qkv, into=self.axes.x, out=self.axes.y)
         qkv = qkv.view(rows, positions, sum(heads), size)
-        if self.model.architecture == "llama":
-            queries_keys, values = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
-            queries, keys = rotate(queries_keys, *self.rotary_tables(x)).split(heads[:2], dim=2)
-        else:
-            queries, keys, values = qkv.split(heads, dim=2)
-        mixed = F.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
+        queries_keys, values = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
+        if attention.head_norm:
+            pairs = zip(queries_keys.split(heads[:2], dim=2), self.head_norms, strict=True)
+            normed = [head_norm(part, weight, attention.head_norm) for part, weight in pairs]
+            queries_keys = torch.cat(normed, dim=2)
+        if attention.rotary:
+            queries_keys = rotate(queries_keys, *self.rotary_tables(x, attention.rotary))
+        queries, keys, values = (part.transpose(1, 2) for part in (*queries_keys.split(heads[:2], dim=2), values))
+        first = 0
+        if self.cache:
+            first = self.cache.length
+            keys, values = self.cache.extended(keys, values)
+        mixed = attend(queries, keys, values, attention, first)
         mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
         return (yield from self._linear(mixed, self.out, into=self.axes.y, out=self.axes.x))
 
     def feed_forward(self, x: torch.Tensor) -> Passing:
         inner = yield from self._linear(x, self.up, into=self.axes.x, out=self.axes.y)
-        inner = swiglu(inner) if self.model.architecture == "llama" else F.gelu(inner, approximate="tanh")
+        mlp = self.mlp_of
+        inner = gated(inner, mlp.activation) if mlp.gated else ACTIVATIONS[mlp.activation](inner)
         return (yield from self._linear(inner, self.down, into=self.axes.y, out=self.axes.x))
 
-    def rotary_tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""
-        positions = x.shape[1]
-        if self.rotary is None or self.rotary[0].shape[0] != positions:
-            half = self.model.head_size // 2
-            frequencies = self.model.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
+        first = self.cache.length if self.cache else 0
+        positions = first + x.shape[1]
+        if self.rotary is None or self.rotary[0].shape[0] < positions:
+            frequencies = rotary_frequencies(rotary, self.attention_of.head_size // 2)
             angles = torch.arange(positions, dtype=torch.float64)[:, None, None] * frequencies
             self.rotary = (angles.cos().float().to(x.device), angles.sin().float().to(x.device))
-        return self.rotary
+        cos, sin = self.rotary
+        return cos[first:positions], sin[first:positions]
+
+
+def rotary_frequencies(rotary: Rotary, half: int) -> torch.Tensor:
+    """Return the angle by which each pair of a head turns from one position to the next, fp64 [half]."""
+    frequencies = rotary.base ** (-torch.arange(half, dtype=torch.float64) / half)
+    scaling = rotary.scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # Llama 3: waves longer than those of pre-training are stretched, short ones stay, between both it is a mixture.
+    waves_in_training = scaling.original_positions * frequencies / (2 * torch.pi)
+    share = (waves_in_training - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+    return frequencies * (share.clamp(0, 1) + (1 - share.clamp(0, 1)) / scaling.factor)
 
 
 class Head(Item):
@@ -157,12 +223,13 @@ class Head(Item):
     def __init__(self, *of_item):
         super().__init__(*of_item)
         self.final_norm = self.norm_weights("norm")
-        self.table = self.weights("embedding.weight" if self.model.tie_head else "head.weight")
+        self.table = self.weights("embedding.weight" if self.description.tied_head else "head.weight")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
-        normed = self.norm(hidden, self.final_norm)
-        return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
+        normed = self.norm(hidden, self.final_norm, self.description.norm)
+        logits = linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
+        return logits if self.description.logit_cap is None else capped(logits, self.description.logit_cap)
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self.logits(hidden), targets, *self.vocabulary(), self.axes.y)

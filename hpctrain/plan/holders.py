@@ -244,7 +244,7 @@ def _counterparts(
 ) -> tuple[int, ...]:
     """Return the ranks at the same (x, y, z) of tiles of one grid; for shared heads also those of the same head."""
     x, y, z = coordinate
-    group = users[0].tensor.y // model.kv_heads if unit.shared_over_y else 1
+    group = users[0].tensor.y // unit.shared_heads if unit.shared_over_y else 1
     ys = range(y // group * group, (y // group + 1) * group)
     return tuple(tile.rank_at(x, other, z) for tile in users for other in ys)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
+from hpctrain.architectures.description import Attention, Block, Norm
 from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
@@ -21,6 +22,8 @@ from hpctrain.sharding.parameters import item_units, padded_vocabulary
 
 RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
+CAPPED_SCORES_PASSED = 18, 24
+"""Times that scores are read or written, forward and backward, where a cap keeps them out of fused attention."""
 
 
 class MatrixProduct(NamedTuple):
@@ -127,6 +130,11 @@ class Setup:
         stack = HPCTRAIN if job.comm.gather_messages else replace(HPCTRAIN, gathers_parts=False)
         return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.overlapped_bucket_bytes)
 
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """What each layer is made of."""
+        return self.model.description.blocks
+
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
@@ -177,9 +185,9 @@ def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: s
     model, stack = setup.model, setup.stack
     is_block = 0 < item <= model.num_layers
     if is_block and rows > 1 and goes_in_halves(setup, grid):
-        cost, core = _in_halves(setup, grid, rows)
+        cost, core = _in_halves(setup, grid, item, rows)
     elif is_block:
-        cost, core, _ = _block(setup, grid, rows)
+        cost, core, _ = _block(setup, grid, item, rows)
     else:
         cost, core = (_embedding if item == 0 else _head)(setup, grid, rows), PassWork()
     again = PassWork()
@@ -197,12 +205,12 @@ def goes_in_halves(setup: Setup, grid: TensorGrid) -> bool:
     return "forward" in setup.overlaps and grid.cuts_weights
 
 
-def _in_halves(setup: Setup, grid: TensorGrid, rows: int) -> tuple[ItemCost, PassWork]:
+def _in_halves(setup: Setup, grid: TensorGrid, item: int, rows: int) -> tuple[ItemCost, PassWork]:
     """Return what `_block` does, where each half of the rows is computed while outputs of the other are summed.
 
     The halves take turns: what one computes up to its next sum overlaps the other's last one.
     """
-    blocks = [_block(setup, grid, half) for half in (rows - rows // 2, rows // 2)]
+    blocks = [_block(setup, grid, item, half) for half in (rows - rows // 2, rows // 2)]
     cut = _joining_halves(setup, grid, rows)
     backward = PassWork.joined((*(block.cost.backward_input for block in blocks), cut))
     weight = PassWork.joined(block.cost.backward_weight for block in blocks)
@@ -258,11 +266,11 @@ def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str
     return ItemCost(forward, backward, PassWork([of_weight], setup.passes.weight * into * out, added))
 
 
-def _norm(setup: Setup, grid: TensorGrid, tokens: int) -> ItemCost:
+def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> ItemCost:
     features = setup.model.hidden_size // grid.x
     if setup.stack.sequence_parallel:
         tokens = -(-tokens // grid.y)
-    statistics = 1 if setup.model.architecture == "llama" else 2
+    statistics = 2 if norm.has_bias else 1
     passes = setup.passes.norm
     forward, backward = (PassWork(passed_bytes=tokens * features * each) for each in passes)
     if grid.x > 1:
@@ -271,7 +279,7 @@ def _norm(setup: Setup, grid: TensorGrid, tokens: int) -> ItemCost:
     return ItemCost(forward, backward, PassWork())  # its weights' gradients are by-products
 
 
-class _Block(NamedTuple):
+class _BlockCost(NamedTuple):
     cost: ItemCost
     core: PassWork
     """That of attention, which selective recomputing runs again."""
@@ -279,15 +287,21 @@ class _Block(NamedTuple):
     """The forward pass, cut after each output that is summed."""
 
 
-def _block(setup: Setup, grid: TensorGrid, rows: int) -> _Block:
+def heads_on(attention: Attention, grid: TensorGrid) -> tuple[int, int]:
+    """Return how many features of queries, and of keys, a rank of a grid has."""
+    size = attention.head_size
+    return attention.heads // grid.y * size, max(1, attention.kv_heads // grid.y) * size
+
+
+def _block(setup: Setup, grid: TensorGrid, item: int, rows: int) -> _BlockCost:
     model, stack, passes = setup.model, setup.stack, setup.passes
-    tokens, size = rows * setup.positions, model.head_size
-    hidden, heads = model.hidden_size // grid.x, model.num_heads // grid.y
-    query, key = heads * size, max(1, model.kv_heads // grid.y) * size
-    inner = model.ffn // grid.y
-    up = 2 * inner if model.architecture == "llama" else inner
+    attention, mlp = setup.blocks[item - 1].attention, setup.blocks[item - 1].mlp
+    tokens, hidden = rows * setup.positions, model.hidden_size // grid.x
+    query, key = heads_on(attention, grid)
+    inner, up = mlp.inner // grid.y, mlp.up_size // grid.y
     sizes = {"x": grid.x, "y": grid.y}
-    norm = _norm(setup, grid, tokens)
+    norms = [_norm(setup, grid, tokens, norm) for norm in (attention.norm, mlp.norm)]
+    out_norms = [_norm(setup, grid, tokens, norm) for norm in (attention.out_norm, mlp.out_norm) if norm]
     linears = [
         _linear(setup, tokens, *shape, axes, sizes)
         for shape, axes in (
@@ -297,25 +311,30 @@ def _block(setup: Setup, grid: TensorGrid, rows: int) -> _Block:
             ((inner, hidden), ("y", "x")),
         )
     ]
-    core, core_backward = _attention(setup, rows, heads)
+    core, core_backward = _attention(setup, attention, rows, grid)
     weight = PassWork.joined(linear.backward_weight for linear in linears)
     residual = tokens * hidden / (grid.y if stack.sequence_parallel else 1)
-    rotary = tokens * (query + key) if model.architecture == "llama" else 0
+    rotary = tokens * (query + key) if attention.rotary else 0
+    normed = tokens * (query + key) if attention.head_norm else 0
     # What comes before each linear layer; half of the residual stream's passes belong to attention.
-    between = (0.0, rotary * passes.rotary[0], residual * passes.residual[0] / 2, tokens * inner * passes.inner[0])
-    cores = (norm.forward, core, norm.forward, PassWork())
+    between = (
+        0.0,
+        rotary * passes.rotary[0] + normed * passes.norm[0],
+        residual * passes.residual[0] / 2,
+        tokens * inner * passes.inner[0],
+    )
+    after = [norm.forward for norm in out_norms] or [PassWork(), PassWork()]
+    cores = (norms[0].forward, core, PassWork.joined((after[0], norms[1].forward)), PassWork())
     parts = [
         PassWork.joined((before, PassWork(passed_bytes=num_bytes), linear.forward))
         for before, num_bytes, linear in zip(cores, between, linears, strict=True)
     ]
-    parts.append(PassWork(passed_bytes=residual * passes.residual[0] / 2))
+    parts.append(PassWork.joined((after[1], PassWork(passed_bytes=residual * passes.residual[0] / 2))))
     for number, part in enumerate(parts):
         part.operations += cut_evenly(stack.block_operations[0], len(parts))[number].size
-    backward = PassWork.joined(
-        (*(linear.backward_input for linear in linears), *[norm.backward_input] * 2, core_backward)
-    )
+    backward = PassWork.joined((*(part.backward_input for part in (*linears, *norms, *out_norms)), core_backward))
     backward.passed_bytes += residual * passes.residual[1] + tokens * inner * passes.inner[1]
-    backward.passed_bytes += rotary * passes.rotary[1]
+    backward.passed_bytes += rotary * passes.rotary[1] + normed * passes.norm[1]
     backward.operations += stack.block_operations[1]
     segments = [PassWork()]
     for part in parts:
@@ -324,7 +343,7 @@ def _block(setup: Setup, grid: TensorGrid, rows: int) -> _Block:
             segments.append(PassWork())
     cost = _labelled("block", rows, ItemCost(PassWork.joined(parts), backward, weight))
     segments = [segment.as_pass("block", 0, rows) for segment in segments]
-    return _Block(cost, PassWork() if stack.flash else core.as_pass("block", 0, rows), segments)
+    return _BlockCost(cost, PassWork() if stack.flash else core.as_pass("block", 0, rows), segments)
 
 
 def _labelled(item: str, rows: int, cost: ItemCost) -> ItemCost:
@@ -335,18 +354,27 @@ def _labelled(item: str, rows: int, cost: ItemCost) -> ItemCost:
     )
 
 
-def _attention(setup: Setup, rows: int, heads: int) -> tuple[PassWork, PassWork]:
+def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) -> tuple[PassWork, PassWork]:
     """Return the products between heads: two forward; backward four, and the scores' again where they were not kept."""
-    positions, size, batch = setup.positions, setup.model.head_size, rows * heads
-    share = 0.5 if setup.stack.flash else 1.0
+    positions, size, batch = setup.positions, attention.head_size, rows * (attention.heads // grid.y)
+    flash, passes = setup.stack.flash, setup.passes.scores
+    if attention.score_cap is not None:
+        flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)
+    share = seen_share(attention, positions) if flash else 1.0
     works = []
-    for fused, passed in zip(setup.stack.flash or (None, None), setup.passes.scores, strict=True):
+    for fused, passed in zip(flash or (None, None), passes, strict=True):
         scores = MatrixProduct(positions, size, positions, batch, share, fused)
         mixed = MatrixProduct(positions, positions, size, batch, share, fused)
         works.append(PassWork([scores, mixed], batch * positions * positions * passed))
     forward, backward = works
-    backward.products += [mixed, scores] + ([scores] if setup.stack.flash else [])
+    backward.products += [mixed, scores] + ([scores] if flash else [])
     return forward, backward
+
+
+def seen_share(attention: Attention, positions: int) -> float:
+    """Return the share of all pairs of positions that attention computes with: half of them, or those in the window."""
+    window = min(attention.window or positions, positions)
+    return window / positions - (window / positions) ** 2 / 2
 
 
 def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
@@ -365,7 +393,7 @@ def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     model, passes = setup.model, setup.passes
     tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
     vocabulary += -vocabulary % setup.stack.vocabulary_multiple
-    norm = _norm(setup, grid, tokens)
+    norm = _norm(setup, grid, tokens, model.description.norm)
     sizes = {"x": grid.x, "y": grid.y}
     linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
     forward = PassWork.joined((norm.forward, linear.forward))
@@ -387,9 +415,10 @@ def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> floa
 
 def model_flops(setup: Setup, tokens: int) -> float:
     """Return the FLOP of a step by the usual count (Chowdhery et al. 2022): 6 for each weight of a product and token,
-    and 12 x layers x hidden x positions for attention; embeddings look up and count nothing."""
-    model = setup.model
-    block = model.hidden_size * (model.hidden_size + 2 * model.kv_heads * model.head_size)
-    block += model.hidden_size**2 + model.hidden_size * model.ffn * (3 if model.architecture == "llama" else 2)
-    weights = model.num_layers * block + model.hidden_size * model.num_ids
-    return tokens * (6.0 * weights + 12.0 * model.num_layers * model.hidden_size * setup.positions)
+    and 12 x features of queries x positions seen for attention of each layer; embeddings count nothing."""
+    hidden = setup.model.hidden_size
+    weights, pairs = hidden * setup.model.num_ids, 0
+    for attention, mlp in ((block.attention, block.mlp) for block in setup.blocks):
+        weights += hidden * (2 * attention.query_size + 2 * attention.key_size + mlp.up_size + mlp.inner)
+        pairs += attention.query_size * min(attention.window or setup.positions, setup.positions)
+    return tokens * (6.0 * weights + 12.0 * pairs)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hpctrain.architectures.description import inner_of
 from hpctrain.config.cluster import Cluster, Profile
 from hpctrain.config.job import Job, Model
 
@@ -77,9 +78,11 @@ def describe_work(job: Job, dtype: str) -> str:
 def describe_training(m: Model, positions: int, dtype: str) -> str:
     """Return what `describe_work` does of a job with such a model and rows of so many positions."""
     head = "tied" if m.tie_head else "untied"
+    attention = m.description.blocks[0].attention
     return (
-        f"{m.architecture}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads ({m.kv_heads} for"
-        f" keys), ffn {m.ffn}, vocabulary {m.vocab_size} {head}; {positions} positions; {dtype}"
+        f"{m.architecture}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads"
+        f" ({attention.kv_heads} for keys), ffn {inner_of(m)}, vocabulary {m.vocab_size} {head};"
+        f" {positions} positions; {dtype}"
     )
 
 

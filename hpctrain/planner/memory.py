@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.architectures.description import Norm
 from hpctrain.plan.holders import RankShards
 from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.cost import Setup, goes_in_halves, unit_elements
+from hpctrain.planner.cost import Setup, goes_in_halves, heads_on, unit_elements
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import padded_vocabulary
@@ -183,7 +184,7 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     for item in reversed(range(*tile.items)):
         taken = item_computing(setup, tile.tensor, item, _is_recomputed(setup, tile, item), at_once > 1)
         if is_split and 0 < item <= setup.model.num_layers:
-            taken += inner_bytes(setup, tile.tensor)
+            taken += inner_bytes(setup, tile.tensor, item)
         most = max(most, at_once * taken + more)
         gone = item_kept(setup, tile.tensor, item, tile.recompute)
         change = (item_deferred(setup, tile.tensor, item) if is_split else 0.0) - gone
@@ -212,9 +213,9 @@ def _is_recomputed(setup: Setup, tile: Tile, item: int) -> bool:
     return tile.recompute != "none" and not (is_end and tile.recompute == "full" and not setup.stack.recomputes_ends)
 
 
-def inner_bytes(setup: Setup, grid: TensorGrid) -> float:
+def inner_bytes(setup: Setup, grid: TensorGrid, item: int) -> float:
     """Return the bytes of the inner features of a block, for one row of a rank."""
-    return setup.positions * setup.model.ffn / grid.y * setup.item_bytes
+    return setup.positions * setup.blocks[item - 1].mlp.inner / grid.y * setup.item_bytes
 
 
 def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
@@ -261,16 +262,15 @@ def item_deferred(setup: Setup, grid: TensorGrid, item: int) -> float:
     elif item > model.num_layers:
         numbers = hidden + padded_vocabulary(model, grid) / grid.y
     else:
-        query, key = model.hidden_size / grid.y, max(1, model.kv_heads // grid.y) * model.head_size
-        inner = model.ffn / grid.y
-        up = 2 * inner if model.architecture == "llama" else inner
-        numbers = 4 * hidden + 2 * query + 2 * key + inner + up
+        attention, mlp = setup.blocks[item - 1].attention, setup.blocks[item - 1].mlp
+        query, key = heads_on(attention, grid)
+        numbers = 4 * hidden + 2 * query + 2 * key + (mlp.inner + mlp.up_size) / grid.y
     return setup.positions * numbers * setup.item_bytes
 
 
-def _norm_statistics(setup: Setup) -> float:
+def _norm_statistics(setup: Setup, norm: Norm) -> float:
     """Return the bytes that a norm keeps of a row besides its input: the scale of each token, or mean and scale."""
-    return setup.positions * STATISTIC_BYTES * (1 if setup.model.architecture == "llama" else 2)
+    return setup.positions * STATISTIC_BYTES * (2 if norm.has_bias else 1)
 
 
 def item_kept(setup: Setup, grid: TensorGrid, item: int, recompute: str) -> float:
@@ -287,17 +287,25 @@ def item_kept(setup: Setup, grid: TensorGrid, item: int, recompute: str) -> floa
         return hidden * b * stack.kept_inputs / cut
     if item > model.num_layers:
         logits = setup.positions * padded_vocabulary(model, grid) / grid.y
-        return hidden * 2 * b + logits * 4 + setup.positions * (2 * INDEX_BYTES + 2) + _norm_statistics(setup)
-    query = setup.positions * model.hidden_size / grid.y
-    key = setup.positions * max(1, model.kv_heads // grid.y) * model.head_size
-    inner = setup.positions * model.ffn / grid.y
+        return (
+            hidden * 2 * b
+            + logits * 4
+            + setup.positions * (2 * INDEX_BYTES + 2)
+            + _norm_statistics(setup, model.description.norm)
+        )
+    attention, mlp = setup.blocks[item - 1].attention, setup.blocks[item - 1].mlp
+    query, key = (setup.positions * features for features in heads_on(attention, grid))
+    inner = setup.positions * mlp.inner / grid.y
     if stack.flash:  # input, normed twice, the middle of the residual stream; queries, keys, values, mixed; gate and up
-        gated = 3 if model.architecture == "llama" else 2
-        rotated = query + key if model.architecture == "llama" else 0
-        sums = setup.positions * STATISTIC_BYTES * model.num_heads / grid.y  # of exponentials, for each head
-        statistics = 2 * _norm_statistics(setup) + sums
-        return b * (4 * hidden / cut + 2 * query + 2 * key + rotated + gated * inner) + statistics
+        of_inner = 3 if mlp.gated else 2
+        kept_before = (query + key) * ((attention.rotary is not None) + (attention.head_norm is not None))
+        norms = [norm for norm in (attention.norm, mlp.norm, attention.out_norm, mlp.out_norm) if norm]
+        sums = setup.positions * STATISTIC_BYTES * attention.heads / grid.y  # of exponentials, for each head
+        if attention.score_cap is not None:  # scores, their tanh, exponentials
+            sums = attention.heads / grid.y * setup.positions**2 * 3 * b
+        statistics = sum(_norm_statistics(setup, norm) for norm in norms) + sums
+        return b * ((2 + len(norms)) * hidden / cut + 2 * query + 2 * key + kept_before + of_inner * inner) + statistics
     masks = 2 * hidden
     of_scores = 2 * b + 1 if stack.dropped_scores else b
-    scores = model.num_heads / grid.y * setup.positions**2 * of_scores if recompute == "none" else 0.0
+    scores = attention.heads / grid.y * setup.positions**2 * of_scores if recompute == "none" else 0.0
     return (4 * hidden * b + masks) / cut + b * (2 * query + 2 * key + stack.kept_inner * inner) + scores

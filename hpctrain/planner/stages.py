@@ -189,7 +189,7 @@ class StageCosts:
     def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
         """Return how many weights a rank of a stage stores."""
         base = self._unit(grid, 0) * is_first + self._unit(grid, self.last) * is_last
-        if self.setup.model.tie_head and is_last and not is_first:
+        if self.setup.model.description.tied_head and is_last and not is_first:
             base += self._unit(grid, 0)
         return BlockLine(base / grid.z, self._unit(grid, 1) / grid.z)
 
@@ -239,7 +239,7 @@ class StageCosts:
         `item_computing`."""
         block, *others = (item_kept(self.setup, grid, item, recompute) for item in self.items(ends))
         computing = item_computing(self.setup, grid, 1, recompute != "none", in_halves)
-        computing += inner_bytes(self.setup, grid) if splits else 0.0
+        computing += inner_bytes(self.setup, grid, 1) if splits else 0.0
         if ends[1]:  # what the head has kept is gone when a block goes back
             head = item_computing(self.setup, grid, self.last, recompute != "none")
             left = item_deferred(self.setup, grid, self.last) if splits else 0.0

@@ -10,6 +10,7 @@ A cluster whose fastest family is below `SLOWEST_WITH_TILES` is a finished minia
 import math
 from dataclasses import dataclass
 
+from hpctrain.architectures.description import head_size_of, inner_of
 from hpctrain.config.cluster import ITEM_BYTES, Cluster
 from hpctrain.config.errors import PlanError, TopologyError
 from hpctrain.config.job import Job, PlanRequest
@@ -173,7 +174,7 @@ def can_be_scaled(job: Job, width: int) -> bool:
     model = job.model
     return (
         model.hidden_size >= LEAST_HIDDEN * width
-        and model.head_size % (LEAST_HEAD * width) == 0  # and so RoPE has pairs
+        and head_size_of(model) % (LEAST_HEAD * width) == 0  # and so RoPE has pairs
         and job.data.sequence_length >= LEAST_POSITIONS * width
     )
 
@@ -193,11 +194,14 @@ def scale_job(job: Job, width: int) -> Job:
     if width == 1:
         return job.model_copy(update={"train": train})
     model, data = job.model, job.data
-    kept = math.gcd(model.ffn, FFN_MULTIPLE)
+    inner = inner_of(model)
+    kept = math.gcd(inner, FFN_MULTIPLE)
     sizes = {
         "hidden_size": model.hidden_size // width,
         "num_kv_heads": model.num_kv_heads,
-        "ffn_size": kept * max(1, round(model.ffn / width / kept)),
+        "head_size": model.head_size and model.head_size // width,
+        "window": model.window and math.ceil(model.window / width),
+        "ffn_size": kept * max(1, round(inner / width / kept)),
         "vocab_size": max(LEAST_VOCABULARY, math.ceil(model.num_ids / width)),
         "max_positions": math.ceil(model.max_positions / width),
     }

@@ -12,11 +12,12 @@ and coordinate z stores a consecutive z-th of it.
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from hpctrain.architectures.description import Attention, Norm
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.sharding.grid import TensorGrid
@@ -43,7 +44,7 @@ class Parameter:
     init: str
     """How it starts: "normal", "residual" (normal, scaled down by the depth), "zeros", "ones"."""
     heads: int = 0
-    """For key and value projections the number of heads in dim 0; 0 for all others."""
+    """In dim 0: of key and value projections, or 1 for what all heads share; 0 for all others."""
     pad: bool = False
     """Whether dim 0 is padded to a multiple of y (vocabularies)."""
 
@@ -122,7 +123,12 @@ class Unit:
     items: tuple[int, ...]
     """The items that use it: one, or the first and the last for a tied embedding."""
     parameters: tuple[Parameter, ...]
-    shared_over_y: bool = False
+    shared_heads: int = 0
+    """Where several y hold the same head: how many heads there are. Otherwise 0."""
+
+    @property
+    def shared_over_y(self) -> bool:
+        return self.shared_heads > 0
 
     def layout(self, grid: TensorGrid, x: int, y: int) -> "UnitLayout":
         return UnitLayout(self, tuple(p.box(grid, x, y) for p in self.parameters))
@@ -176,52 +182,63 @@ class FlatRegion(NamedTuple):
 
 
 def _block(model: Model, i: int) -> list[Parameter]:
-    h, q, kv, f = model.hidden_size, model.num_heads * model.head_size, model.kv_heads * model.head_size, model.ffn
-    bias = model.architecture == "gpt2"
-    name = f"blocks.{i}"
+    h, block, name = model.hidden_size, model.description.blocks[i], f"blocks.{i}"
+    attention, mlp = block.attention, block.mlp
 
-    def linear(part: str, out: int, into: int, split: tuple[str, str], init: str = "normal", heads: int = 0):
-        weight = Parameter(f"{name}.{part}.weight", (out, into), split, init, heads)
-        return weight, Parameter(f"{name}.{part}.bias", (out,), split[:1], "zeros", heads)
+    def layer(parts: Sequence[str], outs: Sequence[int], into: int, split: tuple[str, str], bias: bool, **more):
+        """Yield the weights of one product side by side, then its biases."""
+        heads = {"k": attention.kv_heads, "v": attention.kv_heads}
+        for kind in ("weight", "bias")[: 1 + bias]:
+            for part, out in zip(parts, outs, strict=True):
+                shape, init = ((out, into), more.get("init", "normal")) if kind == "weight" else ((out,), "zeros")
+                yield Parameter(f"{name}.{part}.{kind}", shape, split[: len(shape)], init, heads.get(part[10:], 0))
 
-    up = [linear("ffn.up", f, h, ("y", "x"))]
-    gate = [] if bias else [linear("ffn.gate", f, h, ("y", "x"))]
-    qkv = [
-        linear("attention.q", q, h, ("y", "x")),
-        linear("attention.k", kv, h, ("y", "x"), heads=model.kv_heads),
-        linear("attention.v", kv, h, ("y", "x"), heads=model.kv_heads),
-    ]
-    out = [linear("attention.o", h, q, ("x", "y"), "residual")]
-    down = [linear("ffn.down", h, f, ("x", "y"), "residual")]
-    parameters = _norm(model, f"{name}.attention_norm")
-    for fused in (qkv, out):  # the weights of one product lie side by side, so that it is one product
-        parameters += [weight for weight, _ in fused] + ([b for _, b in fused] if bias else [])
-    parameters += _norm(model, f"{name}.ffn_norm")
-    for fused in (gate + up, down):
-        parameters += [weight for weight, _ in fused] + ([b for _, b in fused] if bias else [])
+    parameters = _norm(model, f"{name}.attention_norm", attention.norm)
+    sizes = attention.query_size, attention.key_size, attention.key_size
+    parameters += layer(BLOCK_LAYERS[0], sizes, h, ("y", "x"), attention.bias)
+    if attention.head_norm:
+        parameters += [_head_norm(f"{name}.attention.{of}_norm", attention) for of in ("q", "k")]
+    parameters += layer(BLOCK_LAYERS[1], (h,), attention.query_size, ("x", "y"), attention.out_bias, init="residual")
+    if attention.out_norm:
+        parameters += _norm(model, f"{name}.attention_out_norm", attention.out_norm)
+    parameters += _norm(model, f"{name}.ffn_norm", mlp.norm)
+    parts = BLOCK_LAYERS[2][not mlp.gated :]
+    parameters += layer(parts, (mlp.inner,) * len(parts), h, ("y", "x"), mlp.bias)
+    parameters += layer(BLOCK_LAYERS[3], (h,), mlp.inner, ("x", "y"), mlp.bias, init="residual")
+    if mlp.out_norm:
+        parameters += _norm(model, f"{name}.ffn_out_norm", mlp.out_norm)
     return parameters
 
 
-def _norm(model: Model, name: str) -> list[Parameter]:
-    weight = Parameter(f"{name}.weight", (model.hidden_size,), ("x",), "ones")
+def _norm(model: Model, name: str, norm: Norm) -> list[Parameter]:
+    weight = Parameter(f"{name}.weight", (model.hidden_size,), ("x",), "zeros" if norm.offset else "ones")
     bias = Parameter(f"{name}.bias", (model.hidden_size,), ("x",), "zeros")
-    return [weight, bias] if model.architecture == "gpt2" else [weight]
+    return [weight, bias] if norm.has_bias else [weight]
+
+
+def _head_norm(name: str, attention: Attention) -> Parameter:
+    """Return a norm that all heads share: as if there were one head, of which every y has the whole."""
+    assert attention.head_norm, "there is one"
+    init = "zeros" if attention.head_norm.offset else "ones"
+    return Parameter(f"{name}.weight", (attention.head_size,), ("y",), init, heads=1)
 
 
 def item_parameters(model: Model, item: int) -> list[Parameter]:
     """List the parameters of an item; a tied head lists the embedding's weight again."""
+    description = model.description
     if 0 < item <= model.num_layers:
         return _block(model, item - 1)
     table = (model.num_ids, model.hidden_size)
     embedding = Parameter("embedding.weight", table, ("y", "x"), "normal", pad=True)
     if item == 0:
-        if model.architecture == "llama":
+        if description.learned_positions is None:
             return [embedding]
-        positions = (model.max_positions, model.hidden_size)
+        positions = (description.learned_positions, model.hidden_size)
         return [embedding, Parameter("positions.weight", positions, (None, "x"), "normal")]
-    if model.tie_head:
-        return [*_norm(model, "norm"), embedding]
-    return [*_norm(model, "norm"), Parameter("head.weight", table, ("y", "x"), "normal", pad=True)]
+    norm = _norm(model, "norm", description.norm)
+    if description.tied_head:
+        return [*norm, embedding]
+    return [*norm, Parameter("head.weight", table, ("y", "x"), "normal", pad=True)]
 
 
 def all_parameters(model: Model) -> dict[str, Parameter]:
@@ -238,17 +255,14 @@ def item_units(model: Model, grid: TensorGrid, item: int) -> list[Unit]:
     last = model.num_items - 1
     parameters = item_parameters(model, item)
     result = []
-    if model.tie_head and item in (0, last):
+    if model.description.tied_head and item in (0, last):
         if item == 0:
             result.append(Unit((0, last), tuple(p for p in parameters if p.name == "embedding.weight")))
         parameters = [p for p in parameters if p.name != "embedding.weight"]
-    own = tuple(p for p in parameters if not p.is_shared_over_y(grid))
-    shared = tuple(p for p in parameters if p.is_shared_over_y(grid))
-    if own:
-        result.append(Unit((item,), own))
-    if shared:
-        result.append(Unit((item,), shared, shared_over_y=True))
-    return result
+    by_heads: dict[int, list[Parameter]] = {0: []}
+    for parameter in parameters:
+        by_heads.setdefault(parameter.heads if parameter.is_shared_over_y(grid) else 0, []).append(parameter)
+    return result + [Unit((item,), tuple(some), heads) for heads, some in by_heads.items() if some]
 
 
 def join_units(units: Iterable[Unit]) -> list[Unit]:
@@ -270,13 +284,14 @@ def check_grid(model: Model, grid: TensorGrid) -> None:
 
     Raises PlanError.
     """
+    attention, mlp = model.description.blocks[0].attention, model.description.blocks[0].mlp
     wanted = [
         ("hidden_size", model.hidden_size, "x", grid.x),
-        ("num_heads", model.num_heads, "y", grid.y),
-        ("ffn_size", model.ffn, "y", grid.y),
+        ("num_heads", attention.heads, "y", grid.y),
+        ("ffn_size", mlp.inner, "y", grid.y),
     ]
-    if grid.y <= model.kv_heads:
-        wanted.append(("num_kv_heads", model.kv_heads, "y", grid.y))
+    if grid.y <= attention.kv_heads:
+        wanted.append(("num_kv_heads", attention.kv_heads, "y", grid.y))
     for what, number, axis, parts in wanted:
         if number % parts:
             fits = [str(n) for n in range(1, number + 1) if number % n == 0 and n <= 64]
@@ -284,8 +299,8 @@ def check_grid(model: Model, grid: TensorGrid) -> None:
                 f"model.{what} {number} is not divisible by tensor {axis} = {parts};"
                 f" set {axis} to one of {', '.join(fits)}"
             )
-    if grid.y > model.kv_heads and grid.y % model.kv_heads:
+    if grid.y > attention.kv_heads and grid.y % attention.kv_heads:
         raise PlanError(
-            f"tensor y = {grid.y} is more than model.num_kv_heads {model.kv_heads} and not a multiple of it;"
-            f" set y to a multiple or a divisor of {model.kv_heads}"
+            f"tensor y = {grid.y} is more than model.num_kv_heads {attention.kv_heads} and not a multiple of it;"
+            f" set y to a multiple or a divisor of {attention.kv_heads}"
         )

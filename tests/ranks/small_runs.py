@@ -15,7 +15,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tracing import UNTRACED
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.job import Job, PlanRequest
+from hpctrain.config.job import Job, PlanRequest, Train, load_job
 from hpctrain.config.truth import Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.layout import Layout
@@ -25,6 +25,7 @@ from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.rehearsal.start import rehearse
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 
 VOCAB = 61  # prime: padded for every y
 MODELS = {
@@ -187,3 +188,15 @@ def whole(folder) -> dict[str, np.ndarray]:
         index.verify()
         kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
         return {f"{kind}/{name}": index.whole(kind, name) for kind in kinds for name in index.names()}
+
+
+def losses_from(job_file: Path, folder: Path, steps: int = 5) -> tuple[list[float], list[np.ndarray], Train]:
+    """Return the losses of some steps of a job file's model on one rank, the tokens of each, and how it is trained."""
+    keys = {"data.tokens": write_tokens(folder / "tokens.bin"), "data.sequence_length": 32, "train.global_batch": 4}
+    keys |= {"train.steps": steps, "train.learning_rate": 1e-3, "train.min_learning_rate": 1e-3, "train.dtype": "fp32"}
+    job = load_job(str(job_file), [f"{key}={value}" for key, value in keys.items()])
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    trainer = make_trainer(Alone(), job)
+    trainer.initialise()
+    result = [trainer.step(training)[0]["loss"] for _ in range(steps)]
+    return result, [training.batch(step, 4, Interval(0, 4)) for step in range(steps)], job.train

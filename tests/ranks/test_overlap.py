@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measure
+from hpctrain.architectures.description import inner_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Preferences
 from hpctrain.config.job import Overlap
@@ -165,7 +166,7 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
         return overlapped(make_job(tokens, "llama", plan, shape=shape), tensor=on, data=on, z=on, forward=on)
 
     model = job_of().model
-    h, f, blocks, vocabulary = model.hidden_size, model.ffn, model.num_layers, model.vocab_size
+    h, f, blocks, vocabulary = model.hidden_size, inner_of(model), model.num_layers, model.vocab_size
     parameters = 2 * vocabulary * h + h + blocks * (4 * h * h + 3 * h * f + 2 * h)
     numbers = 16 * 16  # tokens of a step: rows x positions
     pairs = 4 * (n - 1)

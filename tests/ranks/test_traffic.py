@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.architectures.description import inner_of
 from hpctrain.checkpoint.format import latest_checkpoint
 from hpctrain.comm.topology import Preferences
 from hpctrain.config.job import Overlap
@@ -195,5 +196,5 @@ def over_z(layout) -> list:
 
 
 def sizes_of_items(model) -> list[int]:
-    h, f, vocabulary = model.hidden_size, model.ffn, model.vocab_size
+    h, f, vocabulary = model.hidden_size, inner_of(model), model.vocab_size
     return [vocabulary * h, *[4 * h * h + 3 * h * f + 2 * h] * model.num_layers, vocabulary * h + h]

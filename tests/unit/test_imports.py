@@ -5,6 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "hpctrain"
 FLOORS = (
+    ("architectures",),
     ("config",),
     ("sharding",),
     ("plan",),
@@ -13,7 +14,7 @@ FLOORS = (
     ("engine", "checkpoint", "observe"),
     ("jobs",),
 )
-LIGHT = ("config", "sharding", "plan", "planner")
+LIGHT = ("architectures", "config", "sharding", "plan", "planner")
 
 
 def imported(path: Path) -> set[str]:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from hpctrain.architectures.description import inner_of
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster, parse_truth
@@ -103,7 +104,7 @@ def test_heads_stay_and_widths_and_positions_shrink_alike(preset):
     assert made.job.data.sequence_length * width == 2048
     kept = "num_layers", "num_heads", "kv_heads", "tie_head", "architecture"
     assert [getattr(model, name) for name in kept] == [getattr(real.model, name) for name in kept]
-    assert model.ffn * width == pytest.approx(real.model.ffn, rel=0.05)
+    assert inner_of(model) * width == pytest.approx(inner_of(real.model), rel=0.05)
     assert model.vocab_size == max(64, math.ceil(real.model.vocab_size / width))
     assert Model(**model.model_dump()) == model, "it is a valid model"
     for y in (2, 4, 8):

@@ -1,5 +1,8 @@
 """The model on one rank against the same model written plainly in PyTorch: loss and every gradient."""
 
+import functools
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +10,7 @@ import torch.nn.functional as F
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
-from hpctrain.model.functions import swiglu
+from hpctrain.model.functions import gated
 from hpctrain.model.stage import Stage, initialise
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import IGNORED
@@ -15,9 +18,21 @@ from hpctrain.plan.holders import whole_model
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.intervals import Interval
 
+SMALL = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 17}
+GEMMA = SMALL | {"head_size": 8, "window": 4, "tie_head": True, "score_divisor": 5.0}
 MODELS = {
-    "gpt2": Model(architecture="gpt2", num_layers=2, hidden_size=24, num_heads=4, vocab_size=17, tie_head=True),
-    "llama": Model(architecture="llama", num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=2, vocab_size=17),
+    "gpt2": Model(architecture="gpt2", **(SMALL | {"num_kv_heads": None, "tie_head": True})),
+    "llama": Model(architecture="llama", **SMALL),
+    "llama scaled": Model(
+        architecture="llama",
+        rope_scaling={"kind": "llama3", "factor": 8.0, "original_positions": 16, "low_factor": 0.5, "high_factor": 2.0},
+        **SMALL,
+    ),
+    "qwen2": Model(architecture="qwen2", **SMALL),
+    "qwen3": Model(architecture="qwen3", head_size=8, **SMALL),
+    "mistral": Model(architecture="mistral", window=3, **SMALL),
+    "gemma2": Model(architecture="gemma2", global_every=2, score_cap=2.0, logit_cap=3.0, **GEMMA),
+    "gemma3": Model(architecture="gemma3", global_every=2, rope_local_base=100.0, **GEMMA),
 }
 
 
@@ -45,44 +60,69 @@ def by_name(stage: Stage, of: str) -> dict[str, torch.Tensor]:
 def plain_loss(model: Model, p: dict[str, torch.Tensor], ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The summed loss, in plain operations on the unsplit parameters."""
 
-    def norm(x, name):
-        if model.architecture == "gpt2":
-            return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p[f"{name}.bias"], model.norm_epsilon)
-        return F.rms_norm(x, x.shape[-1:], p[f"{name}.weight"], model.norm_epsilon)
+    made_of = model.description
+
+    def norm(x, name, of):
+        weight = p[f"{name}.weight"] + of.offset
+        if of.kind == "layer":
+            return F.layer_norm(x, x.shape[-1:], weight, p[f"{name}.bias"], of.epsilon)
+        return F.rms_norm(x, x.shape[-1:], weight, of.epsilon)
 
     def linear(x, name):
         return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
 
-    def heads(x, count):
-        return x.unflatten(-1, (count, model.head_size)).transpose(1, 2)
-
-    def rope(x):
-        half = model.head_size // 2
-        angle = torch.arange(x.shape[2])[:, None] * model.rope_base ** (-torch.arange(half) / half)
+    def rope(x, rotary):
+        half = x.shape[-1] // 2
+        frequencies = torch.tensor([turns_of(rotary, i / half) for i in range(half)], dtype=x.dtype)
+        angle = torch.arange(x.shape[2])[:, None] * frequencies
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
-    x = p["embedding.weight"][ids]
-    if model.architecture == "gpt2":
+    x = p["embedding.weight"][ids] * made_of.embedding_scale
+    if "positions.weight" in p:
         x = x + p["positions.weight"][: ids.shape[1]]
-    for i in range(model.num_layers):
-        h = norm(x, f"blocks.{i}.attention_norm")
-        q, k, v = (linear(h, f"blocks.{i}.attention.{n}") for n in "qkv")
-        q, k, v = heads(q, model.num_heads), heads(k, model.kv_heads), heads(v, model.kv_heads)
-        if model.architecture == "llama":
-            q, k = rope(q), rope(k)
-        k, v = (t.repeat_interleave(model.num_heads // model.kv_heads, dim=1) for t in (k, v))
-        scores = q @ k.transpose(2, 3) / model.head_size**0.5
-        causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        mixed = scores.masked_fill(~causal, -torch.inf).softmax(-1) @ v
-        x = x + linear(mixed.transpose(1, 2).flatten(2), f"blocks.{i}.attention.o")
-        h = norm(x, f"blocks.{i}.ffn_norm")
-        up = linear(h, f"blocks.{i}.ffn.up")
-        gpt2 = model.architecture == "gpt2"
-        inner = F.gelu(up, approximate="tanh") if gpt2 else F.silu(linear(h, f"blocks.{i}.ffn.gate")) * up
-        x = x + linear(inner, f"blocks.{i}.ffn.down")
-    logits = norm(x, "norm") @ p["embedding.weight" if model.tie_head else "head.weight"].T
+    for i, block in enumerate(made_of.blocks):
+        of, name = block.attention, f"blocks.{i}.attention"
+        h = norm(x, f"{name}_norm", of.norm)
+        q, k, v = (linear(h, f"{name}.{n}").unflatten(-1, (-1, of.head_size)).transpose(1, 2) for n in "qkv")
+        if of.head_norm:
+            q, k = norm(q, f"{name}.q_norm", of.head_norm), norm(k, f"{name}.k_norm", of.head_norm)
+        if of.rotary:
+            q, k = rope(q, of.rotary), rope(k, of.rotary)
+        k, v = (t.repeat_interleave(of.heads // of.kv_heads, dim=1) for t in (k, v))
+        scores = q @ k.transpose(2, 3) / (of.score_divisor or of.head_size) ** 0.5
+        if of.score_cap:
+            scores = of.score_cap * torch.tanh(scores / of.score_cap)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if of.window:
+            seen &= ~torch.ones_like(seen).tril(-of.window)
+        mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        mixed = linear(mixed.transpose(1, 2).flatten(2), f"{name}.o")
+        x = x + (norm(mixed, f"{name}_out_norm", of.out_norm) if of.out_norm else mixed)
+        of, name = block.mlp, f"blocks.{i}.ffn"
+        h = norm(x, f"{name}_norm", of.norm)
+        activation = F.silu if of.activation == "silu" else functools.partial(F.gelu, approximate="tanh")
+        up = linear(h, f"{name}.up")
+        down = linear(activation(linear(h, f"{name}.gate")) * up if of.gated else activation(up), f"{name}.down")
+        x = x + (norm(down, f"{name}_out_norm", of.out_norm) if of.out_norm else down)
+    logits = norm(x, "norm", made_of.norm) @ p["embedding.weight" if made_of.tied_head else "head.weight"].T
+    if made_of.logit_cap:
+        logits = made_of.logit_cap * torch.tanh(logits / made_of.logit_cap)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def turns_of(rotary, share: float) -> float:
+    """Return by what angle a pair turns at each position, as the Llama 3 code says it: in cases."""
+    turn, scaling = rotary.base**-share, rotary.scaling
+    if scaling is None:
+        return turn
+    wave = 2 * math.pi / turn
+    if wave < scaling.original_positions / scaling.high_factor:
+        return turn
+    if wave > scaling.original_positions / scaling.low_factor:
+        return turn / scaling.factor
+    smooth = (scaling.original_positions / wave - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+    return (1 - smooth) * turn / scaling.factor + smooth * turn
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,9 +156,10 @@ def test_validation_saves_nothing_and_gives_the_same_loss():
     assert not saved.inputs
 
 
-def test_swiglu_has_the_right_gradient():
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_activations_have_the_right_gradient(activation):
     both = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(swiglu, (both,))
+    assert torch.autograd.gradcheck(lambda both: gated(both, activation), (both,))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.architectures.registry import presets
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model, load_job
-from hpctrain.config.presets import PRESETS
 from hpctrain.model.initialise import fill_initial, initial_values
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly, tiles_exactly
@@ -69,7 +69,7 @@ def test_initial_values_have_the_standard_deviation_that_is_asked_for():
     + [("gpt-5b", 5.05), ("gpt-10b", 10.3), ("gpt-20b", 20.1), ("gpt-40b", 39.3), ("gpt-80b", 76.7)],
 )
 def test_presets_have_the_published_number_of_parameters(preset, billions):
-    assert count_parameters(Model(**PRESETS[preset])) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert count_parameters(Model(**presets()[preset])) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.architectures.description import inner_of
 from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster, ready_clusters
 from hpctrain.config.errors import TopologyError
 from hpctrain.jobs.common import ready_miniature
@@ -85,7 +86,7 @@ def test_its_miniature_has_the_figures_of_a_model_64_times_narrower(name):
             assert nic.receive_bytes_per_second == nic.send_bytes_per_second
     assert made.cluster.fabrics == real.fabrics
     model = made.job.model
-    sizes = model.hidden_size, model.ffn, model.vocab_size, made.job.data.sequence_length, model.num_heads
+    sizes = model.hidden_size, inner_of(model), model.vocab_size, made.job.data.sequence_length, model.num_heads
     assert sizes == (64, 176, 512, 32, 32)
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.plan.tiling import even_plan
-from hpctrain.config.presets import PRESETS
+from hpctrain.architectures.registry import presets
 from hpctrain.config.job import Model
 from hpctrain.plan.role import role_of
 
-model = Model(**PRESETS["llama-70b"])
+model = Model(**presets()["llama-70b"])
 start = time.process_time()
 grid = TensorGrid(x=2, y=4, z=2)
 plan = even_plan(model.num_items, grid, pipeline=8, data=32, microbatches=16, rows=64)

@@ -1,0 +1,109 @@
+"""Gemma 2 (Gemma Team 2024): GeGLU, norms of (1 + weight) before and after each part, capped scores and logits,
+scaled embeddings, and layers with a window in turn with layers that see all positions."""
+
+import math
+
+from hpctrain.architectures.description import (
+    Attention,
+    Block,
+    Description,
+    Mlp,
+    Norm,
+    Rotary,
+    Shape,
+    head_size_of,
+    inner_of,
+    is_global,
+    kv_heads_of,
+)
+from hpctrain.architectures.huggingface import (
+    LLAMA_KEYS,
+    LLAMA_PARTS,
+    HuggingFace,
+    Keys,
+    read_layer_pattern,
+    read_rope,
+    whole,
+    write_layer_pattern,
+    write_rope,
+)
+
+
+def describe(shape: Shape) -> Description:
+    norm = Norm(shape.norm_epsilon, offset=1.0)
+
+    def block(layer: int) -> Block:
+        attention = Attention(
+            shape.num_heads,
+            kv_heads_of(shape),
+            head_size_of(shape),
+            norm,
+            rotary=Rotary(shape.rope_base, shape.rope),
+            window=None if is_global(shape, layer) else shape.window,
+            score_divisor=shape.score_divisor,
+            score_cap=shape.score_cap,
+            out_norm=norm,
+        )
+        return Block(attention, Mlp(inner_of(shape), norm, activation="gelu", out_norm=norm))
+
+    return Description(
+        shape.hidden_size,
+        tuple(map(block, range(shape.num_layers))),
+        norm,
+        tied_head=shape.tie_head,
+        embedding_scale=math.sqrt(shape.hidden_size),
+        logit_cap=shape.logit_cap,
+    )
+
+
+_GEMMA2 = {
+    "vocab_size": 256000,
+    "max_positions": 8192,
+    "norm_epsilon": 1e-6,
+    "tie_head": True,
+    "window": 4096,
+    "global_every": 2,
+    "score_cap": 50.0,
+    "logit_cap": 30.0,
+    "head_size": 256,
+    "score_divisor": 256.0,
+}
+PRESETS = {
+    "gemma2-2b": _GEMMA2 | {"num_layers": 26, "hidden_size": 2304, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 9216},
+    "gemma2-9b": _GEMMA2
+    | {"num_layers": 42, "hidden_size": 3584, "num_heads": 16, "num_kv_heads": 8, "ffn_size": 14336},
+}
+KEYS = LLAMA_KEYS | {
+    "score_divisor": "query_pre_attn_scalar",
+    "score_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+}
+PARTS = LLAMA_PARTS | {
+    "attention_out_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_out_norm": "post_feedforward_layernorm",
+}
+DEFAULTS: Keys = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def write_more(model: Shape) -> Keys:
+    caps = {"attn_logit_softcapping": model.score_cap, "final_logit_softcapping": model.logit_cap}
+    return write_rope(model) | write_layer_pattern(model) | caps | {"query_pre_attn_scalar": whole(model.score_divisor)}
+
+
+HUGGING_FACE = HuggingFace(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    keys=KEYS,
+    defaults=DEFAULTS,
+    must_be={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+    parts=PARTS,
+    read_more=lambda config: read_rope(config) | read_layer_pattern(config, 2),
+    write_more=write_more,
+)

@@ -1,0 +1,93 @@
+"""Gemma 3 (Gemma Team 2025), its text model: as Gemma 2, with norms of queries and keys in the place of capped scores,
+five layers with a window for each that sees all positions, and a rotary base of their own for the former."""
+
+from dataclasses import replace
+
+from hpctrain.architectures import gemma2
+from hpctrain.architectures.description import Block, Description, Norm, Rotary, Shape
+from hpctrain.architectures.huggingface import (
+    HuggingFace,
+    Keys,
+    read_layer_pattern,
+    read_rope,
+    write_rope,
+)
+
+
+def describe(shape: Shape) -> Description:
+    plain = gemma2.describe(shape)
+    head_norm = Norm(shape.norm_epsilon, offset=1.0)
+
+    def with_own(block: Block) -> Block:
+        rotary = block.attention.rotary
+        if block.attention.window is not None and shape.rope_local_base is not None:
+            rotary = Rotary(shape.rope_local_base)
+        return replace(block, attention=replace(block.attention, head_norm=head_norm, rotary=rotary))
+
+    return replace(plain, blocks=tuple(map(with_own, plain.blocks)))
+
+
+_GEMMA3 = {
+    "vocab_size": 262144,
+    "norm_epsilon": 1e-6,
+    "tie_head": True,
+    "global_every": 6,
+    "rope_base": 1000000.0,
+    "rope_local_base": 10000.0,
+    "head_size": 256,
+    "score_divisor": 256.0,
+}
+PRESETS = {
+    "gemma3-1b": _GEMMA3
+    | {
+        "num_layers": 26,
+        "hidden_size": 1152,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "ffn_size": 6912,
+        "max_positions": 32768,
+        "window": 512,
+    },
+    "gemma3-4b": _GEMMA3
+    | {
+        "num_layers": 34,
+        "hidden_size": 2560,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "ffn_size": 10240,
+        "vocab_size": 262208,
+        "max_positions": 131072,
+        "window": 1024,
+        "rope_scaling": {"kind": "linear", "factor": 8.0},
+    },
+}
+
+
+def _read_more(config: Keys) -> Keys:
+    rope = {"rope_theta": 1000000.0, **config}
+    local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    base = local.get("rope_theta", config.get("rope_local_base_freq", 10000.0))
+    return read_rope(rope, "full_attention") | {"rope_local_base": float(base)} | read_layer_pattern(config, 6)
+
+
+def _write_more(model: Shape) -> Keys:
+    rope, base = write_rope(model), model.rope_local_base or model.rope_base
+    local = {"rope_type": "default", "rope_theta": base}
+    kinds = {"full_attention": rope["rope_parameters"], "sliding_attention": local}
+    return gemma2.write_more(model) | {"rope_parameters": kinds, "rope_local_base_freq": base}
+
+
+HUGGING_FACE = HuggingFace(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    keys=gemma2.KEYS,
+    defaults=gemma2.DEFAULTS,
+    must_be={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+    },
+    parts=gemma2.PARTS | {f"attention.{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+    read_more=_read_more,
+    write_more=_write_more,
+)

@@ -1,0 +1,375 @@
+"""Models of Hugging Face: a folder of safetensors becomes a checkpoint to start from, and a checkpoint such a folder.
+
+Both go tensor by tensor, on one rank without a GPU, and hold no more than a part in memory. What is wrong with a folder
+is found before anything is written; what is written has its final name only when it is complete. No pickle is read.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hpctrain.architectures.huggingface import HuggingFace, UnknownConfigError
+from hpctrain.architectures.registry import families
+from hpctrain.checkpoint.format import (
+    PARTIAL,
+    Index,
+    PartRegion,
+    commit,
+    part_name,
+    step_folder,
+    write_index,
+    write_part,
+)
+from hpctrain.checkpoint.state import attempt, make_empty, read_job
+from hpctrain.config.errors import CheckpointError, describe_os_error
+from hpctrain.config.job import Job, Model
+from hpctrain.config.tables import explain
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.tiling import even_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.parameters import Parameter, all_parameters
+
+CONFIG, TOKENIZER, SINGLE, SHARDS = "config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
+PART_BYTES = 512 << 20
+"""Of fp32 weights in a part of the checkpoint, and in memory at once."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Ends of the names of what older files have besides weights."""
+
+
+class Theirs(NamedTuple):
+    """Where a parameter is in their files."""
+
+    name: str
+    first: int
+    """Where its output features begin, in a tensor that holds several parameters."""
+    is_transposed: bool
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of a folder."""
+
+    checkpoint: Path
+    job_file: Path
+    model: Model
+    num_parameters: int
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What became of a checkpoint."""
+
+    folder: Path
+    num_files: int
+    num_bytes: int
+    has_tokenizer: bool
+
+
+def table_of(model: Model) -> HuggingFace:
+    return families()[model.architecture].HUGGING_FACE
+
+
+def locate(model: Model, table: HuggingFace) -> dict[str, Theirs]:
+    """Return of each parameter where it is in their files."""
+    parameters, result = all_parameters(model), {}
+    for name, parameter in parameters.items():
+        stem, kind = name.rsplit(".", 1)
+        part = stem.split(".", 2)[2] if stem.startswith("blocks.") else stem
+        others = next((ours for ours in table.fused.values() if part in ours), (part,))
+        before = [stem.removesuffix(part) + other for other in others[: others.index(part)]]
+        first = sum(parameters[f"{other}.{kind}"].shape[0] for other in before)
+        is_transposed = table.transposes and part != stem and len(parameter.shape) == 2
+        result[name] = Theirs(table.their_name(name), first, is_transposed)
+    return result
+
+
+# ---- in ------------------------------------------------------------------------------------------------------------
+
+
+def import_model(folder: Path, out: Path) -> Imported:
+    """Make a run folder whose checkpoint has the weights of a Hugging Face folder, and a job file to start from it.
+
+    Raises CheckpointError where the folder is damaged, or its model is none that we know; nothing is written then.
+    """
+    config = _read_json(folder / CONFIG)
+    model = _model_of(config, folder / CONFIG)
+    if out.exists() and any(out.iterdir()):
+        raise CheckpointError(f"{out}: is there already and not empty; choose another --out")
+    tokenizer = folder / TOKENIZER
+    text = Tokenizer.load(tokenizer).to_json() if tokenizer.is_file() else ""
+    with _Weights(folder, model) as weights:
+        checkpoint = _write_checkpoint(weights, model, folder, out, text)
+    job_file = out / "model.toml"
+    attempt(out, lambda: job_file.write_text(_job_text(model, folder)))
+    count = sum(int(np.prod(p.shape)) for p in all_parameters(model).values())
+    return Imported(checkpoint, job_file, model, count, bool(text))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; name a folder of a Hugging Face model") from None
+    except (OSError, ValueError, RecursionError) as error:
+        what = describe_os_error(error) if isinstance(error, OSError) else f"not valid JSON: {error}"
+        raise CheckpointError(f"{path}: cannot be read: {what}") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path}: is not a table of keys")
+    return tree
+
+
+def _model_of(config: dict[str, Any], path: Path) -> Model:
+    kind = config.get("model_type")
+    by_type = {module.HUGGING_FACE.model_type: name for name, module in families().items()}
+    if kind not in by_type:
+        raise CheckpointError(f"{path}: model_type = {kind!r} is not known; known are: {', '.join(sorted(by_type))}")
+    family = by_type[kind]
+    try:
+        keys = families()[family].HUGGING_FACE.model_keys(config)
+        return Model.model_validate({"architecture": family, **keys})
+    except UnknownConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {'; '.join(text for _, text in explain(error, Model))}") from None
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not a config of {kind}: {error!r}") from None
+
+
+class _Weights:
+    """The tensors of a folder, all of them there and of the right shape."""
+
+    def __init__(self, folder: Path, model: Model):
+        self._folder, self._files = folder, ExitStack()
+        self._open: dict[str, Any] = {}
+        self._theirs = locate(model, table_of(model))
+        with ExitStack() as on_error:
+            on_error.callback(self._files.close)
+            self._file_of = self._find_files()
+            self._check(all_parameters(model), model)
+            on_error.pop_all()
+
+    def __enter__(self) -> "_Weights":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._files.close()
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return rows of a parameter of ours, fp32."""
+        theirs = self._theirs[name]
+        part, at = self._slice(theirs.name), slice(theirs.first + start, theirs.first + stop)
+        try:
+            values = part[:, at].t() if theirs.is_transposed else part[at]
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder / self._file_of[theirs.name]}: {theirs.name}: {error}") from None
+        return values.float().contiguous().numpy()
+
+    def _slice(self, name: str):
+        return self._open[self._file_of[name]].get_slice(name)
+
+    def _find_files(self) -> dict[str, str]:
+        """Open all files; return by tensor, under our names of their prefixes, the file that has it."""
+        index = self._folder / SHARDS
+        if index.is_file():
+            named = _read_json(index).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
+                raise CheckpointError(f"{index}: has no weight_map of tensors to files")
+            files = sorted(set(named.values()))
+            outside = [file for file in files if Path(file).name != file or file.startswith(".")]
+            if outside:
+                raise CheckpointError(f"{index}: names {outside[0]!r}, which is no file of this folder")
+        elif (self._folder / SINGLE).is_file():
+            files, named = [SINGLE], None
+        else:
+            raise CheckpointError(f"{self._folder}: has neither {SINGLE} nor {SHARDS}; pickled weights are not read")
+        result: dict[str, str] = {}
+        for file in files:
+            path = self._folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path}: is missing; {SHARDS} names it")
+            try:
+                self._open[file] = self._files.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from None
+            result |= dict.fromkeys(self._open[file].keys(), file)
+        if named is not None and (lacking := sorted(name for name in named if result.get(name) != named[name])):
+            raise CheckpointError(f"{self._folder / named[lacking[0]]}: has no {lacking[0]}, which {SHARDS} says")
+        return result
+
+    def _check(self, parameters: dict[str, Parameter], model: Model) -> None:
+        """Refuse tensors that lack, that have another shape, or that we do not know."""
+        wanted = {theirs.name for theirs in self._theirs.values()}
+        prefix = table_of(model).ends["embedding"].split(".")[0] + "."
+        if not wanted & set(self._file_of):  # files of the bare model have no prefix
+            self._theirs = {n: t._replace(name=t.name.removeprefix(prefix)) for n, t in self._theirs.items()}
+            wanted = {theirs.name for theirs in self._theirs.values()}
+        if lacking := sorted(wanted - set(self._file_of)):
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            raise CheckpointError(f"{self._folder}: has no tensor {lacking[0]}{more}, which {CONFIG} asks for")
+        tied = {table_of(model).ends["head"] + ".weight"} if model.description.tied_head else set()
+        extra = sorted(n for n in set(self._file_of) - wanted - tied if not n.endswith(BUFFERS))
+        if extra:
+            raise CheckpointError(
+                f"{self._folder}: has a tensor {extra[0]}, which a {model.architecture} model of this {CONFIG} has not;"
+                " it would be lost"
+            )
+        sizes: dict[str, int] = {}
+        for name, theirs in self._theirs.items():
+            sizes[theirs.name] = max(sizes.get(theirs.name, 0), theirs.first + parameters[name].shape[0])
+        for name, theirs in self._theirs.items():
+            expected = [sizes[theirs.name], *parameters[name].shape[1:]]
+            shape = list(self._slice(theirs.name).get_shape())
+            if shape != (expected[::-1] if theirs.is_transposed else expected):
+                raise CheckpointError(
+                    f"{self._folder / self._file_of[theirs.name]}: {theirs.name} has shape {shape}, and {CONFIG} asks"
+                    f" for {expected[::-1] if theirs.is_transposed else expected}"
+                )
+
+
+def _write_checkpoint(weights: _Weights, model: Model, folder: Path, out: Path, tokenizer: str) -> Path:
+    parameters = all_parameters(model)
+    final = out / "checkpoints" / step_folder(0)
+    partial = final.with_name(final.name + PARTIAL)
+    is_new = not out.exists()
+    try:
+        attempt(partial, lambda: make_empty(partial))
+        parts = []
+        for number, regions in enumerate(_cut_into_parts(parameters)):
+            arrays = {region.dataset: weights.rows(region.name, *region.rows).reshape(-1) for region in regions}
+            path = partial / part_name(number)
+            parts.append(attempt(partial, lambda p=path, a=arrays, r=regions: write_part(p, {"model": a}, r)))
+        shapes = {name: p.shape for name, p in parameters.items()}
+        about = _about(model, folder, tokenizer)
+        attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, about, ("model",)))
+        attempt(partial, lambda: commit(partial, final, 1))
+    except BaseException:
+        shutil.rmtree(out if is_new else partial, ignore_errors=True)
+        raise
+    return final
+
+
+def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[PartRegion]]:
+    """Yield the rows of parameters that go into one part each."""
+    regions, held = [], 0
+    for name, parameter in parameters.items():
+        columns = parameter.shape[1] if len(parameter.shape) > 1 else 1
+        at_once = max(1, PART_BYTES // (4 * columns))
+        for start in range(0, parameter.shape[0], at_once):
+            stop = min(start + at_once, parameter.shape[0])
+            if held and held + (stop - start) * columns * 4 > PART_BYTES:
+                yield regions
+                regions, held = [], 0
+            regions.append(PartRegion(name, (start, stop), (0, columns), f"{name}/{start}-0"))
+            held += (stop - start) * columns * 4
+    yield regions
+
+
+def _about(model: Model, folder: Path, tokenizer: str) -> dict[str, str | int]:
+    data = {"tokens": folder, "sequence_length": model.max_positions}
+    job = Job.model_validate({"name": folder.resolve().name, "model": model, "data": data})
+    plan = even_plan(model.num_items, TensorGrid(), 1, 1, 1, 1)
+    whence = {"job": job.model_dump_json(), "plan": dump_plan(plan), "data": f"weights of {folder}"}
+    return {"step": 0, "tokenizer": tokenizer, **whence}
+
+
+def _job_text(model: Model, folder: Path) -> str:
+    """Return a job file to extend: the model's keys, and where training starts."""
+    keys = {key: value for key, value in model.model_dump(exclude_defaults=True, mode="json").items()}
+    lines = [f"# The model of {folder}. A job starts from it with", '#     extends = "model.toml"', "", "[model]"]
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            value = "{" + ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items()) + "}"
+            lines.append(f"{key} = {value}")
+        else:
+            lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join([*lines, "", "[train]", 'start_from = "."', ""])
+
+
+# ---- out -----------------------------------------------------------------------------------------------------------
+
+
+def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_bytes: int = 5_000_000_000) -> Exported:
+    """Write a checkpoint's weights as a Hugging Face folder: safetensors of at most `shard_bytes`, config, tokenizer.
+
+    A tensor larger than `shard_bytes` has a file of its own. Raises CheckpointError; nothing is left then.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder}: is there already and not empty; choose another --hf")
+    partial = folder.with_name(folder.name + PARTIAL)
+    with Index(checkpoint) as index:
+        index.verify()
+        model, tokenizer = read_job(index).model, index.about["tokenizer"]
+        try:
+            attempt(partial, lambda: make_empty(partial))
+            files = attempt(partial, lambda: _write_weights(index, model, partial, DTYPES[dtype], shard_bytes))
+            has_tokenizer = attempt(partial, lambda: _write_others(model, partial, dtype, tokenizer))
+            num_bytes = sum(path.stat().st_size for path in partial.iterdir())
+            if folder.exists():
+                folder.rmdir()
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return Exported(folder, files, num_bytes, has_tokenizer)
+
+
+def _write_weights(index: Index, model: Model, folder: Path, dtype: torch.dtype, shard_bytes: int) -> int:
+    parameters = all_parameters(model)
+    by_name: dict[str, list[tuple[str, Theirs]]] = {}
+    for name, theirs in locate(model, table_of(model)).items():
+        by_name.setdefault(theirs.name, []).append((name, theirs))
+    sizes = {
+        theirs: dtype.itemsize * sum(int(np.prod(parameters[name].shape)) for name, _ in ours)
+        for theirs, ours in by_name.items()
+    }
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[each] for each in shards[-1]) + size > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    count = len(shards)
+    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+    for file, names in zip(files, shards, strict=True):
+        tensors = {name: _their_tensor(index, by_name[name], dtype) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if count > 1:
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        table = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        (folder / SHARDS).write_text(json.dumps(table, indent=2))
+    return count
+
+
+def _their_tensor(index: Index, ours: list[tuple[str, Theirs]], dtype: torch.dtype) -> torch.Tensor:
+    parts = [torch.from_numpy(index.whole("model", name)) for name, _ in sorted(ours, key=lambda each: each[1].first)]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (whole.t() if ours[0][1].is_transposed else whole).to(dtype).contiguous()
+
+
+def _write_others(model: Model, folder: Path, dtype: str, tokenizer: str) -> bool:
+    name = str(DTYPES[dtype]).removeprefix("torch.")
+    config = table_of(model).config(model) | {"torch_dtype": name, "dtype": name}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if not tokenizer or "model" not in json.loads(tokenizer):
+        return False  # bytes as they are, or none
+    (folder / TOKENIZER).write_text(tokenizer)
+    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions}
+    separator = Tokenizer.from_json(tokenizer).separator
+    if separator is not None:
+        added = {each["id"]: each["content"] for each in json.loads(tokenizer).get("added_tokens", [])}
+        if separator in added:
+            about["eos_token"] = added[separator]
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    return True

@@ -1,0 +1,35 @@
+"""`hpctrain export`: write a checkpoint as a Hugging Face model."""
+
+import json
+from pathlib import Path
+
+import click
+
+GB = 1_000_000_000
+
+
+@click.command("export")
+@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--hf", "folder", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Folder to make.")
+@click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"]))
+@click.option(
+    "--shard-gb", default=5.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Largest file, in GB."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(path, folder, dtype, shard_gb, as_json):
+    """Write the model in RUN, a run folder (its latest checkpoint) or a checkpoint, as a Hugging Face folder.
+
+    DIR gets config.json, safetensors of at most --shard-gb and, where the run has one, tokenizer.json. Needs one rank
+    and no GPU, whatever layout trained the model. Weights are exact with --dtype fp32.
+    """
+    from hpctrain.checkpoint.format import locate_checkpoint
+    from hpctrain.checkpoint.huggingface import export_model
+
+    made = export_model(locate_checkpoint(path), folder, dtype, int(shard_gb * GB))
+    if as_json:
+        summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}
+        print(json.dumps(summary | {"tokenizer": made.has_tokenizer}))
+        return
+    files = "1 file" if made.num_files == 1 else f"{made.num_files} files"
+    tokenizer = "with its tokenizer" if made.has_tokenizer else "without a tokenizer: the run has none of that kind"
+    print(f"{made.folder}: {made.num_bytes:,} bytes in {files} of weights, {tokenizer}")

@@ -1,0 +1,34 @@
+"""`hpctrain import`: make a checkpoint to start from of a Hugging Face model."""
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("import")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--out", metavar="RUN", required=True, type=click.Path(path_type=Path), help="Run folder to make.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(folder, out, as_json):
+    """Make the run folder RUN from the Hugging Face model in DIR: config.json, safetensors, tokenizer.json.
+
+    The checkpoint has the weights in fp32, exactly. RUN/model.toml is a job file to start from:
+
+    \b
+    extends = "RUN/model.toml"
+    [data]
+    tokens = "tokens.h5"       # made with: hpctrain prepare ... --tokenizer DIR/tokenizer.json
+    """
+    from hpctrain.checkpoint.huggingface import import_model
+
+    made = import_model(folder, out)
+    if as_json:
+        summary = {"checkpoint": str(made.checkpoint), "job": str(made.job_file), "parameters": made.num_parameters}
+        print(json.dumps(summary | {"architecture": made.model.architecture, "tokenizer": made.has_tokenizer}))
+        return
+    print(
+        f"{made.checkpoint}: {made.model.architecture}, {made.num_parameters:,} parameters,"
+        f" {'with' if made.has_tokenizer else 'without'} a tokenizer\n"
+        f'{made.job_file}: the job file to start from: extends = "{made.job_file}"'
+    )

@@ -1,0 +1,230 @@
+"""Hugging Face models in and out, held against the transformers library: names, logits, training, weights."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from hpctrain.checkpoint.format import Index, locate_checkpoint
+from hpctrain.checkpoint.huggingface import export_model, import_model
+from hpctrain.checkpoint.state import read_job
+from hpctrain.cli import root
+from hpctrain.config.errors import CheckpointError, HpctrainError
+from hpctrain.engine.decode import WholeModel
+from hpctrain.sharding.parameters import all_parameters
+from tests.ranks.small_runs import VOCAB, losses_from
+
+transformers = pytest.importorskip("transformers")
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GEMMA = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 12}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+CONFIGS = {
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=32, n_layer=4, n_head=4, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+    "llama": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=6),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=2.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=2, rope_parameters=ROPES),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def family(request) -> str:
+    return request.param
+
+
+def make_theirs(family: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = CONFIGS[family]()
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # biases and norms too, and so that caps and windows count
+        parameter.data.add_(0.2 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+@pytest.fixture
+def theirs(family, tmp_path):
+    model = make_theirs(family)
+    model.save_pretrained(tmp_path / "theirs")
+    return model
+
+
+def test_logits_are_those_of_transformers(theirs, tmp_path):
+    import_model(tmp_path / "theirs", tmp_path / "run")
+    ids = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        made = WholeModel(locate_checkpoint(tmp_path / "run")).logits(ids)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_five_steps_have_the_losses_of_a_plain_loop(theirs, tmp_path, family):
+    import_model(tmp_path / "theirs", tmp_path / "run")
+    ours, batches, train = losses_from(tmp_path / "run" / "model.toml", tmp_path)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=train.learning_rate,
+        betas=(train.beta1, train.beta2),
+        eps=train.epsilon,
+    )
+    theirs.train()
+    expected = []
+    for batch in batches:
+        tokens = torch.from_numpy(batch)
+        logits = theirs(tokens[:, :-1]).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), train.clip_norm)
+        optimizer.step()
+        expected.append(loss.item())
+    assert len(expected) == 5 and ours == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_what_goes_out_is_bit_equal_to_what_came_in(theirs, tmp_path, shard_bytes):
+    import_model(tmp_path / "theirs", tmp_path / "run")
+    made = export_model(locate_checkpoint(tmp_path / "run"), tmp_path / "out", "fp32", shard_bytes)
+    assert (made.num_files > 1) == (shard_bytes < 10**9)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    before, after = theirs.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    ids = torch.randint(VOCAB, (1, 40))
+    again.config._attn_implementation = "eager"
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, again.eval()(ids).logits), "the config says the same"
+
+
+def test_shards_come_in_too(theirs, tmp_path):
+    import_model(tmp_path / "theirs", tmp_path / "run")
+    theirs.save_pretrained(tmp_path / "cut", max_shard_size=30_000)
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 1
+    import_model(tmp_path / "cut", tmp_path / "again")
+    with Index(locate_checkpoint(tmp_path / "run")) as a, Index(locate_checkpoint(tmp_path / "again")) as b:
+        names = list(all_parameters(read_job(a).model))
+        assert names and all((a.whole("model", name) == b.whole("model", name)).all() for name in names)
+
+
+def damage_config(change):
+    def do(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(change(config)))
+
+    return do
+
+
+def damage_weights(change):
+    def do(folder):
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return do
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def index(file: str):
+    def do(folder):
+        table = {"weight_map": {"model.norm.weight": file}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(table))
+
+    return do
+
+
+def without(folder):
+    (folder / "model.safetensors").unlink()
+
+
+BAD = {
+    "unknown family": (damage_config(lambda c: c | {"model_type": "bert"}), "model_type = 'bert' is not known"),
+    "no sizes": (damage_config(lambda c: {"model_type": "llama"}), "has no num_hidden_layers"),
+    "another activation": (damage_config(lambda c: c | {"hidden_act": "relu"}), "hidden_act = 'relu', and only 'silu'"),
+    "another rope": (
+        damage_config(lambda c: c | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}),
+        "rope_type = 'yarn'",
+    ),
+    "not a number": (damage_config(lambda c: c | {"hidden_size": "many"}), "hidden_size = 'many'"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "is not a table of keys"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no such file"),
+    "missing tensor": (damage_weights(lambda t: t.pop("model.norm.weight")), "has no tensor model.norm.weight"),
+    "unknown tensor": (
+        damage_weights(lambda t: t.update(extra=torch.ones(2))),
+        "has a tensor extra, which a llama model of this config.json has not",
+    ),
+    "wrong shape": (
+        damage_weights(lambda t: t.update({"model.norm.weight": torch.ones(31)})),
+        "model.norm.weight has shape [31], and config.json asks for [32]",
+    ),
+    "truncated": (truncate, "is damaged or no safetensors file"),
+    "missing shard": (index("model-00002.safetensors"), "model-00002.safetensors: is missing"),
+    "outside": (index("../other.safetensors"), "names '../other.safetensors', which is no file of this folder"),
+    "no weights": (without, "has neither model.safetensors nor"),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good") / "theirs"
+    make_theirs("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_folder_is_refused_with_one_message_and_nothing_is_written(good, tmp_path, what):
+    import shutil
+
+    shutil.copytree(good, tmp_path / "theirs")
+    damage, text = BAD[what]
+    damage(tmp_path / "theirs")
+    with pytest.raises(CheckpointError) as error:
+        import_model(tmp_path / "theirs", tmp_path / "run")
+    assert text in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_commands(good, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    done = runner.invoke(root, ["import", str(good), "--out", "run"], catch_exceptions=False)
+    assert "llama, " in done.output and 'extends = "run/model.toml"' in done.output
+    done = runner.invoke(root, ["import", str(good), "--out", "run"])
+    assert isinstance(done.exception, HpctrainError) and "is there already" in str(done.exception)
+    done = runner.invoke(root, ["export", "run", "--hf", "out", "--json"], catch_exceptions=False)
+    assert json.loads(done.output)["files"] == 1
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
