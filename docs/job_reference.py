@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE, PAGE = ROOT / "hpctrain" / "config" / "job.py", ROOT / "docs" / "job.md"
 SECTIONS = {
     "model": "Model",
+    "model.rope_scaling": "RopeScaling",
     "data": "Data",
     "train": "Train",
     "plan": "PlanRequest",
@@ -32,6 +33,7 @@ TYPES = {
     "bool": "true or false",
     "int": "whole number",
     "float": "number",
+    "RopeScaling": "keys of `[model.rope_scaling]`",
     "TensorSizes": "`{x, y, z}`, or a number",
 }
 INTRODUCTION = """# Job files
@@ -81,17 +83,18 @@ def reference(source: str) -> str:
         parts.append(f"\n## [{section}]\n" + (f"\n{_one_line(about)}\n" if about else ""))
         parts.append("\n| key | values | default | meaning |\n|---|---|---|---|\n")
         parts += _rows(node)
-        parts += _presets() if section == "model" else []
+        parts += _presets() if section == "model.rope_scaling" else []
     return "".join(parts)
 
 
 def _presets() -> list[str]:
+    from hpctrain.architectures.registry import presets
     from hpctrain.config.job import Model
-    from hpctrain.config.presets import PRESETS
     from hpctrain.sharding.parameters import count_parameters
 
-    rows = ["\n| preset | architecture | blocks | hidden size | parameters |\n|---|---|---|---|---|\n"]
-    for name, values in PRESETS.items():
+    rows = ["\n### Presets\n"]
+    rows += ["\n| preset | architecture | blocks | hidden size | parameters |\n|---|---|---|---|---|\n"]
+    for name, values in presets().items():
         vocabulary = values.get("vocab_size") or 1024
         model = Model.model_validate(values | {"vocab_size": vocabulary})
         size = f"{count_parameters(model) / 1e6:,.0f} M"

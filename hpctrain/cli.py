@@ -12,6 +12,7 @@ COMMANDS = {
     "prepare": "turn text or source files into a token file",
     "train": "train a job; start it with mpirun or srun",
     "generate": "write text with a trained model",
+    "evaluate": "print the loss of a trained model on a token file",
     "import": "make a checkpoint to start from of a Hugging Face model",
     "export": "write a checkpoint as a Hugging Face model",
     "plan": "search for a plan, write the even one, draw or check one",

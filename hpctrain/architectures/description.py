@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 
-class Shape(Protocol):
+class ModelShape(Protocol):
     """The sizes that a family describes: the keys of a job's `[model]`, which say what each is."""
 
     num_layers: int
@@ -123,7 +123,7 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Block:
+class Layer:
     """A layer: attention, then the feed-forward part, each added to the residual stream."""
 
     attention: Attention
@@ -135,7 +135,7 @@ class Description:
     """A whole model."""
 
     hidden: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[Layer, ...]
     norm: Norm
     """Of what the head computes with."""
     learned_positions: int | None = None
@@ -150,18 +150,18 @@ Names = Mapping[str, str]
 """From the end of a parameter's name here to the one in Hugging Face files; see `huggingface.py`."""
 
 
-def kv_heads_of(shape: Shape) -> int:
+def kv_heads_of(shape: ModelShape) -> int:
     return shape.num_kv_heads or shape.num_heads
 
 
-def head_size_of(shape: Shape) -> int:
+def head_size_of(shape: ModelShape) -> int:
     return shape.head_size or shape.hidden_size // shape.num_heads
 
 
-def inner_of(shape: Shape) -> int:
+def inner_of(shape: ModelShape) -> int:
     return shape.ffn_size or 4 * shape.hidden_size
 
 
-def is_global(shape: Shape, layer: int) -> bool:
+def is_global(shape: ModelShape, layer: int) -> bool:
     """Say whether a layer sees all positions, where every `global_every`-th does and others have a window."""
     return shape.window is None or (shape.global_every is not None and (layer + 1) % shape.global_every == 0)

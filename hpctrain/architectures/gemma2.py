@@ -5,12 +5,12 @@ import math
 
 from hpctrain.architectures.description import (
     Attention,
-    Block,
     Description,
+    Layer,
     Mlp,
+    ModelShape,
     Norm,
     Rotary,
-    Shape,
     head_size_of,
     inner_of,
     is_global,
@@ -29,10 +29,10 @@ from hpctrain.architectures.huggingface import (
 )
 
 
-def describe(shape: Shape) -> Description:
+def describe(shape: ModelShape) -> Description:
     norm = Norm(shape.norm_epsilon, offset=1.0)
 
-    def block(layer: int) -> Block:
+    def block(layer: int) -> Layer:
         attention = Attention(
             shape.num_heads,
             kv_heads_of(shape),
@@ -44,7 +44,7 @@ def describe(shape: Shape) -> Description:
             score_cap=shape.score_cap,
             out_norm=norm,
         )
-        return Block(attention, Mlp(inner_of(shape), norm, activation="gelu", out_norm=norm))
+        return Layer(attention, Mlp(inner_of(shape), norm, activation="gelu", out_norm=norm))
 
     return Description(
         shape.hidden_size,
@@ -92,7 +92,7 @@ DEFAULTS: Keys = {
 }
 
 
-def write_more(model: Shape) -> Keys:
+def write_more(model: ModelShape) -> Keys:
     caps = {"attn_logit_softcapping": model.score_cap, "final_logit_softcapping": model.logit_cap}
     return write_rope(model) | write_layer_pattern(model) | caps | {"query_pre_attn_scalar": whole(model.score_divisor)}
 

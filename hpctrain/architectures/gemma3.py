@@ -4,7 +4,7 @@ five layers with a window for each that sees all positions, and a rotary base of
 from dataclasses import replace
 
 from hpctrain.architectures import gemma2
-from hpctrain.architectures.description import Block, Description, Norm, Rotary, Shape
+from hpctrain.architectures.description import Description, Layer, ModelShape, Norm, Rotary
 from hpctrain.architectures.huggingface import (
     HuggingFace,
     Keys,
@@ -14,11 +14,11 @@ from hpctrain.architectures.huggingface import (
 )
 
 
-def describe(shape: Shape) -> Description:
+def describe(shape: ModelShape) -> Description:
     plain = gemma2.describe(shape)
     head_norm = Norm(shape.norm_epsilon, offset=1.0)
 
-    def with_own(block: Block) -> Block:
+    def with_own(block: Layer) -> Layer:
         rotary = block.attention.rotary
         if block.attention.window is not None and shape.rope_local_base is not None:
             rotary = Rotary(shape.rope_local_base)
@@ -70,7 +70,7 @@ def _read_more(config: Keys) -> Keys:
     return read_rope(rope, "full_attention") | {"rope_local_base": float(base)} | read_layer_pattern(config, 6)
 
 
-def _write_more(model: Shape) -> Keys:
+def _write_more(model: ModelShape) -> Keys:
     rope, base = write_rope(model), model.rope_local_base or model.rope_base
     local = {"rope_type": "default", "rope_theta": base}
     kinds = {"full_attention": rope["rope_parameters"], "sliding_attention": local}

@@ -5,11 +5,11 @@ gpt-5b … gpt-80b are the shapes of AxoNN 4D (arXiv 2305.13525, table of models
 
 from hpctrain.architectures.description import (
     Attention,
-    Block,
     Description,
+    Layer,
     Mlp,
+    ModelShape,
     Norm,
-    Shape,
     head_size_of,
     inner_of,
     kv_heads_of,
@@ -17,10 +17,10 @@ from hpctrain.architectures.description import (
 from hpctrain.architectures.huggingface import HuggingFace
 
 
-def describe(shape: Shape) -> Description:
+def describe(shape: ModelShape) -> Description:
     norm = Norm(shape.norm_epsilon, kind="layer")
     attention = Attention(shape.num_heads, kv_heads_of(shape), head_size_of(shape), norm, bias=True, out_bias=True)
-    block = Block(attention, Mlp(inner_of(shape), norm, gated=False, activation="gelu", bias=True))
+    block = Layer(attention, Mlp(inner_of(shape), norm, gated=False, activation="gelu", bias=True))
     return Description(
         shape.hidden_size,
         (block,) * shape.num_layers,

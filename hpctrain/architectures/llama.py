@@ -5,12 +5,12 @@ RMSNorm, rotary positions, SwiGLU, no biases. Sizes are those of the published c
 
 from hpctrain.architectures.description import (
     Attention,
-    Block,
     Description,
+    Layer,
     Mlp,
+    ModelShape,
     Norm,
     Rotary,
-    Shape,
     head_size_of,
     inner_of,
     kv_heads_of,
@@ -18,11 +18,11 @@ from hpctrain.architectures.description import (
 from hpctrain.architectures.huggingface import HuggingFace, read_rope, write_rope
 
 
-def describe(shape: Shape) -> Description:
+def describe(shape: ModelShape) -> Description:
     norm = Norm(shape.norm_epsilon)
     rotary = Rotary(shape.rope_base, shape.rope)
     attention = Attention(shape.num_heads, kv_heads_of(shape), head_size_of(shape), norm, rotary=rotary)
-    block = Block(attention, Mlp(inner_of(shape), norm))
+    block = Layer(attention, Mlp(inner_of(shape), norm))
     return Description(shape.hidden_size, (block,) * shape.num_layers, norm, tied_head=shape.tie_head)
 
 

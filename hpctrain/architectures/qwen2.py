@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from hpctrain.architectures import llama
-from hpctrain.architectures.description import Description, Shape
+from hpctrain.architectures.description import Description, ModelShape
 from hpctrain.architectures.huggingface import LLAMA_KEYS, HuggingFace, read_rope, write_rope
 
 
-def describe(shape: Shape) -> Description:
+def describe(shape: ModelShape) -> Description:
     plain = llama.describe(shape)
     block = replace(plain.blocks[0], attention=replace(plain.blocks[0].attention, bias=True))
     return replace(plain, blocks=(block,) * shape.num_layers)

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from hpctrain.architectures import llama
-from hpctrain.architectures.description import Description, Norm, Shape
+from hpctrain.architectures.description import Description, ModelShape, Norm
 from hpctrain.architectures.huggingface import LLAMA_PARTS, HuggingFace, read_rope, write_rope
 
 
-def describe(shape: Shape) -> Description:
+def describe(shape: ModelShape) -> Description:
     plain = llama.describe(shape)
     attention = replace(plain.blocks[0].attention, head_norm=Norm(shape.norm_epsilon))
     return replace(plain, blocks=(replace(plain.blocks[0], attention=attention),) * shape.num_layers)

@@ -157,7 +157,7 @@ class _Weights:
         self._theirs = locate(model, table_of(model))
         with ExitStack() as on_error:
             on_error.callback(self._files.close)
-            self._file_of = self._find_files()
+            self._file_of = self._open_files()
             self._check(all_parameters(model), model)
             on_error.pop_all()
 
@@ -180,7 +180,7 @@ class _Weights:
     def _slice(self, name: str):
         return self._open[self._file_of[name]].get_slice(name)
 
-    def _find_files(self) -> dict[str, str]:
+    def _open_files(self) -> dict[str, str]:
         """Open all files; return by tensor, under our names of their prefixes, the file that has it."""
         index = self._folder / SHARDS
         if index.is_file():
@@ -265,10 +265,10 @@ def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[PartRegio
     """Yield the rows of parameters that go into one part each."""
     regions, held = [], 0
     for name, parameter in parameters.items():
-        columns = parameter.shape[1] if len(parameter.shape) > 1 else 1
+        rows, columns = (*parameter.shape, 1)[:2]
         at_once = max(1, PART_BYTES // (4 * columns))
-        for start in range(0, parameter.shape[0], at_once):
-            stop = min(start + at_once, parameter.shape[0])
+        for start in range(0, rows, at_once):
+            stop = min(start + at_once, rows)
             if held and held + (stop - start) * columns * 4 > PART_BYTES:
                 yield regions
                 regions, held = [], 0

@@ -1,16 +1,19 @@
 """Writes text with the weights of a checkpoint, on one rank, whatever layout wrote it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from hpctrain.checkpoint.format import Index
 from hpctrain.checkpoint.state import read_job, read_region
 from hpctrain.comm.communicator import Communicator
-from hpctrain.config.errors import CheckpointError
+from hpctrain.config.errors import CheckpointError, JobError
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokens import open_tokens
 from hpctrain.model.axes import Axes
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
@@ -84,6 +87,44 @@ class Sampling:
     """Whether to go on after the end of a document."""
 
 
+class Evaluation(NamedTuple):
+    """How well a model knows some tokens."""
+
+    loss: float
+    """Nats for each predicted token."""
+    perplexity: float
+    sequences: int
+    tokens: int
+
+
+def evaluate(
+    checkpoint: Path, data: Path, sequences: int | None = None, sequence_length: int | None = None
+) -> Evaluation:
+    """Return the loss of a checkpoint's model on the first sequences of a token file, or on all.
+
+    Raises CheckpointError, DataError, JobError.
+    """
+    model = WholeModel(checkpoint)
+    length = sequence_length or model.job.data.sequence_length
+    if length > model.model.max_positions:
+        raise JobError(f"--sequence-length {length} is more than the model's {model.model.max_positions} positions")
+    with open_tokens(data) as source:
+        if source.vocab_size > model.model.num_ids:
+            raise JobError(
+                f"{data} has {source.vocab_size} token ids and the model {model.model.num_ids}: make it with the"
+                " model's own tokenizer (hpctrain prepare --tokenizer)"
+            )
+        there = (source.num_tokens - 1) // length
+        if there < 1:
+            raise JobError(f"{data}: {source.num_tokens} tokens are no sequence of {length}; lower --sequence-length")
+        count, total = min(sequences or there, there), 0.0
+        for i in range(count):
+            tokens = torch.from_numpy(source.read(i * length, length + 1).astype("int64"))
+            total += model.loss(tokens[None, :-1], tokens[None, 1:])
+    loss = total / (count * length)
+    return Evaluation(loss, math.exp(loss), count, count * length)
+
+
 class Generator:
     """A model loaded whole, in fp32, with its tokenizer. Raises CheckpointError if the checkpoint has none."""
 
@@ -144,4 +185,4 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator)
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> int | None:
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    return min((text.index(stop) for stop in stops if stop in text), default=None)

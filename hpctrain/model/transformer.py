@@ -115,7 +115,7 @@ class Embedding(Item):
         hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], self.axes.y)
         if self.description.embedding_scale != 1.0:
             hidden = hidden * self.description.embedding_scale
-        return add_positions(hidden, *self.positions, self.first()) if self.positions else hidden
+        return add_positions(hidden, self.positions[0], self.first()) if self.positions else hidden
 
 
 class Block(Item):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
-from hpctrain.architectures.description import Attention, Block, Norm
+from hpctrain.architectures.description import Attention, Layer, Norm
 from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
@@ -131,9 +131,16 @@ class Setup:
         return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.overlapped_bucket_bytes)
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[Layer, ...]:
         """What each layer is made of."""
         return self.model.description.blocks
+
+    @cached_property
+    def first_equal(self) -> tuple[int, ...]:
+        """For each item the first one that costs the same: layers with a window and without are of two kinds."""
+        first: dict[Layer, int] = {}
+        equal = [first.setdefault(block, number) for number, block in enumerate(self.blocks, 1)]
+        return (0, *equal, self.model.num_items - 1)
 
     @property
     def item_bytes(self) -> int:

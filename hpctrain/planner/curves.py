@@ -31,6 +31,9 @@ class Curve:
         return self._seconds[-1] * rows / self._last
 
 
+OWN_SIZES = ("head_size", "window", "global_every", "score_cap", "logit_cap")
+
+
 def _monotone_cubics(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
     """Return the values at some places of the cubic Hermite spline through ascending points, which keeps their order.
 
@@ -82,8 +85,13 @@ def describe_training(m: Model, positions: int, dtype: str) -> str:
     return (
         f"{m.architecture}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads"
         f" ({attention.kv_heads} for keys), ffn {inner_of(m)}, vocabulary {m.vocab_size} {head};"
-        f" {positions} positions; {dtype}"
+        f" {positions} positions; {dtype}{_more(m)}"
     )
+
+
+def _more(model: Model) -> str:
+    """Return the sizes that most models have not, such as `; head_size 128`."""
+    return "".join(f"; {key} {value}" for key in OWN_SIZES if (value := getattr(model, key)) is not None)
 
 
 def profiles_of(cluster: Cluster, job: Job, dtype: str) -> dict[str, dict[int, Profile]]:

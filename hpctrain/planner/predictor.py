@@ -282,8 +282,7 @@ class Predictor:
 
     def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
         """Return by name (`PASSES`) what each pass over an item takes a rank of a tile, for so many rows of its own."""
-        like = item if item in (0, self.setup.model.num_items - 1) else 1
-        key = like, rows, tile.tensor, tile.recompute, self._place(tile)
+        key = self.setup.first_equal[item], rows, tile.tensor, tile.recompute, self._place(tile)
         if key not in self._passes:
             zero = max((h.zero for h in self._rank_shards(tile).shard_groups), default=0)
             cost = item_cost(self.setup, tile.tensor, item, rows, tile.recompute, zero)

@@ -102,7 +102,7 @@ def test_heads_stay_and_widths_and_positions_shrink_alike(preset):
     assert choose_width(real) == made.truth.width_scale == made.scale.width == width
     assert model.hidden_size * width == real.model.hidden_size
     assert made.job.data.sequence_length * width == 2048
-    kept = "num_layers", "num_heads", "kv_heads", "tie_head", "architecture"
+    kept = "num_layers", "num_heads", "num_kv_heads", "tie_head", "architecture"
     assert [getattr(model, name) for name in kept] == [getattr(real.model, name) for name in kept]
     assert inner_of(model) * width == pytest.approx(inner_of(real.model), rel=0.05)
     assert model.vocab_size == max(64, math.ceil(real.model.vocab_size / width))

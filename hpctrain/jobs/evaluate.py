@@ -1,0 +1,30 @@
+"""`hpctrain evaluate`: the loss of a model on a token file."""
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("evaluate")
+@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--data", metavar="FILE", required=True, type=click.Path(path_type=Path), help="Token file.")
+@click.option("--sequences", type=click.IntRange(1), help="How many sequences, from the start.  [default: all]")
+@click.option("--sequence-length", type=click.IntRange(1), help="Tokens of a sequence.  [default: that of the run]")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(path, data, sequences, sequence_length, as_json):
+    """Print loss and perplexity of the model in RUN, a run folder (its latest checkpoint) or a checkpoint, on FILE.
+
+    FILE is made with the model's own tokenizer: hpctrain prepare ... --tokenizer FILE. Runs on one rank.
+    """
+    from hpctrain.checkpoint.format import locate_checkpoint
+    from hpctrain.engine.decode import evaluate
+
+    result = evaluate(locate_checkpoint(path), data, sequences, sequence_length)
+    if as_json:
+        print(json.dumps(result._asdict()))
+        return
+    print(
+        f"loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.3f};"
+        f" {result.sequences:,} sequences, {result.tokens:,} tokens"
+    )
