@@ -15,6 +15,7 @@ SECTIONS = {
     "model": "Model",
     "model.rope_scaling": "RopeScaling",
     "data": "Data",
+    "data.more": "Source",
     "train": "Train",
     "plan": "PlanRequest",
     "search": "SearchBudget",
@@ -33,6 +34,7 @@ TYPES = {
     "bool": "true or false",
     "int": "whole number",
     "float": "number",
+    "Source": "list of `[[data.more]]`",
     "RopeScaling": "keys of `[model.rope_scaling]`",
     "TensorSizes": "`{x, y, z}`, or a number",
 }

@@ -135,13 +135,26 @@ def _describe(model: Model) -> Description:
     return families()[model.architecture].describe(model)
 
 
+class Source(Table):
+    """One more token file."""
+
+    tokens: Path
+    """Made with the same tokenizer as the first."""
+    weight: Annotated[float, Field(gt=0)]
+    """Its share of the sequences, over the sum of all weights."""
+
+
 class Data(Table):
     """Where tokens come from."""
 
     tokens: Path
     """A token file made by `hpctrain prepare`, or a nanoGPT `.bin`. Relative to the current directory."""
     validation: Path | None = None
-    """Tokens for validation; None: the last `validation_fraction` of `tokens`."""
+    """Tokens for validation; None: the last `validation_fraction` of each token file."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """The share of `tokens`, where there are `more`."""
+    more: tuple[Source, ...] = ()
+    """Further token files, each as `[[data.more]]` with `tokens` and `weight`."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of `tokens` that is kept for validation."""
     sequence_length: Count = 256
@@ -384,7 +397,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
         plan["file"] = str(path.parent / plan["file"])
     train = tree.get("train")
     if isinstance(train, dict) and isinstance(train.get("start_from"), str):
-        train["start_from"] = str(path.parent / train["start_from"])
+        train["start_from"] = str((path.parent / train["start_from"]).absolute())
     base = tree.pop("extends", None)
     if base is None:
         return tree, {key: str(path) for key in _dotted(tree)}

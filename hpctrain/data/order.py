@@ -1,6 +1,7 @@
 """Which sequence is where in the global batch: a function of (seed, step) alone, the same for every layout."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from hpctrain.config.job import Data
 from hpctrain.data.tokens import TokenSource, open_tokens
 from hpctrain.sharding.intervals import Interval
 
+MIXED_AT_ONCE = 1024  # positions in which sources have their shares
 ROUNDS = 16  # of the Feistel network; measured: with 8 some of the 120 orders of 5 sequences are rarer than others
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -92,17 +94,83 @@ class Sequences:
 
         Position `step * global_batch + row` counts through the sequences of epoch 0, 1, …; a batch may span epochs.
         """
-        if not 0 <= rows.start <= rows.stop <= global_batch:
-            raise ValueError(f"rows {rows.start} to {rows.stop} of a global batch of {global_batch}")
-        positions = step * global_batch + np.arange(rows.start, rows.stop, dtype=np.int64)
+        return self.read(_positions(step, global_batch, rows))
+
+    def read(self, positions: np.ndarray) -> np.ndarray:
+        """Return the sequences at int64 positions that count through all epochs, int64 [positions, length + 1]."""
         epochs, sequences = np.divmod(positions, self.num_sequences)
         if self.shuffle:
             sequences = permute(sequences, self.num_sequences, self.seed, epochs)
-        batch = np.empty((rows.size, self.sequence_length + 1), np.int64)
+        batch = np.empty((len(positions), self.sequence_length + 1), np.int64)
         for row, sequence in enumerate(sequences.tolist()):
             start = self.interval.start + sequence * self.sequence_length
             batch[row] = self.source.read(start, self.sequence_length + 1)
         return batch
+
+    @property
+    def identity(self) -> str:
+        """What tells these sequences from others; a run that is continued must have the same."""
+        return f"{self.source.identity} {tuple(self.interval)}"
+
+
+def _positions(step: int, global_batch: int, rows: Interval) -> np.ndarray:
+    if not 0 <= rows.start <= rows.stop <= global_batch:
+        raise ValueError(f"rows {rows.start} to {rows.stop} of a global batch of {global_batch}")
+    return step * global_batch + np.arange(rows.start, rows.stop, dtype=np.int64)
+
+
+class Mixture:
+    """Sequences of several sources, by weight. Which one is where follows from (seed, step) alone.
+
+    Every `MIXED_AT_ONCE` positions have, but for one sequence, the share of each source that its weight says, in a
+    permuted order. Each source goes through its own epochs.
+    """
+
+    def __init__(self, parts: Sequence[Sequences], weights: Sequence[float], seed: int = 0):
+        self.parts = parts
+        self.sequence_length = parts[0].sequence_length
+        self.num_sequences = sum(part.num_sequences for part in parts)
+        self._seed = seed
+        total = sum(weights)
+        self._shares = [weight / total for weight in weights]
+        self._rest = max(range(len(parts)), key=lambda i: weights[i])
+        """The source that takes what rounding leaves."""
+
+    @property
+    def identity(self) -> str:
+        return "; ".join(f"{share:g} of {p.identity}" for share, p in zip(self._shares, self.parts, strict=True))
+
+    def batch(self, step: int, global_batch: int, rows: Interval) -> np.ndarray:
+        """Return rows of a step's global batch, as `Sequences.batch` does."""
+        return self.read(_positions(step, global_batch, rows))
+
+    def read(self, positions: np.ndarray) -> np.ndarray:
+        """Return the sequences at int64 positions, int64 [positions, length + 1]."""
+        sources, inner = self.place(positions)
+        batch = np.empty((len(positions), self.sequence_length + 1), np.int64)
+        for number, part in enumerate(self.parts):
+            own = sources == number
+            if own.any():
+                batch[own] = part.read(inner[own])
+        return batch
+
+    def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each position the source, and the position in that source's own count."""
+        groups, slots = np.divmod(positions, MIXED_AT_ONCE)
+        slots = permute(slots, MIXED_AT_ONCE, self._seed, groups)
+        before, after = self._taken(groups), self._taken(groups + 1)
+        ends = np.cumsum(after - before, axis=0)
+        sources = (slots >= ends).sum(axis=0)
+        columns = np.arange(len(positions))
+        start_of = ends[sources, columns] - (after - before)[sources, columns]
+        return sources, before[sources, columns] + slots - start_of
+
+    def _taken(self, groups: np.ndarray) -> np.ndarray:
+        """Return how many sequences of each source come before a group of positions, int64 [sources, groups]."""
+        counted = np.array([np.floor(groups * (MIXED_AT_ONCE * share)) for share in self._shares], dtype=np.int64)
+        counted[self._rest] = 0
+        counted[self._rest] = groups * MIXED_AT_ONCE - counted.sum(axis=0)
+        return counted
 
 
 def split(source: TokenSource, validation_fraction: float) -> tuple[Interval, Interval]:
@@ -124,13 +192,33 @@ def split(source: TokenSource, validation_fraction: float) -> tuple[Interval, In
     return Interval(0, cut), Interval(cut, source.num_tokens)
 
 
-def open_datasets(data: Data, seed: int) -> tuple[TokenSource, Sequences, Sequences | None]:
-    """Open what a job's `[data]` names: the token file, its training sequences and its validation sequences, in order.
+AnySequences = Sequences | Mixture
 
-    Validation is a file of its own if `data.validation` says so, else the end of `data.tokens`; None if that is to
-    be nothing. The caller closes the source, and `validation.source` if it is another one. Raises DataError for
-    files that cannot be used, alone or together.
+
+def open_datasets(data: Data, seed: int) -> tuple[TokenSource, AnySequences, AnySequences | None]:
+    """Open what a job's `[data]` names: its first token file, its training sequences and its validation sequences.
+
+    Validation is a file of its own if `data.validation` says so, else the end of each token file; None if that is to
+    be nothing. The caller closes the sources. Raises DataError for files that cannot be used, alone or together.
     """
+    source, train, validation = _open_one(data, seed)
+    if not data.more:
+        return source, train, validation
+    weights, trains, validations = [data.weight], [train], [validation]
+    for other in data.more:
+        alone = data.model_copy(update={"tokens": other.tokens, "validation": None, "more": ()})
+        their_source, theirs, held_out = _open_one(alone, seed)
+        _check_vocabularies(source, their_source, "data.more")
+        weights.append(other.weight)
+        trains.append(theirs)
+        validations.append(held_out)
+    mixed = Mixture(trains, weights, seed)
+    if data.validation is not None or validation is None:
+        return source, mixed, validation
+    return source, mixed, Mixture([each for each in validations if each], weights, seed)
+
+
+def _open_one(data: Data, seed: int) -> tuple[TokenSource, Sequences, Sequences | None]:
     length = data.sequence_length
     source = open_tokens(data.tokens)
     if data.validation is not None:
@@ -148,7 +236,7 @@ def open_datasets(data: Data, seed: int) -> tuple[TokenSource, Sequences, Sequen
     return source, train, Sequences(source, validation_part, length, shuffle=False, part=end)
 
 
-def _check_vocabularies(source: TokenSource, held_out: TokenSource) -> None:
+def _check_vocabularies(source: TokenSource, held_out: TokenSource, key: str = "data.validation") -> None:
     """Raise DataError unless a token means the same in both files, as far as they say."""
     if source.declares_vocabulary and held_out.declares_vocabulary:
         agree = source.vocab_size == held_out.vocab_size
@@ -156,12 +244,12 @@ def _check_vocabularies(source: TokenSource, held_out: TokenSource) -> None:
         agree = held_out.largest_token < source.vocab_size
     if not agree:
         raise DataError(
-            f"{held_out.path}: data.validation has a vocabulary of {held_out.vocab_size}, and data.tokens"
+            f"{held_out.path}: {key} has a vocabulary of {held_out.vocab_size}, and data.tokens"
             f" ({source.path}) one of {source.vocab_size};{_REMEDY.format(source.path)}"
         )
     if source.tokenizer_json and held_out.tokenizer_json and source.tokenizer_json != held_out.tokenizer_json:
         raise DataError(
-            f"{held_out.path}: data.validation was made with another tokenizer than data.tokens ({source.path}),"
+            f"{held_out.path}: {key} was made with another tokenizer than data.tokens ({source.path}),"
             f" though both have {source.vocab_size} tokens;{_REMEDY.format(source.path)}"
         )
 

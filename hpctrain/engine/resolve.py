@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.config.cluster import Cluster
     from hpctrain.config.truth import Truth
-    from hpctrain.data.order import Sequences
+    from hpctrain.data.order import AnySequences
     from hpctrain.data.tokens import TokenSource
     from hpctrain.planner.predictor import Prediction
 
@@ -54,8 +54,8 @@ class Prepared:
     plan: Plan
     reasons: dict[str, str]
     source: "TokenSource"
-    training: "Sequences"
-    validation: "Sequences | None"
+    training: "AnySequences"
+    validation: "AnySequences | None"
     data_identity: str
     """Tells token files and their training parts apart; a run that is continued must have the same."""
     described: Described
@@ -74,7 +74,7 @@ class Facts:
     """The machine, as soon as it is known."""
     plan_or_none: Plan | None = None
     """The plan, as soon as there is one."""
-    data_or_none: "tuple[TokenSource, Sequences, Sequences | None] | None" = None
+    data_or_none: "tuple[TokenSource, AnySequences, AnySequences | None] | None" = None
     links_of: "Cluster | None" = None
     """Whose links chose the algorithms of the run that is continued."""
     prediction: "Prediction | None" = None
@@ -94,14 +94,13 @@ class Facts:
         return self.plan_or_none
 
     @property
-    def data(self) -> "tuple[TokenSource, Sequences, Sequences | None]":
+    def data(self) -> "tuple[TokenSource, AnySequences, AnySequences | None]":
         assert self.data_or_none is not None, "asked for after the data is open"
         return self.data_or_none
 
     @property
     def data_identity(self) -> str:
-        source, training, _ = self.data
-        return f"{source.identity} {tuple(training.interval)}"
+        return self.data[1].identity
 
 
 class Resolution(NamedTuple):

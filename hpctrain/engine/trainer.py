@@ -16,7 +16,7 @@ from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TrainingError
 from hpctrain.config.job import Job
-from hpctrain.data.order import Sequences
+from hpctrain.data.order import AnySequences
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.phases import phases_of
@@ -31,7 +31,7 @@ from hpctrain.sharding.intervals import Interval
 class TrainingBatch:
     """The sequences of a training step."""
 
-    sequences: Sequences
+    sequences: AnySequences
     step: int
     global_batch: int
 
@@ -43,7 +43,7 @@ class TrainingBatch:
 class ValidationBatch:
     """Sequences `first`, `first` + 1, ... of the validation set; rows beyond `count` are there but do not count."""
 
-    sequences: Sequences
+    sequences: AnySequences
     first: int
     count: int
 
@@ -126,7 +126,7 @@ class Trainer:
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
         self.layout.store.refresh()
 
-    def step(self, sequences: Sequences, stop: bool = False) -> tuple[dict, bool]:
+    def step(self, sequences: AnySequences, stop: bool = False) -> tuple[dict, bool]:
         """Train one step; return its metrics, and whether some rank was asked to stop."""
         step = self.steps_done
         batch = TrainingBatch(sequences, step, self.job.train.global_batch)
@@ -153,7 +153,7 @@ class Trainer:
         """
         return None if self.accelerator.overrun is None else self.world.largest(self.accelerator.overrun)
 
-    def validate(self, sequences: Sequences) -> float:
+    def validate(self, sequences: AnySequences) -> float:
         """Return the mean loss over the first `train.validation_sequences` of a set, the same for every layout."""
         count = min(self.job.train.validation_sequences, sequences.num_sequences)
         at_once = self.plan.microbatches * self.plan.rows
@@ -168,8 +168,8 @@ class Trainer:
 
     def fit(
         self,
-        training: Sequences,
-        validation: Sequences | None,
+        training: AnySequences,
+        validation: AnySequences | None,
         until: int,
         save: Callable[[], None],
         report: Callable[[dict], None],

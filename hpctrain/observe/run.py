@@ -35,7 +35,9 @@ def _toml(value) -> str:
     if isinstance(value, dict):
         keys = (key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key) for key in value)
         return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in zip(keys, value.values(), strict=True)) + "}"
-    # strings, numbers, booleans and lists of them are written alike in JSON and TOML
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    # strings, numbers and booleans are written alike in JSON and TOML
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -1,0 +1,44 @@
+"""A mixture of sources is the same on every layout, and after going on with another one."""
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.config.job import Source
+from hpctrain.data.order import open_datasets
+from tests.ranks.small_runs import VOCAB, Alone, largest_relative_difference, losses, make_job, make_trainer
+
+STEPS = 6
+
+
+def mixed(job, folder, world):
+    """Return the job with a second source, of tokens that follow each other in another way."""
+    other = folder / "other.bin"
+    if world.rank == 0:
+        np.random.default_rng(1).integers(VOCAB, size=5_000).astype("<u2").tofile(other)
+    world.agree(None)
+    data = job.data.model_copy(update={"more": (Source(tokens=other, weight=0.5),)})
+    return job.model_copy(update={"data": data})
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(120)
+def test_the_mixture_is_that_of_one_rank_and_goes_on_elsewhere(world, tokens, folder):
+    first, second = ({"data": world.size}, {"pipeline": 2, "tensor": {"y": world.size // 2}})
+    alone = mixed(make_job(tokens, "llama"), folder, world)
+    expected = world.broadcast_object(losses(Alone(), alone, STEPS) if world.rank == 0 else None)[:STEPS]
+    plain = world.broadcast_object(losses(Alone(), make_job(tokens, "llama"), 2) if world.rank == 0 else None)
+    assert largest_relative_difference(plain[:2], expected[:2]) > 1e-3, "the second source counts"
+    result = []
+    for layout in (first, second):
+        job = mixed(make_job(tokens, "llama", layout), folder, world)
+        _, training, _ = open_datasets(job.data, job.train.seed)
+        with world.freeing():
+            trainer = make_trainer(world, job)
+            if result:
+                trainer.resume(latest_checkpoint(folder / "run"))
+            else:
+                trainer.initialise()
+            result += [trainer.step(training)[0]["loss"] for _ in range(STEPS // 2)]
+            trainer.save(folder / "run", {})
+    assert largest_relative_difference(result, expected) < 1e-5
