@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
+from hpctrain.data.records import RECORD_FILES, Records, open_records
 from hpctrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
 
@@ -49,6 +50,8 @@ class Document:
     name: str
     """Path relative to the folder that it was found in: the same on another machine."""
     num_bytes: int
+    record: int | None = None
+    """Where it is in a file of many documents; see `Records`."""
 
 
 class NotTextError(Exception):
@@ -63,9 +66,12 @@ def prepare(
     vocab_size: int | None = None,
     globs: Sequence[str] = (),
     stdlib: bool = False,
+    field: str = "text",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
     """Write the token file `out` from text files and folders of them, each file a document.
+
+    In JSON Lines and Parquet files each record is one, whose text is in `field`.
 
     Documents are shuffled by a hash of their relative path, so that the end of the file, which becomes validation,
     is a fair sample, and every machine gets the same file. `tokenizer` is `byte`, `bpe` (trained here, to
@@ -75,13 +81,13 @@ def prepare(
     if vocab_size is not None and tokenizer != "bpe":
         raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
     result, skipped = list_files(paths, globs, stdlib)
-    documents = _shuffled(_documents(result, skipped))
+    documents = _shuffled(_documents(result, skipped, field))
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         raise DataError(f"nothing to prepare: no text in the {len(result)} files found ({reasons}); give UTF-8 text")
     if tokenizer == "bpe":
         vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
-        made = train_bpe(_sample(documents), vocab_size)
+        made = train_bpe(_sample(documents, field), vocab_size)
     else:
         made = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
     if made.separator is None:
@@ -89,7 +95,7 @@ def prepare(
             f"{tokenizer}: the tokenizer has no token to end a document with; add '<|endoftext|>' to its added_tokens"
         )
     with TokenWriter(out, made.vocab_size, made) as writer:
-        _encode(documents, made, writer, on_progress)
+        _encode(documents, field, made, writer, on_progress)
     with open_tokens(out) as source:
         return Summary(
             path=Path(out),
@@ -168,9 +174,17 @@ def _walk(
                 yield path, relative.as_posix()
 
 
-def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str]) -> Iterator[Document]:
-    """Yield the files that are text, and count the others by reason."""
+def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str], field: str) -> Iterator[Document]:
+    """Yield the files that are text, and the records of others; count what is left out by reason."""
     for path, name in result:
+        if path.suffix in RECORD_FILES:
+            with open_records(path, field) as records:
+                for number, group, text in records:
+                    if text:
+                        yield Document(path, f"{name}#{group}", len(text.encode()), number)
+                    else:
+                        skipped["empty"] += 1
+            continue
         try:
             num_bytes = sum(len(text.encode()) for text in _texts(path))
         except NotTextError:
@@ -185,9 +199,10 @@ def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str]) -> Ite
 
 
 def _shuffled(documents: Iterable[Document]) -> list[Document]:
-    def key(document: Document) -> tuple[bytes, str, str]:
+    def key(document: Document) -> tuple[bytes, str, str, int]:
         name = os.fsencode(document.name)
-        return hashlib.blake2b(name, digest_size=16).digest(), document.name, str(document.path)
+        digest = hashlib.blake2b(name, digest_size=16).digest()
+        return digest, document.name, str(document.path), document.record or 0
 
     return sorted(documents, key=key)
 
@@ -216,8 +231,30 @@ def _texts(path: Path) -> Iterator[str]:
         yield rest
 
 
-def _unchanged_texts(document: Document) -> Iterator[str]:
-    """Yield the pieces of a file that was text a moment ago."""
+class _Reader:
+    """The texts of documents in any order; files of many records stay open, some at a time."""
+
+    MOST_OPEN = 16
+
+    def __init__(self, field: str):
+        self._field, self._open = field, {}
+
+    def record(self, document: Document) -> str:
+        assert document.record is not None, "asked for records"
+        records: Records | None = self._open.pop(document.path, None)
+        if records is None:
+            records = open_records(document.path, self._field)
+            if len(self._open) >= self.MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+        self._open[document.path] = records  # the last one used is the last to be closed
+        return records.text(document.record)
+
+
+def _unchanged_texts(document: Document, reader: _Reader) -> Iterator[str]:
+    """Yield the pieces of a document that was text a moment ago."""
+    if document.record is not None:
+        yield reader.record(document)
+        return
     try:
         yield from _texts(document.path)
     except (NotTextError, OSError) as error:
@@ -225,11 +262,11 @@ def _unchanged_texts(document: Document) -> Iterator[str]:
         raise DataError(f"{document.path}: changed while it was being read: {reason}; run it again") from None
 
 
-def _sample(documents: Iterable[Document]) -> Iterator[str]:
+def _sample(documents: Iterable[Document], field: str) -> Iterator[str]:
     """Yield the text that BPE learns from: that of the first documents in their shuffled order."""
-    num_bytes = 0
+    num_bytes, reader = 0, _Reader(field)
     for document in documents:
-        for text in _unchanged_texts(document):
+        for text in _unchanged_texts(document, reader):
             if num_bytes >= TRAINING_BYTES:
                 return
             yield text
@@ -237,11 +274,15 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
 
 
 def _encode(
-    documents: Sequence[Document], tokenizer: Tokenizer, writer: TokenWriter, on_progress: Callable[[int, int], None]
+    documents: Sequence[Document],
+    field: str,
+    tokenizer: Tokenizer,
+    writer: TokenWriter,
+    on_progress: Callable[[int, int], None],
 ) -> None:
     """Write all documents, a separator between two, a batch of pieces at a time."""
     total, done = sum(document.num_bytes for document in documents), 0
-    for batch in _batches(documents):
+    for batch in _batches(documents, field):
         encoded = tokenizer.encode_batch([text for text, _ in batch])
         for (text, starts_document), ids in zip(batch, encoded, strict=True):
             if starts_document:
@@ -253,11 +294,11 @@ def _encode(
         on_progress(done, total)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bool]]]:
+def _batches(documents: Iterable[Document], field: str) -> Iterator[list[tuple[str, bool]]]:
     """Yield lists of (piece, whether it is the first of its document) that together hold BATCH_CHARACTERS or so."""
-    batch, size = [], 0
+    batch, size, reader = [], 0, _Reader(field)
     for document in documents:
-        for i, text in enumerate(_unchanged_texts(document)):
+        for i, text in enumerate(_unchanged_texts(document, reader)):
             batch.append((text, i == 0))
             size += len(text)
             if size >= BATCH_CHARACTERS:

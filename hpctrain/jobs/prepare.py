@@ -21,6 +21,9 @@ import click
 @click.option("--vocab-size", type=int, help="Number of tokens that bpe trains, at least 257.  [default: 1024]")
 @click.option("--glob", "globs", metavar="PATTERN", multiple=True, help="Which files of folders; may be repeated.")
 @click.option("--stdlib", is_flag=True, help="Add the sources of Python's own standard library: about 30 MB.")
+@click.option(
+    "--field", default="text", show_default=True, help="Of JSON Lines and Parquet files: where a record has its text."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one line of JSON.")
 def command(
     paths: tuple[Path, ...],
@@ -29,13 +32,15 @@ def command(
     vocab_size: int | None,
     globs: tuple[str, ...],
     stdlib: bool,
+    field: str,
     as_json: bool,
 ) -> None:
     """Make a token file, which training reads, from text files and folders of them.
 
-    Every file is one document. Files that are not UTF-8 text are skipped and counted, hidden ones ignored. Documents
-    are shuffled by a hash of their relative path, so the same folder gives the same token file on any machine, and
-    its end, which training keeps for validation, is a fair sample. The file appears only when it is complete.
+    Every file is one document; of .jsonl and .parquet files every record is one. Files that are not UTF-8 text are
+    skipped and counted, hidden ones ignored. Documents are shuffled by a hash of their relative path, so the same
+    folder gives the same token file on any machine, and its end, which training keeps for validation, is a fair
+    sample. The file appears only when it is complete.
 
     \b
     Examples:
@@ -55,7 +60,14 @@ def command(
             bar.update(done - bar.pos)
 
         summary = prepare(
-            paths, out, tokenizer=tokenizer, vocab_size=vocab_size, globs=globs, stdlib=stdlib, on_progress=show
+            paths,
+            out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            globs=globs,
+            stdlib=stdlib,
+            field=field,
+            on_progress=show,
         )
     if as_json:
         fields = vars(summary) | {"path": str(summary.path), "bytes_per_token": round(summary.bytes_per_token, 4)}

@@ -1,0 +1,68 @@
+"""Documents from JSON Lines and Parquet files: each record once, separators between, errors with the place."""
+
+import itertools
+import json
+
+import pytest
+
+from hpctrain.config.errors import DataError
+from hpctrain.data.corpus import prepare
+from hpctrain.data.tokens import open_tokens
+
+TEXTS = [f"text {i}\nof record {i}" for i in range(50)]
+
+
+def documents_in(path) -> list[str]:
+    with open_tokens(path) as source:
+        tokens = source.read(0, source.num_tokens).tolist()
+        assert source.tokenizer is not None
+        starts = [*source.documents.tolist(), source.num_tokens + 1]
+        cut = [tokens[a : b - 1] for a, b in itertools.pairwise(starts)]
+        return [source.tokenizer.decode(ids) for ids in cut]
+
+
+def test_each_line_is_a_document_in_an_order_of_its_own(tmp_path):
+    lines = [json.dumps({"body": text, "id": i}) for i, text in enumerate(TEXTS)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:30]) + "\n\n")
+    (tmp_path / "b.ndjson").write_text("\n".join(lines[30:]))
+    (tmp_path / "plain.txt").write_text("a file")
+    summary = prepare([tmp_path], tmp_path / "out.h5", field="body")
+    made = documents_in(tmp_path / "out.h5")
+    assert summary.documents == 51 and sorted(made) == sorted([*TEXTS, "a file"])
+    assert made != [*TEXTS, "a file"], "shuffled, so that the end is a fair sample"
+    prepare([tmp_path / "a.jsonl", tmp_path / "b.ndjson"], tmp_path / "bpe.h5", field="body", tokenizer="bpe")
+    assert sorted(documents_in(tmp_path / "bpe.h5")) == sorted(TEXTS)
+
+
+def test_each_row_is_a_document(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": TEXTS, "n": range(50)}), tmp_path / "a.parquet", row_group_size=7)
+    assert prepare([tmp_path / "a.parquet"], tmp_path / "out.h5").documents == 50
+    assert sorted(documents_in(tmp_path / "out.h5")) == sorted(TEXTS)
+    with pytest.raises(DataError, match=r"has no column 'body' \(it has: text, n\); name one with --field"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "other.h5", field="body")
+    with pytest.raises(DataError, match="'n' is 0 and no text"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "other.h5", field="n")
+    (tmp_path / "a.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match="is damaged or no Parquet file"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "other.h5")
+    assert not (tmp_path / "other.h5").exists()
+
+
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        ('{"body": "x"}', r"a.jsonl, line 2: has no field 'text' \(it has: body\); name one with --field"),
+        ('{"text": 3}', "line 2: 'text' is 3 and no text"),
+        ("{", "line 2: not valid JSON"),
+        ("[1]", r"has no field 'text' \(it has: list\)"),
+        ('"\\ud800', "not valid JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, text):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(DataError, match=text):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out.h5")
+    assert not (tmp_path / "out.h5").exists()
