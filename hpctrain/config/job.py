@@ -159,6 +159,8 @@ class Data(Table):
     """Share of `tokens` that is kept for validation."""
     sequence_length: Count = 256
     """Tokens of a sequence."""
+    mask_documents: Switch = False
+    """Whether attention and loss stay inside a document, where a sequence holds several; positions restart."""
 
 
 class Train(Table):

@@ -1,7 +1,7 @@
 """Which sequence is where in the global batch: a function of (seed, step) alone, the same for every layout."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -94,18 +94,37 @@ class Sequences:
 
         Position `step * global_batch + row` counts through the sequences of epoch 0, 1, …; a batch may span epochs.
         """
-        return self.read(_positions(step, global_batch, rows))
+        return self.read(positions_of(step, global_batch, rows))
 
     def read(self, positions: np.ndarray) -> np.ndarray:
         """Return the sequences at int64 positions that count through all epochs, int64 [positions, length + 1]."""
+        batch = np.empty((len(positions), self.sequence_length + 1), np.int64)
+        for row, start in enumerate(self.first_tokens(positions).tolist()):
+            batch[row] = self.source.read(start, self.sequence_length + 1)
+        return batch
+
+    def first_tokens(self, positions: np.ndarray) -> np.ndarray:
+        """Return the file's index of the first token of sequences at int64 positions that count through all epochs."""
         epochs, sequences = np.divmod(positions, self.num_sequences)
         if self.shuffle:
             sequences = permute(sequences, self.num_sequences, self.seed, epochs)
-        batch = np.empty((len(positions), self.sequence_length + 1), np.int64)
-        for row, sequence in enumerate(sequences.tolist()):
-            start = self.interval.start + sequence * self.sequence_length
-            batch[row] = self.source.read(start, self.sequence_length + 1)
-        return batch
+        return self.interval.start + sequences * self.sequence_length
+
+    def document_starts(self, positions: np.ndarray) -> np.ndarray:
+        """Return for each token of sequences where its document starts, int64 [positions, length + 1].
+
+        Counted from the sequence's first token, which is where a document starts that began before.
+        """
+        first = self.first_tokens(positions)[:, None]
+        tokens = first + np.arange(self.sequence_length + 1)
+        documents = self.source.documents
+        return np.maximum(documents[np.searchsorted(documents, tokens, side="right") - 1] - first, 0)
+
+    def count_targets(self, positions: np.ndarray) -> int:
+        """Return how many tokens of sequences are in the same document as the one before."""
+        first, documents = self.first_tokens(positions), self.source.documents
+        begun = [np.searchsorted(documents, first + ahead, side="right") for ahead in (0, self.sequence_length)]
+        return len(positions) * self.sequence_length - int((begun[1] - begun[0]).sum())
 
     @property
     def identity(self) -> str:
@@ -113,7 +132,8 @@ class Sequences:
         return f"{self.source.identity} {tuple(self.interval)}"
 
 
-def _positions(step: int, global_batch: int, rows: Interval) -> np.ndarray:
+def positions_of(step: int, global_batch: int, rows: Interval) -> np.ndarray:
+    """Return the positions of rows of a step's global batch, among all sequences of all epochs."""
     if not 0 <= rows.start <= rows.stop <= global_batch:
         raise ValueError(f"rows {rows.start} to {rows.stop} of a global batch of {global_batch}")
     return step * global_batch + np.arange(rows.start, rows.stop, dtype=np.int64)
@@ -142,17 +162,29 @@ class Mixture:
 
     def batch(self, step: int, global_batch: int, rows: Interval) -> np.ndarray:
         """Return rows of a step's global batch, as `Sequences.batch` does."""
-        return self.read(_positions(step, global_batch, rows))
+        return self.read(positions_of(step, global_batch, rows))
 
     def read(self, positions: np.ndarray) -> np.ndarray:
         """Return the sequences at int64 positions, int64 [positions, length + 1]."""
+        return self._of_parts(positions, lambda part, inner: part.read(inner))
+
+    def document_starts(self, positions: np.ndarray) -> np.ndarray:
+        """Return for each token where its document starts, as `Sequences.document_starts` does."""
+        return self._of_parts(positions, lambda part, inner: part.document_starts(inner))
+
+    def count_targets(self, positions: np.ndarray) -> int:
+        """Return how many tokens are in the same document as the one before."""
         sources, inner = self.place(positions)
-        batch = np.empty((len(positions), self.sequence_length + 1), np.int64)
+        return sum(part.count_targets(inner[sources == number]) for number, part in enumerate(self.parts))
+
+    def _of_parts(self, positions: np.ndarray, get: Callable[[Sequences, np.ndarray], np.ndarray]) -> np.ndarray:
+        sources, inner = self.place(positions)
+        result = np.empty((len(positions), self.sequence_length + 1), np.int64)
         for number, part in enumerate(self.parts):
             own = sources == number
             if own.any():
-                batch[own] = part.read(inner[own])
-        return batch
+                result[own] = get(part, inner[own])
+        return result
 
     def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return for each position the source, and the position in that source's own count."""

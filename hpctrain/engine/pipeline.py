@@ -14,6 +14,7 @@ from hpctrain.engine.layout import Layout
 from hpctrain.engine.messages import Messages, SlotKey
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.model.stage import Saved, Stage
+from hpctrain.model.transformer import IGNORED
 from hpctrain.plan.schedule import Instruction, Op, forward_only, items_in_order, schedule_of
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
@@ -23,6 +24,11 @@ class Batch(Protocol):
 
     def rows(self, rows: Interval) -> np.ndarray:
         """Return int64 [rows.size, positions + 1]: each row's tokens, and the one that follows."""
+        ...
+
+    def document_starts(self, rows: Interval) -> np.ndarray | None:
+        """Return int64 [rows.size, positions + 1]: where in its row each token's document starts; None: it is no
+        matter."""
         ...
 
 
@@ -91,8 +97,9 @@ class Pipeline:
                 case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
                     messages.send(instruction, made.pop(place))
                 case Op.FORWARD:
-                    ids, targets = self._tokens(batch, stage, place.microbatch, s)
-                    value, kept = stage.forward(self._take(place, s) if ids is None else ids, targets, training)
+                    ids, targets, starts = self._tokens(batch, stage, place.microbatch, s)
+                    given = self._take(place, s) if ids is None else ids
+                    value, kept = stage.forward(given, targets, training, starts)
                     if stage.is_last:
                         loss += float(value)
                     else:
@@ -134,13 +141,20 @@ class Pipeline:
 
     def _tokens(
         self, batch: Batch, stage: Stage, microbatch: int, substep: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return (ids, targets), each [rows, positions] or None where this stage does not need it."""
-        if not (stage.is_first or stage.is_last):
-            return None, None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return ids, targets, and where documents start, each [rows, positions] or None where it is not needed."""
         rows = self._row_chunks[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
+        starts = batch.document_starts(rows)
+        starts = None if starts is None else torch.from_numpy(starts).to(self._device)
+        inner = None if starts is None else starts[:, :-1]
+        if not (stage.is_first or stage.is_last):
+            return None, None, inner
         tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
-        return tokens[:, :-1] if stage.is_first else None, tokens[:, 1:] if stage.is_last else None
+        ids, targets = tokens[:, :-1], tokens[:, 1:]
+        if starts is not None:  # the first token of a document follows from none before it
+            places = torch.arange(1, starts.shape[1], device=self._device)
+            targets = targets.masked_fill(starts[:, 1:] == places, IGNORED)
+        return ids if stage.is_first else None, targets if stage.is_last else None, inner
 
     def _take(self, place: SlotKey, substep: int) -> torch.Tensor:
         """Return the rows of a substep of what came in; the last substep takes it away."""

@@ -252,6 +252,9 @@ class _Noise:
     def __init__(self, job: Job):
         self._vocabulary, self._length = job.model.num_ids, job.data.sequence_length + 1
 
+    def document_starts(self, rows: Interval) -> None:
+        return None
+
     def rows(self, rows: Interval) -> np.ndarray:
         return np.random.default_rng(0).integers(self._vocabulary, size=(rows.size, self._length))
 

@@ -16,7 +16,7 @@ from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TrainingError
 from hpctrain.config.job import Job
-from hpctrain.data.order import AnySequences
+from hpctrain.data.order import AnySequences, positions_of
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.phases import phases_of
@@ -35,8 +35,22 @@ class TrainingBatch:
     step: int
     global_batch: int
 
+    masks_documents: bool = False
+
     def rows(self, rows: Interval) -> np.ndarray:
         return self.sequences.batch(self.step, self.global_batch, rows)
+
+    def document_starts(self, rows: Interval) -> np.ndarray | None:
+        if not self.masks_documents:
+            return None
+        return self.sequences.document_starts(positions_of(self.step, self.global_batch, rows))
+
+    def num_targets(self) -> int:
+        """Return how many tokens of the whole batch the loss is of."""
+        if not self.masks_documents:
+            return self.global_batch * self.sequences.sequence_length
+        every = positions_of(self.step, self.global_batch, Interval(0, self.global_batch))
+        return max(1, self.sequences.count_targets(every))
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,16 @@ class ValidationBatch:
     sequences: AnySequences
     first: int
     count: int
+    masks_documents: bool = False
+
+    def document_starts(self, rows: Interval) -> np.ndarray | None:
+        if not self.masks_documents:
+            return None
+        real = rows.shift(self.first).intersect(Interval(0, self.count))
+        starts = np.zeros((rows.size, self.sequences.sequence_length + 1), dtype=np.int64)
+        if real.size:
+            starts[: real.size] = self.sequences.document_starts(positions_of(0, self.count, real))
+        return starts
 
     def rows(self, rows: Interval) -> np.ndarray:
         real = rows.shift(self.first).intersect(Interval(0, self.count))
@@ -129,16 +153,17 @@ class Trainer:
     def step(self, sequences: AnySequences, stop: bool = False) -> tuple[dict, bool]:
         """Train one step; return its metrics, and whether some rank was asked to stop."""
         step = self.steps_done
-        batch = TrainingBatch(sequences, step, self.job.train.global_batch)
+        batch = TrainingBatch(sequences, step, self.job.train.global_batch, self.job.data.mask_documents)
+        num_targets = batch.num_targets()
         with self._running(f"step {step + 1}"):
             taken, since = self.accelerator.stopwatch(), self.world.tracer.now()
-            totals = self.pipeline.train(batch, step, self.tokens_per_step, stop)
+            totals = self.pipeline.train(batch, step, num_targets, stop)
             self.world.tracer.computed(f"step {step + 1}", since)
             seconds = taken()
         self.steps_done += 1
         metrics = {
             "step": self.steps_done,
-            "loss": totals.loss / self.tokens_per_step,
+            "loss": totals.loss / num_targets,
             "grad_norm": totals.norm,
             "learning_rate": learning_rate(self.job.train, step),
             "step_seconds": seconds,
@@ -158,9 +183,10 @@ class Trainer:
         count = min(self.job.train.validation_sequences, sequences.num_sequences)
         at_once = self.plan.microbatches * self.plan.rows
         with self._running("validation"):
-            batches = [ValidationBatch(sequences, first, count) for first in range(0, count, at_once)]
+            masks = self.job.data.mask_documents
+            batches = [ValidationBatch(sequences, first, count, masks) for first in range(0, count, at_once)]
             total = sum(self.pipeline.evaluate(batch).loss for batch in batches)
-        return total / (count * sequences.sequence_length)
+        return total / TrainingBatch(sequences, 0, count, masks).num_targets()
 
     def save(self, folder: Path, about: dict[str, str]) -> Path:
         """Write a checkpoint of the run folder; `about` is what is known of tokenizer and data."""

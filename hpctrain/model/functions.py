@@ -231,15 +231,18 @@ def embed(anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int,
 
 class _AddPositions(Function):
     @staticmethod
-    def forward(ctx, x, table: Weight, first: int):
-        ctx.table = table
-        return x + table.data[first : first + x.shape[1]]
+    def forward(ctx, x, table: Weight, first: int, places: torch.Tensor | None):
+        ctx.table, ctx.places = table, places
+        return x + table.data[slice(first, first + x.shape[1]) if places is None else places]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        ctx.table.accumulate(add_first, dy)
-        return dy, None, None
+        if ctx.places is None:
+            ctx.table.accumulate(add_first, dy)
+        else:
+            ctx.table.accumulate(add_rows, dy, ctx.places, torch.zeros_like(ctx.places, dtype=torch.bool))
+        return dy, None, None, None
 
 
 def add_first(grad: torch.Tensor, dy: torch.Tensor, fresh: bool) -> None:
@@ -249,12 +252,12 @@ def add_first(grad: torch.Tensor, dy: torch.Tensor, fresh: bool) -> None:
     grad[: dy.shape[1]] += dy.sum(0, dtype=torch.float32)
 
 
-def add_positions(x: torch.Tensor, table: Weight, first: int = 0) -> torch.Tensor:
+def add_positions(x: torch.Tensor, table: Weight, first: int = 0, places: torch.Tensor | None = None) -> torch.Tensor:
     """Add learned positions, [positions, hidden / x], to x: [rows, positions, hidden / x].
 
-    Without a gradient x may begin at another position than the first.
+    They are `first`, `first` + 1, ... (0, 1, ... where a gradient is wanted), or `places`, int64 [rows, positions].
     """
-    return _AddPositions.apply(x, table, first)
+    return _AddPositions.apply(x, table, first, places)
 
 
 class _Rotate(Function):
@@ -326,23 +329,29 @@ def gated(both: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, first: int = 0
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention: Attention,
+    first: int = 0,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mix values by causal attention, in the window and with the cap that the description has.
 
     queries: [rows, heads, positions, head size]; keys, values: [rows, key/value heads, all positions, head size];
-    result as queries. Queries are those of positions `first`, `first` + 1, ...
+    result as queries. Queries are those of positions `first`, `first` + 1, ...; with `starts`, int64 [rows, positions],
+    each attends to no position before its own.
     """
     scale = (attention.score_divisor or queries.shape[-1]) ** -0.5
     count, total = queries.shape[2], keys.shape[2]
     is_windowed = attention.window is not None and attention.window < total
     if attention.score_cap is None:
-        is_causal = not is_windowed and count == total
+        is_causal = not is_windowed and count == total and starts is None
         return F.scaled_dot_product_attention(
             queries,
             keys,
             values,
-            attn_mask=None if is_causal else _visible(queries, first, total, attention.window),
+            attn_mask=None if is_causal else _visible(queries, first, total, attention.window, starts),
             is_causal=is_causal,
             scale=scale,
             enable_gqa=queries.shape[1] != keys.shape[1],
@@ -350,15 +359,18 @@ def attend(
     repeats = queries.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(repeats, dim=1) for each in (keys, values))
     scores = capped(queries @ keys.transpose(2, 3) * scale, attention.score_cap)
-    scores = scores.masked_fill(~_visible(queries, first, total, attention.window), -torch.inf)
+    scores = scores.masked_fill(~_visible(queries, first, total, attention.window, starts), -torch.inf)
     return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
-def _visible(like: torch.Tensor, first: int, total: int, window: int | None) -> torch.Tensor:
-    """Return which positions each query may attend to, bool [queries, all positions]."""
-    query = torch.arange(first, first + like.shape[2], device=like.device)[:, None]
-    behind = query - torch.arange(total, device=like.device)
-    return (behind >= 0) & (behind < (window or total))
+def _visible(
+    queries: torch.Tensor, first: int, total: int, window: int | None, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """Return which positions each query may attend to, bool [queries, all positions], or [rows, 1, ...] of both."""
+    places = torch.arange(total, device=queries.device)
+    behind = places[first : first + queries.shape[2], None] - places
+    visible = (behind >= 0) & (behind < (window or total))
+    return visible if starts is None else visible & (places >= starts[:, None, :, None])
 
 
 def capped(values: torch.Tensor, cap: float) -> torch.Tensor:

@@ -27,6 +27,8 @@ class Saved:
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)
     targets: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    """Where in its row each token's document starts, where attention stays inside of it."""
     deferred: deque[list[Deferred]] = field(default_factory=deque)
     """After the input pass of a backward pass that is split: for each item, the last first, its additions to gradients
     of weights."""
@@ -81,12 +83,15 @@ class Stage:
     def is_last(self) -> bool:
         return bool(self.items) and isinstance(self.items[-1], Head)
 
-    def forward(self, value: torch.Tensor, targets: torch.Tensor | None, training: bool) -> tuple[torch.Tensor, Saved]:
+    def forward(
+        self, value: torch.Tensor, targets: torch.Tensor | None, training: bool, starts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Saved]:
         """Run all items on token ids (first stage) or hidden states; return hidden states or the summed loss.
 
-        `targets` are for the last stage. Without `training` nothing is saved.
+        `targets` are for the last stage; with `starts`, int64 [rows, positions], attention begins at each token's own.
+        Without `training` nothing is saved.
         """
-        saved = Saved(targets=targets)
+        saved = Saved(targets=targets, starts=starts)
         traffic = self.store.traffic
         keep = training and self.tile.recompute == "none"
         for number, item in enumerate(self.items, self.tile.items.start):
@@ -96,7 +101,7 @@ class Stage:
             given = value.detach()
             given.requires_grad_(training and given.is_floating_point())
             with torch.set_grad_enabled(keep):
-                value = self._run(item, given, targets)
+                value = self._run(item, given, saved)
             if training:
                 saved.inputs.append(given)
                 saved.outputs.append(value if keep else None)
@@ -162,15 +167,15 @@ class Stage:
         given, output = saved.inputs.pop(), saved.outputs.pop()
         if output is None:
             with torch.enable_grad():
-                output = self._run(item, given, saved.targets)
+                output = self._run(item, given, saved)
         with torch.enable_grad():
             end = _End.apply(output, gradient)
         end.backward()
         return given.grad
 
     @staticmethod
-    def _run(item: Item, value: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+    def _run(item: Item, value: torch.Tensor, of: Saved) -> torch.Tensor:
         if isinstance(item, Head):
-            assert targets is not None, "the last stage has them"
-            return item.forward(value, targets)
-        return item.forward(value)
+            assert of.targets is not None, "the last stage has them"
+            return item.forward(value, of.targets)
+        return item.forward(value, of.starts)

@@ -78,8 +78,12 @@ class Item:
         self._item, self._store = item, store
         self._names = [p.name for p in item_parameters(model, item)]
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the item's output for its input: ids or hidden states. The head's is its loss, and takes targets."""
+    def forward(self, value: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the item's output for its input: ids or hidden states.
+
+        `more`, int64 [rows, positions], is where each token's document starts, or None; the head, whose output is its
+        loss, gets the targets.
+        """
         raise NotImplementedError
 
     def weights(self, *suffixes: str) -> list:
@@ -111,11 +115,14 @@ class Embedding(Item):
         self.first: Callable[[], int] = lambda: 0
         """The position of the first id: another than 0 where text is written with a cache."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], self.axes.y)
         if self.description.embedding_scale != 1.0:
             hidden = hidden * self.description.embedding_scale
-        return add_positions(hidden, self.positions[0], self.first()) if self.positions else hidden
+        if not self.positions:
+            return hidden
+        places = None if more is None else torch.arange(ids.shape[1], device=ids.device) - more
+        return add_positions(hidden, self.positions[0], self.first(), places)
 
 
 class Block(Item):
@@ -137,14 +144,15 @@ class Block(Item):
         self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cache: Cache | None = None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         parts = hidden.chunk(2) if self.in_halves else (hidden,)
-        outputs = alternating([self._passed(part) for part in parts])
+        starts = [None] * len(parts) if more is None else more.split([part.shape[0] for part in parts])
+        outputs = alternating([self._passed(*pair) for pair in zip(parts, starts, strict=True)])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _passed(self, hidden: torch.Tensor) -> Passing:
+    def _passed(self, hidden: torch.Tensor, starts: torch.Tensor | None) -> Passing:
         attention, mlp = self.attention_of, self.mlp_of
-        added = yield from self.attention(self.norm(hidden, self.attention_norm, attention.norm))
+        added = yield from self.attention(self.norm(hidden, self.attention_norm, attention.norm), starts)
         if attention.out_norm:
             added = self.norm(added, self.attention_out_norm, attention.out_norm)
         hidden = hidden + added
@@ -163,7 +171,7 @@ class Block(Item):
         ends[0]()
         return result
 
-    def attention(self, x: torch.Tensor) -> Passing:
+    def attention(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> Passing:
         rows, positions, _ = x.shape
         attention, size = self.attention_of, self.attention_of.head_size
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -181,7 +189,7 @@ class Block(Item):
         if self.cache:
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
-        mixed = attend(queries, keys, values, attention, first)
+        mixed = attend(queries, keys, values, attention, first, starts)
         mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
         return (yield from self._linear(mixed, self.out, into=self.axes.y, out=self.axes.x))
 
@@ -231,8 +239,9 @@ class Head(Item):
         logits = linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
         return logits if self.description.logit_cap is None else capped(logits, self.description.logit_cap)
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(self.logits(hidden), targets, *self.vocabulary(), self.axes.y)
+    def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        assert more is not None, "the loss is of targets"
+        return cross_entropy(self.logits(hidden), more, *self.vocabulary(), self.axes.y)
 
 
 def make_item(model: Model, item: int, axes: Axes, store: Store, in_halves: bool = False) -> Item:

@@ -118,6 +118,8 @@ class Setup:
     """What is overlapped with computation. "tensor": sums over x and y, with the products of gradients of weights.
     "z": gathers of the next item's weights, scatters of the last one's gradients. "forward": outputs of x and y, with
     the other half of the rows."""
+    masks_documents: bool = False
+    """Attention stays inside documents: by a mask, which no kernel takes a short cut for."""
     bucket_bytes: int | None = None
     """Holders sum gradients and gather weights while ranks compute, in buckets of so many bytes or more; None: when all
     is computed."""
@@ -128,7 +130,10 @@ class Setup:
         dtype = dtype or job.train.resolved_dtype
         overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
         stack = HPCTRAIN if job.comm.gather_messages else replace(HPCTRAIN, gathers_parts=False)
-        return cls(job.model, job.data.sequence_length, dtype, stack, overlaps, job.overlap.overlapped_bucket_bytes)
+        data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
+        return cls(
+            job.model, data.sequence_length, dtype, stack, overlaps, data.mask_documents, bucket_bytes=bucket_bytes
+        )
 
     @cached_property
     def blocks(self) -> tuple[Layer, ...]:
@@ -367,7 +372,7 @@ def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) 
     flash, passes = setup.stack.flash, setup.passes.scores
     if attention.score_cap is not None:
         flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)
-    share = seen_share(attention, positions) if flash else 1.0
+    share = seen_share(attention, positions) if flash and not setup.masks_documents else 1.0
     works = []
     for fused, passed in zip(flash or (None, None), passes, strict=True):
         scores = MatrixProduct(positions, size, positions, batch, share, fused)

@@ -205,7 +205,9 @@ def item_computing(setup: Setup, grid: TensorGrid, item: int, again: bool, in_ha
         overlapped = max(kept / 2, overlapped)
     else:
         overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and item else 2)
-    return again * kept + overlapped
+    is_block = 0 < item <= setup.model.num_layers
+    mask = setup.positions**2 if is_block and setup.masks_documents else 0
+    return again * kept + overlapped + mask
 
 
 def _is_recomputed(setup: Setup, tile: Tile, item: int) -> bool:

@@ -1,4 +1,4 @@
-"""A mixture of sources is the same on every layout, and after going on with another one."""
+"""Data of several sources, and of several documents in a sequence, is the same on every layout."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import pytest
 from hpctrain.checkpoint.format import latest_checkpoint
 from hpctrain.config.job import Source
 from hpctrain.data.order import open_datasets
+from hpctrain.data.tokens import TokenWriter
 from tests.ranks.small_runs import VOCAB, Alone, largest_relative_difference, losses, make_job, make_trainer
 
 STEPS = 6
@@ -42,3 +43,33 @@ def test_the_mixture_is_that_of_one_rank_and_goes_on_elsewhere(world, tokens, fo
             result += [trainer.step(training)[0]["loss"] for _ in range(STEPS // 2)]
             trainer.save(folder / "run", {})
     assert largest_relative_difference(result, expected) < 1e-5
+
+
+MASKED = {
+    2: [{"tensor": {"x": 2}}, {"tensor": {"y": 2}}, {"tensor": {"z": 2}}, {"pipeline": 2, "microbatch": 4}],
+    4: [{"tensor": {"y": 2}, "pipeline": 2, "recompute": "full"}, {"data": 2, "pipeline": 2, "zero": 3}],
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_packed_documents_give_the_losses_of_one_rank(world, folder, model):
+    if world.rank == 0:
+        rng = np.random.default_rng(2)
+        with TokenWriter(folder / "packed.h5", VOCAB) as writer:
+            for size in rng.integers(1, 40, size=300):
+                writer.begin_document()
+                writer.append(rng.integers(VOCAB, size=size))
+    world.agree(None)
+
+    def masked(plan: dict | None = None):
+        job = make_job(folder / "packed.h5", model, plan)
+        overlap = job.overlap.model_copy(update={"tensor": True, "forward": True})  # halves of rows, each with its own
+        data = job.data.model_copy(update={"mask_documents": True})
+        return job.model_copy(update={"data": data, "overlap": overlap})
+
+    expected = world.broadcast_object(losses(Alone(), masked(), STEPS) if world.rank == 0 else None)
+    for layout in MASKED[world.size]:
+        with world.freeing():
+            assert largest_relative_difference(losses(world, masked(layout), STEPS), expected) < 1e-5, layout
