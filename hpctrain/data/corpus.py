@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
-from hpctrain.data.records import RECORD_FILES, Records, open_records
+from hpctrain.data.records import PLAIN, RECORD_FILES, Fields, Records, Texts, open_records
 from hpctrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
 
@@ -66,12 +66,13 @@ def prepare(
     vocab_size: int | None = None,
     globs: Sequence[str] = (),
     stdlib: bool = False,
-    field: str = "text",
+    fields: Fields = PLAIN,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
     """Write the token file `out` from text files and folders of them, each file a document.
 
-    In JSON Lines and Parquet files each record is one, whose text is in `field`.
+    In JSON Lines and Parquet files each record is one, whose texts are in `fields`: a prompt, which is not learnt, and
+    what follows.
 
     Documents are shuffled by a hash of their relative path, so that the end of the file, which becomes validation,
     is a fair sample, and every machine gets the same file. `tokenizer` is `byte`, `bpe` (trained here, to
@@ -81,13 +82,13 @@ def prepare(
     if vocab_size is not None and tokenizer != "bpe":
         raise DataError(f"--vocab-size {vocab_size} is for --tokenizer bpe; --tokenizer {tokenizer} brings its own")
     result, skipped = list_files(paths, globs, stdlib)
-    documents = _shuffled(_documents(result, skipped, field))
+    documents = _shuffled(_documents(result, skipped, fields))
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         raise DataError(f"nothing to prepare: no text in the {len(result)} files found ({reasons}); give UTF-8 text")
     if tokenizer == "bpe":
         vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
-        made = train_bpe(_sample(documents, field), vocab_size)
+        made = train_bpe(_sample(documents, fields), vocab_size)
     else:
         made = ByteTokenizer() if tokenizer == "byte" else load_tokenizer(Path(tokenizer))
     if made.separator is None:
@@ -95,7 +96,7 @@ def prepare(
             f"{tokenizer}: the tokenizer has no token to end a document with; add '<|endoftext|>' to its added_tokens"
         )
     with TokenWriter(out, made.vocab_size, made) as writer:
-        _encode(documents, field, made, writer, on_progress)
+        _encode(documents, fields, made, writer, on_progress)
     with open_tokens(out) as source:
         return Summary(
             path=Path(out),
@@ -174,14 +175,14 @@ def _walk(
                 yield path, relative.as_posix()
 
 
-def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str], field: str) -> Iterator[Document]:
+def _documents(result: Iterable[tuple[Path, str]], skipped: Counter[str], fields: Fields) -> Iterator[Document]:
     """Yield the files that are text, and the records of others; count what is left out by reason."""
     for path, name in result:
         if path.suffix in RECORD_FILES:
-            with open_records(path, field) as records:
-                for number, group, text in records:
-                    if text:
-                        yield Document(path, f"{name}#{group}", len(text.encode()), number)
+            with open_records(path, fields) as records:
+                for number, group, texts in records:
+                    if texts.text:
+                        yield Document(path, f"{name}#{group}", len("".join(texts).encode()), number)
                     else:
                         skipped["empty"] += 1
             continue
@@ -236,24 +237,24 @@ class _Reader:
 
     MOST_OPEN = 16
 
-    def __init__(self, field: str):
-        self._field, self._open = field, {}
+    def __init__(self, fields: Fields):
+        self._fields, self._open = fields, {}
 
-    def record(self, document: Document) -> str:
+    def texts(self, document: Document) -> Texts:
         assert document.record is not None, "asked for records"
         records: Records | None = self._open.pop(document.path, None)
         if records is None:
-            records = open_records(document.path, self._field)
+            records = open_records(document.path, self._fields)
             if len(self._open) >= self.MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
         self._open[document.path] = records  # the last one used is the last to be closed
-        return records.text(document.record)
+        return records.texts(document.record)
 
 
 def _unchanged_texts(document: Document, reader: _Reader) -> Iterator[str]:
-    """Yield the pieces of a document that was text a moment ago."""
+    """Yield the pieces of a document that was text a moment ago; of a record with a prompt first that."""
     if document.record is not None:
-        yield reader.record(document)
+        yield from reader.texts(document)
         return
     try:
         yield from _texts(document.path)
@@ -262,9 +263,9 @@ def _unchanged_texts(document: Document, reader: _Reader) -> Iterator[str]:
         raise DataError(f"{document.path}: changed while it was being read: {reason}; run it again") from None
 
 
-def _sample(documents: Iterable[Document], field: str) -> Iterator[str]:
+def _sample(documents: Iterable[Document], fields: Fields) -> Iterator[str]:
     """Yield the text that BPE learns from: that of the first documents in their shuffled order."""
-    num_bytes, reader = 0, _Reader(field)
+    num_bytes, reader = 0, _Reader(fields)
     for document in documents:
         for text in _unchanged_texts(document, reader):
             if num_bytes >= TRAINING_BYTES:
@@ -275,31 +276,33 @@ def _sample(documents: Iterable[Document], field: str) -> Iterator[str]:
 
 def _encode(
     documents: Sequence[Document],
-    field: str,
+    fields: Fields,
     tokenizer: Tokenizer,
     writer: TokenWriter,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Write all documents, a separator between two, a batch of pieces at a time."""
     total, done = sum(document.num_bytes for document in documents), 0
-    for batch in _batches(documents, field):
+    for batch in _batches(documents, fields):
         encoded = tokenizer.encode_batch([text for text, _ in batch])
-        for (text, starts_document), ids in zip(batch, encoded, strict=True):
-            if starts_document:
+        for (text, number), ids in zip(batch, encoded, strict=True):
+            if number == 0:
                 if writer.num_tokens:
                     writer.append(np.array([tokenizer.separator]))
                 writer.begin_document()
+            elif number == 1 and fields.prompt:
+                writer.begin_answer()
             writer.append(ids)
             done += len(text.encode())
         on_progress(done, total)
 
 
-def _batches(documents: Iterable[Document], field: str) -> Iterator[list[tuple[str, bool]]]:
-    """Yield lists of (piece, whether it is the first of its document) that together hold BATCH_CHARACTERS or so."""
-    batch, size, reader = [], 0, _Reader(field)
+def _batches(documents: Iterable[Document], fields: Fields) -> Iterator[list[tuple[str, int]]]:
+    """Yield lists of (piece, its number in its document) that together hold BATCH_CHARACTERS or so."""
+    batch, size, reader = [], 0, _Reader(fields)
     for document in documents:
         for i, text in enumerate(_unchanged_texts(document, reader)):
-            batch.append((text, i == 0))
+            batch.append((text, i))
             size += len(text)
             if size >= BATCH_CHARACTERS:
                 yield batch

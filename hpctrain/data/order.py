@@ -74,12 +74,19 @@ class Sequences:
         *,
         shuffle: bool = True,
         part: str = "the corpus",
+        mask_documents: bool = False,
     ):
         self.source = source
         self.interval = interval
         self.sequence_length = sequence_length
         self.seed = seed
         self.shuffle = shuffle
+        self.masks_documents = mask_documents
+        begin, answers = source.documents + mask_documents, source.answers
+        self._counted_from = None if answers is None and not mask_documents else begin
+        """For each document the first token that the loss is of."""
+        if answers is not None:
+            self._counted_from = np.maximum(begin, answers)
         self.num_sequences = max(0, interval.size - 1) // sequence_length
         if self.num_sequences == 0:
             largest = interval.size - 1
@@ -111,20 +118,38 @@ class Sequences:
         return self.interval.start + sequences * self.sequence_length
 
     def document_starts(self, positions: np.ndarray) -> np.ndarray:
-        """Return for each token of sequences where its document starts, int64 [positions, length + 1].
+        """Return for each input of sequences where its document starts, int64 [positions, length].
 
         Counted from the sequence's first token, which is where a document starts that began before.
         """
         first = self.first_tokens(positions)[:, None]
-        tokens = first + np.arange(self.sequence_length + 1)
-        documents = self.source.documents
-        return np.maximum(documents[np.searchsorted(documents, tokens, side="right") - 1] - first, 0)
+        tokens = first + np.arange(self.sequence_length)
+        return np.maximum(self.source.documents[self._document_of(tokens)] - first, 0)
+
+    def counted(self, positions: np.ndarray) -> np.ndarray | None:
+        """Return for each target of sequences whether the loss is of it, bool [positions, length]; None: of all."""
+        if self._counted_from is None:
+            return None
+        targets = self.first_tokens(positions)[:, None] + np.arange(1, self.sequence_length + 1)
+        return targets >= self._counted_from[self._document_of(targets)]
 
     def count_targets(self, positions: np.ndarray) -> int:
-        """Return how many tokens of sequences are in the same document as the one before."""
-        first, documents = self.first_tokens(positions), self.source.documents
-        begun = [np.searchsorted(documents, first + ahead, side="right") for ahead in (0, self.sequence_length)]
-        return len(positions) * self.sequence_length - int((begun[1] - begun[0]).sum())
+        """Return how many targets of sequences the loss is of."""
+        if self._counted_from is None:
+            return len(positions) * self.sequence_length
+        first = self.first_tokens(positions) + 1
+        return int((self._counted_before(first + self.sequence_length) - self._counted_before(first)).sum())
+
+    def _counted_before(self, tokens: np.ndarray) -> np.ndarray:
+        """Return how many tokens before these, of the whole file, the loss is of."""
+        assert self._counted_from is not None, "asked for where some are left out"
+        ends = np.append(self.source.documents[1:], self.source.num_tokens)
+        in_documents = np.concatenate([[0], np.cumsum(np.maximum(0, ends - self._counted_from))])
+        document = self._document_of(tokens - 1)
+        return in_documents[document] + np.maximum(0, tokens - self._counted_from[document])
+
+    def _document_of(self, tokens: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.source.documents, tokens, side="right") - 1
 
     @property
     def identity(self) -> str:
@@ -166,20 +191,36 @@ class Mixture:
 
     def read(self, positions: np.ndarray) -> np.ndarray:
         """Return the sequences at int64 positions, int64 [positions, length + 1]."""
-        return self._of_parts(positions, lambda part, inner: part.read(inner))
+        return self._of_parts(positions, self.sequence_length + 1, lambda part, inner: part.read(inner))
+
+    @property
+    def masks_documents(self) -> bool:
+        return self.parts[0].masks_documents
 
     def document_starts(self, positions: np.ndarray) -> np.ndarray:
-        """Return for each token where its document starts, as `Sequences.document_starts` does."""
-        return self._of_parts(positions, lambda part, inner: part.document_starts(inner))
+        """Return for each input where its document starts, as `Sequences.document_starts` does."""
+        return self._of_parts(positions, self.sequence_length, lambda part, inner: part.document_starts(inner))
+
+    def counted(self, positions: np.ndarray) -> np.ndarray | None:
+        """Return for each target whether the loss is of it, as `Sequences.counted` does."""
+
+        def of_part(part: Sequences, inner: np.ndarray) -> np.ndarray | bool:
+            counted = part.counted(inner)
+            return True if counted is None else counted
+
+        counted = self._of_parts(positions, self.sequence_length, of_part).astype(bool)
+        return None if counted.all() else counted
 
     def count_targets(self, positions: np.ndarray) -> int:
-        """Return how many tokens are in the same document as the one before."""
+        """Return how many targets the loss is of."""
         sources, inner = self.place(positions)
         return sum(part.count_targets(inner[sources == number]) for number, part in enumerate(self.parts))
 
-    def _of_parts(self, positions: np.ndarray, get: Callable[[Sequences, np.ndarray], np.ndarray]) -> np.ndarray:
+    def _of_parts(
+        self, positions: np.ndarray, length: int, get: Callable[[Sequences, np.ndarray], np.ndarray | bool]
+    ) -> np.ndarray:
         sources, inner = self.place(positions)
-        result = np.empty((len(positions), self.sequence_length + 1), np.int64)
+        result = np.empty((len(positions), length), np.int64)
         for number, part in enumerate(self.parts):
             own = sources == number
             if own.any():
@@ -251,21 +292,25 @@ def open_datasets(data: Data, seed: int) -> tuple[TokenSource, AnySequences, Any
 
 
 def _open_one(data: Data, seed: int) -> tuple[TokenSource, Sequences, Sequences | None]:
-    length = data.sequence_length
+    length, masks = data.sequence_length, data.mask_documents
     source = open_tokens(data.tokens)
     if data.validation is not None:
         held_out = open_tokens(data.validation)
         _check_vocabularies(source, held_out)
-        train = Sequences(source, Interval(0, source.num_tokens), length, seed)
+        train = Sequences(source, Interval(0, source.num_tokens), length, seed, mask_documents=masks)
         whole = Interval(0, held_out.num_tokens)
-        return source, train, Sequences(held_out, whole, length, shuffle=False, part="data.validation")
+        return (
+            source,
+            train,
+            Sequences(held_out, whole, length, shuffle=False, part="data.validation", mask_documents=masks),
+        )
     train_part, validation_part = split(source, data.validation_fraction)
     kept = f"its training part (data.validation_fraction = {data.validation_fraction:g})"
-    train = Sequences(source, train_part, length, seed, part=kept)
+    train = Sequences(source, train_part, length, seed, part=kept, mask_documents=masks)
     if data.validation_fraction == 0:
         return source, train, None
     end = f"its validation part (data.validation_fraction = {data.validation_fraction:g}; 0 for none)"
-    return source, train, Sequences(source, validation_part, length, shuffle=False, part=end)
+    return source, train, Sequences(source, validation_part, length, shuffle=False, part=end, mask_documents=masks)
 
 
 def _check_vocabularies(source: TokenSource, held_out: TokenSource, key: str = "data.validation") -> None:

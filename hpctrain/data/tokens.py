@@ -1,7 +1,8 @@
 """Token files: one long row of token ids in HDF5, with what is needed to trust and understand it.
 
 Datasets: `tokens` (contiguous, so that it can be memory-mapped; uint8, uint16 or uint32 by vocabulary size),
-`documents` (int64, where each starts), `counts` (int64 per token id), `checksums` (CRC-32 of every MiB of `tokens`).
+`documents` (int64, where each starts), `counts` (int64 per token id), `checksums` (CRC-32 of every MiB of `tokens`)
+and, where documents have prompts, `answers` (int64, where the answer of each starts).
 Attributes: `format`, `version`, `vocab_size` and `tokenizer` (JSON), strings as bytes of fixed length. Everything but
 `tokens` is small and guarded by HDF5's own checksums.
 
@@ -52,11 +53,14 @@ class TokenSource:
         counts: np.ndarray | None = None,
         checksums: np.ndarray | None = None,
         file: h5py.File | None = None,
+        answers: np.ndarray | None = None,
     ):
         self.path = path
         self.num_tokens = len(tokens)
         self.documents = documents
         """int64, ascending: where each document starts; [0] where the file does not say."""
+        self.answers = answers
+        """int64: where in each document the answer starts, which alone is to be learnt; None: all is."""
         self.declares_vocabulary = vocab_size is not None
         self.tokenizer_json = tokenizer_json
         self._tokens = tokens
@@ -76,7 +80,8 @@ class TokenSource:
         step = max(1, self.num_tokens // 65536)
         tokens = self._tokens[::step] if self._checksums is None else self._checksums  # pyright: ignore[reportOptionalSubscript]
         sample = np.asarray(tokens)
-        return f"{self.num_tokens} tokens {zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"
+        identity = f"{self.num_tokens} tokens {zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"
+        return identity if self.answers is None else f"{identity} answers {zlib.crc32(self.answers.tobytes()):08x}"
 
     @cached_property
     def vocab_size(self) -> int:
@@ -261,6 +266,7 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
         )
     tokens, *others = (_dataset(file, name) for name in ("tokens", "documents", "counts", "checksums"))
     documents, counts, checksums = map(np.asarray, others)
+    answers = np.asarray(_dataset(file, "answers")) if "answers" in file else None
     vocab_size, named = int(attributes["vocab_size"]), attributes.get("tokenizer")
     tokenizer = named.decode() if isinstance(named, bytes) else None
     consistent = (
@@ -273,14 +279,20 @@ def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
         and documents[0] == 0
         and documents[-1] < len(tokens)
         and (np.diff(documents) > 0).all()
+        and (answers is None or _are_within(answers, documents, len(tokens)))
     )
     if not consistent:
         raise ValueError("its parts contradict each other")
     offset = tokens.id.get_offset()
     if offset is None:  # somebody has chunked or compressed it, say with h5repack
-        return TokenSource(path, tokens, documents, vocab_size, tokenizer, counts, checksums, file)
+        return TokenSource(path, tokens, documents, vocab_size, tokenizer, counts, checksums, file, answers)
     mapped = np.memmap(path, tokens.dtype, mode="r", offset=offset, shape=tokens.shape).view(np.ndarray)
-    return TokenSource(path, mapped, documents, vocab_size, tokenizer, counts, checksums)
+    return TokenSource(path, mapped, documents, vocab_size, tokenizer, counts, checksums, answers=answers)
+
+
+def _are_within(answers: np.ndarray, documents: np.ndarray, num_tokens: int) -> bool:
+    ends = np.append(documents[1:], num_tokens)
+    return answers.shape == documents.shape and bool(((answers >= documents) & (answers <= ends)).all())
 
 
 def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
@@ -309,7 +321,8 @@ class TokenWriter:
         self.tokenizer = tokenizer
         self.num_tokens = 0
         self._dtype = _dtype(vocab_size)
-        self._documents = array("q")
+        self._documents, self._answers = array("q"), array("q")
+        self._has_answers = False
         self._counts = np.zeros(vocab_size, np.int64)
         self._spool: BinaryIO
 
@@ -332,6 +345,12 @@ class TokenWriter:
         """Say that the next token starts a document."""
         if not self._documents or self._documents[-1] != self.num_tokens:
             self._documents.append(self.num_tokens)
+            self._answers.append(self.num_tokens)
+
+    def begin_answer(self) -> None:
+        """Say that the next token is the first one of this document to be learnt."""
+        self._answers[-1] = self.num_tokens
+        self._has_answers = True
 
     def append(self, ids: np.ndarray) -> None:
         """Add token ids, integers [tokens]. Raises DataError for one that is not in the vocabulary."""
@@ -373,6 +392,7 @@ class TokenWriter:
         checksums = array("I")
         if self._documents[-1] == self.num_tokens:
             self._documents.pop()  # begun, and left empty
+            self._answers.pop()
         with h5py.File(self.partial, "w", libver=HDF5_VERSIONS, locking=False) as file:
             # Bytes, not str: HDF5 keeps strings of variable length where it has no checksums, and may loop for ever on
             # a flipped bit there.
@@ -386,7 +406,10 @@ class TokenWriter:
                 tokens[at : at + len(block)] = block
                 checksums.append(zlib.crc32(data))
                 at += len(block)
-            for name, values in ("documents", self._documents), ("counts", self._counts), ("checksums", checksums):
+            parts = {"documents": self._documents, "counts": self._counts, "checksums": checksums}
+            if self._has_answers:
+                parts["answers"] = self._answers
+            for name, values in parts.items():
                 file.create_dataset(name, data=np.asarray(values), fletcher32=True)
 
     def _refuse(self, error: Exception) -> NoReturn:

@@ -27,8 +27,12 @@ class Batch(Protocol):
         ...
 
     def document_starts(self, rows: Interval) -> np.ndarray | None:
-        """Return int64 [rows.size, positions + 1]: where in its row each token's document starts; None: it is no
-        matter."""
+        """Return int64 [rows.size, positions]: where in its row each token's document starts, where attention is to
+        stay inside of it; else None."""
+        ...
+
+    def counted(self, rows: Interval) -> np.ndarray | None:
+        """Return bool [rows.size, positions]: whether the loss is of each target; None: of all."""
         ...
 
 
@@ -146,15 +150,13 @@ class Pipeline:
         rows = self._row_chunks[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
         starts = batch.document_starts(rows)
         starts = None if starts is None else torch.from_numpy(starts).to(self._device)
-        inner = None if starts is None else starts[:, :-1]
         if not (stage.is_first or stage.is_last):
-            return None, None, inner
+            return None, None, starts
         tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
         ids, targets = tokens[:, :-1], tokens[:, 1:]
-        if starts is not None:  # the first token of a document follows from none before it
-            places = torch.arange(1, starts.shape[1], device=self._device)
-            targets = targets.masked_fill(starts[:, 1:] == places, IGNORED)
-        return ids if stage.is_first else None, targets if stage.is_last else None, inner
+        if stage.is_last and (counted := batch.counted(rows)) is not None:
+            targets = targets.masked_fill(~torch.from_numpy(counted).to(self._device), IGNORED)
+        return ids if stage.is_first else None, targets if stage.is_last else None, starts
 
     def _take(self, place: SlotKey, substep: int) -> torch.Tensor:
         """Return the rows of a substep of what came in; the last substep takes it away."""

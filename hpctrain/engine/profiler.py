@@ -255,6 +255,9 @@ class _Noise:
     def document_starts(self, rows: Interval) -> None:
         return None
 
+    def counted(self, rows: Interval) -> None:
+        return None
+
     def rows(self, rows: Interval) -> np.ndarray:
         return np.random.default_rng(0).integers(self._vocabulary, size=(rows.size, self._length))
 

@@ -35,20 +35,18 @@ class TrainingBatch:
     step: int
     global_batch: int
 
-    masks_documents: bool = False
-
     def rows(self, rows: Interval) -> np.ndarray:
         return self.sequences.batch(self.step, self.global_batch, rows)
 
     def document_starts(self, rows: Interval) -> np.ndarray | None:
-        if not self.masks_documents:
-            return None
-        return self.sequences.document_starts(positions_of(self.step, self.global_batch, rows))
+        positions = positions_of(self.step, self.global_batch, rows)
+        return self.sequences.document_starts(positions) if self.sequences.masks_documents else None
+
+    def counted(self, rows: Interval) -> np.ndarray | None:
+        return self.sequences.counted(positions_of(self.step, self.global_batch, rows))
 
     def num_targets(self) -> int:
         """Return how many tokens of the whole batch the loss is of."""
-        if not self.masks_documents:
-            return self.global_batch * self.sequences.sequence_length
         every = positions_of(self.step, self.global_batch, Interval(0, self.global_batch))
         return max(1, self.sequences.count_targets(every))
 
@@ -60,16 +58,24 @@ class ValidationBatch:
     sequences: AnySequences
     first: int
     count: int
-    masks_documents: bool = False
 
     def document_starts(self, rows: Interval) -> np.ndarray | None:
-        if not self.masks_documents:
+        if not self.sequences.masks_documents:
             return None
+        return self._of_real(rows, self.sequences.document_starts, 0)
+
+    def counted(self, rows: Interval) -> np.ndarray | None:
         real = rows.shift(self.first).intersect(Interval(0, self.count))
-        starts = np.zeros((rows.size, self.sequences.sequence_length + 1), dtype=np.int64)
+        counted = self.sequences.counted(positions_of(0, self.count, real)) if real.size else None
+        return None if counted is None else self._of_real(rows, lambda positions: counted, 0).astype(bool)
+
+    def _of_real(self, rows: Interval, get: Callable[[np.ndarray], np.ndarray], others: int) -> np.ndarray:
+        """Return an array of all rows, of which those beyond `count` are filled with a number."""
+        real = rows.shift(self.first).intersect(Interval(0, self.count))
+        result = np.full((rows.size, self.sequences.sequence_length), others, dtype=np.int64)
         if real.size:
-            starts[: real.size] = self.sequences.document_starts(positions_of(0, self.count, real))
-        return starts
+            result[: real.size] = get(positions_of(0, self.count, real))
+        return result
 
     def rows(self, rows: Interval) -> np.ndarray:
         real = rows.shift(self.first).intersect(Interval(0, self.count))
@@ -153,7 +159,7 @@ class Trainer:
     def step(self, sequences: AnySequences, stop: bool = False) -> tuple[dict, bool]:
         """Train one step; return its metrics, and whether some rank was asked to stop."""
         step = self.steps_done
-        batch = TrainingBatch(sequences, step, self.job.train.global_batch, self.job.data.mask_documents)
+        batch = TrainingBatch(sequences, step, self.job.train.global_batch)
         num_targets = batch.num_targets()
         with self._running(f"step {step + 1}"):
             taken, since = self.accelerator.stopwatch(), self.world.tracer.now()
@@ -183,10 +189,9 @@ class Trainer:
         count = min(self.job.train.validation_sequences, sequences.num_sequences)
         at_once = self.plan.microbatches * self.plan.rows
         with self._running("validation"):
-            masks = self.job.data.mask_documents
-            batches = [ValidationBatch(sequences, first, count, masks) for first in range(0, count, at_once)]
+            batches = [ValidationBatch(sequences, first, count) for first in range(0, count, at_once)]
             total = sum(self.pipeline.evaluate(batch).loss for batch in batches)
-        return total / TrainingBatch(sequences, 0, count, masks).num_targets()
+        return total / TrainingBatch(sequences, 0, count).num_targets()
 
     def save(self, folder: Path, about: dict[str, str]) -> Path:
         """Write a checkpoint of the run folder; `about` is what is known of tokenizer and data."""

@@ -24,6 +24,7 @@ import click
 @click.option(
     "--field", default="text", show_default=True, help="Of JSON Lines and Parquet files: where a record has its text."
 )
+@click.option("--prompt-field", metavar="NAME", help="Where a record has a prompt, which is given and not learnt.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one line of JSON.")
 def command(
     paths: tuple[Path, ...],
@@ -33,6 +34,7 @@ def command(
     globs: tuple[str, ...],
     stdlib: bool,
     field: str,
+    prompt_field: str | None,
     as_json: bool,
 ) -> None:
     """Make a token file, which training reads, from text files and folders of them.
@@ -52,6 +54,7 @@ def command(
     is. A training loss above it has learnt nothing from context yet.
     """
     from hpctrain.data.corpus import prepare
+    from hpctrain.data.records import Fields
 
     with click.progressbar(length=1, file=sys.stderr, label="encoding", hidden=not sys.stderr.isatty()) as bar:
 
@@ -66,7 +69,7 @@ def command(
             vocab_size=vocab_size,
             globs=globs,
             stdlib=stdlib,
-            field=field,
+            fields=Fields(field, prompt_field),
             on_progress=show,
         )
     if as_json:

@@ -1,12 +1,15 @@
 """Documents packed into sequences: the loss is that of each document alone, and counts tokens that have a past."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 import torch
 
+from hpctrain.data.corpus import prepare
 from hpctrain.data.order import Sequences, open_datasets
+from hpctrain.data.records import Fields
 from hpctrain.data.tokenizer import ByteTokenizer
 from hpctrain.data.tokens import TokenWriter, open_tokens
 from hpctrain.sharding.intervals import Interval
@@ -29,23 +32,29 @@ def tokens(tmp_path_factory):
     return path
 
 
+def opened(tokens):
+    source = open_tokens(tokens)
+    return source, Sequences(source, Interval(0, source.num_tokens), LENGTH, seed=3, mask_documents=True)
+
+
 def pieces(document_starts: np.ndarray) -> list[tuple[int, int]]:
-    """Cut a sequence, of which we know where each token's document starts, into documents."""
+    """Cut the inputs of a sequence, of which we know where each one's document starts, into documents."""
     bounds = [*np.unique(document_starts).tolist(), len(document_starts)]
     return list(itertools.pairwise(bounds))
 
 
 def test_starts_are_those_of_the_file(tokens):
-    with open_tokens(tokens) as source:
-        sequences = Sequences(source, Interval(0, source.num_tokens), LENGTH, seed=3)
+    source, sequences = opened(tokens)
+    with source:
         positions = np.arange(2 * sequences.num_sequences)
         starts, first = sequences.document_starts(positions), sequences.first_tokens(positions)
+        counted = sequences.counted(positions)
         begins = np.concatenate([[0], np.cumsum(SIZES)])
-        for row, at in zip(starts, first, strict=True):
-            expected = [max(0, int(begins[begins <= at + i].max()) - int(at)) for i in range(LENGTH + 1)]
+        for row, valid, at in zip(starts, counted, first, strict=True):
+            expected = [max(0, int(begins[begins <= at + i].max()) - int(at)) for i in range(LENGTH)]
             assert row.tolist() == expected
-        valid = sum(sum(stop - start - 1 for start, stop in pieces(row)) for row in starts)
-        assert sequences.count_targets(positions) == valid < len(positions) * LENGTH
+            assert valid.tolist() == [at + i not in begins for i in range(1, LENGTH + 1)]
+        assert sequences.count_targets(positions) == counted.sum() < counted.size
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,19 +62,20 @@ def test_starts_are_those_of_the_file(tokens):
 def test_loss_and_gradients_are_those_of_each_document_alone(tokens, name, recompute):
     model = MODELS[name]
     packed, alone = make_stage(model, recompute), make_stage(model, "none")
-    with open_tokens(tokens) as source:
-        sequences = Sequences(source, Interval(0, source.num_tokens), LENGTH, seed=3)
+    source, sequences = opened(tokens)
+    with source:
         rows = torch.from_numpy(sequences.read(np.arange(4)))
-        starts = torch.from_numpy(sequences.document_starts(np.arange(4)))
-    targets = rows[:, 1:].masked_fill(starts[:, 1:] == torch.arange(1, LENGTH + 1), IGNORED)
+        starts, counted = (torch.from_numpy(of(np.arange(4))) for of in (sequences.document_starts, sequences.counted))
+    targets = rows[:, 1:].masked_fill(~counted, IGNORED)
     one = torch.tensor(1.0, dtype=torch.float64)
-    loss, saved = packed.forward(rows[:, :-1], targets, True, starts[:, :-1])
+    loss, saved = packed.forward(rows[:, :-1], targets, True, starts)
     packed.backward(saved, one)
     expected = 0.0
-    for row, cut in zip(rows, starts, strict=True):
+    for row, cut, valid in zip(rows, starts, counted, strict=True):
         for start, stop in pieces(cut.numpy()):
-            if stop - start > 1:
-                part, kept = alone.forward(row[None, start : stop - 1], row[None, start + 1 : stop].clone(), True)
+            last = stop if valid[stop - 1] else stop - 1  # of the input before a new document nothing is learnt
+            if last > start:
+                part, kept = alone.forward(row[None, start:last], row[None, start + 1 : last + 1].clone(), True)
                 alone.backward(kept, one)
                 expected += part.item()
     assert loss.item() == pytest.approx(expected, rel=1e-5)
@@ -81,9 +91,35 @@ def test_the_mean_is_over_tokens_that_count(tokens):
             update={"mask_documents": masks, "sequence_length": LENGTH, "validation_fraction": 0.0}
         )
         masked = job.model_copy(update={"data": data})
-        _, training, _ = open_datasets(data, 1)
-        trainer = make_trainer(Alone(), masked)
-        trainer.initialise()
-        losses[masks] = [trainer.step(training)[0]["loss"], trainer.validate(training)]
+        losses[masks] = first_losses(masked)
     assert losses[True] != losses[False]
     assert losses[True] == pytest.approx([np.log(256)] * 2, rel=0.05), "the mean of a model that knows nothing"
+
+
+def first_losses(job) -> list[float]:
+    """Return the training loss of the first step, and the loss over all of it afterwards."""
+    _, training, _ = open_datasets(job.data, 1)
+    trainer = make_trainer(Alone(), job)
+    trainer.initialise()
+    return [trainer.step(training)[0]["loss"], trainer.validate(training)]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_prompts_are_read_and_not_learnt(tmp_path, masks):
+    """The targets that count are the answers' tokens and what ends them; the loss is their mean."""
+    records = [{"ask": "?" * (5 + i % 7), "answer": "abc"[i % 3] * (3 + i % 5)} for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    prepare([tmp_path / "a.jsonl"], tmp_path / "a.h5", fields=Fields("answer", "ask"))
+    source = open_tokens(tmp_path / "a.h5")
+    with source:
+        end = ByteTokenizer().separator
+        sequences = Sequences(source, Interval(0, source.num_tokens), LENGTH, seed=3, mask_documents=masks)
+        positions = np.arange(2 * sequences.num_sequences)
+        targets, counted = sequences.read(positions)[:, 1:], sequences.counted(positions)
+        assert (counted == (np.isin(targets, np.frombuffer(b"abc", np.uint8)) | (targets == end))).all()
+        assert sequences.count_targets(positions) == counted.sum() < counted.size
+
+    job = make_job(tmp_path / "a.h5", "llama", shape={"vocab_size": source.vocab_size}, global_batch=6)
+    data = job.data.model_copy(update={"mask_documents": masks, "sequence_length": LENGTH, "validation_fraction": 0.0})
+    trained = first_losses(job.model_copy(update={"data": data}))
+    assert trained == pytest.approx([np.log(source.vocab_size)] * 2, rel=0.05)

@@ -7,6 +7,7 @@ import pytest
 
 from hpctrain.config.errors import DataError
 from hpctrain.data.corpus import prepare
+from hpctrain.data.records import Fields
 from hpctrain.data.tokens import open_tokens
 
 TEXTS = [f"text {i}\nof record {i}" for i in range(50)]
@@ -26,11 +27,11 @@ def test_each_line_is_a_document_in_an_order_of_its_own(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines[:30]) + "\n\n")
     (tmp_path / "b.ndjson").write_text("\n".join(lines[30:]))
     (tmp_path / "plain.txt").write_text("a file")
-    summary = prepare([tmp_path], tmp_path / "out.h5", field="body")
+    summary = prepare([tmp_path], tmp_path / "out.h5", fields=Fields("body"))
     made = documents_in(tmp_path / "out.h5")
     assert summary.documents == 51 and sorted(made) == sorted([*TEXTS, "a file"])
     assert made != [*TEXTS, "a file"], "shuffled, so that the end is a fair sample"
-    prepare([tmp_path / "a.jsonl", tmp_path / "b.ndjson"], tmp_path / "bpe.h5", field="body", tokenizer="bpe")
+    prepare([tmp_path / "a.jsonl", tmp_path / "b.ndjson"], tmp_path / "bpe.h5", fields=Fields("body"), tokenizer="bpe")
     assert sorted(documents_in(tmp_path / "bpe.h5")) == sorted(TEXTS)
 
 
@@ -42,9 +43,9 @@ def test_each_row_is_a_document(tmp_path):
     assert prepare([tmp_path / "a.parquet"], tmp_path / "out.h5").documents == 50
     assert sorted(documents_in(tmp_path / "out.h5")) == sorted(TEXTS)
     with pytest.raises(DataError, match=r"has no column 'body' \(it has: text, n\); name one with --field"):
-        prepare([tmp_path / "a.parquet"], tmp_path / "other.h5", field="body")
+        prepare([tmp_path / "a.parquet"], tmp_path / "other.h5", fields=Fields("body"))
     with pytest.raises(DataError, match="'n' is 0 and no text"):
-        prepare([tmp_path / "a.parquet"], tmp_path / "other.h5", field="n")
+        prepare([tmp_path / "a.parquet"], tmp_path / "other.h5", fields=Fields("n"))
     (tmp_path / "a.parquet").write_bytes(b"no")
     with pytest.raises(DataError, match="is damaged or no Parquet file"):
         prepare([tmp_path / "a.parquet"], tmp_path / "other.h5")
@@ -66,3 +67,23 @@ def test_a_bad_line_is_named(tmp_path, line, text):
     with pytest.raises(DataError, match=text):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out.h5")
     assert not (tmp_path / "out.h5").exists()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_prompts_come_before_what_is_learnt(tmp_path, suffix):
+    records = [{"ask": f"ask {i}? ", "text": text} for i, text in enumerate(TEXTS)]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, records)))
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    prepare([path], tmp_path / "out.h5", fields=Fields(prompt="ask"), tokenizer="bpe")
+    assert sorted(documents_in(tmp_path / "out.h5")) == sorted(record["ask"] + record["text"] for record in records)
+    with open_tokens(tmp_path / "out.h5") as source:
+        tokenizer = source.tokenizer
+        for start, answer in zip(source.documents, source.answers, strict=True):
+            prompt = tokenizer.decode(source.read(start, answer - start).tolist())
+            assert prompt.startswith("ask ") and prompt.endswith("? ")
+    with pytest.raises(DataError, match="has no (field|column) 'question'"):
+        prepare([path], tmp_path / "other.h5", fields=Fields(prompt="question"))
