@@ -189,7 +189,7 @@ def test_outputs_are_summed_beside_the_other_half_of_the_rows(grid, rows):
     for name in ("forward", "backward"):
         moved = [sum(e.num_bytes for e in getattr(each, name).exchanges) for each in (whole, cost)]
         assert moved[0] == moved[1], "the same bytes"
-    halves = [_block(SETUP, grid, half).segments for half in ((rows + 1) // 2, rows // 2)]
+    halves = [_block(SETUP, grid, 1, half).segments for half in ((rows + 1) // 2, rows // 2)]
     compute = cost.forward.seconds(device, "fp32", HPCTRAIN)
     copied = compute - sum(s.seconds(device, "fp32", HPCTRAIN) for segments in halves for s in segments)
     again = item_cost(IN_HALVES, grid, 1, rows, "full").backward_input
