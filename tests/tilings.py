@@ -114,7 +114,7 @@ def _intervals(sizes: list[int]) -> list[Interval]:
 def stages_of_unlike_degree() -> Plan:
     """An interleaved pipeline of two stages on four ranks, the first of which has two replicas, the other y = 2."""
     tiles = []
-    for start in (0, 4):
-        tiles += [Tile(Interval(start, start + 2), Interval(row, row + 1), (row,)) for row in (0, 1)]
-        tiles.append(Tile(Interval(start + 2, start + 4 + start // 2), Interval(0, 2), (2, 3), TensorGrid(y=2)))
+    for start, middle, stop in ((0, 3, 7), (7, 12, 18)):
+        tiles += [Tile(Interval(start, middle), Interval(row, row + 1), (row,)) for row in (0, 1)]
+        tiles.append(Tile(Interval(middle, stop), Interval(0, 2), (2, 3), TensorGrid(y=2)))
     return Plan(tuple(tiles), 3, 2)

@@ -22,6 +22,7 @@ from hpctrain.planner.predictor import Prediction, Predictor
 from hpctrain.planner.stack import Stack
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import layers
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that torch's DistributedDataParallel sums at once."""
@@ -132,12 +133,14 @@ class DescribedRun:
         )
         if not self.stages:
             return plan
-        if len(self.stages) != self.pipeline or sum(self.stages) != self.model.num_items:
+        every = layers(Interval(0, self.model.num_items))
+        if len(self.stages) != self.pipeline or sum(self.stages) != len(every):
             raise PlanError(
-                f"stages = {list(self.stages)} are not {self.pipeline} stages of together {self.model.num_items} items"
+                f"stages = {list(self.stages)} are not {self.pipeline} stages of together {len(every)} layers, with the"
+                " embedding and the head"
             )
-        stops = list(itertools.accumulate(self.stages))
-        cuts = [Interval(stop - size, stop) for stop, size in zip(stops, self.stages, strict=True)]
+        stops = [every[stop - 1].stop for stop in itertools.accumulate(self.stages)]
+        cuts = [Interval(*pair) for pair in itertools.pairwise([0, *stops])]
         tiles = (replace(tile, items=cuts[i // data]) for i, tile in enumerate(plan.tiles))
         return replace(plan, tiles=tuple(tiles))
 

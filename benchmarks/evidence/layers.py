@@ -15,6 +15,8 @@ from hpctrain.plan.tiling import Tile
 from hpctrain.planner.curves import Curve
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.prices import PassCost
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import block_of, layers
 
 COLUMNS = ("device", "microbatch", "tensor", "layer", "forward_seconds", "backward_seconds", "update_seconds")
 ALIASES = {
@@ -44,8 +46,9 @@ class LayerTimes:
         """`where` is what errors call it."""
         self._where, self._layers = where, layers
 
-    def of(self, device: str, tensor: int, item: int, num_items: int) -> Layer:
-        """Return the layer that an item is: the last one measured at or before it, and of the head its own.
+    def of(self, device: str, tensor: int, number: int, last: int) -> Layer:
+        """Return a layer by its number. The embedding, 0, and the head, `last`, have their own; of blocks it is the
+        last one measured at or before.
 
         Raises PlanError where the table has none.
         """
@@ -55,16 +58,15 @@ class LayerTimes:
             degrees = sorted(degree for known, degree in self._layers if known == device)
             what = did_you_mean(device, devices) if not degrees else f"; of it there are tensor {degrees}"
             raise PlanError(f"{self._where} has no layers of {device} by tensor {tensor}{what}")
-        last = num_items - 1
         if 0 not in layers or last not in layers or len(layers) < 3 or max(layers) > last:
             raise PlanError(
                 f"{self._where}: {device} by tensor {tensor} has layers {sorted(layers)}; needed are 0 (embedding),"
-                f" {last} (head, of a model with {num_items - 2} blocks) and a block between"
+                f" {last} (head, of a model with {last - 1} blocks) and a block between"
             )
-        if item in (0, last):
-            return layers[item]
-        blocks = [number for number in layers if 0 < number < last]
-        return layers[max((number for number in blocks if number <= item), default=min(blocks))]
+        if number in (0, last):
+            return layers[number]
+        blocks = [block for block in layers if 0 < block < last]
+        return layers[max((block for block in blocks if block <= number), default=min(blocks))]
 
 
 def load_layers(path: Path, model: str | None = None) -> LayerTimes:
@@ -130,15 +132,18 @@ class LayeredPredictor(Predictor):
         if any(tile.tensor.z > 1 for tile in self.plan.tiles):
             raise PlanError("a table of layers tells nothing of weights that come over z: predict from data sheets")
 
-    def _measured(self, tile: Tile, item: int) -> list[Layer]:
+    def _measured(self, tile: Tile, items: Interval) -> list[Layer]:
+        if self.setup.is_block(items) and items.size == 1:
+            raise PlanError("a table of layers tells nothing of half a block: cut plans between blocks")
         families = {name: self.cluster.families[name].model or name for name in self._families[tile]}
-        degree, num_items = tile.tensor.x * tile.tensor.y, self.setup.model.num_items
-        return [self._layers.of(device, degree, item, num_items) for device in families.values()]
+        degree, number = tile.tensor.x * tile.tensor.y, block_of(items.start) + 1
+        last = self.setup.model.num_layers + 1
+        return [self._layers.of(device, degree, number, last) for device in families.values()]
 
-    def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
-        passes = super().item_passes(tile, item, rows)
-        layers = self._measured(tile, item)
-        forward, backward = (max(getattr(layer, way)(rows) for layer in layers) for way in ("forward", "backward"))
+    def layer_passes(self, tile: Tile, layer: Interval, rows: int) -> dict[str, PassCost]:
+        passes = super().layer_passes(tile, layer, rows)
+        measured = self._measured(tile, layer)
+        forward, backward = (max(getattr(each, way)(rows) for each in measured) for way in ("forward", "backward"))
         again = forward if tile.recompute == "full" else 0.0
         of_input, of_weight = passes["backward_input"].compute, passes["backward_weight"].compute
         share = of_input / (of_input + of_weight)
@@ -151,7 +156,7 @@ class LayeredPredictor(Predictor):
         return {name: replace(cost, compute=compute[name], tensor=0.0) for name, cost in passes.items()}
 
     def _update_seconds(self, tile: Tile) -> float:
-        items = [item for t in self.plan.tiles if t.ranks == tile.ranks for item in range(*t.items)]
-        whole = sum(max(layer.update_seconds for layer in self._measured(tile, item)) for item in items)
+        own = [layer for t in self.plan.tiles if t.ranks == tile.ranks for layer in layers(t.items)]
+        whole = sum(max(each.update_seconds for each in self._measured(tile, layer)) for layer in own)
         updated, stored = self._updated_and_stored(tile)
         return whole * updated / max(1, stored)

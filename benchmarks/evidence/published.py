@@ -16,6 +16,7 @@ from benchmarks.evidence.measured import load_measured
 from benchmarks.evidence.mixed_runs import MixedRun, NodeGroup
 from hpctrain.config.device_catalogue import ACCELERATORS, GIB
 from hpctrain.planner.predictor import Predictor
+from hpctrain.sharding.items import BLOCK
 
 FOLDER = Path(__file__).parent / "published"
 A100 = "A100-80"
@@ -292,7 +293,9 @@ def sailor_single_layers() -> list[LayerRow]:
             stack="eager",
             kept_inner=kept_inner,
         )
-        passes = Predictor(run.setup(), run.plan, run.cluster).item_passes(run.plan.tiles[0], layer, rows)
+        setup = run.setup()
+        items = BLOCK if layer == 1 else setup.head
+        passes = Predictor(setup, run.plan, run.cluster).layer_passes(run.plan.tiles[0], items, rows)
         what = f"{r['model']} {'block' if layer == 1 else 'head'} t{tensor} b{rows}"
         predicted = passes["forward"].seconds + passes["backward"].seconds
         result.append(LayerRow(device, what, float(r["fwd_s"]) + float(r["bwd_s"]), predicted))

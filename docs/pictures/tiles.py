@@ -14,32 +14,32 @@ microbatches = 8
 rows = 12
 
 [[tile]]
-items = [0, 8]
+items = [0, 16]
 rows = [0, 8]
 family = "H100"
 ranks = [0, 1, 2, 3]
 tensor = {x = 1, y = 4, z = 1}
 [[tile]]
-items = [8, 14]
+items = [16, 26]
 rows = [0, 4]
 family = "MI250X"
 ranks = [4, 5]
 tensor = {x = 1, y = 2, z = 1}
 [[tile]]
-items = [8, 14]
+items = [16, 26]
 rows = [4, 8]
 family = "MI250X"
 ranks = [6, 7]
 tensor = {x = 1, y = 2, z = 1}
 [[tile]]
-items = [0, 14]
+items = [0, 26]
 rows = [8, 12]
 family = "H100"
 ranks = [8, 9]
 tensor = {x = 1, y = 2, z = 1}
 """
 COLOURS = {"H100": "#cfe3f7", "MI250X": "#f9dcc4"}
-LEFT, TOP, ITEM, ROW = 70, 56, 42, 22
+LEFT, TOP, ITEM, ROW = 70, 56, 23, 22
 
 
 def draw(plan: Plan) -> str:
@@ -50,7 +50,7 @@ def draw(plan: Plan) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         ' font-family="sans-serif" font-size="13">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="20">items of the model: embedding, blocks, head</text>',
+        f'<text x="{LEFT}" y="20">items: embedding, attention and feed-forward part of each block, head</text>',
         f'<text x="16" y="{TOP + ROW * plan.rows / 2}" transform="rotate(-90 16 {TOP + ROW * plan.rows / 2})"'
         ' text-anchor="middle">rows of a micro-batch</text>',
     ]

@@ -126,8 +126,8 @@ class Model(Table):
 
     @property
     def num_items(self) -> int:
-        """Items of a plan: the embedding, the blocks, the head."""
-        return self.num_layers + 2
+        """Items of a plan: the embedding, of each block attention and feed-forward part, the head."""
+        return 2 * self.num_layers + 2
 
 
 @lru_cache(maxsize=64)
@@ -273,12 +273,13 @@ class Overlap(Table):
     data: Annotated[Switch | None, AUTO] = None
     """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
     z: Annotated[Switch | None, AUTO] = None
-    """Gather the weights of the next item over z, and scatter the gradients of the last one, while one computes."""
+    """Gather the weights of the next block over z, and scatter the gradients of the last one, while one computes."""
     forward: Annotated[Switch | None, AUTO] = None
     """Compute blocks for the two halves of a rank's rows in turn, each while outputs of the other are summed over the
     tensor grid, where `tensor` is on. Products and sums of half the rows may have other last bits."""
     keep_gathered: WholeNumber = 0
-    """How many of a tile's first items keep their gathered weights until the update: they are gathered once a step."""
+    """How many of a tile's first layers (embedding, blocks) keep their gathered weights until the update: they are
+    gathered once a step."""
     bucket_bytes: Count = 4 << 20
     """Gradients (fp32) are summed over their holders in buckets of whole items, of at least so many bytes.
 

@@ -47,11 +47,11 @@ class WholeModel:
 
         With a cache, ids are those that follow what it has.
         """
-        *items, head = self._stage.items
+        *layers, head = self._stage.layers
         assert isinstance(head, Head)
         value = ids
-        for item in items:
-            value = item.forward(value)
+        for layer in layers:
+            value = layer.forward(value)
         self._first += ids.shape[1]
         return head.logits(value[:, -last:] if last else value)[..., : self.model.num_ids]
 
@@ -63,11 +63,11 @@ class WholeModel:
     def keep(self, positions: int) -> None:
         """Begin anew, and keep keys and values of so many positions from now on; 0: keep none."""
         self._first = 0
-        for item in self._stage.items:
-            if isinstance(item, Block):
-                item.cache = Cache(positions) if positions else None
-            if isinstance(item, Embedding):
-                item.first = (lambda: self._first) if positions else (lambda: 0)
+        for layer in self._stage.layers:
+            if isinstance(layer, Block):
+                layer.cache = Cache(positions) if positions else None
+            if isinstance(layer, Embedding):
+                layer.first = (lambda: self._first) if positions else (lambda: 0)
 
 
 @dataclass(frozen=True)

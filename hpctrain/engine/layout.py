@@ -16,6 +16,7 @@ from hpctrain.plan.holders import RankShards
 from hpctrain.plan.role import Transfers, role_of
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.transfers import everywhere
+from hpctrain.sharding.items import layers
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, dtype: torch.dtype, d
         )
         for need in role.channels
     }
-    kept = [item for tile in role.tiles for item in range(*tile.items)[: overlap.keep_gathered]]
+    kept = [i for tile in role.tiles for layer in layers(tile.items)[: overlap.keep_gathered] for i in range(*layer)]
     store = Store(groups, role.shards, axes, dtype, device, kept)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
     stages = tuple(Stage(job.model, tile, axes, store, world.tracer, in_halves) for tile in role.tiles)

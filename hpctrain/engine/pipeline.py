@@ -15,7 +15,7 @@ from hpctrain.engine.messages import Messages, SlotKey
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.model.stage import Saved, Stage
 from hpctrain.model.transformer import IGNORED
-from hpctrain.plan.schedule import Instruction, Op, forward_only, items_in_order, schedule_of
+from hpctrain.plan.schedule import Instruction, Op, forward_only, layers_in_order, schedule_of
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 
@@ -89,7 +89,7 @@ class Pipeline:
         totals = None
         messages = self._messages
         messages.start(schedule)
-        self._layout.store.traffic.expect(items_in_order(schedule, self._layout.tiles))
+        self._layout.store.traffic.expect(layers_in_order(schedule, self._layout.tiles))
         for instruction in schedule:
             place, s = SlotKey(instruction.virtual_stage, instruction.microbatch), instruction.substep
             stage = self._layout.stages[place.virtual_stage]

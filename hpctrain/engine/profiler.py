@@ -33,6 +33,7 @@ from hpctrain.model.stage import Stage
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, describe_work
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import layers
 
 SEARCH_SHARE = 0.6  # of the time is for the search of how many rows fit, at most
 ROUNDS, SHORT_ROUNDS = 3, 2  # the best counts, since what others do on the machine only adds
@@ -221,8 +222,8 @@ class Trials:
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
         of_loss = torch.tensor(1.0 / tokens.numel(), dtype=torch.float64, device=device)
         embedding, block, head = (
-            Stage(small.model, replace(layout.tiles[0], items=Interval(item, item + 1)), layout.axes, layout.store)
-            for item in range(3)
+            Stage(small.model, replace(layout.tiles[0], items=items), layout.axes, layout.store)
+            for items in layers(Interval(0, small.model.num_items))
         )
         return RowTimes(
             rows=rows,

@@ -1,11 +1,11 @@
-"""A tile's part of the model: its items in order, forward and backward, one microbatch at a time.
+"""A tile's part of the model: its layers in order, forward and backward, one microbatch at a time.
 
-Each item is a graph of its own. That makes it plain when weights are gathered and released, when gradients are
-scattered, and what recomputing means: keep the input, run the item again.
+Each layer is a graph of its own. That makes it plain when weights are gathered and released, when gradients are
+scattered, and what recomputing means: keep the input, run the layer again.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,14 +15,15 @@ from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
 from hpctrain.model.store import Store
-from hpctrain.model.transformer import Embedding, Head, Item, make_item
+from hpctrain.model.transformer import Embedding, Head, LayerModule, make_layer
 from hpctrain.model.units import Deferred
 from hpctrain.plan.tiling import Tile
+from hpctrain.sharding.items import layers
 
 
 @dataclass
 class Saved:
-    """What a microbatch's backward pass needs: for each item its input, and its output unless it is recomputed."""
+    """What a microbatch's backward pass needs: for each layer its input, and its output unless it is recomputed."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)
@@ -30,8 +31,8 @@ class Saved:
     starts: torch.Tensor | None = None
     """Where in its row each token's document starts, where attention stays inside of it."""
     deferred: deque[list[Deferred]] = field(default_factory=deque)
-    """After the input pass of a backward pass that is split: for each item, the last first, its additions to gradients
-    of weights."""
+    """After the input pass of a backward pass that is split: for each layer, the last first, its additions to
+    gradients of weights."""
 
 
 def initialise(store: Store, model: Model, seed: int) -> None:
@@ -73,20 +74,22 @@ class Stage:
         in_halves: bool = False,
     ):
         self.tile, self.store, self._tracer = tile, store, tracer
-        self.items: list[Item] = [make_item(model, i, axes, store, in_halves) for i in range(*tile.items)]
+        self.layers: list[LayerModule] = [
+            make_layer(model, items, axes, store, in_halves) for items in layers(tile.items)
+        ]
 
     @property
     def is_first(self) -> bool:
-        return bool(self.items) and isinstance(self.items[0], Embedding)
+        return bool(self.layers) and isinstance(self.layers[0], Embedding)
 
     @property
     def is_last(self) -> bool:
-        return bool(self.items) and isinstance(self.items[-1], Head)
+        return bool(self.layers) and isinstance(self.layers[-1], Head)
 
     def forward(
         self, value: torch.Tensor, targets: torch.Tensor | None, training: bool, starts: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Saved]:
-        """Run all items on token ids (first stage) or hidden states; return hidden states or the summed loss.
+        """Run all layers on token ids (first stage) or hidden states; return hidden states or the summed loss.
 
         `targets` are for the last stage; with `starts`, int64 [rows, positions], attention begins at each token's own.
         Without `training` nothing is saved.
@@ -94,19 +97,19 @@ class Stage:
         saved = Saved(targets=targets, starts=starts)
         traffic = self.store.traffic
         keep = training and self.tile.recompute == "none"
-        for number, item in enumerate(self.items, self.tile.items.start):
-            since = self._tracer.now()
-            self.store.await_weights(number)
-            traffic.gather(number)
+        for layer in self.layers:
+            since, items = self._tracer.now(), layer.items
+            self.store.await_weights(items.stop - 1)
+            traffic.gather(items)
             given = value.detach()
             given.requires_grad_(training and given.is_floating_point())
             with torch.set_grad_enabled(keep):
-                value = self._run(item, given, saved)
+                value = self._run(layer, given, saved)
             if training:
                 saved.inputs.append(given)
                 saved.outputs.append(value if keep else None)
-            traffic.release(number)
-            self._tracer.computed(f"item {number} forward", since)
+            traffic.release(items)
+            self._tracer.computed(f"{layer.name} forward", since)
         result = value.detach()
         if keep:  # the end of the graph is needed, not the numbers there, which go out and may be gone before it is
             value.data = value.new_empty(()).expand(value.shape)
@@ -115,67 +118,64 @@ class Stage:
     def backward(
         self, saved: Saved, gradient: torch.Tensor | None, passed: Callable[[int], None] | None = None
     ) -> torch.Tensor | None:
-        """Run all items backward from the gradient of the stage's output; return that of its input.
+        """Run all layers backward from the gradient of the stage's output; return that of its input.
 
         Gradients of weights are added to the store's; `passed` is called with the number of each item whose
         gradients are there; for scattered ones that may be after this call (see `Traffic.collect`). The first stage
         returns None.
         """
         traffic = self.store.traffic
-        for number, item in self._backwards():
-            since = self._tracer.now()
-            traffic.gather(number)
-            traffic.begin_backward(number)
-            gradient = self._differentiate(item, saved, gradient)  # pyright: ignore[reportArgumentType] - None at the end
-            traffic.end_backward(number, passed)
-            traffic.release(number)
-            self._tracer.computed(f"item {number} backward", since)
+        for layer in reversed(self.layers):
+            since, items = self._tracer.now(), layer.items
+            traffic.gather(items)
+            traffic.begin_backward(items)
+            gradient = self._differentiate(layer, saved, gradient)  # pyright: ignore[reportArgumentType] - None at the end
+            traffic.end_backward(items, passed)
+            traffic.release(items)
+            self._tracer.computed(f"{layer.name} backward", since)
         return gradient
 
     def backward_input(self, saved: Saved, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the gradient of the stage's input as `backward` does; what is to be added to those of weights is kept
         in `saved`: of each product both operands."""
-        for number, item in self._backwards():
-            since = self._tracer.now()
+        for layer in reversed(self.layers):
+            since, items = self._tracer.now(), layer.items
             kept: list[Deferred] = []
-            self.store.traffic.gather(number)
-            self.store.defer(number, kept)
-            gradient = self._differentiate(item, saved, gradient)  # pyright: ignore[reportArgumentType] - None at the end
-            self.store.defer(number, None)
-            self.store.traffic.release(number)
+            self.store.traffic.gather(items)
+            self.store.defer(items, kept)
+            gradient = self._differentiate(layer, saved, gradient)  # pyright: ignore[reportArgumentType] - None at the end
+            self.store.defer(items, None)
+            self.store.traffic.release(items)
             saved.deferred.append(kept)
-            self._tracer.computed(f"item {number} backward input", since)
+            self._tracer.computed(f"{layer.name} backward input", since)
         return gradient
 
     def backward_weight(self, saved: Saved, passed: Callable[[int], None] | None = None) -> None:
         """Add to the gradients of weights what `backward_input` has kept, in the order in which `backward` does it:
         the same bits. `passed` as there."""
         traffic = self.store.traffic
-        for number, _ in self._backwards():
-            since = self._tracer.now()
-            traffic.begin_backward(number)
+        for layer in reversed(self.layers):
+            since, items = self._tracer.now(), layer.items
+            traffic.begin_backward(items)
             for addition in saved.deferred.popleft():
                 addition.do()
-            traffic.end_backward(number, passed)
-            self._tracer.computed(f"item {number} backward weight", since)
+            traffic.end_backward(items, passed)
+            self._tracer.computed(f"{layer.name} backward weight", since)
 
-    def _backwards(self) -> Iterator[tuple[int, Item]]:
-        return reversed(list(enumerate(self.items, self.tile.items.start)))
-
-    def _differentiate(self, item: Item, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Take an item's input and output from what was saved, and return the gradient of the input."""
+    def _differentiate(self, layer: LayerModule, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Take a layer's input and output from what was saved, and return the gradient of the input."""
         given, output = saved.inputs.pop(), saved.outputs.pop()
         if output is None:
             with torch.enable_grad():
-                output = self._run(item, given, saved)
+                output = self._run(layer, given, saved)
         with torch.enable_grad():
             end = _End.apply(output, gradient)
         end.backward()
         return given.grad
 
     @staticmethod
-    def _run(item: Item, value: torch.Tensor, of: Saved) -> torch.Tensor:
-        if isinstance(item, Head):
+    def _run(layer: LayerModule, value: torch.Tensor, of: Saved) -> torch.Tensor:
+        if isinstance(layer, Head):
             assert of.targets is not None, "the last stage has them"
-            return item.forward(value, of.targets)
-        return item.forward(value, of.starts)
+            return layer.forward(value, of.targets)
+        return layer.forward(value, of.starts)

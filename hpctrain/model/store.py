@@ -1,9 +1,9 @@
 """Where weights and gradients of a tile live: a few flat arrays, and views into them.
 
 The units (see `hpctrain.sharding.parameters`) whose pieces are exchanged among the same ranks form a group (see
-`hpctrain.model.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each item's
+`hpctrain.model.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each layer's
 backward pass. The whole unit is in memory that all of z see, filled after each update, where there is such memory;
-else it is gathered for an item (when, says `hpctrain.model.traffic`).
+else it is gathered for a layer (when, says `hpctrain.model.traffic`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -16,6 +16,7 @@ from hpctrain.model.regions import CutRegions, CutUnit, PackedRegions, ShardedRe
 from hpctrain.model.traffic import Traffic
 from hpctrain.model.units import Deferred, UnitStore, Weight
 from hpctrain.plan.holders import RankShards
+from hpctrain.sharding.intervals import Interval
 
 
 class Store:
@@ -113,10 +114,11 @@ class Store:
         names = list(names)
         return [weight for unit in self._units_of(item) for weight in unit.weights(names)]
 
-    def defer(self, item: int, kept: list[Deferred] | None) -> None:
-        """As `UnitStore.defer`, for all units of an item."""
-        for unit in self._units_of(item):
-            unit.defer(kept)
+    def defer(self, items: Interval, kept: list[Deferred] | None) -> None:
+        """As `UnitStore.defer`, for all units of some items."""
+        for item in range(*items):
+            for unit in self._units_of(item):
+                unit.defer(kept)
 
     def zero_grads(self) -> None:
         for arrays in self._arrays:

@@ -1,4 +1,4 @@
-"""The items of a transformer on a tensor grid: embedding, blocks, head.
+"""The layers of a transformer on a tensor grid: embedding, blocks or one branch of them, head.
 
 Shapes, all of them this rank's part: hidden states [rows / z, positions, hidden / x], the same on all y; queries, keys,
 values and the inner width of the feed-forward part are cut by y and the same on all x. Blocks take the residual stream
@@ -28,6 +28,7 @@ from hpctrain.model.functions import (
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import block_of, is_attention, name_layer
 from hpctrain.sharding.parameters import BLOCK_LAYERS, item_parameters, padded_vocabulary
 
 IGNORED = -1  # a target that does not count
@@ -69,17 +70,18 @@ class Cache:
         return of_keys[:, :, : self.length], of_values[:, :, : self.length]
 
 
-class Item:
-    """One item of a plan, with the handles of its weights, which are there while the stage has them gathered."""
+class LayerModule:
+    """The items of one layer, with the handles of their weights, which are there while the stage has them gathered."""
 
-    def __init__(self, model: Model, item: int, axes: Axes, store: Store, in_halves: bool):
+    def __init__(self, model: Model, items: Interval, axes: Axes, store: Store, in_halves: bool):
         self.model, self.axes, self.in_halves = model, axes, in_halves
         self.description = model.description
-        self._item, self._store = item, store
-        self._names = [p.name for p in item_parameters(model, item)]
+        self.items, self._store = items, store
+        self.name = name_layer(items, model.num_items)
+        self._names = {item: [p.name for p in item_parameters(model, item)] for item in range(*items)}
 
     def forward(self, value: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the item's output for its input: ids or hidden states.
+        """Return the layer's output for its input: ids or hidden states.
 
         `more`, int64 [rows, positions], is where each token's document starts, or None; the head, whose output is its
         loss, gets the targets.
@@ -88,8 +90,11 @@ class Item:
 
     def weights(self, *suffixes: str) -> list:
         """Return handles for the parameters whose names end so; those that lie side by side are one product."""
-        names = [n for n in self._names if any(n == s or n.endswith(f".{s}") for s in suffixes)]
-        return self._store.weights(self._item, names)
+        result = []
+        for item, every in self._names.items():
+            names = [n for n in every if any(n == s or n.endswith(f".{s}") for s in suffixes)]
+            result += self._store.weights(item, names) if names else []
+        return result
 
     def norm(self, x: torch.Tensor, weights: list, of: Norm) -> torch.Tensor:
         return norm(x, weights, self.axes.x, self.model.hidden_size, of)
@@ -104,11 +109,11 @@ class Item:
         return part.start, part.intersect(Interval(0, self.model.num_ids)).size
 
 
-class Embedding(Item):
+class Embedding(LayerModule):
     """Token ids to hidden states."""
 
-    def __init__(self, *of_item):
-        super().__init__(*of_item)
+    def __init__(self, *of_layer):
+        super().__init__(*of_layer)
         (self.table,) = self.weights("embedding.weight")
         self.positions = self.weights("positions.weight")
         self.anchor = torch.zeros((), requires_grad=True)
@@ -125,13 +130,14 @@ class Embedding(Item):
         return add_positions(hidden, self.positions[0], self.first(), places)
 
 
-class Block(Item):
-    """Attention and feed-forward part, each after a norm and added to the residual stream."""
+class Block(LayerModule):
+    """Attention and feed-forward part, or one of them, each after a norm and added to the residual stream."""
 
-    def __init__(self, *of_item):
-        super().__init__(*of_item)
-        block = self.description.blocks[self._item - 1]
+    def __init__(self, *of_layer):
+        super().__init__(*of_layer)
+        block = self.description.blocks[block_of(self.items.start)]
         self.attention_of, self.mlp_of = block.attention, block.mlp
+        self._has_attention, self._has_mlp = is_attention(self.items.start), not is_attention(self.items.stop - 1)
         self.attention_norm, self.ffn_norm = self.norm_weights("attention_norm"), self.norm_weights("ffn_norm")
         self.attention_out_norm, self.ffn_out_norm = map(self.norm_weights, ("attention_out_norm", "ffn_out_norm"))
         self.head_norms = self.weights("attention.q_norm.weight") + self.weights("attention.k_norm.weight")
@@ -152,14 +158,17 @@ class Block(Item):
 
     def _passed(self, hidden: torch.Tensor, starts: torch.Tensor | None) -> Passing:
         attention, mlp = self.attention_of, self.mlp_of
-        added = yield from self.attention(self.norm(hidden, self.attention_norm, attention.norm), starts)
-        if attention.out_norm:
-            added = self.norm(added, self.attention_out_norm, attention.out_norm)
-        hidden = hidden + added
-        added = yield from self.feed_forward(self.norm(hidden, self.ffn_norm, mlp.norm))
-        if mlp.out_norm:
-            added = self.norm(added, self.ffn_out_norm, mlp.out_norm)
-        return hidden + added
+        if self._has_attention:
+            added = yield from self.attention(self.norm(hidden, self.attention_norm, attention.norm), starts)
+            if attention.out_norm:
+                added = self.norm(added, self.attention_out_norm, attention.out_norm)
+            hidden = hidden + added
+        if self._has_mlp:
+            added = yield from self.feed_forward(self.norm(hidden, self.ffn_norm, mlp.norm))
+            if mlp.out_norm:
+                added = self.norm(added, self.ffn_out_norm, mlp.out_norm)
+            hidden = hidden + added
+        return hidden
 
     def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis) -> Passing:
         if not self.in_halves:
@@ -225,11 +234,11 @@ def rotary_frequencies(rotary: Rotary, half: int) -> torch.Tensor:
     return frequencies * (share.clamp(0, 1) + (1 - share.clamp(0, 1)) / scaling.factor)
 
 
-class Head(Item):
+class Head(LayerModule):
     """Hidden states to logits, and to the summed loss."""
 
-    def __init__(self, *of_item):
-        super().__init__(*of_item)
+    def __init__(self, *of_layer):
+        super().__init__(*of_layer)
         self.final_norm = self.norm_weights("norm")
         self.table = self.weights("embedding.weight" if self.description.tied_head else "head.weight")
 
@@ -244,7 +253,7 @@ class Head(Item):
         return cross_entropy(self.logits(hidden), more, *self.vocabulary(), self.axes.y)
 
 
-def make_item(model: Model, item: int, axes: Axes, store: Store, in_halves: bool = False) -> Item:
+def make_layer(model: Model, items: Interval, axes: Axes, store: Store, in_halves: bool = False) -> LayerModule:
     """`in_halves`: blocks compute one half of the rows while sums of the other half are in flight."""
-    kind = Embedding if item == 0 else Head if item == model.num_items - 1 else Block
-    return kind(model, item, axes, store, in_halves)
+    kind = Embedding if items.start == 0 else Head if items.stop == model.num_items else Block
+    return kind(model, items, axes, store, in_halves)

@@ -47,7 +47,10 @@ def check_tiling(plan: Plan, num_items: int) -> None:
                     " ranks must have all of them in the same order"
                 )
         if tile.items.size == 0 or tile.items.start < 0 or tile.items.stop > num_items:
-            raise PlanError(f"{where}: items must lie in [0, {num_items}): the embedding, the blocks, the head")
+            raise PlanError(
+                f"{where}: items must lie in [0, {num_items}): the embedding, attention and feed-forward part of each"
+                " block, the head"
+            )
         if tile.rows.start < 0 or tile.rows.stop > plan.rows:
             raise PlanError(f"{where}: rows must lie in [0, {plan.rows})")
         if tile.items.stop < num_items and not plan.downstream(tile):

@@ -9,6 +9,9 @@ BOX = {"lr": "─", "ud": "│", "rd": "┌", "ld": "┐", "ru": "└", "lu": "�
 CROSS = "┼"
 
 
+ACROSS = "items across (0: embedding; 1, 2: attention, MLP of block 0; ...); rows down"
+
+
 def draw_plan(plan: Plan, max_width: int = 80, max_lines: int = 48) -> str:
     """Return the tiles as boxes with family, tensor grid, ranks, and options that are not the defaults.
 
@@ -62,7 +65,11 @@ def _draw_boxes(plan: Plan) -> str:
     for bound in item_bounds:
         ruler.write(columns[bound], 0, str(bound))
     drawn = [f"{at.get(number, ''):>{margin - 1}} {line}" for number, line in enumerate(canvas.lines())]
-    summary = [plan.describe(), "items across (0: embedding, then blocks, last: head), rows of a microbatch down", ""]
+    summary = [
+        plan.describe(),
+        ACROSS,
+        "",
+    ]
     summary += [" " * margin + ruler.lines()[0], *drawn]
     return "\n".join([*summary, *_unused(plan)])
 

@@ -261,7 +261,7 @@ class _Cutter:
     def regions(self, unit: Unit, users: tuple[Tile, ...]) -> list[tuple[Region, tuple[int, ...]]]:
         """Return the regions of this rank's part of a unit, each with its holders in the order of tiles."""
         item = unit.items[0]
-        like = min(item, 1) if item <= self._model.num_layers else item
+        like = item if item in (0, self._model.num_items - 1) else 2 - item % 2
         parameters = _parameters(self._model, item)
         wanted = {p.name for p in unit.parameters}
         key = (like, users, tuple(p.name in wanted for p in parameters))

@@ -14,6 +14,8 @@ from enum import Enum
 from functools import lru_cache
 
 from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import layers
 
 
 class Op(Enum):
@@ -279,11 +281,10 @@ def schedules_of(plan: Plan, make: Callable[[Plan, Tile], Schedule]) -> dict[Til
     return schedules
 
 
-def items_in_order(schedule: Sequence[Instruction], tiles: Sequence[Tile]) -> Iterator[int]:
-    """Yield the items whose weights ranks with these tiles need, pass by pass: in their order forward, from the last to
-    the first backward."""
+def layers_in_order(schedule: Sequence[Instruction], tiles: Sequence[Tile]) -> Iterator[Interval]:
+    """Yield the layers whose weights ranks with these tiles need, pass by pass: in their order
+    forward, from the last to the first backward."""
     for instruction in schedule:
-        if instruction.op is Op.FORWARD:
-            yield from range(*tiles[instruction.virtual_stage].items)
-        elif instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            yield from reversed(range(*tiles[instruction.virtual_stage].items))
+        if instruction.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            step = 1 if instruction.op is Op.FORWARD else -1
+            yield from layers(tiles[instruction.virtual_stage].items)[::step]

@@ -1,16 +1,17 @@
 """The plan: a tiling of the work of each microbatch, items x rows, among tensor grids of ranks.
 
 Plain frozen data with a TOML form (see `plan_file.py`), written by a person, by `even_plan`, or by the planner, and
-read by everything else. Item 0 is the embedding, items 1 ... L the blocks, item L+1 the head; rows are the
-sequences of a microbatch.
+read by everything else. Items are those of `sharding/items.py`; rows are the sequences of a microbatch.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
 from hpctrain.config.errors import PlanError
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import block_of
 
 
 @dataclass(frozen=True)
@@ -252,14 +253,14 @@ def even_plan(
         raise PlanError(
             f'virtual_stages = {virtual_stages}: schedule = "{schedule}" has one tile a rank; set it to 1, or "1f1b"'
         )
-    if pipeline * virtual_stages > num_items - 2:
+    num_blocks = block_of(num_items - 1)
+    if pipeline * virtual_stages > num_blocks:
         of_each = f" x virtual_stages = {virtual_stages}" if virtual_stages > 1 else ""
-        raise PlanError(f"pipeline = {pipeline} stages{of_each} need as many blocks, the model has {num_items - 2}")
+        raise PlanError(f"pipeline = {pipeline} stages{of_each} need as many blocks, the model has {num_blocks}")
     if rows % data:
         raise PlanError(f"{rows} rows of a microbatch do not divide among data = {data} replicas")
-    cuts = [cut.shift(1) for cut in cut_evenly(num_items - 2, pipeline * virtual_stages)]
-    cuts[0] = Interval(0, cuts[0].stop)
-    cuts[-1] = Interval(cuts[-1].start, num_items)
+    inner = [2 * cut.stop + 1 for cut in cut_evenly(num_blocks, pipeline * virtual_stages)[:-1]]
+    cuts = [Interval(*pair) for pair in itertools.pairwise([0, *inner, num_items])]
     tiles = []
     for number, items in enumerate(cuts):
         for place, replica in enumerate(cut_evenly(rows, data)):

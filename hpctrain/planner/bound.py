@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.space import Space
 from hpctrain.planner.stages import StageCosts
+from hpctrain.sharding.items import BLOCK
 from hpctrain.sharding.parameters import count_parameters
 
 EVERY_COUNT_UP_TO, NEXT_COUNT = 16, 1.25
@@ -51,8 +52,8 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
         if grid.size <= (space.largest_grid or grid.size):
             of_zero = zero if grid.z > 1 else 1  # of others it changes nothing
             block, head = (
-                min(costs.seconds(number, grid, item, rows, "none", of_zero).both / rows for rows in counts)
-                for item in (1, costs.last)
+                min(costs.seconds(number, grid, layer, rows, "none", of_zero).both / rows for rows in counts)
+                for layer in (BLOCK, costs.head)
             )
             yield len(pool.slots(grid.size)) * grid.z / block, head / block
 

@@ -1,4 +1,4 @@
-"""What an item of the model costs a rank, operator by operator: products, passes over memory, what is exchanged. Pure.
+"""What a layer of the model costs a rank, operator by operator: products, passes over memory, what is exchanged. Pure.
 
 The same for every device; `seconds` then says how long one takes. It follows hpctrain/model/transformer.py: weights
 are cut by x over one dim and by y over the other; blocks go from features cut by x to heads cut by y and back.
@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
-from hpctrain.architectures.description import Attention, Layer, Norm
+from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
 from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.stack import HPCTRAIN, BytePasses, Stack
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.intervals import cut_evenly
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import block_of, is_attention
 from hpctrain.sharding.parameters import item_units, padded_vocabulary
 
 RECOMPUTE = ("none", "selective", "full")
@@ -68,7 +69,7 @@ class ItemPass(NamedTuple):
 
 @dataclass
 class PassWork:
-    """What a rank does in one pass over one item."""
+    """What a rank does in one pass over one layer."""
 
     products: list[MatrixProduct] = field(default_factory=list)
     passed_bytes: float = 0.0
@@ -142,10 +143,28 @@ class Setup:
 
     @cached_property
     def first_equal(self) -> tuple[int, ...]:
-        """For each item the first one that costs the same: layers with a window and without are of two kinds."""
-        first: dict[Layer, int] = {}
-        equal = [first.setdefault(block, number) for number, block in enumerate(self.blocks, 1)]
+        """For each item the first one that costs the same: attention with a window and without is of two kinds."""
+        first: dict[Attention | Mlp, int] = {}
+        branches = (branch for block in self.blocks for branch in (block.attention, block.mlp))
+        equal = [first.setdefault(branch, number) for number, branch in enumerate(branches, 1)]
         return (0, *equal, self.model.num_items - 1)
+
+    @cached_property
+    def head(self) -> Interval:
+        """The last layer."""
+        return Interval(self.model.num_items - 1, self.model.num_items)
+
+    def is_block(self, layer: Interval) -> bool:
+        """Say whether a layer is a block, or one branch of it."""
+        return 0 < layer.start < self.head.start
+
+    def branches(self, layer: Interval) -> tuple[Attention | None, Mlp | None]:
+        """Return what a layer has of its block."""
+        block = self.blocks[block_of(layer.start)]
+        return (
+            block.attention if is_attention(layer.start) else None,
+            None if is_attention(layer.stop - 1) else block.mlp,
+        )
 
     @property
     def item_bytes(self) -> int:
@@ -167,8 +186,8 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class ItemCost:
-    """The passes over one item."""
+class LayerCost:
+    """The passes over one layer."""
 
     forward: PassWork
     backward_input: PassWork
@@ -187,28 +206,34 @@ def unit_elements(model: Model, grid: TensorGrid, item: int) -> int:
     return sum(unit.layout(grid, 0, 0).size for unit in item_units(model, grid, item))
 
 
-def item_cost(setup: Setup, grid: TensorGrid, item: int, rows: int, recompute: str = "none", zero: int = 1) -> ItemCost:
-    """Return what an item costs one rank of a tensor grid for `rows` sequences of its own.
+def layer_elements(model: Model, grid: TensorGrid, layer: Interval) -> int:
+    """Return how many weights of a layer the ranks at one (x, y) have together."""
+    return sum(unit_elements(model, grid, item) for item in range(*layer))  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+
+
+def layer_cost(
+    setup: Setup, grid: TensorGrid, layer: Interval, rows: int, recompute: str = "none", zero: int = 1
+) -> LayerCost:
+    """Return what a layer costs one rank of a tensor grid for `rows` sequences of its own.
 
     Raises PlanError for an unknown way to recompute.
     """
     if recompute not in RECOMPUTE:
         raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
-    model, stack = setup.model, setup.stack
-    is_block = 0 < item <= model.num_layers
+    is_block = setup.is_block(layer)
     if is_block and rows > 1 and goes_in_halves(setup, grid):
-        cost, core = _in_halves(setup, grid, item, rows)
+        cost, core = _in_halves(setup, grid, layer, rows)
     elif is_block:
-        cost, core, _ = _block(setup, grid, item, rows)
+        cost, core, _ = _block(setup, grid, layer, rows)
     else:
-        cost, core = (_embedding if item == 0 else _head)(setup, grid, rows), PassWork()
+        cost, core = (_embedding if layer.start == 0 else _head)(setup, grid, rows), PassWork()
     again = PassWork()
-    if recompute == "full" and (is_block or stack.recomputes_ends):
+    if recompute == "full" and (is_block or setup.stack.recomputes_ends):
         again = cost.forward
     elif recompute == "selective":
         again = core
     return _with_weights(
-        setup, grid, item, zero, replace(cost, backward_input=PassWork.joined((again, cost.backward_input)))
+        setup, grid, layer, zero, replace(cost, backward_input=PassWork.joined((again, cost.backward_input)))
     )
 
 
@@ -217,12 +242,12 @@ def goes_in_halves(setup: Setup, grid: TensorGrid) -> bool:
     return "forward" in setup.overlaps and grid.cuts_weights
 
 
-def _in_halves(setup: Setup, grid: TensorGrid, item: int, rows: int) -> tuple[ItemCost, PassWork]:
+def _in_halves(setup: Setup, grid: TensorGrid, layer: Interval, rows: int) -> tuple[LayerCost, PassWork]:
     """Return what `_block` does, where each half of the rows is computed while outputs of the other are summed.
 
     The halves take turns: what one computes up to its next sum overlaps the other's last one.
     """
-    blocks = [_block(setup, grid, item, half) for half in (rows - rows // 2, rows // 2)]
+    blocks = [_block(setup, grid, layer, half) for half in (rows - rows // 2, rows // 2)]
     cut = _joining_halves(setup, grid, rows)
     backward = PassWork.joined((*(block.cost.backward_input for block in blocks), cut))
     weight = PassWork.joined(block.cost.backward_weight for block in blocks)
@@ -232,7 +257,9 @@ def _in_halves(setup: Setup, grid: TensorGrid, item: int, rows: int) -> tuple[It
         replace(segment, exchanges=[e._replace(overlapped=meanwhile) if e.is_output else e for e in segment.exchanges])
         for segment, meanwhile in zip(halves_in_order, overlapped, strict=True)
     ]
-    return ItemCost(PassWork.joined((*forward, cut)), backward, weight), PassWork.joined(block.core for block in blocks)
+    return LayerCost(PassWork.joined((*forward, cut)), backward, weight), PassWork.joined(
+        block.core for block in blocks
+    )
 
 
 def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> PassWork:
@@ -240,31 +267,32 @@ def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> PassWork:
     return PassWork(passed_bytes=2 * rows * setup.positions * (setup.model.hidden_size // grid.x) * setup.item_bytes)
 
 
-def _with_weights(setup: Setup, grid: TensorGrid, item: int, zero: int, cost: ItemCost) -> ItemCost:
-    """Add what is exchanged of the weights while an item computes: over z, and over holders for ZeRO 2 and 3."""
-    elements = unit_elements(setup.model, grid, item)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, cost: LayerCost) -> LayerCost:
+    """Add what is exchanged of the weights while a layer computes: over z, and over holders for ZeRO 2 and 3."""
     before: list[Exchange] = []
     after: list[Exchange] = []
     placed = added = 0.0  # bytes passed over to put a rank's shard among the gathered, to add to it what was scattered
-    if zero == 3:
-        before.append(Exchange("data", "all_gather", elements // grid.z * setup.gathered_bytes))
-    if grid.z > 1:
-        before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
-        after.append(Exchange("z", "reduce_scatter", elements * setup.gradient_bytes))
-        if setup.stack.copies_shards:
-            placed = 2 * setup.item_bytes * elements / grid.z
-            added = 3 * setup.gradient_bytes * elements / grid.z if zero < 2 else 0.0
-    if zero >= 2:
-        after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.gradient_bytes))
+    for item in range(*layer):
+        elements = unit_elements(setup.model, grid, item)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+        if zero == 3:
+            before.append(Exchange("data", "all_gather", elements // grid.z * setup.gathered_bytes))
+        if grid.z > 1:
+            before.append(Exchange("z", "all_gather", elements * setup.gathered_bytes))
+            after.append(Exchange("z", "reduce_scatter", elements * setup.gradient_bytes))
+            if setup.stack.copies_shards:
+                placed += 2 * setup.item_bytes * elements / grid.z
+                added += 3 * setup.gradient_bytes * elements / grid.z if zero < 2 else 0.0
+        if zero >= 2:
+            after.append(Exchange("data", "reduce_scatter", elements // grid.z * setup.gradient_bytes))
     gather, scatter = PassWork(passed_bytes=placed, exchanges=before), PassWork(passed_bytes=added, exchanges=after)
-    return ItemCost(
+    return LayerCost(
         PassWork.joined((gather, cost.forward)),
         PassWork.joined((gather, cost.backward_input)),
         PassWork.joined((cost.backward_weight, scatter)),
     )
 
 
-def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str], sizes: dict[str, int]) -> ItemCost:
+def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str], sizes: dict[str, int]) -> LayerCost:
     """Return the passes of a layer whose weight [out, in] is cut by the axes (of in, of out)."""
     of_in, of_out = axes
     num_bytes = setup.item_bytes
@@ -275,10 +303,10 @@ def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str
     if sizes[of_out] > 1:
         backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, behind=of_weight))
     added = 1 if setup.passes.weight else 0
-    return ItemCost(forward, backward, PassWork([of_weight], setup.passes.weight * into * out, added))
+    return LayerCost(forward, backward, PassWork([of_weight], setup.passes.weight * into * out, added))
 
 
-def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> ItemCost:
+def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> LayerCost:
     features = setup.model.hidden_size // grid.x
     if setup.stack.sequence_parallel:
         tokens = -(-tokens // grid.y)
@@ -288,11 +316,11 @@ def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> ItemCost:
     if grid.x > 1:
         forward.exchanges += [Exchange("x", "all_reduce", tokens * STATISTIC_BYTES)] * statistics
         backward.exchanges.append(Exchange("x", "all_reduce", tokens * STATISTIC_BYTES * statistics))
-    return ItemCost(forward, backward, PassWork())  # its weights' gradients are by-products
+    return LayerCost(forward, backward, PassWork())  # its weights' gradients are by-products
 
 
 class _BlockCost(NamedTuple):
-    cost: ItemCost
+    cost: LayerCost
     core: PassWork
     """That of attention, which selective recomputing runs again."""
     segments: list[PassWork]
@@ -305,61 +333,82 @@ def heads_on(attention: Attention, grid: TensorGrid) -> tuple[int, int]:
     return attention.heads // grid.y * size, max(1, attention.kv_heads // grid.y) * size
 
 
-def _block(setup: Setup, grid: TensorGrid, item: int, rows: int) -> _BlockCost:
-    model, stack, passes = setup.model, setup.stack, setup.passes
-    attention, mlp = setup.blocks[item - 1].attention, setup.blocks[item - 1].mlp
-    tokens, hidden = rows * setup.positions, model.hidden_size // grid.x
-    query, key = heads_on(attention, grid)
-    inner, up = mlp.inner // grid.y, mlp.up_size // grid.y
-    sizes = {"x": grid.x, "y": grid.y}
-    norms = [_norm(setup, grid, tokens, norm) for norm in (attention.norm, mlp.norm)]
-    out_norms = [_norm(setup, grid, tokens, norm) for norm in (attention.out_norm, mlp.out_norm) if norm]
-    linears = [
-        _linear(setup, tokens, *shape, axes, sizes)
-        for shape, axes in (
-            ((hidden, query + 2 * key), ("x", "y")),
-            ((query, hidden), ("y", "x")),
-            ((hidden, up), ("x", "y")),
-            ((inner, hidden), ("y", "x")),
-        )
-    ]
-    core, core_backward = _attention(setup, attention, rows, grid)
-    weight = PassWork.joined(linear.backward_weight for linear in linears)
-    residual = tokens * hidden / (grid.y if stack.sequence_parallel else 1)
-    rotary = tokens * (query + key) if attention.rotary else 0
-    normed = tokens * (query + key) if attention.head_norm else 0
-    # What comes before each linear layer; half of the residual stream's passes belong to attention.
-    between = (
-        0.0,
-        rotary * passes.rotary[0] + normed * passes.norm[0],
-        residual * passes.residual[0] / 2,
-        tokens * inner * passes.inner[0],
-    )
-    after = [norm.forward for norm in out_norms] or [PassWork(), PassWork()]
-    cores = (norms[0].forward, core, PassWork.joined((after[0], norms[1].forward)), PassWork())
-    parts = [
-        PassWork.joined((before, PassWork(passed_bytes=num_bytes), linear.forward))
-        for before, num_bytes, linear in zip(cores, between, linears, strict=True)
-    ]
-    parts.append(PassWork.joined((after[1], PassWork(passed_bytes=residual * passes.residual[0] / 2))))
-    for number, part in enumerate(parts):
-        part.operations += cut_evenly(stack.block_operations[0], len(parts))[number].size
-    backward = PassWork.joined((*(part.backward_input for part in (*linears, *norms, *out_norms)), core_backward))
-    backward.passed_bytes += residual * passes.residual[1] + tokens * inner * passes.inner[1]
-    backward.passed_bytes += rotary * passes.rotary[1] + normed * passes.norm[1]
-    backward.operations += stack.block_operations[1]
+def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int) -> _BlockCost:
+    """Return what a block costs, or one branch of it."""
+    attention, mlp = setup.branches(layer)
+    branches = [_attention_branch(setup, grid, attention, rows)] if attention else []
+    branches += [_mlp_branch(setup, grid, mlp, rows)] if mlp else []
+    parts = [part for branch in branches for part in branch.parts]
     segments = [PassWork()]
     for part in parts:
         segments[-1] = PassWork.joined((segments[-1], part))
         if any(exchange.is_output for exchange in part.exchanges):
             segments.append(PassWork())
-    cost = _labelled("block", rows, ItemCost(PassWork.joined(parts), backward, weight))
+    backward = PassWork.joined(branch.backward_input for branch in branches)
+    weight = PassWork.joined(branch.backward_weight for branch in branches)
+    core = PassWork.joined(branch.core for branch in branches)
+    cost = _labelled("block", rows, LayerCost(PassWork.joined(parts), backward, weight))
     segments = [segment.as_pass("block", 0, rows) for segment in segments]
-    return _BlockCost(cost, PassWork() if stack.flash else core.as_pass("block", 0, rows), segments)
+    return _BlockCost(cost, PassWork() if setup.stack.flash else core.as_pass("block", 0, rows), segments)
 
 
-def _labelled(item: str, rows: int, cost: ItemCost) -> ItemCost:
-    return ItemCost(
+class _Branch(NamedTuple):
+    """A residual branch: a norm, two linear layers with something between, and the sum."""
+
+    parts: list[PassWork]
+    """Of its forward pass."""
+    backward_input: PassWork
+    backward_weight: PassWork
+    core: PassWork = PassWork()
+
+
+def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int) -> _Branch:
+    passes, tokens = setup.passes, rows * setup.positions
+    query, key = heads_on(attention, grid)
+    rotary = tokens * (query + key) if attention.rotary else 0
+    normed = tokens * (query + key) if attention.head_norm else 0
+    core, core_backward = _attention(setup, attention, rows, grid)
+    work = _branch(setup, grid, attention, rows, (query + 2 * key, query))
+    forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
+    work.parts[1:1] = [PassWork(passed_bytes=forward), core]
+    backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
+    return work._replace(backward_input=backward_input, core=core)
+
+
+def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int) -> _Branch:
+    inner, up = mlp.inner // grid.y, mlp.up_size // grid.y
+    work = _branch(setup, grid, mlp, rows, (up, inner))
+    forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
+    work.parts.insert(1, forward)
+    return work._replace(backward_input=PassWork.joined((work.backward_input, backward)))
+
+
+def _branch(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, rows: int, features: tuple[int, int]) -> _Branch:
+    """Return what a branch costs but for what is between its linear layers, the first of which has so many `features`
+    out and the second so many in."""
+    stack, passes = setup.stack, setup.passes
+    tokens, hidden = rows * setup.positions, setup.model.hidden_size // grid.x
+    sizes, (out, into) = {"x": grid.x, "y": grid.y}, features
+    norm = _norm(setup, grid, tokens, branch.norm)
+    first = _linear(setup, tokens, hidden, out, ("x", "y"), sizes)
+    second = _linear(setup, tokens, into, hidden, ("y", "x"), sizes)
+    residual = tokens * hidden / (grid.y if stack.sequence_parallel else 1)
+    ends = [PassWork(passed_bytes=residual * each / 2) for each in passes.residual]  # half of a block's
+    costs = [norm, first, second]
+    if branch.out_norm:
+        costs.append(_norm(setup, grid, tokens, branch.out_norm))
+        ends[0] = PassWork.joined((costs[-1].forward, ends[0]))
+    for end, operations in zip(ends, stack.block_operations, strict=True):
+        end.operations += cut_evenly(operations, 2)[isinstance(branch, Mlp)].size
+    return _Branch(
+        [PassWork.joined((norm.forward, first.forward)), second.forward, ends[0]],
+        PassWork.joined((*(cost.backward_input for cost in costs), ends[1])),
+        PassWork.joined((first.backward_weight, second.backward_weight)),
+    )
+
+
+def _labelled(item: str, rows: int, cost: LayerCost) -> LayerCost:
+    return LayerCost(
         cost.forward.as_pass(item, 0, rows),
         cost.backward_input.as_pass(item, 1, rows),
         cost.backward_weight.as_pass(item, 1, rows),
@@ -389,7 +438,7 @@ def seen_share(attention: Attention, positions: int) -> float:
     return window / positions - (window / positions) ** 2 / 2
 
 
-def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
+def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> LayerCost:
     tokens, features = rows * setup.positions, setup.model.hidden_size // grid.x
     num_bytes = tokens * features * setup.item_bytes
     forward, weight = (
@@ -398,10 +447,10 @@ def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
     )
     if grid.y > 1:
         forward.exchanges.append(Exchange("y", "all_reduce", num_bytes))
-    return _labelled("embedding", rows, ItemCost(forward, PassWork(), weight))
+    return _labelled("embedding", rows, LayerCost(forward, PassWork(), weight))
 
 
-def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
+def _head(setup: Setup, grid: TensorGrid, rows: int) -> LayerCost:
     model, passes = setup.model, setup.passes
     tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
     vocabulary += -vocabulary % setup.stack.vocabulary_multiple
@@ -415,7 +464,7 @@ def _head(setup: Setup, grid: TensorGrid, rows: int) -> ItemCost:
         work.operations += 12
     if grid.y > 1:
         forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    return _labelled("head", rows, ItemCost(forward, backward, linear.backward_weight))
+    return _labelled("head", rows, LayerCost(forward, backward, linear.backward_weight))
 
 
 def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:

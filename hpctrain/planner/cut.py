@@ -5,6 +5,7 @@ Equal stages get equal parts.
 """
 
 import heapq
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from hpctrain.plan.tiling import counted
 from hpctrain.planner.closed_form import PassSeconds
 from hpctrain.planner.space import Shape, StageChoice
 from hpctrain.planner.stages import BlockLine
+from hpctrain.sharding.intervals import Interval
 
 MANY_ROWS = 64
 """More are not all given one by one."""
@@ -161,6 +163,12 @@ class Placed(NamedTuple):
         return self.variant.needed_bytes.at(self.blocks)
 
 
+def whole_cuts(stages: Sequence[Placed]) -> list[int]:
+    """Return the items where stages of whole blocks begin, and where the last one ends."""
+    *ends, last = itertools.accumulate(2 * placed.blocks for placed in stages)
+    return [0, *(end + 1 for end in ends), last + 2]
+
+
 class SharedBlocks(NamedTuple):
     """Blocks, and maybe ends of the model, that the same stages hold."""
 
@@ -184,6 +192,15 @@ class SearchLayout:
     """Of each pipeline."""
     seconds: float
     """Of a step, by the closed form."""
+    cuts: tuple[tuple[int, ...], ...] = ()
+    """Of each pipeline: the items where stages begin and the last one ends, where these are not whole blocks."""
+    whole: "SearchLayout | None" = None
+    """The same with whole blocks."""
+
+    def items(self, pipeline: int) -> list[Interval]:
+        """Return the items of each stage of a pipeline."""
+        cuts = self.cuts[pipeline] if self.cuts else whole_cuts(self.stages[pipeline])
+        return [Interval(*pair) for pair in itertools.pairwise(cuts)]
 
     @property
     def is_short_of_memory(self) -> bool:

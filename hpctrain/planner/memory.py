@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.architectures.description import Norm
+from hpctrain.architectures.description import Attention, Mlp, Norm
 from hpctrain.plan.holders import RankShards
 from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.cost import Setup, goes_in_halves, heads_on, unit_elements
+from hpctrain.planner.cost import Setup, goes_in_halves, heads_on, layer_elements
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import EMBEDDING, is_attention, layers
 from hpctrain.sharding.parameters import padded_vocabulary
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
@@ -33,10 +34,10 @@ class MemoryParts:
     activations: int
     """Kept between forward and backward passes, of all microbatches in flight, weight passes included."""
     gathered: int
-    """Whole weights and gradients of the items in the making, where they are stored in shards, and what comes in of
+    """Whole weights and gradients of the layers in the making, where they are stored in shards, and what comes in of
     gradients that are on their way there."""
     buffers: int
-    """What an item computes with and does not keep, beyond what those after it have kept and let go; what waits to be
+    """What a layer computes with and does not keep, beyond what those after it have kept and let go; what waits to be
     sent, where the next messages go, what libraries have taken, and what an allocator cannot use."""
 
     @property
@@ -100,9 +101,9 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
         return 0
     virtual_stages = plan.virtual_stages(tile)
     sizes = [
-        unit_elements(setup.model, tile.tensor, item)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
+        layer_elements(setup.model, tile.tensor, layer)
         for virtual_stage in virtual_stages
-        for item in range(*virtual_stage.items)
+        for layer in layers(virtual_stage.items)
     ]
     pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     holders = min((len(stored_by.ranks) for stored_by in shards.shard_groups if stored_by.zero >= 2), default=0)
@@ -111,7 +112,7 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
 
 
 def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, pair: int, splits: bool) -> float:
-    """Return the room for whole weights and gradients where a rank stores shards: those of its `largest` item, or of a
+    """Return the room for whole weights and gradients where a rank stores shards: those of its `largest` layer, or of a
     `pair` of neighbours where those over z are overlapped, since one is gathered ahead and scattered behind.
 
     The shard of what is scattered comes on top; it is of both where a weight pass has gone before (`splits`).
@@ -126,7 +127,7 @@ def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, 
 
 
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
-    """Return the bytes kept, and those of the item that needs the most while it computes."""
+    """Return the bytes kept, and those of the layer that needs the most while it computes."""
     if tile.is_idle:
         return 0, 0
     virtual_stages = plan.virtual_stages(tile)
@@ -147,7 +148,9 @@ def _kept_of_virtual_stages(setup: Setup, plan: Plan, virtual_stages: Sequence[T
     each = []
     for tile in virtual_stages:
         kept_rows = rows if plan.downstream(tile) else -(-rows // tile.row_chunks)
-        each.append(kept_rows * sum(item_kept(setup, tile.tensor, item, tile.recompute) for item in range(*tile.items)))
+        each.append(
+            kept_rows * sum(layer_kept(setup, tile.tensor, layer, tile.recompute) for layer in layers(tile.items))
+        )
     alive = most = 0.0
     for op, virtual_stage, _ in passes(plan, virtual_stages[0]):
         alive += each[virtual_stage] if op is Op.FORWARD else -each[virtual_stage]
@@ -155,17 +158,22 @@ def _kept_of_virtual_stages(setup: Setup, plan: Plan, virtual_stages: Sequence[T
     return int(most)
 
 
+def _kept(setup: Setup, tile: Tile) -> float:
+    """Return the bytes that a tile keeps of a row."""
+    return sum(layer_kept(setup, tile.tensor, layer, tile.recompute) for layer in layers(tile.items))
+
+
 def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
     rows = -(-tile.rows.size // tile.tensor.z)
     at_once = -(-rows // tile.row_chunks)
     at_loss = not plan.downstream(tile)
     microbatches = in_flight(plan, tile)
-    one = sum(item_kept(setup, tile.tensor, item, tile.recompute) for item in range(*tile.items))
+    one = _kept(setup, tile)
     buffers = _computing(setup, plan, tile)
     kept_rows = at_once if at_loss else microbatches * rows
     if not _splits(setup, plan, tile):
         return int(kept_rows * one), buffers
-    deferred = sum(item_deferred(setup, tile.tensor, item) for item in range(*tile.items))
+    deferred = sum(layer_deferred(setup, tile.tensor, layer) for layer in layers(tile.items))
     waiting = rows * min(weight_delay(plan, tile) or 0, plan.microbatches - microbatches) * deferred
     others = (rows - at_once) * deferred if at_loss else (kept_rows - rows) * one
     return int(waiting + others + (at_once if at_loss else rows) * one), buffers
@@ -174,50 +182,51 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
 def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     """Return the bytes that a backward pass takes besides what was kept, when it takes the most.
 
-    Where weight passes come later, there is also what else would be gone by then. What the items after it have kept is
+    Where weight passes come later, there is also what else would be gone by then. What the layers after it have kept is
     gone, or has become what weight passes need.
     """
     rows = -(-tile.rows.size // tile.tensor.z)
     at_once = -(-rows // tile.row_chunks)
     is_split = _splits(setup, plan, tile)
     most = more = 0.0
-    for item in reversed(range(*tile.items)):
-        taken = item_computing(setup, tile.tensor, item, _is_recomputed(setup, tile, item), at_once > 1)
-        if is_split and 0 < item <= setup.model.num_layers:
-            taken += inner_bytes(setup, tile.tensor, item)
+    for layer in reversed(layers(tile.items)):
+        taken = layer_computing(setup, tile.tensor, layer, _is_recomputed(setup, tile, layer), at_once > 1)
+        if is_split and setup.is_block(layer):
+            taken += inner_bytes(setup, tile.tensor, layer)
         most = max(most, at_once * taken + more)
-        gone = item_kept(setup, tile.tensor, item, tile.recompute)
-        change = (item_deferred(setup, tile.tensor, item) if is_split else 0.0) - gone
+        gone = layer_kept(setup, tile.tensor, layer, tile.recompute)
+        change = (layer_deferred(setup, tile.tensor, layer) if is_split else 0.0) - gone
         more += (rows if change > 0 and plan.downstream(tile) else at_once) * change
     return int(most)
 
 
-def item_computing(setup: Setup, grid: TensorGrid, item: int, again: bool, in_halves: bool = True) -> float:
-    """Return the bytes that an item computes with and does not keep, for one row of a rank.
+def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, again: bool, in_halves: bool = True) -> float:
+    """Return the bytes that a layer computes with and does not keep, for one row of a rank.
 
     While it goes backward, gradients of about half of what it keeps are there too, of half the rows where these go
     `in_halves`; what was computed `again` is whole. While the loss is computed, logits are there more than once.
     """
-    kept = item_kept(setup, grid, item, "none")
-    if item > setup.model.num_layers:
+    kept = layer_kept(setup, grid, layer, "none")
+    if layer == setup.head:
         logits = setup.positions * padded_vocabulary(setup.model, grid) / grid.y
         overlapped = logits * setup.stack.loss_bytes.get(setup.item_bytes, 0) + setup.positions * LOSS_BYTES
         overlapped = max(kept / 2, overlapped)
     else:
-        overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and item else 2)
-    is_block = 0 < item <= setup.model.num_layers
-    mask = setup.positions**2 if is_block and setup.masks_documents else 0
+        overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and layer.start else 2)
+    has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
+    mask = setup.positions**2 if has_mask else 0
     return again * kept + overlapped + mask
 
 
-def _is_recomputed(setup: Setup, tile: Tile, item: int) -> bool:
-    is_end = item in (0, setup.model.num_items - 1)
+def _is_recomputed(setup: Setup, tile: Tile, layer: Interval) -> bool:
+    is_end = not setup.is_block(layer)
     return tile.recompute != "none" and not (is_end and tile.recompute == "full" and not setup.stack.recomputes_ends)
 
 
-def inner_bytes(setup: Setup, grid: TensorGrid, item: int) -> float:
-    """Return the bytes of the inner features of a block, for one row of a rank."""
-    return setup.positions * setup.blocks[item - 1].mlp.inner / grid.y * setup.item_bytes
+def inner_bytes(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
+    """Return the bytes of the inner features of a layer, for one row of a rank."""
+    _, mlp = setup.branches(layer)
+    return setup.positions * mlp.inner / grid.y * setup.item_bytes if mlp else 0.0
 
 
 def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
@@ -254,19 +263,19 @@ def _sent(plan: Plan, tile: Tile) -> int:
     return sending + 1 if sending else 0
 
 
-def item_deferred(setup: Setup, grid: TensorGrid, item: int) -> float:
-    """Return the bytes that an item keeps between its input and its weight pass, for one row of a rank: both operands
+def layer_deferred(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
+    """Return the bytes that a layer keeps between its input and its weight pass, for one row of a rank: both operands
     of each product that is a weight's gradient."""
     model = setup.model
     hidden = model.hidden_size / grid.x
-    if item == 0:
+    if layer == EMBEDDING:
         numbers = hidden
-    elif item > model.num_layers:
+    elif layer == setup.head:
         numbers = hidden + padded_vocabulary(model, grid) / grid.y
     else:
-        attention, mlp = setup.blocks[item - 1].attention, setup.blocks[item - 1].mlp
-        query, key = heads_on(attention, grid)
-        numbers = 4 * hidden + 2 * query + 2 * key + (mlp.inner + mlp.up_size) / grid.y
+        attention, mlp = setup.branches(layer)
+        numbers = 2 * hidden + 2 * sum(heads_on(attention, grid)) if attention else 0.0
+        numbers += 2 * hidden + (mlp.inner + mlp.up_size) / grid.y if mlp else 0.0
     return setup.positions * numbers * setup.item_bytes
 
 
@@ -275,19 +284,19 @@ def _norm_statistics(setup: Setup, norm: Norm) -> float:
     return setup.positions * STATISTIC_BYTES * (2 if norm.has_bias else 1)
 
 
-def item_kept(setup: Setup, grid: TensorGrid, item: int, recompute: str) -> float:
-    """Return the bytes that an item keeps for its backward pass, for one row of a rank.
+def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) -> float:
+    """Return the bytes that a layer keeps for its backward pass, for one row of a rank.
 
     For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
     """
     model, stack, b = setup.model, setup.stack, setup.item_bytes
     cut = grid.y if stack.sequence_parallel else 1
     hidden = setup.positions * model.hidden_size / grid.x
-    if item == 0:
+    if layer == EMBEDDING:
         return setup.positions * (2 * INDEX_BYTES + 1)  # ids, and where they are; it makes the first block's input
     if recompute == "full":
         return hidden * b * stack.kept_inputs / cut
-    if item > model.num_layers:
+    if layer == setup.head:
         logits = setup.positions * padded_vocabulary(model, grid) / grid.y
         return (
             hidden * 2 * b
@@ -295,19 +304,27 @@ def item_kept(setup: Setup, grid: TensorGrid, item: int, recompute: str) -> floa
             + setup.positions * (2 * INDEX_BYTES + 2)
             + _norm_statistics(setup, model.description.norm)
         )
-    attention, mlp = setup.blocks[item - 1].attention, setup.blocks[item - 1].mlp
-    query, key = (setup.positions * features for features in heads_on(attention, grid))
-    inner = setup.positions * mlp.inner / grid.y
-    if stack.flash:  # input, normed twice, the middle of the residual stream; queries, keys, values, mixed; gate and up
-        of_inner = 3 if mlp.gated else 2
-        kept_before = (query + key) * ((attention.rotary is not None) + (attention.head_norm is not None))
-        norms = [norm for norm in (attention.norm, mlp.norm, attention.out_norm, mlp.out_norm) if norm]
-        sums = setup.positions * STATISTIC_BYTES * attention.heads / grid.y  # of exponentials, for each head
-        if attention.score_cap is not None:  # scores, their tanh, exponentials
-            sums = attention.heads / grid.y * setup.positions**2 * 3 * b
-        statistics = sum(_norm_statistics(setup, norm) for norm in norms) + sums
-        return b * ((2 + len(norms)) * hidden / cut + 2 * query + 2 * key + kept_before + of_inner * inner) + statistics
-    masks = 2 * hidden
-    of_scores = 2 * b + 1 if stack.dropped_scores else b
-    scores = attention.heads / grid.y * setup.positions**2 * of_scores if recompute == "none" else 0.0
-    return (4 * hidden * b + masks) / cut + b * (2 * query + 2 * key + stack.kept_inner * inner) + scores
+    return sum(_branch_kept(setup, grid, branch, recompute, hidden) for branch in setup.branches(layer) if branch)
+
+
+def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, hidden: float) -> float:
+    stack, b = setup.stack, setup.item_bytes
+    cut = grid.y if stack.sequence_parallel else 1
+    norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
+    # With fused attention the input, normed, too; queries, keys, values, mixed; gate and up. Else also two masks.
+    kept = b * (1 + len(norms)) * hidden / cut if stack.flash else (2 * b + 1) * hidden / cut
+    if stack.flash:
+        kept += sum(_norm_statistics(setup, norm) for norm in norms)
+    if isinstance(branch, Mlp):
+        inner = setup.positions * branch.inner / grid.y
+        return kept + b * inner * ((3 if branch.gated else 2) if stack.flash else stack.kept_inner)
+    query, key = (setup.positions * features for features in heads_on(branch, grid))
+    heads = branch.heads / grid.y
+    kept += b * (2 * query + 2 * key)
+    if not stack.flash:
+        of_scores = 2 * b + 1 if stack.dropped_scores else b
+        return kept + (heads * setup.positions**2 * of_scores if recompute == "none" else 0.0)
+    kept += b * (query + key) * ((branch.rotary is not None) + (branch.head_norm is not None))
+    if branch.score_cap is not None:  # scores, their tanh, exponentials
+        return kept + heads * setup.positions**2 * 3 * b
+    return kept + setup.positions * STATISTIC_BYTES * heads  # sums of exponentials

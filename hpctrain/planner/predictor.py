@@ -16,7 +16,7 @@ from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals
 from hpctrain.planner.assumed import list_assumed_inputs
-from hpctrain.planner.cost import Exchange, PassWork, Setup, item_cost, model_flops, update_seconds
+from hpctrain.planner.cost import Exchange, PassWork, Setup, layer_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, memory_of, waiting_share
@@ -24,6 +24,7 @@ from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, 
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.simulate import simulate
 from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
 
 # How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
@@ -77,12 +78,12 @@ def pass_cost(
     data_ranks: Sequence[int],
     sharers: Crowd | None = None,
 ) -> PassCost:
-    """Return what a pass over one item takes on a tile whose ranks have such `devices`, the slowest of which counts.
+    """Return what a pass over one layer takes on a tile whose ranks have such `devices`, the slowest of which counts.
 
     `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that. Of what goes on
     while it computes (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer
     than it, of those overlapped with the other half of the rows what outlasts that half, of z what outlasts all else,
-    as the next item's weights come while this one computes; and by how much computing is slower meanwhile.
+    as the next layer's weights come while this one computes; and by how much computing is slower meanwhile.
     """
     over_z = {"all_gather": 0.0, "reduce_scatter": 0.0}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
@@ -259,9 +260,9 @@ class Predictor:
         if splits:
             passes |= {"backward_input": [], "backward_weight": []}
         for rows in row_chunks:
-            each = [self.item_passes(tile, item, rows) for item in range(*tile.items)]
+            each = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
             for name, made in passes.items():
-                made.append(sum((of_item[name] for of_item in each), PassCost(0.0)))
+                made.append(sum((of_layer[name] for of_layer in each), PassCost(0.0)))
         times = max(self._devices[family].overlap_slowdown for family in self._families[tile])
         before, after = self._alone_over_z(tile, row_chunks[0])
         return TileCost(
@@ -275,17 +276,18 @@ class Predictor:
     def _alone_over_z(self, tile: Tile, rows: int) -> tuple[float, float]:
         """Return what comes over z before the first block can compute, and goes after the last has; what an embedding
         computes meanwhile hides its own."""
-        if tile.tensor.z == 1 or not tile.items.intersect(Interval(1, self.setup.model.num_items - 1)).size:
+        blocks = [layer for layer in layers(tile.items) if self.setup.is_block(layer)]
+        if tile.tensor.z == 1 or not blocks:
             return 0.0, 0.0
-        passes = self.item_passes(tile, max(1, tile.items.start), rows)
+        passes = self.layer_passes(tile, blocks[0], rows)
         return passes["forward"].gathered, passes["backward"].scattered
 
-    def item_passes(self, tile: Tile, item: int, rows: int) -> dict[str, PassCost]:
-        """Return by name (`PASSES`) what each pass over an item takes a rank of a tile, for so many rows of its own."""
-        key = self.setup.first_equal[item], rows, tile.tensor, tile.recompute, self._place(tile)
+    def layer_passes(self, tile: Tile, layer: Interval, rows: int) -> dict[str, PassCost]:
+        """Return by name (`PASSES`) what each pass over a layer takes a rank of a tile, for so many rows of its own."""
+        key = self.setup.first_equal[slice(*layer)], rows, tile.tensor, tile.recompute, self._place(tile)
         if key not in self._passes:
             zero = max((h.zero for h in self._rank_shards(tile).shard_groups), default=0)
-            cost = item_cost(self.setup, tile.tensor, item, rows, tile.recompute, zero)
+            cost = layer_cost(self.setup, tile.tensor, layer, rows, tile.recompute, zero)
             self._passes[key] = {name: self._pass(tile, getattr(cost, name)) for name in PASSES.values()}
         return self._passes[key]
 
@@ -382,13 +384,14 @@ class Predictor:
         ready, needed, before = {}, {}, {}
         for tile in sharing.tiles:
             if tile.items not in before:
-                before[tile.items] = min(filter(tile.contains, group.items)) - tile.items.start
+                first = min(filter(tile.contains, group.items))
+                before[tile.items] = [first < layer.stop for layer in layers(tile.items)].index(True)
             needed[tile], ready[tile] = (until[before[tile.items]] for until in self._first_and_last(tile))
         is_early = all(len(each.ranks) == each.tensor.x * each.tensor.y for each in sharing.tiles) and not group.regions
         return replace(sharing, ready_seconds=ready, needed_seconds=needed if is_early else None)
 
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
-        """Return for each item of a tile what is computed before it: in the first forward pass, which needs its
+        """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
         weights; and of the last backward pass, by when its gradients are made, after it."""
         if tile not in self._until:
             last = "backward" if self._weight_delay(tile) is None else "backward_weight"
@@ -397,7 +400,7 @@ class Predictor:
             for name in ("forward", last):
                 key = tile.items, rows, name, tile.tensor, tile.recompute, self._place(tile)
                 if key not in self._sums:
-                    seconds = (self.item_passes(tile, item, rows)[name].seconds for item in range(*tile.items))
+                    seconds = (self.layer_passes(tile, layer, rows)[name].seconds for layer in layers(tile.items))
                     self._sums[key] = list(itertools.accumulate(seconds, initial=0.0))
                 made.append(self._sums[key])
             self._until[tile] = tuple(made)
@@ -426,11 +429,11 @@ class Predictor:
         stages = max(self.plan.path_length(tile) for tile in self.plan.tiles)
         if any(len(self.plan.virtual_stages(tile)) > 1 for tile in self.plan.first_tiles):
             raise PlanError("interleave is for plans whose ranks have one tile each: this one has pieces of its own")
-        items = self.setup.model.num_items
-        if stages < 2 or stages * interleave > items:
+        num_layers = self.setup.model.num_layers + 2
+        if stages < 2 or stages * interleave > num_layers:
             raise PlanError(
                 f"interleave = {interleave} of {stages} stages: there must be two stages, and no more pieces, here"
-                f" {stages * interleave}, than the model has items, {items}"
+                f" {stages * interleave}, than the model has layers with its ends, {num_layers}"
             )
         more = 1 + (stages - 1) / (stages * interleave)
         return tuple(

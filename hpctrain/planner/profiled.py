@@ -13,12 +13,13 @@ from dataclasses import replace
 
 from hpctrain.config.cluster import Cluster, Profile
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import ItemPass, Setup, item_cost
+from hpctrain.planner.cost import ItemPass, Setup, layer_cost
 from hpctrain.planner.curves import Curve, describe_training
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import count_parameters
 
 ITEMS = "embedding", "block", "head"
@@ -58,8 +59,8 @@ class ProfiledPasses:
     def _ratio(self, item: str, direction: int, rows: int) -> float:
         key = item, direction, rows
         if key not in self._ratios:
-            number = {"embedding": 0, "block": 1, "head": self._setup.model.num_items - 1}[item]
-            cost = item_cost(self._setup, TensorGrid(), number, rows)
+            layer = {"embedding": EMBEDDING, "block": BLOCK, "head": self._setup.head}[item]
+            cost = layer_cost(self._setup, TensorGrid(), layer, rows)
             work = cost.backward if direction else cost.forward
             formula = work.formula_seconds(self._device, self._setup.dtype, self._setup.stack)
             self._ratios[key] = self._curves[item, direction](rows) / formula

@@ -19,6 +19,7 @@ from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Shape, Space, StageChoi
 from hpctrain.planner.stages import BlockLine, Seconds, StageCosts, row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import BLOCK, EMBEDDING
 
 MANY_ROWS = 8
 """So many rows at once show a device's speed."""
@@ -122,7 +123,7 @@ class Scorer:
         else:
             seconds = []
             for pool, choice, _, ends in roles:
-                block, *at_end = (self._item_seconds(pool, choice, item, rows) for item in self.costs.items(ends))
+                block, *at_end = (self._layer_seconds(pool, choice, layer, rows) for layer in self.costs.layers(ends))
                 seconds.append(lambda n, block=block, at_end=at_end: n * block + sum(at_end))
             blocks = cut_rows(num_blocks, [1] * num_stages, seconds)
         return (
@@ -131,24 +132,24 @@ class Scorer:
             else None
         )
 
-    def speed(self, pool: int, item: int = 1) -> float:
-        """Return how many rows of a block, or of another item, a device of a pool does in a second, if it has many."""
-        return MANY_ROWS / self.costs.seconds(pool, TensorGrid(), item, MANY_ROWS, self.space.recompute[0]).both
+    def speed(self, pool: int, layer: Interval = BLOCK) -> float:
+        """Return how many rows of a block, or of another layer, a device of a pool does in a second, if it has many."""
+        return MANY_ROWS / self.costs.seconds(pool, TensorGrid(), layer, MANY_ROWS, self.space.recompute[0]).both
 
     def even_seconds(self, pools: Sequence[int], choices: Sequence[StageChoice], rows: int) -> float:
         """Return what each stage of a pipeline takes for a microbatch if blocks could be cut anywhere."""
-        each = [self._item_seconds(*pair, 1, rows) for pair in zip(pools, choices, strict=True)]
-        first = self._item_seconds(pools[0], choices[0], 0, rows) / each[0]
-        last = self._item_seconds(pools[-1], choices[-1], self.costs.last, rows) / each[-1]
+        each = [self._layer_seconds(*pair, BLOCK, rows) for pair in zip(pools, choices, strict=True)]
+        first = self._layer_seconds(pools[0], choices[0], EMBEDDING, rows) / each[0]
+        last = self._layer_seconds(pools[-1], choices[-1], self.costs.head, rows) / each[-1]
         stages = sum(c.stages / block for c, block in zip(choices, each, strict=True))
         return (self._model.num_layers + first + last) / stages
 
-    def _item_seconds(self, pool: int, choice: StageChoice, item: int, rows: int) -> float:
-        """Return what an item takes a stage that has so many rows, as far as cuts are concerned."""
+    def _layer_seconds(self, pool: int, choice: StageChoice, layer: Interval, rows: int) -> float:
+        """Return what a layer takes a stage that has so many rows, as far as cuts are concerned."""
         each, grid = rank_rows(choice, rows), choice.grid
         if self.space.cut == BY_SPEED:
-            return each / (self.speed(pool, item) * grid.x * grid.y)
-        return self.costs.seconds(pool, grid, item, each, self.space.recompute[0]).both
+            return each / (self.speed(pool, layer) * grid.x * grid.y)
+        return self.costs.seconds(pool, grid, layer, each, self.space.recompute[0]).both
 
     def roles(self, shape: Shape, number: int) -> list[Role]:
         """Return what each stage of a pipeline is."""
@@ -192,8 +193,8 @@ class Scorer:
         """
         costs, grid = self.costs, choice.grid
         each = rank_rows(choice, rows)
-        items = costs.items(ends)
-        extra = [costs.exchange(pool, grid, choice.replicas, item, zero, sharing) for item in items]
+        layers = costs.layers(ends)
+        extra = [costs.exchange(pool, grid, choice.replicas, layer, zero, sharing) for layer in layers]
         counts = row_chunk_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
         counts = counts if row_chunks is None else [row_chunks]
         variants: list[StageVariant] = []
@@ -207,10 +208,10 @@ class Scorer:
                 needed = needs.keeping(kept)
                 most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
                 if most > fitting:
-                    forward, backward = self._stage_seconds(pool, grid, items, each, recompute, row_chunks, extra)
+                    forward, backward = self._stage_seconds(pool, grid, layers, each, recompute, row_chunks, extra)
                     split = None
                     if not ends[0] and row_chunks == 1 and costs.splits(grid, recompute, zero):
-                        parts = [costs.parts(pool, grid, item, each, recompute) for item in items]
+                        parts = [costs.parts(pool, grid, layer, each, recompute) for layer in layers]
                         lines = (BlockLine(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
                         split = next(lines), next(lines)
                     variants.append(
@@ -229,15 +230,15 @@ class Scorer:
         self,
         pool: int,
         grid: TensorGrid,
-        items: Sequence[int],
+        layers: Sequence[Interval],
         rows: int,
         recompute: str,
         row_chunks: int,
         extra: Sequence[Seconds],
     ) -> list[BlockLine]:
-        """Return what a stage takes forward and backward; `items` are a block and those at its ends, each of which
+        """Return what a stage takes forward and backward; `layers` are a block and those at its ends, each of which
         takes so much `extra` for a piece."""
-        seconds = [self.costs.piecewise(pool, grid, item, rows, recompute, row_chunks) for item in items]
+        seconds = [self.costs.piecewise(pool, grid, layer, rows, recompute, row_chunks) for layer in layers]
         each = [tuple(own[i] + row_chunks * more[i] for i in (0, 1)) for own, more in zip(seconds, extra, strict=True)]
         return [BlockLine(sum(at_end[i] for at_end in each[1:]), each[0][i]) for i in (0, 1)]
 
@@ -307,7 +308,7 @@ class Scorer:
         part, times = min(shared.elements), max(sizes) / min(sizes)
         buckets = 1
         if setup.bucket_bytes:
-            items = shared.blocks + shared.is_first + shared.is_last
+            items = 2 * shared.blocks + shared.is_first + shared.is_last
             buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / setup.bucket_bytes)))
 
         def exchange(operation: str, element_bytes: int) -> float:
@@ -329,7 +330,9 @@ class Scorer:
         first; while the last item computes, nothing is there to be summed, and nothing is left to be gathered.
         """
         of_first = (
-            self.costs.elements_of(each.choice.grid, 1 - shared.is_first) / each.choice.grid.z / whole
+            self.costs.elements_of(each.choice.grid, EMBEDDING if shared.is_first else BLOCK)
+            / each.choice.grid.z
+            / whole
             for each, whole in zip(placed, shared.elements, strict=True)
         )
         share = max(1 / buckets, *of_first)
@@ -389,20 +392,19 @@ class Scorer:
     def bound(self, layout: SearchLayout) -> float:
         """Return a time that no simulation of the layout is below: what is sent and exchanged is left out."""
         longest = 0.0
-        for of_row, stages in zip(layout.rows, layout.stages, strict=True):
+        for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
             most, least = [], []
-            for i, placed in enumerate(stages):
-                ends = [0] * (i == 0) + [self.costs.last] * (i == len(stages) - 1)
-                most.append(self._bare(placed, ends, rank_rows(placed.choice, of_row)))
-                least.append(self._bare(placed, ends, rank_rows(placed.choice, of_row, fewest=True)))
+            for placed, items in zip(stages, layout.items(number), strict=True):
+                most.append(self._bare(placed, items, rank_rows(placed.choice, of_row)))
+                least.append(self._bare(placed, items, rank_rows(placed.choice, of_row, fewest=True)))
             done = done_at_the_least(most, layout.shape.microbatches, least)
             longest = max(longest, *done)
         return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
 
-    def _bare(self, placed: Placed, ends: list[int], rows: int) -> PassSeconds:
+    def _bare(self, placed: Placed, items: Interval, rows: int) -> PassSeconds:
         forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
-        for item, times in [(1, placed.blocks), *((end, 1) for end in ends)]:
-            what = placed.pool, placed.choice.grid, item, rows, placed.variant.recompute
+        for layer, times in self.costs.kinds(items).items():
+            what = placed.pool, placed.choice.grid, layer, rows, placed.variant.recompute
             seconds = self.costs.piecewise(*what, placed.variant.row_chunks)
             forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
             if placed.variant.split is not None:
@@ -415,11 +417,9 @@ class Scorer:
         """Return the plan of a layout."""
         tiles: list[Tile] = []
         at = 0
-        for of_row, stages in zip(layout.rows, layout.stages, strict=True):
+        for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
             slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
-            item = 0
-            for i, placed in enumerate(stages):
-                stop = item + placed.blocks + (i == 0) + (i == len(stages) - 1)
+            for placed, items in zip(stages, layout.items(number), strict=True):
                 for rows in cut_evenly(of_row, placed.choice.replicas):
                     ranks = next(slots[placed.pool])
                     how = {
@@ -427,8 +427,7 @@ class Scorer:
                         "zero": layout.shape.zero,
                         "row_chunks": placed.variant.row_chunks,
                     }
-                    tiles.append(Tile(Interval(item, stop), rows.shift(at), ranks, placed.choice.grid, **how))
-                item = stop
+                    tiles.append(Tile(items, rows.shift(at), ranks, placed.choice.grid, **how))
             at += of_row
         used = {rank for tile in tiles for rank in tile.ranks}
         unused = tuple(rank for rank in range(len(self._families)) if rank not in used)

@@ -21,14 +21,17 @@ from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import SearchLayout
 from hpctrain.planner.pools import Pool, pools_of
+from hpctrain.planner.recut import recut
 from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
-from hpctrain.planner.space import EVEN, Pipelines, Shape, Space, even_choices
+from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.timing import SimulatedPlan, Timer, format_shortage
 
 WEIGHED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
+RECUT = 60
+"""How many of the best layouts of whole blocks are cut again, between attention and feed-forward part too."""
 PER_GROUP = 100
 """About how many plans of a group are scored; see `MOST_CHOICES`."""
 TRIED = 3
@@ -145,6 +148,10 @@ class Search:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
         all_scored = self._score_groups() and not self._shortlists.left_out
         self.layouts.sort(key=lambda layout: layout.seconds)
+        if self._space.cut == BEST:
+            count = RECUT if self._limits.timed is not None else len(self.layouts)
+            self.layouts[:count] = [recut(self.costs, layout) for layout in self.layouts[:count]]
+            self.layouts.sort(key=lambda layout: layout.seconds)
         plans, all_timed = self._timer.time(self.layouts, self._first)
         if not plans:
             raise PlanError(self._timer.shortage or self._least_shortage())

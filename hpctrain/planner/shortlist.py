@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from hpctrain.planner.score import MANY_ROWS, Scorer, rank_rows
 from hpctrain.planner.space import BEST, Pipelines, StageChoice, choices_of, choices_of_all
+from hpctrain.sharding.items import BLOCK
 
 SLOWEST_SHARE = 0.5
 """Of the speed of a pool's fastest choice, that others must reach to be considered."""
@@ -42,7 +43,7 @@ class Shortlists:
             choices = choices_of if space.cut == BEST else choices_of_all
             slots = space.num_slots(costs.pools[pool], costs.grids[pool])
             result = [
-                (choice.stages / costs.seconds(pool, choice.grid, 1, rank_rows(choice, rows), how).both, choice)
+                (choice.stages / costs.seconds(pool, choice.grid, BLOCK, rank_rows(choice, rows), how).both, choice)
                 for choice in choices(slots, costs.setup.model.num_layers, rows)
             ]
             self._fastest[pool, rows] = result, max((rate for rate, _ in result), default=0.0)
@@ -101,7 +102,9 @@ class Shortlists:
         first, last = space.recompute[0], space.recompute[-1]
         if most(first, min(space.zero, key=lambda zero: abs(zero - 1))) < of_stage:
             few = min(each, MANY_ROWS)  # as many times as long whatever the rows, once they are not too few
-            slowest *= costs.seconds(pool, grid, 1, few, last).both / costs.seconds(pool, grid, 1, few, first).both
+            slowest *= (
+                costs.seconds(pool, grid, BLOCK, few, last).both / costs.seconds(pool, grid, BLOCK, few, first).both
+            )
         is_short = most(last, max(space.zero)) < of_stage
         exchanged = int(costs.elements(grid, False, False).each * of_stage)
         ends = costs.sharing_seconds(((pool, grid.size, replicas),), 4 * exchanged, "all_reduce")

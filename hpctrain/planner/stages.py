@@ -7,6 +7,7 @@ rounding, and for who meets different grids.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -16,29 +17,30 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import PassWork, Setup, item_cost, unit_elements
+from hpctrain.planner.cost import PassWork, Setup, layer_cost, layer_elements
 from hpctrain.planner.memory import (
     GRADIENT_BYTES,
     MASTER_BYTES,
     MOMENT_BYTES,
     gathered_bytes,
     inner_bytes,
-    item_computing,
-    item_deferred,
-    item_kept,
+    layer_computing,
+    layer_deferred,
+    layer_kept,
     message_bytes,
 )
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import pass_cost
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import BLOCK, EMBEDDING, layers
 from hpctrain.sharding.parameters import check_grid
 
 AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
 
 
 class Seconds(NamedTuple):
-    """Of a forward and of a backward pass over one item."""
+    """Of a forward and of a backward pass over one layer."""
 
     forward: float
     backward: float
@@ -89,16 +91,16 @@ class StageCosts:
     def __init__(self, setup: Setup, cluster: Cluster, pools: Sequence[Pool]):
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
         self.network = setup.stack.network(cluster, setup.stack.link_share)
-        self.last = setup.model.num_items - 1
+        self.head = setup.head
         self.seconds = lru_cache(None)(self._seconds)
         self.parts = lru_cache(None)(self._parts)
-        self._cost = lru_cache(None)(partial(item_cost, setup))
+        self._cost = lru_cache(None)(partial(layer_cost, setup))
         self._tile = lru_cache(None)(self._first_tile)
         self.exchange = lru_cache(None)(self._exchange)
         self.needs = lru_cache(None)(self._needs)
         self.elements = lru_cache(None)(self._elements)
         self.splits = lru_cache(None)(self._splits)
-        self._unit = lru_cache(None)(lambda grid, item: unit_elements(setup.model, grid, item))  # pyright: ignore
+        self._unit = lru_cache(None)(partial(layer_elements, setup.model))
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self._crowd = lru_cache(None)(self._all_ranks)
@@ -116,31 +118,38 @@ class StageCosts:
             result.append(grid)
         return result
 
-    def items(self, ends: tuple[bool, bool]) -> list[int]:
-        """Return the items that a stage's figures are made of: a block, which stands for all, and those at its ends."""
-        return [1, *([0] if ends[0] else []), *([self.last] if ends[1] else [])]
+    def layers(self, ends: tuple[bool, bool]) -> list[Interval]:
+        """Return the layers that a stage's figures are made of: a block, which stands for all, and its ends."""
+        return [BLOCK, *([EMBEDDING] if ends[0] else []), *([self.head] if ends[1] else [])]
 
-    def _seconds(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str, zero: int = 1) -> Seconds:
-        """Return what an item takes on a grid of a pool, each of whose ranks has `rows`; without ZeRO's exchange."""
-        cost = self._cost(grid, item, rows, recompute, zero)
+    def kinds(self, items: Interval) -> Counter[Interval]:
+        """Return the layers of some items, of those that cost the same the first, and how many there are of each."""
+        equal = self.setup.first_equal
+        return Counter(Interval(equal[layer.start], equal[layer.stop - 1] + 1) for layer in layers(items))
+
+    def _seconds(
+        self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str, zero: int = 1
+    ) -> Seconds:
+        """Return what a layer takes on a grid of a pool, each of whose ranks has `rows`; without ZeRO's exchange."""
+        cost = self._cost(grid, layer, rows, recompute, zero)
         return Seconds(*self._passes(number, grid, (cost.forward, cost.backward)))
 
     def piecewise(
-        self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str, row_chunks: int
+        self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str, row_chunks: int
     ) -> Seconds:
-        """Return what an item takes that goes through the rows of a rank in pieces."""
+        """Return what a layer takes that goes through the rows of a rank in pieces."""
         if row_chunks == 1:
-            return self.seconds(number, grid, item, rows, recompute)
+            return self.seconds(number, grid, layer, rows, recompute)
         least, more = divmod(rows, row_chunks)
-        some = self.seconds(number, grid, item, least, recompute)
+        some = self.seconds(number, grid, layer, least, recompute)
         if not more:
             return Seconds(row_chunks * some.forward, row_chunks * some.backward)
-        others = self.seconds(number, grid, item, least + 1, recompute)
+        others = self.seconds(number, grid, layer, least + 1, recompute)
         return Seconds(*((row_chunks - more) * few + more * many for few, many in zip(some, others, strict=True)))
 
-    def _parts(self, number: int, grid: TensorGrid, item: int, rows: int, recompute: str) -> list[float]:
+    def _parts(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> list[float]:
         """Return the seconds of the parts of a backward pass: until the gradient is sent, and after that."""
-        cost = self._cost(grid, item, rows, recompute)
+        cost = self._cost(grid, layer, rows, recompute)
         return self._passes(number, grid, (cost.backward_input, cost.backward_weight))
 
     def _passes(self, number: int, grid: TensorGrid, works: Iterable[PassWork]) -> list[float]:
@@ -162,16 +171,16 @@ class StageCosts:
         number: int,
         grid: TensorGrid,
         replicas: int,
-        item: int,
+        layer: Interval,
         zero: int,
         sharing: tuple[tuple[int, int], ...] = (),
     ) -> Seconds:
-        """Return what ZeRO 2 and 3 add to the passes over an item that so many replicas of a pool share; or those of
+        """Return what ZeRO 2 and 3 add to the passes over a layer that so many replicas of a pool share; or those of
         several pools are `sharing`: (pool, replicas)."""
         if zero < 2 or (replicas == 1 and not sharing):
             return Seconds(0.0, 0.0)
         pool = self.pools[number]
-        cost = item_cost(self.setup, grid, item, 1, "none", zero)
+        cost = layer_cost(self.setup, grid, layer, 1, "none", zero)
         groups, tile = sharing or ((number, replicas),), self._tile(number, grid)
         ranks = tuple(slot[0] for of, count in groups for slot in self.pools[of].slots(grid.size)[:count])
         crowd = self._crowd(tuple((of, grid.size) for of, _ in groups))
@@ -182,16 +191,16 @@ class StageCosts:
             )
         )
 
-    def elements_of(self, grid: TensorGrid, item: int) -> int:
-        """Return how many weights of an item the ranks at one (x, y) have together."""
-        return self._unit(grid, item)
+    def elements_of(self, grid: TensorGrid, layer: Interval) -> int:
+        """Return how many weights of a layer the ranks at one (x, y) have together."""
+        return self._unit(grid, layer)
 
     def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
         """Return how many weights a rank of a stage stores."""
-        base = self._unit(grid, 0) * is_first + self._unit(grid, self.last) * is_last
+        base = self._unit(grid, EMBEDDING) * is_first + self._unit(grid, self.head) * is_last
         if self.setup.model.description.tied_head and is_last and not is_first:
-            base += self._unit(grid, 0)
-        return BlockLine(base / grid.z, self._unit(grid, 1) / grid.z)
+            base += self._unit(grid, EMBEDDING)
+        return BlockLine(base / grid.z, self._unit(grid, BLOCK) / grid.z)
 
     def _needs(
         self,
@@ -225,7 +234,7 @@ class StageCosts:
         rows = rows if at_once is None else at_once
         kept, computing = self._row(grid, recompute, ends, splits, rows > 1)
         buffers = buffers + rows * computing
-        sizes = [self._unit(grid, item) for item in self.items(ends)]
+        sizes = [self._unit(grid, layer) for layer in self.layers(ends)]
         gathered = gathered_bytes(setup, grid.z, zero, holders, max(sizes), sizes[0] + max(sizes), splits)
         return Needs(
             BlockLine(stored.base * state + buffers + gathered, stored.each * state),
@@ -236,13 +245,13 @@ class StageCosts:
         self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, in_halves: bool
     ) -> tuple[BlockLine, float]:
         """Return the bytes of a row that a rank of a stage keeps, and those that it computes with; see
-        `item_computing`."""
-        block, *others = (item_kept(self.setup, grid, item, recompute) for item in self.items(ends))
-        computing = item_computing(self.setup, grid, 1, recompute != "none", in_halves)
-        computing += inner_bytes(self.setup, grid, 1) if splits else 0.0
+        `layer_computing`."""
+        block, *others = (layer_kept(self.setup, grid, layer, recompute) for layer in self.layers(ends))
+        computing = layer_computing(self.setup, grid, BLOCK, recompute != "none", in_halves)
+        computing += inner_bytes(self.setup, grid, BLOCK) if splits else 0.0
         if ends[1]:  # what the head has kept is gone when a block goes back
-            head = item_computing(self.setup, grid, self.last, recompute != "none")
-            left = item_deferred(self.setup, grid, self.last) if splits else 0.0
+            head = layer_computing(self.setup, grid, self.head, recompute != "none")
+            left = layer_deferred(self.setup, grid, self.head) if splits else 0.0
             computing = max(head, computing - others[-1] + left)
         return BlockLine(sum(others), block), computing
 

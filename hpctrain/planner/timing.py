@@ -48,7 +48,10 @@ class Timer:
         return Predictor(self._setup, plan, self._cluster, network=self._scorer.costs.network)
 
     def one(self, layout: SearchLayout) -> SimulatedPlan | None:
-        """Return a layout with its time, or None where it does not fit."""
+        """Return a layout with its time, cut into whole blocks where it does not fit else; None where neither does."""
+        return self._one(layout) or (self._one(layout.whole) if layout.whole else None)
+
+    def _one(self, layout: SearchLayout) -> SimulatedPlan | None:
         plan = self._scorer.plan(layout)
         predictor = self._predictor(plan)
         prediction = predictor.predict()
@@ -76,10 +79,14 @@ class Timer:
 
         `layouts` are in the order of what the closed form says; `known` is one of them, if it was timed before.
         """
+
+        def by_seconds(timed: SimulatedPlan) -> float:
+            return timed.seconds
+
         result = [known] if known else []
         best, all_done = min((timed.seconds for timed in result), default=math.inf), True
         for number, layout in enumerate(layouts):
-            if known and layout is known.layout:
+            if known and known.layout in (layout, layout.whole):
                 continue
             is_late = not result and number >= FEW and self._is_over()
             if is_late or (result and self._is_enough(len(result), layout.seconds / best - 1)):
@@ -90,7 +97,9 @@ class Timer:
             if timed := self.one(layout):
                 result.append(timed)
                 best = min(best, timed.seconds)
-        return sorted(result, key=lambda timed: timed.seconds), all_done
+        of_whole = (timed.layout.whole for timed in sorted(result, key=by_seconds)[: 1 if self._limit else None])
+        result += filter(None, (self._one(layout) for layout in of_whole if layout))
+        return sorted(result, key=by_seconds), all_done
 
     def _is_enough(self, num_timed: int, slower_share: float) -> bool:
         """Say whether no more plans are timed, the next of which is expected to be slower by so much."""

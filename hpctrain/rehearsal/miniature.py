@@ -227,15 +227,16 @@ def choose_time_scale(cluster: Cluster, truth: Truth, job: Job, cores: int) -> f
     flops = model_flops(Setup.of_job(job, "fp32"), job.train.global_batch * job.data.sequence_length)
     at_once = min(cores, cluster.num_devices)
     item_seconds = OPERATIONS_PER_ITEM * OPERATION_SECONDS / at_once
-    update = cluster.num_devices * job.model.num_items * item_seconds
-    passes = job.train.global_batch * (job.model.num_items - 1) * item_seconds
+    num_layers = job.model.num_layers + 2  # with both ends
+    update = cluster.num_devices * num_layers * item_seconds
+    passes = job.train.global_batch * (num_layers - 1) * item_seconds
     crowd = max(1.0, cluster.num_devices / at_once / RANKS_OF_CORE)  # the more ranks share a core, the later they wake
     real = (passes + update + flops / CORE_FLOPS_PER_SECOND / at_once) / BUSY_SHARE * crowd**0.5
     devices = [truth.devices[device.family] for device in cluster.devices]
     launches = OPERATIONS_PER_ITEM * min(device.launch_seconds for device in devices)  # the least that an item takes
-    one_row = launches * job.train.global_batch * (job.model.num_items - 1) / len(devices)
+    one_row = launches * job.train.global_batch * (num_layers - 1) / len(devices)
     pretended = max(flops / sum(max(device.flops_per_second.values()) for device in devices), one_row)
-    of_update = UPDATE_SHARE * pretended + launches * job.model.num_items
+    of_update = UPDATE_SHARE * pretended + launches * num_layers
     return float(f"{max(real / pretended, update / of_update):.2g}")
 
 
@@ -257,7 +258,7 @@ def _even_plan(job: Job, cluster: Cluster) -> Plan:
     ranks, families = cluster.num_devices, [device.family for device in cluster.devices]
     request = job.plan
     if request is None:
-        depths = (n for n in range(min(ranks, job.model.num_items), 0, -1) if ranks % n == 0)
+        depths = (n for n in range(min(ranks, job.model.num_layers), 0, -1) if ranks % n == 0)
         depth = next((n for n in depths if job.train.global_batch % (ranks // n) == 0), None)
         if depth is None:
             raise PlanError(f"train.global_batch {job.train.global_batch} cannot be cut evenly for {ranks} ranks")

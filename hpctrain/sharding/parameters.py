@@ -22,6 +22,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import block_of, is_attention
 
 Box = tuple[Interval, ...]
 # The linear layers of a block: of each the parameters that are computed as one product, without ".weight" or ".bias".
@@ -181,7 +182,8 @@ class FlatRegion(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _block(model: Model, i: int) -> list[Parameter]:
+def _branch(model: Model, item: int) -> list[Parameter]:
+    i = block_of(item)
     h, block, name = model.hidden_size, model.description.blocks[i], f"blocks.{i}"
     attention, mlp = block.attention, block.mlp
 
@@ -193,21 +195,19 @@ def _block(model: Model, i: int) -> list[Parameter]:
                 shape, init = ((out, into), more.get("init", "normal")) if kind == "weight" else ((out,), "zeros")
                 yield Parameter(f"{name}.{part}.{kind}", shape, split[: len(shape)], init, heads.get(part[10:], 0))
 
+    if not is_attention(item):
+        parameters = _norm(model, f"{name}.ffn_norm", mlp.norm)
+        parts = BLOCK_LAYERS[2][not mlp.gated :]
+        parameters += layer(parts, (mlp.inner,) * len(parts), h, ("y", "x"), mlp.bias)
+        parameters += layer(BLOCK_LAYERS[3], (h,), mlp.inner, ("x", "y"), mlp.bias, init="residual")
+        return parameters + (_norm(model, f"{name}.ffn_out_norm", mlp.out_norm) if mlp.out_norm else [])
     parameters = _norm(model, f"{name}.attention_norm", attention.norm)
     sizes = attention.query_size, attention.key_size, attention.key_size
     parameters += layer(BLOCK_LAYERS[0], sizes, h, ("y", "x"), attention.bias)
     if attention.head_norm:
         parameters += [_head_norm(f"{name}.attention.{of}_norm", attention) for of in ("q", "k")]
     parameters += layer(BLOCK_LAYERS[1], (h,), attention.query_size, ("x", "y"), attention.out_bias, init="residual")
-    if attention.out_norm:
-        parameters += _norm(model, f"{name}.attention_out_norm", attention.out_norm)
-    parameters += _norm(model, f"{name}.ffn_norm", mlp.norm)
-    parts = BLOCK_LAYERS[2][not mlp.gated :]
-    parameters += layer(parts, (mlp.inner,) * len(parts), h, ("y", "x"), mlp.bias)
-    parameters += layer(BLOCK_LAYERS[3], (h,), mlp.inner, ("x", "y"), mlp.bias, init="residual")
-    if mlp.out_norm:
-        parameters += _norm(model, f"{name}.ffn_out_norm", mlp.out_norm)
-    return parameters
+    return parameters + (_norm(model, f"{name}.attention_out_norm", attention.out_norm) if attention.out_norm else [])
 
 
 def _norm(model: Model, name: str, norm: Norm) -> list[Parameter]:
@@ -226,8 +226,8 @@ def _head_norm(name: str, attention: Attention) -> Parameter:
 def item_parameters(model: Model, item: int) -> list[Parameter]:
     """List the parameters of an item; a tied head lists the embedding's weight again."""
     description = model.description
-    if 0 < item <= model.num_layers:
-        return _block(model, item - 1)
+    if 0 < item < model.num_items - 1:
+        return _branch(model, item)
     table = (model.num_ids, model.hidden_size)
     embedding = Parameter("embedding.weight", table, ("y", "x"), "normal", pad=True)
     if item == 0:

@@ -157,11 +157,11 @@ microbatches = 2
 rows = 4
 unused = [1]
 [[tile]]
-items = [0, 4]
+items = [0, 6]
 rows = [0, 1]
 ranks = [0]
 [[tile]]
-items = [0, 4]
+items = [0, 6]
 rows = [1, 4]
 ranks = [2]
 row_chunks = 3

@@ -141,16 +141,16 @@ def test_a_run_begun_on_one_mix_goes_on_on_another_as_if_on_one_rank(hpctrain, c
 @pytest.mark.timeout(60)
 def test_what_does_not_fit_a_device_ends_the_run_with_one_message(hpctrain, clusters):
     tiles = (
-        Tile(Interval(0, 4), Interval(0, 5), (0,), family="fast"),
-        Tile(Interval(0, 4), Interval(5, 8), (1,), family="slow"),
+        Tile(Interval(0, 6), Interval(0, 5), (0,), family="fast"),
+        Tile(Interval(0, 6), Interval(5, 8), (1,), family="slow"),
     )
     (clusters / "much.toml").write_text(dump_plan(Plan(tiles, 1, 8)))
     arguments = ["--set", "plan.file=much.toml", "--rehearse", "small.toml", "--run", "never"]
     refused = hpctrain("train", "job.toml", *arguments, ranks=2, cwd=clusters)
-    assert refused.code == 15 and "is predicted not to fit: a rank with items [0, 4] on 'slow' needs" in refused.err
+    assert refused.code == 15 and "is predicted not to fit: a rank with items [0, 6] on 'slow' needs" in refused.err
     done = hpctrain("train", "job.toml", *arguments, "--set", "search.must_fit=false", ranks=2, cwd=clusters)
     assert done.code not in (0, 1), done.out + done.err
-    said = "rank 1 (slow, items [0, 4], rows [5, 8]) is out of memory in step 1: "
+    said = "rank 1 (slow, items [0, 6], rows [5, 8]) is out of memory in step 1: "
     assert done.err.count(said) == 1 and "Traceback" not in done.err
     assert "the pretended slow is out of memory: " in done.err and "beyond its 850000;" in done.err
     assert 'give its tile fewer rows or items, set plan.recompute to "full"' in done.err

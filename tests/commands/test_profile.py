@@ -139,7 +139,7 @@ def test_a_step_that_does_not_fit_ends_all_with_one_message(hpctrain, folder, cl
     assert done.code == 18, done.err
     assert done.err.count("hpctrain: TrainingError") == 1, done.err
     summary = " ".join(done.err.split())
-    assert "rank 1 (slow, items [0, 4], rows [16, 32]) is out of memory" in summary
+    assert "rank 1 (slow, items [0, 6], rows [16, 32]) is out of memory" in summary
     assert re.search(r"is out of memory in step 1: 1\.\d of 1\.9 MiB are in use", summary)
     assert re.search(
         r"the pretended slow is out of memory: \d+ bytes more than the \d+ in use are beyond its 2000000", summary

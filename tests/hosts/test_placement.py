@@ -49,8 +49,8 @@ STEPS, WARMUP = 2, 1
 
 def plan(stages: tuple[tuple[int, int], tuple[int, int]]) -> Plan:
     """Return two stages of two replicas; hosts 0 and 1 are alpha, 2 and 3 beta."""
-    half = LAYERS // 2 + 1
-    items, rows = (Interval(0, half), Interval(half, LAYERS + 2)), (Interval(0, 2), Interval(2, ROWS))
+    half = LAYERS + 1
+    items, rows = (Interval(0, half), Interval(half, 2 * LAYERS + 2)), (Interval(0, 2), Interval(2, ROWS))
     family = ("alpha", "alpha", "beta", "beta")
     tiles = [
         Tile(part, cut, (rank,), family=family[rank])

@@ -60,7 +60,7 @@ def test_more_under_way_are_the_same_bits(world, tokens, route, monkeypatch):
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     layouts = {2: [(2, 1, (1, 0)), (2, 1, (5, 0))], 4: [(4, 1, (3, 2, 1, 0)), (4, 1, (1, 1, 0, 0)), (2, 2, (2, 0))]}
     for stages, data, extra_warmup in layouts[world.size]:
-        plan = even_plan(6, TensorGrid(), stages, data, 4, 4)
+        plan = even_plan(10, TensorGrid(), stages, data, 4, 4)
         job = make_job(tokens, "llama").model_copy(update={"overlap": Overlap(data=True, bucket_bytes=3000)})
         further = for_plan(plan, *extra_warmup)
         check_plan(job, further, "this one")
@@ -74,7 +74,7 @@ def test_messages_hold_up_nobody_where_more_are_under_way(world, tokens):
     """Between four nodes a message takes about two fifths of a microbatch's time."""
     job = make_job(tokens, "llama", shape={"num_layers": 4, "hidden_size": 128, "ffn_size": 512}, global_batch=32)
     job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False, forward=False)})
-    plan = even_plan(6, TensorGrid(), 4, 1, 8, 4, family="equal")
+    plan = even_plan(10, TensorGrid(), 4, 1, 8, 4, family="equal")
     predictor = Predictor(Setup.of_job(job), plan, APART)
     further = with_extra_warmup(plan, predictor.costs)
     predicted = [predictor.predict(), Predictor(Setup.of_job(job), further, APART).predict()]

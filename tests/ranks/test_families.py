@@ -30,13 +30,13 @@ def tile(items, rows, ranks, grid, **more) -> Tile:
     return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **more)
 
 
-UNLIKE = {  # 4 blocks are 6 items; y = 4 is more than the 2 key/value heads
-    2: [tile((0, 3), (0, 4), (0,), (1, 1, 1)), tile((3, 6), (0, 4), (1,), (1, 1, 1))],
-    4: [tile((0, 6), (0, 3), (2, 0), (1, 2, 1)), tile((0, 6), (3, 4), (1,), (1, 1, 1))],
+UNLIKE = {  # 4 blocks are 10 items, cut inside of blocks too; y = 4 is more than the 2 key/value heads
+    2: [tile((0, 4), (0, 4), (0,), (1, 1, 1)), tile((4, 10), (0, 4), (1,), (1, 1, 1))],
+    4: [tile((0, 10), (0, 3), (2, 0), (1, 2, 1)), tile((0, 10), (3, 4), (1,), (1, 1, 1))],
     8: [
-        tile((0, 2), (0, 4), (0, 1, 2, 3), (1, 4, 1)),
-        tile((2, 6), (0, 2), (4, 5), (2, 1, 1), recompute="full"),
-        tile((2, 6), (2, 4), (6, 7), (1, 2, 1)),
+        tile((0, 4), (0, 4), (0, 1, 2, 3), (1, 4, 1)),
+        tile((4, 10), (0, 2), (4, 5), (2, 1, 1), recompute="full"),
+        tile((4, 10), (2, 4), (6, 7), (1, 2, 1)),
     ],
 }
 

@@ -84,7 +84,7 @@ def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch)
 @pytest.mark.timeout(120)
 @pytest.mark.ranks(4)
 def test_what_is_split_and_goes_on_beside_changes_no_bit(world, tokens, monkeypatch):
-    plan = even_plan(10, TensorGrid(z=2), 2, 1, 4, 2, virtual_stages=2)
+    plan = even_plan(18, TensorGrid(z=2), 2, 1, 4, 2, virtual_stages=2)
     result = check(world, tokens, "gpt2", plan)
     monkeypatch.setattr(pipeline, "schedule_of", in_one)
     job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=8)
@@ -94,7 +94,7 @@ def test_what_is_split_and_goes_on_beside_changes_no_bit(world, tokens, monkeypa
 @pytest.mark.timeout(120)
 @pytest.mark.ranks(4)
 def test_microbatches_need_be_no_multiple_of_the_stages(world, tokens):
-    check(world, tokens, "gpt2", even_plan(10, TensorGrid(), 4, 1, 5, 2, virtual_stages=2, row_chunks=2))
+    check(world, tokens, "gpt2", even_plan(18, TensorGrid(), 4, 1, 5, 2, virtual_stages=2, row_chunks=2))
 
 
 @pytest.mark.timeout(120)
@@ -102,7 +102,7 @@ def test_microbatches_need_be_no_multiple_of_the_stages(world, tokens):
 def test_tiles_of_one_rank_that_are_neighbours_hand_over_to_each_other(world, tokens):
     tiles = [
         Tile(Interval(*items), Interval(rank, rank + 1), (rank,), recompute=recompute)
-        for items, recompute in (((0, 3), "full"), ((3, 4), "none"), ((4, 10), "none"))
+        for items, recompute in (((0, 4), "full"), ((4, 7), "none"), ((7, 18), "none"))
         for rank in (0, 1)
     ]
     check(world, tokens, "gpt2", Plan(tuple(tiles), 4, 2))
@@ -121,7 +121,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_goes_
     pipeline_size = min(world.size, 4)
     plans = {
         virtual_stages: even_plan(
-            10, TensorGrid(), pipeline_size, world.size // pipeline_size, 8, 2, virtual_stages=virtual_stages
+            18, TensorGrid(), pipeline_size, world.size // pipeline_size, 8, 2, virtual_stages=virtual_stages
         )
         for virtual_stages in (1, 2)
     }

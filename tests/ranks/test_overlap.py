@@ -131,8 +131,8 @@ def test_the_other_half_is_computed_before_a_sum_is_waited_for(world, tokens, mo
     assert events[: len(forward)] == forward
 
 
-UNLIKE = (((0, 6), (0, 6), (0, 1), (1, 2, 1)), ((0, 6), (6, 16), (3, 2), (1, 1, 2)))
-DEEP = (((0, 2), (0, 6), (0,), (1, 1, 1)), ((2, 6), (0, 6), (1,), (1, 1, 1)), ((0, 6), (6, 16), (3, 2), (1, 2, 1)))
+UNLIKE = (((0, 10), (0, 6), (0, 1), (1, 2, 1)), ((0, 10), (6, 16), (3, 2), (1, 1, 2)))
+DEEP = (((0, 4), (0, 6), (0,), (1, 1, 1)), ((4, 10), (0, 6), (1,), (1, 1, 1)), ((0, 10), (6, 16), (3, 2), (1, 2, 1)))
 
 
 @pytest.mark.ranks(4)
@@ -251,9 +251,9 @@ def test_what_is_started_takes_the_longer_of_computing_and_communicating(world):
 
 # Where what is to be hidden goes through the NICs.
 ACROSS = {
-    "z": (((0, 6), (0, 4), (0, 2), (1, 1, 2)), ((0, 6), (4, 8), (1, 3), (1, 1, 2))),
-    "tensor": (((0, 6), (0, 4), (0, 2), (1, 2, 1)), ((0, 6), (4, 8), (1, 3), (1, 2, 1))),
-    "data": tuple(((0, 6), (2 * rank, 2 * rank + 2), (rank,), (1, 1, 1)) for rank in range(4)),
+    "z": (((0, 10), (0, 4), (0, 2), (1, 1, 2)), ((0, 10), (4, 8), (1, 3), (1, 1, 2))),
+    "tensor": (((0, 10), (0, 4), (0, 2), (1, 2, 1)), ((0, 10), (4, 8), (1, 3), (1, 2, 1))),
+    "data": tuple(((0, 10), (2 * rank, 2 * rank + 2), (rank,), (1, 1, 1)) for rank in range(4)),
 }
 
 

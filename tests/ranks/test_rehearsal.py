@@ -29,7 +29,7 @@ FAST = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops
 SLOW = PretendDevice(memory_bytes=25_000_000, memory_bytes_per_second=1e9, flops_per_second={"fp32": 1e9})
 TRUTH = Truth(devices={"fast": FAST, "slow": SLOW})
 SLOW_BANDWIDTH = 1e6
-ENDS, ROWS = (Interval(0, 2), Interval(2, 4)), Interval(0, 8)
+ENDS, ROWS = (Interval(0, 3), Interval(3, 6)), Interval(0, 8)
 pytestmark = pytest.mark.ranks(4)
 
 
@@ -53,9 +53,9 @@ def test_unlike_families_in_unlike_tiles_give_them_too(world, tokens, model):
     job = make_job(tokens, model)
     expected = losses(Alone(), job, steps=3)
     tiles = (
-        Tile(Interval(0, 4), Interval(0, 8), (0, 1), TensorGrid(y=2), family="fast"),
-        Tile(Interval(4, 6), Interval(0, 5), (2,), family="slow"),
-        Tile(Interval(4, 6), Interval(5, 8), (3,), family="slow"),
+        Tile(Interval(0, 6), Interval(0, 8), (0, 1), TensorGrid(y=2), family="fast"),
+        Tile(Interval(6, 10), Interval(0, 5), (2,), family="slow"),
+        Tile(Interval(6, 10), Interval(5, 8), (3,), family="slow"),
     )
     with rehearsed(world) as own:
         result = losses(own, job, steps=3, accelerator=own.accelerator, plan=Plan(tiles, microbatches=2, rows=8))
@@ -167,7 +167,7 @@ def test_what_does_not_fit_says_which_rank_and_what_to_change(world, tokens):
     summary = world.gather_objects(str(error) if error else None)
     if world.rank == 0:
         assert summary[:2] == [None, None]
-        assert "rank 2 (cpu, items [0, 6], rows [8, 12]) is out of memory in making weights" in summary[2]
+        assert "rank 2 (cpu, items [0, 10], rows [8, 12]) is out of memory in making weights" in summary[2]
         assert "of 0.1 MiB are in use" in summary[2] and "the pretended slow is out of memory" in summary[2]
 
 

@@ -47,7 +47,7 @@ def tile(items, rows, ranks, grid=(1, 1, 1), **options) -> Tile:
     return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **options)
 
 
-LAST = LAYERS + 2
+LAST = 2 * LAYERS + 2
 WHOLE = (tile((0, LAST), (0, ROWS), (0,)),)
 
 

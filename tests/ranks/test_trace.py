@@ -20,6 +20,7 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import layers, name_layer
 from tests.pretended import CLUSTER
 from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import make_job, make_trainer, rehearsed_world
@@ -104,8 +105,9 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
                 if "backward 0" in schedule
                 else ("forward", "backward input", "backward weight")
             )
-            for item, way in itertools.product(range(*tile.items), layouts):
-                assert names.count(f"item {item} {way}") == STEPS * plan.microbatches
+            num_items = max(each.items.stop for each in plan.tiles)
+            for layer, way in itertools.product(layers(tile.items), layouts):
+                assert names.count(f"{name_layer(layer, num_items)} {way}") == STEPS * plan.microbatches
         lanes = {(rank, name): spans for (rank, name), spans in threads.items() if name != "compute"}
         for spans in lanes.values():
             assert all(a["end"] <= b["begin"] for a, b in itertools.pairwise(spans))
@@ -142,7 +144,7 @@ TRUTH = Truth(devices={"fast": DEVICE, "slow": DEVICE}, time_scale=3.0)
 # Weights are gathered and scattered through the NICs.
 ACROSS = Plan(
     tuple(
-        Tile(Interval(0, 6), Interval(4 * i, 4 * i + 4), (i, i + 2), TensorGrid(z=2), family="cpu") for i in range(2)
+        Tile(Interval(0, 10), Interval(4 * i, 4 * i + 4), (i, i + 2), TensorGrid(z=2), family="cpu") for i in range(2)
     ),
     microbatches=1,
     rows=8,

@@ -12,6 +12,7 @@ from hpctrain.data.order import open_datasets
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import block_of
 from tests.ranks.small_runs import (
     bytes_of_a_step,
     make_job,
@@ -101,15 +102,15 @@ def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens,
 def test_substeps_and_unlike_grids_are_bit_equal_too(world, tokens, folder, monkeypatch):
     monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
     tiles = (
-        Tile(Interval(0, 6), Interval(0, 5), (0, 1), TensorGrid(z=2), row_chunks=2, recompute="full"),
-        Tile(Interval(0, 6), Interval(5, 8), (2, 3), TensorGrid(y=2)),
+        Tile(Interval(0, 10), Interval(0, 5), (0, 1), TensorGrid(z=2), row_chunks=2, recompute="full"),
+        Tile(Interval(0, 10), Interval(5, 8), (2, 3), TensorGrid(y=2)),
     )
     job = make_job(tokens, "gpt2", shape=SHAPE, steps=STEPS)
     assert_same_bits(world, job, folder, Plan(tiles, microbatches=2, rows=8))
 
 
 def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
-    """The item in use and, where that is overlapped, the next one; as many in their buffers for gradients."""
+    """The layer in use and, where that is overlapped, the next one; as many in their buffers for gradients."""
     monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
     job = make_job(tokens, "llama", {"tensor": {"z": world.size}, "microbatch": 8}, shape=SHAPE)
     _, training, _ = open_datasets(job.data, job.train.seed)
@@ -122,7 +123,8 @@ def test_few_whole_weights_are_alive(world, tokens, monkeypatch):
 
             def counted(item, traffic=traffic, alive=alive, release=release):
                 whole = {u for units in traffic._units.values() for u in units if u._is_gathered or u._gathering}
-                alive.append((len(whole), len(traffic._scattering)))
+                layers = {block_of(unit.layout.unit.items[0]) for unit in whole}
+                alive.append((len(layers), len(traffic._scattering)))
                 release(item)
 
             monkeypatch.setattr(traffic, "release", counted)

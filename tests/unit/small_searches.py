@@ -24,6 +24,7 @@ from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid
 
 EVERYTHING = Limits(scored=None, timed=None, per_group=None)
@@ -143,19 +144,19 @@ def every_choice(model: Model, cluster: Cluster, family: str, space: Space):
 
 def plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero) -> Plan | None:
     """Cut rows and blocks one by one, and check what memory allows by the predictor itself."""
-    model, last = setup.model, setup.model.num_items - 1
+    model, last = setup.model, setup.head
 
-    def seconds(family: str, item: int, of_row: int, recompute: str = "none") -> float:
+    def seconds(family: str, layer: Interval, of_row: int, recompute: str = "none") -> float:
         grid, _, replicas = resolved[family]
         each = math.ceil(math.ceil(of_row / replicas) / grid.z)
         sharing = replicas if zero > 1 and len(pipelines) == 1 else 1
         slots = places(cluster, family, grid.size)[:sharing]
-        return alone(setup, cluster, family, tuple(slots), grid, item, each, recompute, zero if sharing > 1 else 1)
+        return alone(setup, cluster, family, tuple(slots), grid, layer, each, recompute, zero if sharing > 1 else 1)
 
     def even(row: tuple[str, ...], of_row: int) -> float:
-        speed = sum(resolved[family][1] / seconds(family, 1, of_row) for family in row)
-        ends = seconds(row[0], 0, of_row) / seconds(row[0], 1, of_row)
-        ends += seconds(row[-1], last, of_row) / seconds(row[-1], 1, of_row)
+        speed = sum(resolved[family][1] / seconds(family, BLOCK, of_row) for family in row)
+        ends = seconds(row[0], EMBEDDING, of_row) / seconds(row[0], BLOCK, of_row)
+        ends += seconds(row[-1], last, of_row) / seconds(row[-1], BLOCK, of_row)
         return (model.num_layers + ends) / speed
 
     shares = [max(resolved[family][0].z * resolved[family][2] for family in row) for row in pipelines]
@@ -172,15 +173,16 @@ def plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero) -> Pl
         blocks = [1] * len(stages)
 
         def with_one_more(i: int, stages=stages, blocks=blocks, of_row=of_row) -> float:
-            ends = seconds(stages[0], 0, of_row) * (i == 0) + seconds(stages[-1], last, of_row) * (i == len(stages) - 1)
-            return (blocks[i] + 1) * seconds(stages[i], 1, of_row) + ends
+            ends = seconds(stages[0], EMBEDDING, of_row) * (i == 0)
+            ends += seconds(stages[-1], last, of_row) * (i == len(stages) - 1)
+            return (blocks[i] + 1) * seconds(stages[i], BLOCK, of_row) + ends
 
         while sum(blocks) < model.num_layers:
             blocks[min(range(len(stages)), key=lambda i: (round(with_one_more(i), 12), -i))] += 1
         item, taken = 0, {}
         for i, (family, count) in enumerate(zip(stages, blocks, strict=True)):
             grid, _, replicas = resolved[family]
-            stop = item + count + (i == 0) + (i == len(stages) - 1)
+            stop = item + 2 * count + (i == 0) + (i == len(stages) - 1)
             for part in cut_evenly(of_row, replicas):
                 ranks = places(cluster, family, grid.size)[taken.setdefault(family, 0)]
                 taken[family] += 1
@@ -199,13 +201,13 @@ def places(cluster: Cluster, family: str, size: int) -> list[tuple[int, ...]]:
     return [tuple(r[i : i + size]) for r in nodes.values() for i in range(0, len(r) - size + 1, size)]
 
 
-def alone(setup, cluster, family, slots, grid, item, rows, recompute, zero) -> float:
-    """The time of an item by itself, from the predictor: a plan that does nothing else, with a replica on each slot."""
-    key = (id(setup), id(cluster), family, slots, grid, item, rows, recompute, zero)
+def alone(setup, cluster, family, slots, grid, layer, rows, recompute, zero) -> float:
+    """The time of a layer by itself, from the predictor: a plan that does nothing else, with a replica on each slot."""
+    key = (id(setup), id(cluster), family, slots, grid, layer, rows, recompute, zero)
     if key not in KNOWN_ALONE:
-        items, of_replica = Interval(item, item + 1), Interval(0, rows * grid.z)
+        of_replica = Interval(0, rows * grid.z)
         tiles = tuple(
-            Tile(items, of_replica.shift(i * rows * grid.z), ranks, grid, family, recompute, zero)
+            Tile(layer, of_replica.shift(i * rows * grid.z), ranks, grid, family, recompute, zero)
             for i, ranks in enumerate(slots)
         )
         unused = tuple(d.rank for d in cluster.devices if all(d.rank not in ranks for ranks in slots))

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.cost import PassWork, _block, item_cost
+from hpctrain.planner.cost import PassWork, _block, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor, pass_cost, predict
 from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, slowed_by
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.items import BLOCK
 from tests.pretended import CLUSTER
 from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
 
@@ -31,7 +32,7 @@ BESIDE = [  # (ready, needed) of two sums and gathers of 1 s each, and what they
 
 @pytest.mark.parametrize(("ready", "needed", "exposed"), BESIDE)
 def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
-    plan = even_plan(4, TensorGrid(), 1, 2, 2, 2)
+    plan = even_plan(6, TensorGrid(), 1, 2, 2, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
     sharings = tuple(
@@ -73,7 +74,7 @@ def test_a_device_that_communicates_computes_more_slowly_until_either_is_done(al
 @pytest.mark.parametrize(("seconds", "longer"), [(0.5, 0.25), (1.5, 0.75), (3.0, 2.0), (5.0, 4.0)])
 def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
     """A pass whose last second makes what is summed, on a device that takes twice as long while bytes move."""
-    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
+    plan = even_plan(6, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
     sharing = Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 1.0))
@@ -103,7 +104,7 @@ TWO_SUMS = [  # moments of a pass of 2 s at which two sums of 0.5 and 1 s are re
 
 @pytest.mark.parametrize(("ready", "longer"), TWO_SUMS)
 def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
-    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
+    plan = even_plan(6, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
     sharings = tuple(
@@ -116,7 +117,7 @@ def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
 
 def test_weights_that_come_slow_what_does_not_wait_for_them():
     """Two gathers of 1 s: the first is waited for, the second comes while a second's work is done before it."""
-    plan = even_plan(4, TensorGrid(), 1, 2, 1, 2)
+    plan = even_plan(6, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.5),), (PassCost(2.0),), overlap_slowdown=2.0)
     sharings = tuple(
@@ -144,7 +145,7 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
     device = [DeviceModel("fast", CLUSTER.families["fast"])]
     for seconds_of_one in (1e-6, 1e3):  # shorter than any product, and longer than all of them
         network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds_of_one: one)
-        cost = item_cost(SETUP, TensorGrid(y=2), 1, 4)
+        cost = layer_cost(SETUP, TensorGrid(y=2), BLOCK, 4)
         exposed, hidden = (pass_cost(s, network, device, cost.backward, tile, (), ()) for s in (SETUP, HIDING))
         behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]
         assert len(behind) == 2, "the sums of the gradients of what attention and the inner layer are given"
@@ -158,9 +159,9 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
         assert slower.seconds - exposed.compute - rest * seconds_of_one == pytest.approx(
             2 * seconds_of_one / 3 if seconds_of_one < 1 else 2 * seconds_of_one - products
         )
-        over_z = item_cost(SETUP, TensorGrid(z=2), 1, 4).forward
+        over_z = layer_cost(SETUP, TensorGrid(z=2), BLOCK, 4).forward
         result = pass_cost(HIDING, network, device, over_z, plan_of((1, 1, 2), 2, 1).tiles[0], (), ())
-        assert result.seconds == pytest.approx(max(result.compute, seconds_of_one))
+        assert result.seconds == pytest.approx(max(result.compute, 2 * seconds_of_one)), "one for each branch"
 
 
 IN_HALVES = replace(SETUP, overlaps=frozenset(("tensor", "forward")))
@@ -185,14 +186,14 @@ def test_outputs_are_summed_beside_the_other_half_of_the_rows(grid, rows):
     tile = plan_of(grid, pipeline=1, data=1).tiles[0]
     # A CPU's operations cost their host nothing, so that what segments take adds up.
     device = DeviceModel("fast", CLUSTER.families["fast"].model_copy(update={"kind": "cpu"}))
-    whole, cost = (item_cost(setup, grid, 1, rows) for setup in (SETUP, IN_HALVES))
+    whole, cost = (layer_cost(setup, grid, BLOCK, rows) for setup in (SETUP, IN_HALVES))
     for name in ("forward", "backward"):
         moved = [sum(e.num_bytes for e in getattr(each, name).exchanges) for each in (whole, cost)]
         assert moved[0] == moved[1], "the same bytes"
-    halves = [_block(SETUP, grid, 1, half).segments for half in ((rows + 1) // 2, rows // 2)]
+    halves = [_block(SETUP, grid, BLOCK, half).segments for half in ((rows + 1) // 2, rows // 2)]
     compute = cost.forward.seconds(device, "fp32", HPCTRAIN)
     copied = compute - sum(s.seconds(device, "fp32", HPCTRAIN) for segments in halves for s in segments)
-    again = item_cost(IN_HALVES, grid, 1, rows, "full").backward_input
+    again = layer_cost(IN_HALVES, grid, BLOCK, rows, "full").backward_input
     for seconds in (1e-6, compute / 20, compute / 5, 1e3):
         network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds: one)
         result, all_of_it, rest = (
@@ -210,4 +211,4 @@ def test_outputs_are_summed_beside_the_other_half_of_the_rows(grid, rows):
 
 def test_a_single_row_and_a_grid_that_cuts_no_weights_have_no_halves():
     for grid, rows in ((TensorGrid(y=2), 1), (TensorGrid(z=2), 4)):
-        assert item_cost(IN_HALVES, grid, 1, rows) == item_cost(SETUP, grid, 1, rows)
+        assert layer_cost(IN_HALVES, grid, BLOCK, rows) == layer_cost(SETUP, grid, BLOCK, rows)

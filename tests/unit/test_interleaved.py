@@ -31,7 +31,7 @@ SHAPES = st.tuples(st.integers(2, 5), st.integers(2, 3), st.integers(1, 12), st.
 
 def plan_of(shape, **tile) -> Plan:
     stages, virtual_stages, microbatches, data = shape
-    num_items = stages * virtual_stages + 3
+    num_items = 2 * (stages * virtual_stages + 1) + 2
     return even_plan(num_items, TensorGrid(), stages, data, microbatches, data, virtual_stages=virtual_stages, **tile)
 
 
@@ -42,7 +42,7 @@ def plan_of(shape, **tile) -> Plan:
 def test_each_rank_has_every_s_th_tile(shape):
     stages, virtual_stages, _, data = shape
     plan = plan_of(shape)
-    check_tiling(plan, stages * virtual_stages + 3)
+    check_tiling(plan, 2 * (stages * virtual_stages + 1) + 2)
     assert plan.ranks == tuple(range(stages * data))
     assert [tile.ranks[0] for tile in plan.tiles] == list(range(stages * data)) * virtual_stages
     assert [plan.virtual_stages(tile) for tile in plan.first_tiles] == [
@@ -94,7 +94,7 @@ def test_even_plans_that_cannot_be_interleaved_are_refused():
             "pipeline = 1 has none; set virtual_stages to 1, or pipeline to 2 or more",
         ),
         (
-            (7, TensorGrid(), 2, 1, 2, 1, "1f1b", 3),
+            (12, TensorGrid(), 2, 1, 2, 1, "1f1b", 3),
             "pipeline = 2 stages x virtual_stages = 3 need as many blocks, the model has 5",
         ),
         ((8, TensorGrid(), 2, 1, 2, 1, "zb-h1", 2), 'schedule = "zb-h1" has one tile a rank; set it to 1'),
@@ -193,7 +193,7 @@ def test_instructions_say_which_chunk_they_are_for_and_are_checked_by_it():
     check_no_deadlock(plan, schedules)
     first = schedules[plan.tiles[0]]
     first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_ACTIVATION, 0, virtual_stage=1))))
-    with pytest.raises(PlanError, match=r"deadlocks: .*items \[3, 4\].* waits at 'receive activation 0 of chunk 1'"):
+    with pytest.raises(PlanError, match=r"deadlocks: .*items \[5, 7\].* waits at 'receive activation 0 of chunk 1'"):
         check_no_deadlock(plan, schedules)
 
 
@@ -236,7 +236,7 @@ def on_two_ranks(plan: Plan) -> Plan:
 
 def test_chunks_shorten_the_predicted_bubble_and_cost_memory_as_the_paper_says():
     plans = {
-        n: on_two_ranks(even_plan(10, TensorGrid(), 2, 1, 8, 8, virtual_stages=n, family="fast")) for n in (1, 2, 4)
+        n: on_two_ranks(even_plan(18, TensorGrid(), 2, 1, 8, 8, virtual_stages=n, family="fast")) for n in (1, 2, 4)
     }
     result = {n: predict(SETUP, plan, CLUSTER) for n, plan in plans.items()}
     bubbles = {n: each.breakdown_seconds["bubble"] for n, each in result.items()}
@@ -245,23 +245,23 @@ def test_chunks_shorten_the_predicted_bubble_and_cost_memory_as_the_paper_says()
     for n, prediction in result.items():
         assert sum(prediction.breakdown_seconds.values()) == pytest.approx(prediction.step_seconds)
         first, last = prediction.memory
-        assert len(first.items) == n and first.items[0].start == 0 and last.items[-1].stop == 10
+        assert len(first.items) == n and first.items[0].start == 0 and last.items[-1].stop == 18
         assert first.memory.weights + last.memory.weights == sum(s.memory.weights for s in result[1].memory)
         kept = first.memory.activations / result[1].memory[0].memory.activations
         assert kept == pytest.approx((2 + (n > 1) / n) / 2, rel=0.05), "p + (p - 1) / v microbatches instead of p"
 
 
 def test_what_stays_on_a_rank_takes_no_time():
-    tiles = [Tile(Interval(*items), Interval(0, 8), (0,), family="fast") for items in ((0, 5), (5, 10))]
+    tiles = [Tile(Interval(*items), Interval(0, 8), (0,), family="fast") for items in ((0, 9), (9, 18))]
     plan = Plan(tuple(tiles), 4, 8, unused=(1, 2, 3))
     assert set(Predictor(SETUP, plan, CLUSTER).costs.messages.values()) == {0.0}
-    whole = Plan((replace(tiles[0], items=Interval(0, 10)),), 4, 8, unused=(1, 2, 3))
+    whole = Plan((replace(tiles[0], items=Interval(0, 18)),), 4, 8, unused=(1, 2, 3))
     seconds = [predict(SETUP, each, CLUSTER).step_seconds for each in (plan, whole)]
     assert seconds[0] == pytest.approx(seconds[1])
 
 
 def test_gradients_of_the_last_chunks_are_summed_beside_the_passes_of_the_first():
-    plan = even_plan(10, TensorGrid(), 2, 2, 8, 8, virtual_stages=2, zero=1)
+    plan = even_plan(18, TensorGrid(), 2, 2, 8, 8, virtual_stages=2, zero=1)
     families = ("fast", "fast", "slow", "slow")
     plan = replace(plan, tiles=tuple(replace(tile, family=families[tile.ranks[0]]) for tile in plan.tiles))
     concurrent, after = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (1, None))

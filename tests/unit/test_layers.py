@@ -6,10 +6,10 @@ from benchmarks.evidence.layers import LayeredPredictor, load_layers
 from hpctrain.config.errors import PlanError
 from hpctrain.planner.predictor import Predictor
 from tests.pretended import CLUSTER
-from tests.unit.test_predict import NUM_ITEMS, SETUP, plan_of
+from tests.unit.test_predict import SETUP, plan_of
 
 HEAD = "model,device,microbatch,tensor,layer,forward_seconds,backward_seconds,update_seconds"
-LAST = NUM_ITEMS - 1
+LAST = SETUP.model.num_layers + 1
 
 
 def table(times: dict[str, float], tensor: int = 1, rows=(2, 4, 8), model: str = "tiny") -> str:
@@ -31,9 +31,9 @@ def predicted(tmp_path, plan, times, **more):
 def test_a_step_computes_what_its_layers_do(tmp_path):
     plan = plan_of((1, 1, 1), pipeline=1, data=4, microbatches=4)
     result = predicted(tmp_path, plan, {"fast": 0.5, "slow": 0.5})
-    layers = 0.1 + (NUM_ITEMS - 2) + 3.0
+    layers = 0.1 + SETUP.model.num_layers + 3.0
     assert result.breakdown_seconds["compute"] == pytest.approx(3 * 0.5 * 2 * 4 * layers)
-    agreeing = result.breakdown_seconds["optimizer"] - NUM_ITEMS * 0.001 / 4
+    agreeing = result.breakdown_seconds["optimizer"] - (LAST + 1) * 0.001 / 4
     assert 0 < agreeing < 0.1, "each of four replicas updates a quarter"
     halved = predicted(tmp_path, plan, {"fast": 0.25, "slow": 0.25})
     assert halved.breakdown_seconds["compute"] == pytest.approx(result.breakdown_seconds["compute"] / 2)
@@ -72,4 +72,4 @@ def test_tables_in_sailors_words_are_read_too(tmp_path):
     (tmp_path / "ours.csv").write_text(text)
     (tmp_path / "sailors.csv").write_text(text.replace(HEAD, names))
     ours, sailors = (load_layers(tmp_path / name) for name in ("ours.csv", "sailors.csv"))
-    assert ours.of("fast", 1, 1, NUM_ITEMS).forward(2) == sailors.of("fast", 1, 1, NUM_ITEMS).forward(2) == 1.0
+    assert ours.of("fast", 1, 1, LAST).forward(2) == sailors.of("fast", 1, 1, LAST).forward(2) == 1.0

@@ -14,11 +14,12 @@ from hpctrain.jobs.common import ready_miniature
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Setup, model_flops
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.memory import item_kept, message_bytes
+from hpctrain.planner.memory import layer_kept, message_bytes
 from hpctrain.planner.predictor import predict
 from hpctrain.rehearsal.miniature import choose_width, miniature
 from hpctrain.rehearsal.scaled import with_exact_links
 from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.items import BLOCK
 from hpctrain.sharding.parameters import check_grid, count_parameters
 
 CLUSTER = """
@@ -120,7 +121,7 @@ def test_seconds_stay_what_they_are(preset):
     setups = Setup.of_job(real, "bf16"), Setup.of_job(made.job, "fp32")
     flops = [model_flops(setup, setup.positions) for setup in setups]
     grid = TensorGrid(x=2, y=2)
-    kept = [item_kept(setup, grid, 1, "none") for setup in setups]
+    kept = [layer_kept(setup, grid, BLOCK, "none") for setup in setups]
     messages = [message_bytes(setup, grid, 3) for setup in setups]
     weights = [count_parameters(setup.model) * setup.item_bytes for setup in setups]
     for (name, there), here in zip(cluster.families.items(), made.cluster.families.values(), strict=True):

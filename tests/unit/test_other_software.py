@@ -8,7 +8,7 @@ from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.nccl import NcclNetwork
 from benchmarks.evidence.stacks import EAGER, MEGATRON
 from hpctrain.planner.arrivals import arrivals
-from hpctrain.planner.cost import Setup, item_cost
+from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.stack import HPCTRAIN, Stack
@@ -49,7 +49,8 @@ def test_megatron_pads_its_vocabulary_and_others_do_not():
     run = replace(CARDS, vocabulary=50257, tensor=1, pipeline=1)
 
     def columns(stack: Stack) -> int:
-        return item_cost(run.setup(stack), TensorGrid(), run.layers + 1, 1).forward.products[0].n
+        setup = run.setup(stack)
+        return layer_cost(setup, TensorGrid(), setup.head, 1).forward.products[0].n
 
     assert columns(MEGATRON) == 50304
     assert columns(EAGER) == 50257

@@ -21,7 +21,7 @@ from hpctrain.plan.file import dump_plan
 from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.arrivals import _Messages
-from hpctrain.planner.cost import Setup, item_cost
+from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
@@ -29,6 +29,7 @@ from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import BLOCK
 from tests.pretended import CLUSTER
 
 JOB = load_job("tiny", ["model.vocab_size=1024"])
@@ -124,7 +125,7 @@ def test_a_cluster_that_is_slower_in_everything_takes_as_much_longer(plan):
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 16, 64])
 def test_the_bubble_of_equal_stages_is_that_of_the_literature(microbatches):
     stages = 4
-    plan = even_plan(stages + 2, TensorGrid(), stages, 1, microbatches, 1)
+    plan = even_plan(2 * stages + 2, TensorGrid(), stages, 1, microbatches, 1)
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
     pairs = {(a, b): 0.0 for a in plan.tiles for b in plan.tiles}
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
@@ -135,7 +136,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_literature(microbatches):
 
 
 def test_messages_are_hidden_behind_what_is_computed_meanwhile():
-    plan = even_plan(4, TensorGrid(), 2, 1, 8, 1)
+    plan = even_plan(6, TensorGrid(), 2, 1, 8, 1)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
     steps = []
@@ -271,7 +272,7 @@ def test_weights_that_replicas_share_are_exchanged_beside_what_is_computed():
     assert sharded.memory[0].memory.total < 0.5 * whole.memory[0].memory.total
     assert sharded.breakdown_seconds["compute"] > 1.02 * whole.breakdown_seconds["compute"], "slowed beside"
     cut = replace(run, pipeline=2, data=8, stages=(16, 18))
-    assert [tuple(tile.items) for tile in cut.plan.tiles] == [(0, 16), (16, 34)]
+    assert [tuple(tile.items) for tile in cut.plan.tiles] == [(0, 31), (31, 66)]
     with pytest.raises(PlanError, match="with zero = 3 all exchanges are beside"):
         replace(run, overlapped=True)
     slow = replace(run, network="Ethernet-10").predict()
@@ -302,7 +303,7 @@ def test_other_peoples_runs_can_be_told():
     with pytest.raises(PlanError, match="a global batch of 5 is not divisible by data 1 x microbatch 4"):
         replace(base, global_batch=5)
     with pytest.raises(PlanError, match="recompute = 'some': set it to one of none, selective, full"):
-        item_cost(SETUP, TensorGrid(), 1, 1, "some")
+        layer_cost(SETUP, TensorGrid(), BLOCK, 1, "some")
 
 
 def test_errors_say_what_to_do():
@@ -359,7 +360,7 @@ def test_the_command_hides_what_the_job_says_and_what_a_run_there_would(tmp_path
 def test_other_software_is_predicted_on_unlike_families_in_one_pipeline():
     """A dtype, sequence parallelism and interleaving that are not ours."""
     cluster = parse_cluster(dump_cluster(CLUSTER).replace("fp32 =", "fp16 ="), "c.toml")
-    plan = even_plan(6, TensorGrid(y=2), 2, 1, 8, 4, family="fast")
+    plan = even_plan(10, TensorGrid(y=2), 2, 1, 8, 4, family="fast")
     fast, slow = plan.tiles
     plan = replace(plan, tiles=(fast, replace(slow, family="slow")))
     job = load_job("tiny", ["model.num_layers=4", "model.vocab_size=512"])
@@ -371,7 +372,7 @@ def test_other_software_is_predicted_on_unlike_families_in_one_pipeline():
     assert interleaved.breakdown_seconds["bubble"] == pytest.approx(plain.breakdown_seconds["bubble"] / 2)
     cut = predicted(replace(MEGATRON, sequence_parallel=True))
     assert cut.memory[0].memory.activations < plain.memory[0].memory.activations
-    with pytest.raises(PlanError, match="no more pieces, here 8, than the model has items, 6"):
+    with pytest.raises(PlanError, match="no more pieces, here 8, than the model has layers with its ends, 6"):
         predicted(interleave=4)
 
 

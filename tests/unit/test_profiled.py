@@ -21,7 +21,7 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner import pools as pools_module
 from hpctrain.planner import predictor as predict_module
 from hpctrain.planner.bound import least_seconds
-from hpctrain.planner.cost import Setup, item_cost, update_seconds
+from hpctrain.planner.cost import Setup, layer_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import DATASHEET_ERROR, MEASURED_ERROR, predict
@@ -32,6 +32,7 @@ from hpctrain.planner.space import Space
 from hpctrain.planner.stages import StageCosts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import count_parameters
 
 # 4 fast and 4 slow devices, which are what `truth` says; the sheet is right but for its scale.
@@ -121,8 +122,8 @@ def true_profile(cluster: Cluster, family: str, **changed) -> Profile:
     """What a profiler would find of the job on a true device."""
     device = true_models(cluster)[family]
 
-    def passes(item: int, rows: int) -> tuple[float, float]:
-        cost = item_cost(SETUP, TensorGrid(), item, rows)
+    def passes(layer: Interval, rows: int) -> tuple[float, float]:
+        cost = layer_cost(SETUP, TensorGrid(), layer, rows)
         return tuple(work.seconds(device, "fp32", SETUP.stack) for work in (cost.forward, cost.backward))
 
     figures = {
@@ -136,9 +137,9 @@ def true_profile(cluster: Cluster, family: str, **changed) -> Profile:
         "times": tuple(
             RowTimes(
                 rows=rows,
-                embedding_seconds=passes(0, rows),
-                block_seconds=passes(1, rows),
-                head_seconds=passes(LAST, rows),
+                embedding_seconds=passes(EMBEDDING, rows),
+                block_seconds=passes(BLOCK, rows),
+                head_seconds=passes(SETUP.head, rows),
             )
             for rows in (1, 2, 4, 8, 16, 32, 45)
         ),
@@ -165,28 +166,28 @@ def replicas_plan(rows=(30, 18), **how) -> Plan:
 # ---- prices ----------------------------------------------------------------------------------------------------------
 
 
-def passes_of(cluster: Cluster, grid: TensorGrid, item: int, rows: int, recompute: str = "none") -> list[float]:
+def passes_of(cluster: Cluster, grid: TensorGrid, layer: Interval, rows: int, recompute: str = "none") -> list[float]:
     device = device_models(cluster, SETUP)["fast"]
-    cost = item_cost(SETUP, grid, item, rows, recompute)
+    cost = layer_cost(SETUP, grid, layer, rows, recompute)
     works = cost.forward, cost.backward, cost.backward_input, cost.backward_weight
     return [work.seconds(device, SETUP.dtype, SETUP.stack) for work in works]
 
 
-@pytest.mark.parametrize("item", [0, 1, LAST])
-def test_what_was_measured_is_taken_as_it_is(item):
+@pytest.mark.parametrize("layer", [EMBEDDING, BLOCK, SETUP.head])
+def test_what_was_measured_is_taken_as_it_is(layer):
     cluster = profiled()
-    name = {0: "embedding_seconds", 1: "block_seconds", LAST: "head_seconds"}[item]
+    name = {EMBEDDING: "embedding_seconds", BLOCK: "block_seconds", SETUP.head: "head_seconds"}[layer]
     for times in cluster.profiles[0].times:
         forward, backward = getattr(times, name)
-        result = passes_of(cluster, TensorGrid(), item, times.rows)
+        result = passes_of(cluster, TensorGrid(), layer, times.rows)
         assert result[:2] == pytest.approx([forward, backward])
         assert result[2] + result[3] == pytest.approx(backward), "the formula says which part is which"
-        again = passes_of(cluster, TensorGrid(), item, times.rows, "full")
+        again = passes_of(cluster, TensorGrid(), layer, times.rows, "full")
         assert again[0] == pytest.approx(forward) and again[1] == pytest.approx(forward + backward)
 
 
 def test_beyond_the_last_point_rows_are_as_fast_as_there():
-    (at_last, _, *_), (beyond, _, *_) = (passes_of(profiled(), TensorGrid(), 1, rows) for rows in (45, 450))
+    (at_last, _, *_), (beyond, _, *_) = (passes_of(profiled(), TensorGrid(), BLOCK, rows) for rows in (45, 450))
     assert beyond == pytest.approx(10 * at_last)
 
 
@@ -194,20 +195,20 @@ def test_beyond_the_last_point_rows_are_as_fast_as_there():
 def test_other_tensor_grids_are_corrected_by_as_many_rows_on_one_rank(grid):
     cluster = profiled()
     plain = cluster.model_copy(update={"profiles": ()})
-    for item, rows in ((0, 4), (1, 4), (1, 16), (LAST, 4)):
+    for layer, rows in ((EMBEDDING, 4), (BLOCK, 4), (BLOCK, 16), (SETUP.head, 4)):
         for i in (0, 1):
-            by_formula, alone = (passes_of(plain, each, item, rows)[i] for each in (grid, TensorGrid()))
-            expected = by_formula / alone * passes_of(cluster, TensorGrid(), item, rows)[i]
-            assert passes_of(cluster, grid, item, rows)[i] == pytest.approx(expected)
+            by_formula, alone = (passes_of(plain, each, layer, rows)[i] for each in (grid, TensorGrid()))
+            expected = by_formula / alone * passes_of(cluster, TensorGrid(), layer, rows)[i]
+            assert passes_of(cluster, grid, layer, rows)[i] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("grid", [TensorGrid(2, 1, 1), TensorGrid(1, 2, 1), TensorGrid(1, 1, 2)])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_the_correction_comes_nearer_to_the_truth_on_other_tensor_grids(grid, rows):
     cluster = profiled()
-    true = item_cost(SETUP, grid, 1, rows).forward.seconds(true_models(cluster)["fast"], "fp32", SETUP.stack)
-    plain = passes_of(cluster.model_copy(update={"profiles": ()}), grid, 1, rows)[0]
-    result = passes_of(cluster, grid, 1, rows)[0]
+    true = layer_cost(SETUP, grid, BLOCK, rows).forward.seconds(true_models(cluster)["fast"], "fp32", SETUP.stack)
+    plain = passes_of(cluster.model_copy(update={"profiles": ()}), grid, BLOCK, rows)[0]
+    result = passes_of(cluster, grid, BLOCK, rows)[0]
     assert result == pytest.approx(true, rel=0.05) and abs(result - true) < 0.3 * abs(plain - true)
 
 
@@ -222,7 +223,8 @@ def test_a_profile_of_other_work_does_not_count(setup):
 
 def test_a_table_of_measured_layers_goes_before_a_profile(tmp_path):
     lines = ["device,microbatch,tensor,layer,forward_seconds,backward_seconds,update_seconds"]
-    points = itertools.product(DEVICES, (1, 8), (0, 1, LAST))
+    last = JOB.model.num_layers + 1
+    points = itertools.product(DEVICES, (1, 8), (0, 1, last))
     lines += [f"{name},{rows},1,{item},{rows},{rows},0.1" for name, rows, item in points]
     (tmp_path / "layers.csv").write_text("\n".join(lines) + "\n")
     layers, plan = load_layers(tmp_path / "layers.csv"), replicas_plan((8, 8))
@@ -230,7 +232,7 @@ def test_a_table_of_measured_layers_goes_before_a_profile(tmp_path):
         LayeredPredictor(layers, SETUP, plan, cluster).predict()
         for cluster in (profiled(), parse_cluster(WRONG, "a test"))
     )
-    assert result == plain and result.breakdown_seconds["compute"] == pytest.approx(2 * 8 * (LAST + 1))
+    assert result == plain and result.breakdown_seconds["compute"] == pytest.approx(2 * 8 * (last + 1))
 
 
 def test_times_hold_for_any_number_of_replicas_and_updates_do_not():
@@ -266,7 +268,7 @@ def test_no_rows_are_faster_than_the_bound_allows(rows):
     for grids in itertools.product(*costs.grids):
         speed = 0.0
         for number, (pool, grid) in enumerate(zip(pools, grids, strict=True)):
-            block, head = (costs.seconds(number, grid, item, rows, "none").both for item in (1, costs.last))
+            block, head = (costs.seconds(number, grid, layer, rows, "none").both for layer in (BLOCK, costs.head))
             speed += rows * grid.z * len(pool.slots(grid.size)) / (SETUP.model.num_layers * block + head)
         assert least <= batch / speed * (1 + 1e-3), grids
 

@@ -47,8 +47,12 @@ def test_as_good_as_looking_at_every_plan(case):
     KNOWN_ALONE.clear()
     seconds = [step_seconds(setup, plan, cluster) for plan in every_plan(setup, batch, cluster, space)]
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
-    (best, *_), is_complete = searching.fastest()
-    assert best.seconds == pytest.approx(min(seconds), rel=1e-9)
+    plans, is_complete = searching.fastest()
+    best = plans[0]
+    whole = [timed for timed in plans if not timed.layout.cuts]
+    assert best.seconds <= min(seconds) * (1 + 1e-9), "cuts inside of blocks make plans faster"
+    if len(whole) == len(plans):
+        assert best.seconds == pytest.approx(min(seconds), rel=1e-9)
     assert is_complete
     assert len(searching.layouts) <= len(seconds)
     check_tiling(best.plan, setup.model.num_items)

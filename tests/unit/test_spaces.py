@@ -21,6 +21,7 @@ from hpctrain.planner.space import Space, by_speed_space, even_space
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.timing import CLOSED_FORM_ERROR
 from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.items import BLOCK, EMBEDDING
 from tests.tilings import grids_of
 from tests.unit.small_searches import EVERYTHING, FAST_NETWORK, cases, cluster_of, setup_of
 
@@ -77,7 +78,7 @@ def check_even(plan: Plan, num_blocks: int) -> None:
     depths = {tile.items: plan.depth_to_loss(tile) for tile in plan.tiles}
     stages = sorted(depths, key=lambda items: items.start)
     assert [depths[items] for items in stages] == list(range(len(stages)))[::-1], "every pipeline has the same stages"
-    blocks = [items.intersect(Interval(1, num_blocks + 1)).size for items in stages]
+    blocks = [items.intersect(Interval(1, 2 * num_blocks + 1)).size / 2 for items in stages]
     assert sum(blocks) == num_blocks and max(blocks) - min(blocks) <= 1
     replicas = [sum(tile.items == items for tile in plan.tiles) for items in stages]
     assert len(set(replicas)) == 1
@@ -153,9 +154,9 @@ def test_by_speed_no_other_cut_is_done_earlier_by_the_speeds(case):
     def seconds(pool: int, choice, blocks: int, rows: int, ends) -> float:
         """Return what a stage takes if it computes by one speed of its devices."""
         at_once = math.ceil(math.ceil(rows / choice.replicas) / choice.grid.z)
-        at_end = [item for item, is_there in zip((0, setup.model.num_items - 1), ends, strict=True) if is_there]
-        items = [(1, blocks), *((item, 1) for item in at_end)]
-        return sum(times * at_once / speed(pool, item) for item, times in items) / choice.grid.x / choice.grid.y
+        at_end = [layer for layer, is_there in zip((EMBEDDING, setup.head), ends, strict=True) if is_there]
+        parts = [(BLOCK, blocks), *((layer, 1) for layer in at_end)]
+        return sum(times * at_once / speed(pool, layer) for layer, times in parts) / choice.grid.x / choice.grid.y
 
     for layout in searching.layouts[:20]:
         used = [(len(row), sum(map(len, layout.shape.pipelines))) for row in layout.shape.pipelines]
@@ -214,7 +215,7 @@ def test_replicas_of_unlike_families_get_rows_by_speed_in_every_zero_stage(zero)
     )
     result = search(setup, 48, cluster, space=Space(zero=(zero,)), limits=EVERYTHING).best
     even = search(setup, 48, cluster, space=even_space(zero=(zero,)), limits=EVERYTHING).best
-    check_tiling(result.plan, 3)
+    check_tiling(result.plan, 4)
     check_zero(result.plan, "a plan")
     assert {tile.zero for tile in (*result.plan.tiles, *even.plan.tiles)} == {zero}
     rows = {tile.family: tile.rows.size * result.plan.microbatches for tile in result.plan.tiles}

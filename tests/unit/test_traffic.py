@@ -14,14 +14,15 @@ from hpctrain.model.axes import Axes
 from hpctrain.model.functions import add_part
 from hpctrain.model.store import Store
 from hpctrain.plan.holders import rank_shards_of
-from hpctrain.plan.schedule import forward_only, items_in_order, one_f_one_b
+from hpctrain.plan.schedule import forward_only, layers_in_order, one_f_one_b
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.intervals import cut_evenly
+from hpctrain.sharding.intervals import Interval, cut_evenly
+from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
 
 MODEL = Model(architecture="gpt2", num_layers=3, hidden_size=8, num_heads=4, vocab_size=16, tie_head=True)
-ITEMS = range(MODEL.num_items)
+LAYERS = layers(Interval(0, MODEL.num_items))
 ALONE = Communicator([0])
 
 
@@ -76,11 +77,15 @@ def store_of(plan: Plan, z: PretendedAxis, holders: PretendedAxis, keep: int = 0
     shards = rank_shards_of(MODEL, plan, 0)
     axes = Axes(ALONE, ALONE, z if plan.tile_of(0).tensor.z > 1 else ALONE)
     groups = [holders if len(shard_group.ranks) > 1 else ALONE for shard_group in shards.shard_groups]
-    return Store(groups, shards, axes, torch.float32, torch.device("cpu"), ITEMS[:keep])
+    return Store(groups, shards, axes, torch.float32, torch.device("cpu"), items_of(LAYERS[:keep]))
 
 
-def items_from(order, i: int, concurrent: int) -> list[int]:
-    """Return the item at a place of an order and, where gathers are overlapped, so many others that come next."""
+def items_of(some) -> list[int]:
+    return [item for layer in some for item in range(*layer)]
+
+
+def layers_from(order, i: int, concurrent: int) -> list[Interval]:
+    """Return the layer at a place of an order and, where gathers are overlapped, so many others that come next."""
     return list(dict.fromkeys(order[i:]))[: 1 + concurrent]
 
 
@@ -89,38 +94,42 @@ def whole_units(store: Store) -> set:
     return {unit for unit in store._units if unit._is_gathered or unit._gathering is not None}
 
 
-def units_of(store: Store, items) -> set:
-    return {unit for item in items for unit in store._units_of(item)}
+def units_of(store: Store, some) -> set:
+    return {unit for item in items_of(some) for unit in store._units_of(item)}
 
 
-orders = st.lists(st.sampled_from([list(ITEMS), list(reversed(ITEMS))]), min_size=1, max_size=6).map(
-    lambda passes: [item for one in passes for item in one]
+orders = st.lists(st.sampled_from([LAYERS, LAYERS[::-1]]), min_size=1, max_size=6).map(
+    lambda passes: [layer for one in passes for layer in one]
 )
 
 
-@given(order=orders, concurrent=st.booleans(), keep=st.integers(0, MODEL.num_items))
-def test_weights_are_there_when_their_item_computes_and_few_others_are(order, concurrent, keep):
+@given(order=orders, concurrent=st.booleans(), keep=st.integers(0, len(LAYERS)))
+def test_weights_are_there_when_their_layer_computes_and_few_others_are(order, concurrent, keep):
     z = PretendedAxis(concurrent)
     store = store_of(even_plan(MODEL.num_items, TensorGrid(z=2), 1, 1, 1, 2), z, ALONE, keep)
     handles = {
-        item: store.weights(item, [p.name for u in store._units_of(item) for p in u.layout.unit.parameters])
-        for item in ITEMS
+        layer: [
+            weight
+            for item in range(*layer)
+            for weight in store.weights(item, [p.name for u in store._units_of(item) for p in u.layout.unit.parameters])
+        ]
+        for layer in LAYERS
     }
-    kept = units_of(store, ITEMS[:keep])
+    kept = units_of(store, LAYERS[:keep])
     store.traffic.expect(order)
-    for i, item in enumerate(order):
-        store.traffic.gather(item)
-        for weight in handles[item]:
+    for i, layer in enumerate(order):
+        store.traffic.gather(layer)
+        for weight in handles[layer]:
             assert weight.data.shape and set(weight.data.flatten().tolist()) <= {0.0, 1.0}
-        near = items_from(order, i, concurrent)
+        near = layers_from(order, i, concurrent)
         assert whole_units(store) == kept & units_of(store, [*order[:i], *near]) | units_of(store, near)
-        assert len(z.in_flight) <= 2 * concurrent
-        store.traffic.release(item)
+        assert len(z.in_flight) <= 2 * 2 * concurrent, "of the two branches of two blocks"
+        store.traffic.release(layer)
     assert not z.in_flight and whole_units(store) <= kept
-    turns = [item for item, _ in groupby(order)]
+    turns = [layer for layer, _ in groupby(order)]
     expected = 0
     for unit in store._units:
-        uses = [i for i, item in enumerate(turns) if item in unit.layout.unit.items]
+        uses = [i for i, layer in enumerate(turns) if unit in units_of(store, [layer])]
         again = sum(b - a > 1 + concurrent for a, b in pairwise(uses))
         expected += bool(uses) + (0 if unit in kept else again)
     assert z.started["all_gather"] == expected
@@ -135,14 +144,14 @@ def test_shards_over_z_and_over_holders_are_gathered_one_after_the_other(order, 
     store = store_of(plan, z, holders)
     store.traffic.expect(order)
     operations = (beside_z and with_z) + beside_data
-    for i, item in enumerate(order):
-        store.traffic.gather(item)
-        units = [unit for unit in store._units_of(item) if not unit._stays]
+    for i, layer in enumerate(order):
+        store.traffic.gather(layer)
+        units = [unit for unit in units_of(store, [layer]) if not unit._stays]
         assert all(unit._is_gathered for unit in units)
-        assert whole_units(store) <= units_of(store, items_from(order, i, operations))
-        store.traffic.release(item)
+        assert whole_units(store) <= units_of(store, layers_from(order, i, operations))
+        store.traffic.release(layer)
     assert not z.in_flight and not holders.in_flight
-    assert holders.started["all_gather"] <= len(order)
+    assert holders.started["all_gather"] <= len(items_of(order))
 
 
 @given(
@@ -158,7 +167,8 @@ def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are
     (z_size, data, zero), (z, holders) = layout, (PretendedAxis(b) for b in concurrent)
     store = store_of(even_plan(MODEL.num_items, TensorGrid(z=z_size), 1, data, 1, 2, zero=zero), z, holders)
     summary = []
-    handles = {item: store.weights(item, [p.name for p in item_parameters(MODEL, item)]) for item in ITEMS}
+    names = {item: [p.name for p in item_parameters(MODEL, item)] for item in items_of(LAYERS)}
+    handles = {layer: [w for item in range(*layer) for w in store.weights(item, names[item])] for layer in LAYERS}
 
     def passed(item):
         summary.append(item)
@@ -168,34 +178,35 @@ def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are
                 assert set(shard.tolist()) == {sum(10.0**m for m in range(microbatches))}
 
     for m in range(microbatches):
-        for item in reversed(ITEMS):
-            store.traffic.gather(item)
-            store.traffic.begin_backward(item)
-            for unit in store._units_of(item):
+        for layer in reversed(LAYERS):
+            store.traffic.gather(layer)
+            store.traffic.begin_backward(layer)
+            for unit in units_of(store, [layer]):
                 if unit.scatters:
                     unit._whole_grad.fill_(torch.nan)
-            for weight in handles[item]:
+            for weight in handles[layer]:
                 if weight.grad is not None:
                     for half in (0.5, 0.5):
                         weight.accumulate(add_part, torch.full_like(weight.grad, half * 10.0**m))
-            store.traffic.end_backward(item, passed if m == microbatches - 1 else None)
+            store.traffic.end_backward(layer, passed if m == microbatches - 1 else None)
             assert len(store.traffic._scattering) <= 2 * any(concurrent)
-            store.traffic.release(item)
+            store.traffic.release(layer)
     store.traffic.collect()
-    assert summary == list(reversed(ITEMS))
+    assert summary == items_of(LAYERS)[::-1]
     assert not z.in_flight and not holders.in_flight
 
 
 def test_what_is_not_expected_is_refused():
     store = store_of(even_plan(MODEL.num_items, TensorGrid(z=2), 1, 1, 1, 2), PretendedAxis(True), ALONE)
-    store.traffic.expect([0, 1])
-    with pytest.raises(AssertionError, match="item 1 computes where 0 was expected"):
-        store.traffic.gather(1)
+    store.traffic.expect(LAYERS)
+    with pytest.raises(AssertionError, match=r"items \[1, 3\] compute where \[0, 1\] were expected"):
+        store.traffic.gather(LAYERS[1])
 
 
-def test_the_items_of_a_step_are_those_of_its_instructions():
+def test_the_layers_of_a_step_are_those_of_its_instructions():
     plan = even_plan(MODEL.num_items, TensorGrid(), 2, 1, 2, 4)
     first, last = plan.tiles
-    assert list(items_in_order(one_f_one_b(plan, last), [last])) == [2, 3, 4, 4, 3, 2] * 2
-    assert list(items_in_order(one_f_one_b(plan, first), [first])) == [0, 1, 0, 1, 1, 0, 1, 0]
-    assert list(items_in_order(forward_only(plan, last), [last])) == [2, 3, 4] * 2
+    a, b, c, d, e = LAYERS
+    assert list(layers_in_order(one_f_one_b(plan, last), [last])) == [c, d, e, e, d, c] * 2
+    assert list(layers_in_order(one_f_one_b(plan, first), [first])) == [a, b, a, b, b, a, b, a]
+    assert list(layers_in_order(forward_only(plan, last), [last])) == [c, d, e] * 2

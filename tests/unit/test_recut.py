@@ -1,0 +1,53 @@
+"""Cuts between the branches of blocks: none other makes the slowest stage faster."""
+
+import itertools
+import math
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from hpctrain.plan.checks import check_tiling
+from hpctrain.planner.recut import _cut, _slowest, _Stage
+from hpctrain.planner.search import search
+from hpctrain.planner.space import Space
+from tests.unit.small_searches import EVERYTHING, FAST_NETWORK, cluster_of, setup_of
+
+
+@st.composite
+def pipelines(draw):
+    num_blocks = draw(st.integers(1, 5))
+    attention, mlp, *ends = (draw(st.floats(0.1, 3.0)) for _ in range(4))
+    items = [ends[0], *[attention, mlp] * num_blocks, ends[1]]
+    stages = []
+    for _ in range(draw(st.integers(1, min(4, num_blocks)))):
+        times = draw(st.sampled_from([1.0, 1.5, 4.0]))
+        seconds = list(itertools.accumulate((times * item for item in items), initial=0.0))
+        stages.append(_Stage(seconds, draw(st.sampled_from([2, 4, 100])) + 1))
+    return stages, num_blocks
+
+
+@given(pipelines())
+def test_no_other_cut_makes_the_slowest_faster(case):
+    stages, num_blocks = case
+    num_items, inner = 2 * num_blocks + 2, len(stages) - 1
+    every = [[0, *cut, num_items] for cut in itertools.combinations(range(2, num_items - 1), inner)]
+    old = [0, *(2 * i + 3 for i in range(inner)), num_items]
+    assume(_slowest(stages, old) < math.inf)
+    cuts, slowest = _cut(stages, old, _slowest(stages, old))
+    assert slowest == _slowest(stages, cuts)
+    assert slowest <= min(_slowest(stages, cut) for cut in every) * (1 + 1e-6)
+    if _slowest(stages, old) <= slowest * (1 + 1e-9):
+        assert cuts == old, "as near to whole blocks as can be"
+
+
+def test_few_blocks_on_more_devices_are_cut_inside():
+    """Three equal devices, four blocks: of whole blocks one has two."""
+    setup, cluster = setup_of(4), cluster_of([("a", 1, 1), ("b", 1, 1), ("c", 1, 1)], **FAST_NETWORK)
+    result = search(setup, 12, cluster, space=Space(microbatches=(12,)), limits=EVERYTHING)
+    cut = [timed for timed in result.plans if timed.layout.cuts]
+    whole = {id(timed.layout): timed.seconds for timed in result.plans if not timed.layout.cuts}
+    gains = [whole[id(timed.layout.whole)] / timed.seconds for timed in cut if id(timed.layout.whole) in whole]
+    assert gains and max(gains) > 1.05
+    assert result.best.seconds <= min(whole.values())
+    for timed in cut:
+        check_tiling(timed.plan, setup.model.num_items)
