@@ -281,7 +281,7 @@ class Overlap(Table):
     """How many of a tile's first layers (embedding, blocks) keep their gathered weights until the update: they are
     gathered once a step."""
     bucket_bytes: Count = 4 << 20
-    """Gradients (fp32) are summed over their holders in buckets of whole items, of at least so many bytes.
+    """Gradients (fp32) are summed over their holders in buckets of whole blocks, of at least so many bytes.
 
     It also decides which rank owns which element, and with it the last bit of the gradient's norm.
     """

@@ -5,8 +5,8 @@ whole units have the same holders, at the same (x, y, z) of every tile, and what
 Where grids are different, what their ranks store are rectangles of the parameters that meet in smaller ones: *regions*,
 each held by one exact set of ranks, which exchanges them packed side by side.
 
-What one set of ranks holds may be cut into several holdings, of whole items each: buckets, so that the gradients of the
-last items can be summed while those of the first are computed.
+What one set of ranks holds may be cut into several holdings, of whole blocks each: buckets, so that the gradients of
+the last items can be summed while those of the first are computed.
 
 Every rank finds its own holdings by itself, in one plan-wide order: by the first element of each.
 """
@@ -21,6 +21,7 @@ from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
+from hpctrain.sharding.items import block_of
 from hpctrain.sharding.parameters import (
     Box,
     Parameter,
@@ -171,7 +172,7 @@ def whole_model(model: Model) -> RankShards:
 def _buckets(
     shards: Sequence[T], bucket_bytes: int | None, unit_of: Callable[[T], Unit], size_of: Callable[[T], float]
 ) -> Iterator[list[T]]:
-    """Cut what is in the order of items into runs of at least so many bytes of gradients, each of whole items.
+    """Cut what is in the order of items into runs of at least so many bytes of gradients, each of whole blocks.
 
     From the last to the first, so that what is left over is final last: nothing hides it. All holders of the same find
     the same, for it depends on nothing else.
@@ -181,8 +182,8 @@ def _buckets(
     for i, each in reversed(list(enumerate(shards))):
         bucket.append(each)
         num_bytes += size_of(each) * GRADIENT_BYTES
-        starts_item = i > 0 and unit_of(shards[i - 1]).items[0] != unit_of(each).items[0]
-        if bucket_bytes is not None and num_bytes >= bucket_bytes and starts_item:
+        starts_layer = i > 0 and block_of(unit_of(shards[i - 1]).items[0]) != block_of(unit_of(each).items[0])
+        if bucket_bytes is not None and num_bytes >= bucket_bytes and starts_layer:
             yield bucket[::-1]
             bucket, num_bytes = [], 0.0
     if bucket:

@@ -308,7 +308,7 @@ class Scorer:
         part, times = min(shared.elements), max(sizes) / min(sizes)
         buckets = 1
         if setup.bucket_bytes:
-            items = 2 * shared.blocks + shared.is_first + shared.is_last
+            items = shared.blocks + shared.is_first + shared.is_last
             buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / setup.bucket_bytes)))
 
         def exchange(operation: str, element_bytes: int) -> float:
