@@ -16,6 +16,7 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {"head_size": 8},
     "mistral": {"window": 5},
+    "starcoder2": {"window": 5, "tie_head": True},
     "gemma2": GEMMA | {"score_cap": 2.0, "logit_cap": 4.0},
     "gemma3": GEMMA | {"rope_local_base": 100.0},
 }

@@ -46,6 +46,9 @@ CONFIGS = {
     "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=6),
+    "starcoder2": lambda: transformers.Starcoder2Config(
+        **SMALL, sliding_window=6, residual_dropout=0.0, embedding_dropout=0.0
+    ),
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=2, rope_parameters=ROPES),
 }

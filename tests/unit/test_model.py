@@ -31,6 +31,7 @@ MODELS = {
     "qwen2": Model(architecture="qwen2", **SMALL),
     "qwen3": Model(architecture="qwen3", head_size=8, **SMALL),
     "mistral": Model(architecture="mistral", window=3, **SMALL),
+    "starcoder2": Model(architecture="starcoder2", window=3, tie_head=True, **SMALL),
     "gemma2": Model(architecture="gemma2", global_every=2, score_cap=2.0, logit_cap=3.0, **GEMMA),
     "gemma3": Model(architecture="gemma3", global_every=2, rope_local_base=100.0, **GEMMA),
 }

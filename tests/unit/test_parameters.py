@@ -87,3 +87,29 @@ def test_grids_that_do_not_divide_are_refused(grid, message):
 
 def test_the_ready_made_job_loads():
     assert load_job("tiny").model.num_layers == 4
+
+
+COUNTS = {
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma3-1b": 999_885_952,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+}
+"""Elements of the safetensors that their makers have published."""
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_presets_have_every_parameter_of_the_published_files(preset):
+    assert count_parameters(Model(**presets()[preset])) == COUNTS[preset]
