@@ -1,4 +1,4 @@
-"""StarCoder 2 (Lozhkov et al. 2024): LayerNorm, GELU and biases as GPT-2; rotary positions, grouped queries as Llama."""
+"""StarCoder 2 (Lozhkov et al. 2024): norms, GELU and biases of GPT-2; rotary positions and grouped queries of Llama."""
 
 from dataclasses import replace
 
