@@ -98,9 +98,9 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     number_of = _numbers(model)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
     cutter = _Cutter(model, plan, rank)
     tiles = plan.tiles_of(rank)
-    # Found once for all units of the same items, and all regions of the same ranks: plans may have thousands of tiles.
-    users_of = lru_cache(None)(partial(_users, plan))
+    # Found once for all units of the same users, and all of the same ranks: plans may have thousands of tiles.
     zero_of = lru_cache(None)(partial(_zero, plan))
+    counterparts: dict[tuple[int, int], tuple[int, ...] | None] = {}
 
     def items_here(unit: Unit) -> list[int]:
         return [item for item in unit.items if any(each.contains(item) for each in tiles)]
@@ -111,17 +111,21 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     for unit in units(model, tile.tensor):  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
         if not items_here(unit):
             continue
-        users = users_of(unit.items)
-        if any(t.tensor != tile.tensor for t in users):
+        users = plan.users(unit.items)
+        key = id(users), unit.shared_heads
+        if key not in counterparts:
+            has_others = any(other.tensor != tile.tensor for other in users)
+            counterparts[key] = None if has_others else _counterparts(unit, users, tile.coordinate(rank))
+        ranks = counterparts[key]
+        if ranks is None:
             mixed.append(unit)
             continue
-        ranks = _counterparts(unit, model, users, tile.coordinate(rank))
         zero = zero_of(ranks, len(unit.items) > 1)
         by_itself = unit if zero >= 2 else None  # exchanged while it computes
         whole.setdefault((ranks, zero, by_itself), []).append(unit.layout(tile.tensor, x, y))
     cut_units = join_units(mixed)
     for unit in cut_units:
-        for region, ranks in cutter.regions(unit, users_of(unit.items)):
+        for region, ranks in cutter.regions(unit, plan.users(unit.items)):
             zero = max(1, zero_of(ranks, len(unit.items) > 1))
             by_itself = unit if zero >= 2 else None
             regions.setdefault((ranks, zero, by_itself), []).append((unit, region))
@@ -148,12 +152,6 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     result.sort(key=lambda pair: pair[1])
     layouts = (unit.layout(tile.tensor, x, y) for unit in cut_units)
     return RankShards(tuple(shard_group for shard_group, _ in result), tuple(layouts))
-
-
-def _users(plan: Plan, items: tuple[int, ...]) -> tuple[Tile, ...]:
-    """Return for all ranks that use what some items have a tile of theirs, in the order of tiles."""
-    tiles = (tile for tile in plan.tiles if any(map(tile.contains, items)))
-    return tuple({tile.ranks: tile for tile in tiles}.values())
 
 
 @lru_cache(maxsize=16)
@@ -240,9 +238,7 @@ def check_zero(plan: Plan, where: str) -> None:
                     )
 
 
-def _counterparts(
-    unit: Unit, model: Model, users: tuple[Tile, ...], coordinate: tuple[int, int, int]
-) -> tuple[int, ...]:
+def _counterparts(unit: Unit, users: tuple[Tile, ...], coordinate: tuple[int, int, int]) -> tuple[int, ...]:
     """Return the ranks at the same (x, y, z) of tiles of one grid; for shared heads also those of the same head."""
     x, y, z = coordinate
     group = users[0].tensor.y // unit.shared_heads if unit.shared_over_y else 1

@@ -5,6 +5,7 @@ read by everything else. Items are those of `sharding/items.py`; rows are the se
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -118,6 +119,25 @@ class Plan:
     def first_tiles(self) -> tuple[Tile, ...]:
         """Of each tensor grid of ranks the first tile, which stands for what these do."""
         return tuple(tile for tile in self.tiles if self.virtual_stages(tile)[0] is tile)
+
+    @cached_property
+    def _users(self) -> dict[tuple[Interval, ...], tuple[Tile, ...]]:
+        return {}
+
+    @cached_property
+    def _cuts(self) -> tuple[Interval, ...]:
+        return tuple(dict.fromkeys(tile.items for tile in self.tiles))
+
+    def users(self, items: Sequence[int]) -> tuple[Tile, ...]:
+        """Return for all ranks that have some items a tile of theirs, in the order of tiles.
+
+        Where these are the same tiles it is the same object.
+        """
+        cuts = tuple(cut for cut in self._cuts if any(cut.start <= item < cut.stop for item in items))
+        if cuts not in self._users:
+            tiles = (tile for tile in self.tiles if tile.items in cuts)
+            self._users[cuts] = tuple({tile.ranks: tile for tile in tiles}.values())
+        return self._users[cuts]
 
     @cached_property
     def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
