@@ -138,7 +138,7 @@ def main() -> None:
     slower = []
     for name in given.clusters or ready_clusters():
         with tempfile.TemporaryDirectory() as folder:
-            plans, gap = plans_of(name, Path(folder, f"{name}.toml"))
+            plans, gap = plans_of(name, Path(folder, f"{Path(name).stem}.toml"))
         show(name, plans, gap, measure(name, plans, given.steps, given.time_scale) if given.measure else {})
         slower += [f"{name}: {p.name}" for p in plans[1:] if p.seconds < plans[0].seconds * (1 - 1e-9)]
     if slower:
