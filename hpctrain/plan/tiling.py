@@ -239,8 +239,10 @@ def joined(plan: Plan) -> list[list[Tile]]:
     return result
 
 
-def counted(number: int, what: str) -> str:
-    """Return a number of things in words, such as `2 microbatches`."""
+def counted(number: float, what: str) -> str:
+    """Return a number of things in words, such as `2 microbatches` or `1.5 blocks`."""
+    if number == int(number):
+        number = int(number)
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 

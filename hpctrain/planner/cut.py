@@ -141,7 +141,8 @@ class Placed(NamedTuple):
 
     pool: int
     choice: StageChoice
-    blocks: int
+    blocks: float
+    """Not whole where a stage is cut inside of one: then what takes as long."""
     variant: StageVariant
 
     @property
@@ -165,7 +166,7 @@ class Placed(NamedTuple):
 
 def whole_cuts(stages: Sequence[Placed]) -> list[int]:
     """Return the items where stages of whole blocks begin, and where the last one ends."""
-    *ends, last = itertools.accumulate(2 * placed.blocks for placed in stages)
+    *ends, last = itertools.accumulate(2 * round(placed.blocks) for placed in stages)
     return [0, *(end + 1 for end in ends), last + 2]
 
 

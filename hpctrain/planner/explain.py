@@ -4,6 +4,7 @@ from hpctrain.plan.tiling import Plan, counted
 from hpctrain.planner.cut import Placed
 from hpctrain.planner.search import SearchResult, SimulatedPlan
 from hpctrain.planner.space import names_of
+from hpctrain.sharding.intervals import Interval
 
 MIB = 2**20
 
@@ -37,8 +38,12 @@ def _bottleneck(result: SearchResult) -> str:
     def busy(placed: Placed) -> float:
         return shape.microbatches * (placed.forward + placed.backward)
 
+    cuts = [items for pipeline in range(len(shape.pipelines)) for items in best.layout.items(pipeline)]
+    inner = Interval(1, max(items.stop for items in cuts) - 1)
+
     def name(number: int) -> str:
-        return f"stage {number} ({counted(stages[number].blocks, 'block')} on {result.pools[stages[number].pool].name})"
+        blocks = cuts[number].intersect(inner).size / 2
+        return f"stage {number} ({counted(blocks, 'block')} on {result.pools[stages[number].pool].name})"
 
     slowest = max(range(len(stages)), key=lambda number: busy(stages[number]))
     text = (

@@ -48,7 +48,7 @@ def recut(costs: StageCosts, layout: SearchLayout) -> SearchLayout:
     """Return a layout with better cuts, or the same one where there are none."""
     if layout.shape.zero >= 2 and len(layout.stages) > 1:
         return layout  # who exchanges in every pass has the same items
-    microbatches, cuts = layout.shape.microbatches, []
+    microbatches, cuts, pipelines = layout.shape.microbatches, [], []
     slowest, before = 0.0, 0.0
     for rows, stages in zip(layout.rows, layout.stages, strict=True):
         old, last = whole_cuts(stages), len(stages) - 1
@@ -59,11 +59,19 @@ def recut(costs: StageCosts, layout: SearchLayout) -> SearchLayout:
         had = _slowest(made, old)
         new, least = _cut(made, old, had)
         cuts.append(tuple(new))
+        taken = (stage.taken(*items) for stage, items in zip(made, itertools.pairwise(new), strict=True))
+        pipelines.append(tuple(_with_seconds(*pair) for pair in zip(stages, taken, strict=True)))
         before, slowest = max(before, had), max(slowest, least)
     if slowest > before * (1 - LEAST_GAIN):
         return layout
     seconds = layout.seconds - microbatches * (before - slowest)
-    return replace(layout, cuts=tuple(cuts), seconds=seconds, whole=layout)
+    return replace(layout, stages=tuple(pipelines), cuts=tuple(cuts), seconds=seconds, whole=layout)
+
+
+def _with_seconds(placed: Placed, seconds: float) -> Placed:
+    """Return a stage with as much of blocks as takes so long."""
+    forward, backward = placed.variant.forward, placed.variant.backward
+    return placed._replace(blocks=(seconds - forward.base - backward.base) / (forward.each + backward.each))
 
 
 def _sums(costs: StageCosts, placed: Placed, rows: int, zero: int) -> list[float]:

@@ -293,7 +293,7 @@ class Scorer:
                 self.costs.elements(stages[i].choice.grid, is_first, is_last).at(stop - start)
                 for stages, i in zip(pipelines, at, strict=True)
             ]
-            yield SharedBlocks(list(enumerate(at)), elements, stop - start, is_first, is_last)
+            yield SharedBlocks(list(enumerate(at)), elements, int(stop - start), is_first, is_last)
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 

@@ -56,7 +56,7 @@ class BlockLine(NamedTuple):
     base: float
     each: float
 
-    def at(self, k: int) -> float:
+    def at(self, k: float) -> float:
         return self.base + k * self.each
 
     def most(self, limit: float) -> int:

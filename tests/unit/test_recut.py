@@ -2,11 +2,14 @@
 
 import itertools
 import math
+import re
+from dataclasses import replace
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hpctrain.plan.checks import check_tiling
+from hpctrain.planner.explain import reasons
 from hpctrain.planner.recut import _cut, _slowest, _Stage
 from hpctrain.planner.search import search
 from hpctrain.planner.space import Space
@@ -51,3 +54,5 @@ def test_few_blocks_on_more_devices_are_cut_inside():
     assert result.best.seconds <= min(whole.values())
     for timed in cut:
         check_tiling(timed.plan, setup.model.num_items)
+    halves = replace(result, plans=(cut[0], *result.plans))
+    assert re.search(r"stage \d \(\d?\.5 blocks on [abc]\)", " ".join(reasons(halves)))
