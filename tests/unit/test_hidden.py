@@ -16,7 +16,7 @@ from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, slowed_b
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
-from hpctrain.sharding.items import BLOCK
+from hpctrain.sharding.items import BLOCK, layers
 from tests.pretended import CLUSTER
 from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
 
@@ -85,14 +85,14 @@ def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
 
 
 def test_what_unlike_pipelines_share_is_exchanged_once():
-    """Each of the holders has it among other things, so in another place."""
+    """Each of the holders has it among other things, so in another place; a bucket is a block or more."""
     whole, first, last = LAYOUTS[-1].tiles
-    of_all, of_items = (
+    of_all, of_blocks = (
         [set(sharing.tiles) for sharing in Predictor(setup, LAYOUTS[-1], CLUSTER).costs.sharings]
         for setup in (SETUP, replace(SETUP, bucket_bytes=1))
     )
     assert of_all == [{whole, first}, {whole, last}]
-    assert of_items == [{whole, first}] * first.items.size + [{whole, last}] * last.items.size
+    assert of_blocks == [{whole, first}] * len(layers(first.items)) + [{whole, last}] * len(layers(last.items))
 
 
 TWO_SUMS = [  # moments of a pass of 2 s at which two sums of 0.5 and 1 s are ready, and how much longer the step is
