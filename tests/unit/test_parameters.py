@@ -1,5 +1,6 @@
 """How parameters are cut: every element is somewhere, counted once, whatever the grid and the plan."""
 
+import hashlib
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.architectures.registry import presets
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model, load_job
-from hpctrain.model.initialise import fill_initial, initial_values
+from hpctrain.model.initialise import BLOCK, fill_initial, initial_values
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly, tiles_exactly
 from hpctrain.sharding.parameters import Parameter, all_parameters, check_grid, count_parameters, whole_rows
@@ -61,6 +62,29 @@ def test_initial_values_have_the_standard_deviation_that_is_asked_for():
     assert abs(values.mean()) < model.init_std / 100
     elements = Interval(0, 256)
     assert not torch.equal(initial_values(parameter, elements, model, 1), initial_values(parameter, elements, model, 2))
+
+
+def test_initial_values_do_not_depend_on_where_they_are_cut_or_on_threads():
+    parameter = Parameter("big", (3000, 700), ("y", "x"), "normal")
+    whole = initial_values(parameter, Interval(0, 2_100_000), MODELS[0], 5)
+    for interval in (Interval(0, 10), Interval(BLOCK - 3, 2 * BLOCK + 5), Interval(2_099_999, 2_100_000)):
+        assert torch.equal(initial_values(parameter, interval, MODELS[0], 5), whole[slice(*interval)])
+    box = (Interval(10, 3200), Interval(100, 500))  # with rows of padding
+    expected = torch.zeros(3190, 400)
+    expected[:2990] = whole.view(3000, 700)[10:, 100:500]
+    threads = torch.get_num_threads()
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        out = torch.full((3190 * 400,), 9.0)
+        fill_initial(parameter, box, Interval(0, 3190 * 400), MODELS[0], 5, out)
+        assert torch.equal(out.view(3190, 400), expected)
+    torch.set_num_threads(threads)
+
+
+def test_a_seed_gives_the_same_weights_with_every_version_of_numpy():
+    values = initial_values(Parameter("p", (70_000,), ("y",), "normal"), Interval(0, 70_000), MODELS[0], 1)
+    digest = hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
+    assert digest == "879b0de7126f2014", "numpy draws other numbers: a resumed job is unharmed, a new one is another model"
 
 
 @pytest.mark.parametrize(
