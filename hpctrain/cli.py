@@ -6,6 +6,7 @@ import sys
 import click
 
 from hpctrain import __version__
+from hpctrain.comm.signals import StopSignals
 from hpctrain.config.errors import HpctrainError
 
 COMMANDS = {
@@ -24,6 +25,8 @@ COMMANDS = {
     "doctor": "check this machine: versions, ranks, devices, and by which routes they communicate",
     "catalogue": "list the ready clusters, and the accelerators and networks that a cluster file may name",
 }
+ENDS_IN_ORDER = ("train",)
+"""Commands that listen to signals before they import what takes seconds."""
 MODULES = {"import": "import_model"}
 """Of commands whose names cannot be modules'."""
 
@@ -60,11 +63,12 @@ def main(command: click.Command = root) -> None:
     """Run a command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.config.errors)."""
     from hpctrain.comm.launcher import promised_rank
 
+    signals = StopSignals().listen() if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER else None
     speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
     if not speaks and {"-h", "--help", "--version"} & set(sys.argv):
         sys.exit(0)
     try:
-        command(standalone_mode=False)
+        command(standalone_mode=False, obj=signals)
     except click.exceptions.Exit as exit_request:
         sys.exit(exit_request.exit_code)
     except click.ClickException as error:

@@ -1,8 +1,13 @@
 """What can be known before MPI is started: the launcher's promise, by the environment it left, and this host."""
 
 import os
+import subprocess
+import time
+from contextlib import suppress
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+END_VARIABLES = ("HPCTRAIN_END_TIME", "SLURM_JOB_END_TIME")
+"""When the batch job ends, in seconds since 1970. The first is for batch systems that leave no such variable."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
@@ -19,3 +24,25 @@ def promised_rank() -> int:
 def promised_size() -> tuple[int, str]:
     """Return how many ranks the launcher promised and the variable that says so; (1, "") without a launcher."""
     return next(((int(os.environ[v]), v) for v in SIZE_VARIABLES if v in os.environ), (1, ""))
+
+
+def end_of_batch_job() -> float | None:
+    """Return when the batch job of this process ends, in seconds since 1970; None where nothing says so."""
+    for variable in END_VARIABLES:
+        with suppress(KeyError, ValueError):
+            return float(os.environ[variable])
+    if job := os.environ.get("SLURM_JOB_ID"):
+        asked = ("squeue", "--noheader", "--jobs", job, "--format", "%L")
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            answer = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+            return time.time() + parse_slurm_seconds(answer[0]) if answer else None
+    return None
+
+
+def parse_slurm_seconds(text: str) -> float:
+    """Return the seconds of a time as Slurm writes it: [days-][[hours:]minutes:]seconds. Raises ValueError."""
+    days, _, clock = text.rpartition("-")
+    seconds = 0.0
+    for part in clock.split(":"):
+        seconds = 60 * seconds + int(part)
+    return 86400 * int(days or 0) + seconds

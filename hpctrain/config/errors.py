@@ -19,6 +19,12 @@ class HpctrainError(Exception):
     exit_code = 10
 
 
+class InterruptionError(HpctrainError):
+    """A signal asked the run to end before its first step. EX_TEMPFAIL: the same command is to be started again."""
+
+    exit_code = 75
+
+
 class JobError(HpctrainError):
     """The job file or the command line asks for something that cannot be."""
 

@@ -44,8 +44,8 @@ class Totals:
     """Summed over tokens."""
     norm: float
     """Global norm of the gradient before clipping; 0 without an update."""
-    stop: bool
-    """Whether any rank was asked to stop."""
+    flags: tuple[bool, ...]
+    """Of those that the ranks brought, which any of them had set."""
 
 
 class Pipeline:
@@ -66,22 +66,30 @@ class Pipeline:
         self._rows = self._messages.rows
         self._row_chunks = cut_evenly(self._rows.size, layout.tiles[0].row_chunks)  # the same of all tiles
 
-    def train(self, batch: Batch, step: int, loss_tokens: int, stop: bool = False) -> Totals:
+    def train(self, batch: Batch, step: int, loss_tokens: int, flags: Sequence[bool] = ()) -> Totals:
         """Run a whole training step on the mean loss over `loss_tokens` tokens. All ranks of the plan must call.
+
+        `flags`, as many on all ranks, come back with the totals: each is set where any rank has set it.
 
         Raises TrainingError, on all ranks alike, if loss or gradient is not finite; the weights are untouched then.
         """
         layout = self._layout
         schedule = schedule_of(layout.plan, layout.tiles[0], layout.reduces_early)
-        return self._run(schedule, batch, step, loss_tokens, training=True, stop=stop)
+        return self._run(schedule, batch, step, loss_tokens, training=True, flags=flags)
 
     def evaluate(self, batch: Batch) -> Totals:
         """Run the forward passes of one batch. All ranks of the plan must call."""
         schedule = forward_only(self._layout.plan, self._layout.tiles[0])
-        return self._run(schedule, batch, 0, 1, training=False, stop=False)
+        return self._run(schedule, batch, 0, 1, training=False)
 
     def _run(
-        self, schedule: Sequence[Instruction], batch: Batch, step: int, loss_tokens: int, training: bool, stop: bool
+        self,
+        schedule: Sequence[Instruction],
+        batch: Batch,
+        step: int,
+        loss_tokens: int,
+        training: bool,
+        flags: Sequence[bool] = (),
     ) -> Totals:
         made: dict[SlotKey, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
         saved: dict[tuple[SlotKey, int], Saved] = {}
@@ -123,7 +131,7 @@ class Pipeline:
                 case Op.REDUCE_GRADIENTS:
                     self._optimizer.reduce()
                 case Op.UPDATE:
-                    totals = self._agree(loss, self._optimizer.squared_norm(), stop)
+                    totals = self._agree(loss, self._optimizer.squared_norm(), flags)
                     if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
                         raise TrainingError(
                             f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient"
@@ -131,17 +139,17 @@ class Pipeline:
                         )
                     self._optimizer.update(step, totals.norm)
             self._tracer.computed(instruction, since)
-        return totals or self._agree(loss, 0.0, stop)
+        return totals or self._agree(loss, 0.0)
 
     def _gradient_of_loss(self, loss_tokens: int) -> torch.Tensor:
         return torch.tensor(1.0 / loss_tokens, dtype=torch.float64, device=self._device)
 
-    def _agree(self, loss: float, squared_norm: float, stop: bool) -> Totals:
+    def _agree(self, loss: float, squared_norm: float, flags: Sequence[bool] = ()) -> Totals:
         """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it."""
         x, y, _ = self._layout.coordinate
-        own = torch.tensor([loss if x == y == 0 else 0.0, squared_norm, float(stop)], dtype=torch.float64)
+        own = torch.tensor([loss if x == y == 0 else 0.0, squared_norm, *flags], dtype=torch.float64)
         total = self._layout.everyone.all_reduce(own).tolist()
-        return Totals(total[0], math.sqrt(total[1]), total[2] > 0)
+        return Totals(total[0], math.sqrt(total[1]), tuple(flag > 0 for flag in total[2:]))
 
     def _tokens(
         self, batch: Batch, stage: Stage, microbatch: int, substep: int

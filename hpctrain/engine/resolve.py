@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork
+from hpctrain.comm.signals import StopSignals
 from hpctrain.comm.topology import Preferences
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, TopologyError
 from hpctrain.config.job import Job
+from hpctrain.engine.requests import refuse_if_interrupted
 from hpctrain.engine.resolve_overlap import continued, crossings, resolve_forward, resolve_overlap
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
@@ -117,6 +119,7 @@ def prepare_run(
     resume_from: Path | None = None,
     described: Described | None = None,
     fresh_probe: bool = False,
+    signals: StopSignals | None = None,
 ) -> Prepared:
     """Open the data, replace what is `auto` by values, make the plan. All ranks must call.
 
@@ -124,11 +127,15 @@ def prepare_run(
     are those of its plan. `described` is what the ranks run on, where that is given; with `fresh_probe` what is known
     of the machine is measured anew. Groups made afterwards choose their algorithms by the links of what is described.
 
-    Raises JobError, DataError, CheckpointError, TopologyError, LaunchError; PlanError also where the plan is predicted
-    not to fit into memory.
+    A signal that comes meanwhile ends it between two resolvers.
+
+    Raises JobError, DataError, CheckpointError, TopologyError, LaunchError, InterruptionError; PlanError
+    also where the plan is predicted not to fit into memory.
     """
     facts, reasons = Facts(world, resume_from, fresh_probe, described), {}
     for resolver in RESOLVERS:
+        if signals:
+            refuse_if_interrupted(world, signals)
         job, facts, why = resolver(job, facts)
         reasons |= why
     return Prepared(

@@ -4,8 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from hpctrain.comm.launcher import end_of_batch_job
+from hpctrain.comm.signals import StopSignals
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.job import Job
+from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.resolve import Described, prepare_run
 from hpctrain.engine.yardstick import format_yardstick, yardstick
 
@@ -38,11 +41,14 @@ class TrainingRun:
         path: Path | None = None,
         described: Described | None = None,
         *,
+        signals: StopSignals | None = None,
         fresh_probe: bool = False,
         on_stderr: bool = False,
         bar: bool | None = None,
     ):
         """Open or make the folder `path`, make what is to be trained, and say what it is.
+
+        `signals` are those that end the run in order, from now on.
 
         `described` is what the ranks run on, where that is given; with `fresh_probe` what is known of this machine is
         measured anew; a progress bar as in `Console`. Raises JobError,
@@ -54,10 +60,11 @@ class TrainingRun:
         from hpctrain.observe.run import RunFolder, default_run_folder
 
         self._world = world
+        self._signals = signals or StopSignals()
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
         # All continue from the same one, whatever their view of the file system.
         self.checkpoint: Path | None = world.on_first_rank(lambda: latest_checkpoint(self.path))
-        self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe)
+        self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe, self._signals)
         self.job, self._described = self._prepared.job, self._prepared.described
         with world.all_or_none():
             self._folder = RunFolder(self.path) if world.rank == 0 else None
@@ -75,6 +82,7 @@ class TrainingRun:
             self._trainer.resume(self.checkpoint)
         else:
             self._trainer.initialise()
+        refuse_if_interrupted(world, self._signals)
         self._introduce()
 
     def _make_observers(self, accelerator) -> list[Observer]:
@@ -97,10 +105,10 @@ class TrainingRun:
                 what = self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint, self.path
                 self._console.start(*what)
 
-    def train(self, stop_after: int | None = None) -> tuple[dict, str | None]:
+    def train(self, stop_after: int | None = None) -> tuple[dict, EarlyEnd | None]:
         """Train to the job's last step, or to an earlier one.
 
-        Returns what is known at the end (on rank 0; empty on others), and the signal that ended it early.
+        Returns what is known at the end (on rank 0; empty on others), and why it ended early, if it did.
         """
         trainer, prepared = self._trainer, self._prepared
         until = min(self.job.train.steps, stop_after or self.job.train.steps)
@@ -118,13 +126,15 @@ class TrainingRun:
             self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
 
         self._hear(observer.start() for observer in self._observers)
-        signal_name = trainer.fit(prepared.training, prepared.validation, until, self._save, report)
+        is_first = self._world.rank == 0
+        requests = Requests(self._signals, self.path if is_first else None, end_of_batch_job() if is_first else None)
+        ended = trainer.fit(prepared.training, prepared.validation, until, self._save, report, requests)
         self._hear(observer.finish() for observer in self._observers)
         overrun = trainer.overrun()
-        summary = self._console.finish(last, self.path, self.checkpoint, prepared.source, signal_name, overrun)
-        if self._world.rank == 0 and last and not signal_name:
+        summary = self._console.finish(last, self.path, self.checkpoint, prepared.source, ended and ended.by, overrun)
+        if self._world.rank == 0 and last and not ended:
             summary |= self._yardstick(last["tokens_per_second"])
-        return summary, signal_name
+        return summary, ended
 
     def _hear(self, lines: Iterable[str | None]) -> None:
         for text in lines:

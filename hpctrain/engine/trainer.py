@@ -1,6 +1,6 @@
 """The step loop: from a job and its ranks to a trained model in a run folder."""
 
-import signal
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.pipeline import Pipeline
+from hpctrain.engine.requests import NOTHING, Asked, EarlyEnd, Requests
 from hpctrain.model.stage import initialise
 from hpctrain.model.transformer import IGNORED
 from hpctrain.plan.tiling import Plan
@@ -85,29 +86,6 @@ class ValidationBatch:
         return tokens
 
 
-class StopRequest:
-    """Remembers a signal that asks to stop; the loop looks at it between steps, and all ranks agree."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-    def __init__(self):
-        self.received: str | None = None
-
-    @contextmanager
-    def listening(self):
-        before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number, _frame) -> None:
-        if self.received and number == signal.SIGINT:  # asked twice: at once
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-
-
 class Trainer:
     """One rank's part in training. All methods must be called by all ranks of the plan."""
 
@@ -156,14 +134,14 @@ class Trainer:
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
         self.layout.store.refresh()
 
-    def step(self, sequences: AnySequences, stop: bool = False) -> tuple[dict, bool]:
-        """Train one step; return its metrics, and whether some rank was asked to stop."""
+    def step(self, sequences: AnySequences, asked: Asked = NOTHING) -> tuple[dict, Asked]:
+        """Train one step; return its metrics, and what is asked of any rank."""
         step = self.steps_done
         batch = TrainingBatch(sequences, step, self.job.train.global_batch)
         num_targets = batch.num_targets()
         with self._running(f"step {step + 1}"):
             taken, since = self.accelerator.stopwatch(), self.world.tracer.now()
-            totals = self.pipeline.train(batch, step, num_targets, stop)
+            totals = self.pipeline.train(batch, step, num_targets, asked)
             self.world.tracer.computed(f"step {step + 1}", since)
             seconds = taken()
         self.steps_done += 1
@@ -175,7 +153,7 @@ class Trainer:
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
-        return metrics, totals.stop
+        return metrics, Asked(*totals.flags)
 
     def overrun(self) -> float | None:
         """Return the largest share of time by which a rank was behind its pretended device; None without a rehearsal.
@@ -204,29 +182,35 @@ class Trainer:
         until: int,
         save: Callable[[], None],
         report: Callable[[dict], None],
-    ) -> str | None:
-        """Train up to step `until`, validating and saving on the job's intervals; return the signal that stopped it.
+        requests: Requests,
+    ) -> EarlyEnd | None:
+        """Train up to step `until`, validating and saving on the job's intervals; return why it ended early, if it did.
 
         `report` gets the metrics of each step (with `validation_loss` where there was one), on every rank; `save` is
-        called when a checkpoint is due, at the end and before a stop too.
+        called when a checkpoint is due or asked for, at the end and before a stop too.
         """
         every, validate_every = self.job.checkpoint.every, self.job.train.validate_every
         phases, enter = phases_of(self.job.observe), self.world.enter
         enter(phases.first_step)
-        with StopRequest().listening() as request:
-            while self.steps_done < until:
-                metrics, stop = self.step(training, stop=request.received is not None)
-                done = self.steps_done
-                last = done == until or stop
-                due = validate_every and done % validate_every == 0
-                if validation is not None and (due or done == self.job.train.steps):
-                    enter(phases.validation)
-                    metrics["validation_loss"] = self.validate(validation)
-                report(metrics)
-                if last or (every and done % every == 0):
-                    enter(phases.saving)
-                    save()
-                enter(phases.end if last else phases.step)
-                if stop:
-                    return request.received or "a signal on another rank"
+        begun = time.monotonic()
+        while self.steps_done < until:
+            metrics, asked = self.step(training, requests.check())
+            done = self.steps_done
+            last = done == until or asked.ends
+            due = validate_every and done % validate_every == 0
+            if validation is not None and (due or done == self.job.train.steps):
+                enter(phases.validation)
+                metrics["validation_loss"] = self.validate(validation)
+            report(metrics)
+            requests.longest_step = max(requests.longest_step, time.monotonic() - begun)
+            if last or asked.save or (every and done % every == 0):
+                enter(phases.saving)
+                begun = time.monotonic()
+                save()
+                requests.longest_save = max(requests.longest_save, time.monotonic() - begun)
+            enter(phases.end if last else phases.step)
+            requests.fulfilled(asked)
+            if asked.ends and done < until:
+                return EarlyEnd(requests.reason(asked), continues=not asked.stop)
+            begun = time.monotonic()
         return None

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.comm.signals import StopSignals
+from hpctrain.config.errors import InterruptionError
 from hpctrain.engine.run import TrainingRun
 from hpctrain.jobs.common import (
     describe,
@@ -16,8 +18,6 @@ from hpctrain.jobs.common import (
     started_world,
     time_scale_option,
 )
-
-INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 
 
 @click.command("train")
@@ -33,7 +33,9 @@ INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 @click.option("--progress/--no-progress", default=None, help="Progress bar. Default: if a terminal is seen.")
 @click.option("--sample", default=200, show_default=True, help="Tokens of sample text at the end; 0: none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON last, and nothing else on stdout.")
+@click.pass_obj
 def command(
+    signals: StopSignals | None,
     job,
     overrides,
     run_path,
@@ -60,8 +62,11 @@ def command(
 
     The plan is searched for on the machine that there is, unless the job has one ([plan]): that of --rehearse or
     --cluster, else this one, which is measured the first time that ranks are started on it. The end compares steps
-    with their prediction, and a mixed run with what its families do alone. SIGTERM, SIGINT and SIGUSR1 end
-    the run in order, with a checkpoint and exit code 75.
+    with their prediction, and a mixed run with what its families do alone.
+
+    SIGTERM, SIGINT, SIGUSR1 and the end of a batch job end the run in order, with a checkpoint and exit code 75: start
+    it again. A file `stop` in the run folder ends it with a checkpoint and exit code 0; a file `save` asks for a
+    checkpoint.
     """
     with started_world() as world:
         parsed = load_job_on(world, job, (*overrides, "observe.trace=true") if trace else overrides)
@@ -69,12 +74,13 @@ def command(
             parsed, described = start_rehearsal(world, rehearse, parsed, time_scale)
         else:
             described = cluster and describe(world, cluster)
-        run = TrainingRun(world, parsed, run_path, described, fresh_probe=fresh_probe, on_stderr=as_json, bar=progress)
-        summary, signal_name = run.train(stop_after)
+        options = {"fresh_probe": fresh_probe, "on_stderr": as_json, "bar": progress}
+        run = TrainingRun(world, parsed, run_path, described, signals=signals, **options)
+        summary, ended = run.train(stop_after)
         if world.rank == 0:
-            if sample and not signal_name:
+            if sample and not ended:
                 run.show_sample(sample)
             if as_json:
                 print(json.dumps(summary), flush=True)
-    if signal_name:
-        sys.exit(INTERRUPTED_EXIT_CODE)
+    if ended and ended.continues:
+        sys.exit(InterruptionError.exit_code)

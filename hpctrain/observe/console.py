@@ -90,7 +90,7 @@ class Console:
         self._progress.update(self._progress.task_ids[0], completed=done, description=text, refresh=True)
 
     def finish(
-        self, last: dict, path, checkpoint, source, signal_name: str | None, overrun: float | None = None
+        self, last: dict, path, checkpoint, source, stopped_by: str | None, overrun: float | None = None
     ) -> dict:
         """Say how it ended and where things are; return the same as a plain dictionary.
 
@@ -104,15 +104,15 @@ class Console:
         summary = {
             "run": str(path),
             "checkpoint": str(checkpoint) if checkpoint else None,
-            "stopped_by": signal_name,
+            "stopped_by": stopped_by,
             "unigram_entropy": entropy,
             **last,
         }
         if overrun is not None:
             summary["overrun"] = overrun
             self.say(f"rehearsed: times are the pretended devices'; overrun {overrun:.1%}, {trust(overrun)}")
-        if signal_name:
-            self.say(f"stopped by {signal_name}; start the same command with --run {path} to go on")
+        if stopped_by:
+            self.say(f"stopped by {stopped_by}; start the same command with --run {path} to go on")
         if last:
             self.say(f"loss {last['loss']:.4f} after {last['step']} steps, {self._smooth_speed:,.0f} tokens/s")
         if "validation_loss" in last:

@@ -1,5 +1,6 @@
 """Tests of whole commands, started as a person would: `mpirun -n N hpctrain ...`."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -26,11 +27,12 @@ validation_sequences = 8
 def hpctrain(warm_start):
     """Run `hpctrain ARGS` on a number of ranks (0: without mpirun) in a folder. `cold` imports everything anew."""
 
-    def run(*args: str, ranks: int = 0, cwd: Path, timeout_seconds: float = 240, cold: bool = False) -> Finished:
+    def run(*args: str, ranks: int = 0, cwd: Path, timeout_seconds: float = 240, cold: bool = False, environment=None):
         command = [*([str(BIN / "hpctrain")] if cold else warm_start), *map(str, args)]
         if ranks:
             command = [str(BIN / "mpirun"), "-n", str(ranks), *command]
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_seconds)
+        env = os.environ | (environment or {})
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_seconds, env=env)
         return Finished(done.returncode, done.stdout, done.stderr)
 
     return run

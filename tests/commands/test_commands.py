@@ -117,6 +117,47 @@ def test_a_signal_ends_a_run_in_order(hpctrain, folder, whole_run):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0, 1.5])
+def test_a_signal_before_the_first_step_ends_a_run_in_order(folder, seconds):
+    """It comes while python imports, while MPI starts, or while the run is prepared."""
+    run = ["runs/early", "--set", "train.steps=5000", "--no-progress"]
+    command = [BIN / "mpirun", "-n", "2", BIN / "hpctrain", "train", "job.toml", "--run", *run]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    assert "stopped by SIGTERM" in out
+
+
+@pytest.mark.timeout(120)
+def test_files_in_the_run_folder_ask_for_a_checkpoint_and_for_the_end(hpctrain, folder, whole_run):
+    run = folder / "runs/asked"
+    command = [BIN / "hpctrain", "train", "job.toml", "--run", run, "--set", "train.steps=5000"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for name, steps in (("save", 2), ("stop", 4)):
+        while len(read_metrics(run)) < steps:
+            assert process.poll() is None
+            time.sleep(0.01)
+        (run / name).touch()
+        while (run / name).exists():
+            time.sleep(0.01)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "stopped by the file stop in the run folder" in out
+    assert len(list((run / "checkpoints").glob("step-*"))) == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_run_ends_before_its_batch_job_does(hpctrain, folder, whole_run):
+    options = ["--run", "runs/late", "--set", "train.steps=5000"]
+    end = {"HPCTRAIN_END_TIME": str(time.time() + 63)}
+    result = hpctrain("train", "job.toml", *options, cwd=folder, environment=end)
+    assert result.code == 75, result.err
+    assert "stopped by the end of the batch job" in result.out
+
+
+@pytest.mark.timeout(120)
 def test_inspect_tells_what_things_are(hpctrain, folder, whole_run):
     run = last_line(hpctrain("inspect", "runs/whole", "--verify", "--parameters", "--json", cwd=folder))
     assert run["step"] == 6

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.comm.signals import StopSignals
 from hpctrain.comm.watchdog.flight import PHASE_BYTES
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Observe, load_job
 from hpctrain.engine.phases import phases_of
+from hpctrain.engine.requests import Requests
 from hpctrain.engine.trainer import Trainer
 
 OBSERVE = Observe(start_timeout_seconds=3, first_step_timeout_seconds=2, step_timeout_seconds=1)
@@ -38,13 +40,14 @@ def test_training_enters_each_phase_before_it_does_what_is_in_it():
         validate=lambda sequences: done.append("validate"),
     )
 
-    def step(sequences, stop):
+    def step(sequences, asked):
         trainer.steps_done += 1
         done.append("step")
-        return {}, False
+        return {}, asked
 
     trainer.step = step
-    assert Trainer.fit(trainer, None, "sequences", 5, lambda: done.append("save"), lambda metrics: None) is None
+    save, requests = lambda: done.append("save"), Requests(StopSignals())
+    assert Trainer.fit(trainer, None, "sequences", 5, save, lambda metrics: None, requests) is None
     assert " ".join(done) == (
         "[the first step] step [a training step] step [validation] validate [a training step] step"
         " [saving a checkpoint] save [a training step] step [validation] validate [a training step] step"

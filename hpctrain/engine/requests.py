@@ -1,0 +1,96 @@
+"""What can ask a run to end or to save before its last step: a signal, a file in its folder, the end of its batch job.
+
+Any rank may notice a request. All ranks agree on it with the sums that end a step, and so act at the same step.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.comm.signals import StopSignals
+from hpctrain.config.errors import InterruptionError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+
+STOP_FILE, SAVE_FILE = "stop", "save"
+MARGIN_SECONDS = 60.0
+"""Kept before the end of a batch job, besides two steps and two checkpoints that take as long as the longest so far."""
+
+
+class Asked(NamedTuple):
+    """What is asked for. The numbers of ranks that ask are summed, so that these become true where one asks."""
+
+    interrupt: bool = False
+    """Save, end, and be started again."""
+    stop: bool = False
+    """Save, and end for good."""
+    save: bool = False
+
+    @property
+    def ends(self) -> bool:
+        return self.interrupt or self.stop
+
+
+NOTHING = Asked()
+
+
+class EarlyEnd(NamedTuple):
+    """Why a run ended before its last step."""
+
+    by: str
+    continues: bool
+    """Whether it is to be started again."""
+
+
+@dataclass
+class Requests:
+    """Looks for requests on one rank."""
+
+    signals: StopSignals
+    folder: Path | None = None
+    """Where the files of requests are; looked at by one rank alone."""
+    end_time: float | None = None
+    """Of the batch job, in seconds since 1970; known to one rank alone."""
+    now: Callable[[], float] = time.time
+    longest_step: float = field(default=0.0, init=False)
+    longest_save: float = field(default=0.0, init=False)
+
+    def check(self) -> Asked:
+        """Return what is asked of this rank now."""
+        has = lambda name: self.folder is not None and (self.folder / name).exists()  # noqa: E731
+        return Asked(bool(self.signals.received) or self._is_late(), has(STOP_FILE), has(SAVE_FILE))
+
+    def reason(self, asked: Asked) -> str:
+        """Say what asked for an end that all ranks agreed on."""
+        if self.signals.received:
+            return self.signals.received
+        if self._is_late():
+            return "the end of the batch job"
+        return f"the file {STOP_FILE} in the run folder" if asked.stop else "a signal on another rank"
+
+    def fulfilled(self, asked: Asked) -> None:
+        """Remove the files of requests that were followed."""
+        for name, is_done in ((STOP_FILE, asked.stop), (SAVE_FILE, asked.save or asked.stop)):
+            if self.folder is not None and is_done:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _is_late(self) -> bool:
+        if self.end_time is None:
+            return False
+        return self.now() + MARGIN_SECONDS + 2 * (self.longest_step + self.longest_save) > self.end_time
+
+
+def refuse_if_interrupted(world: "World", signals: StopSignals) -> None:
+    """End in order before the first step where a rank received a signal. All ranks must call.
+
+    Raises InterruptionError.
+    """
+    with world.all_or_none():
+        if signals.received:
+            raise InterruptionError(
+                f"stopped by {signals.received} before the first step of this start; nothing is lost,"
+                " start the same command again"
+            )
