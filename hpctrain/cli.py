@@ -19,6 +19,8 @@ COMMANDS = {
     "plan": "search for a plan, write the even one, draw or check one",
     "predict": "predict the seconds of a step by a plan on a cluster, and its memory",
     "probe": "measure this machine, or a job on it, and write a cluster file; start it with mpirun or srun",
+    "slurm": "write a batch script, for one kind of nodes or several",
+    "mpirun": "write a start with mpirun, each family with its own software",
     "bench": "measure the speed of a job's training step, or of a mixed cluster against its families",
     "inspect": "show what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "compare": "compare the losses, and on request the weights, of two runs",

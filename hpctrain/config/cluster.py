@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.errors import did_you_mean
+from hpctrain.config.launch import Launch
 from hpctrain.config.tables import Table
 
 if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
@@ -124,6 +125,9 @@ class Family(Figures):
     """How many times as long it computes while it communicates; left out: no slow-down."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
+
+    launch: Launch | None = None
+    """How its ranks are started, which nothing but `hpctrain slurm` and `hpctrain mpirun` reads."""
 
     def slower_by_rows(self, rows: int) -> float:
         """Return how many times as long as at the sustained speed a product takes that has so many rows."""

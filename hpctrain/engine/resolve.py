@@ -14,6 +14,7 @@ from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.signals import StopSignals
 from hpctrain.comm.topology import Preferences
 from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.cluster_part import part_of
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import refuse_if_interrupted
@@ -79,6 +80,8 @@ class Facts:
     data_or_none: "tuple[TokenSource, AnySequences, AnySequences | None] | None" = None
     links_of: "Cluster | None" = None
     """Whose links chose the algorithms of the run that is continued."""
+    previous: "tuple[Plan, Cluster] | None" = None
+    """Plan and cluster of the run that is continued, where these ranks need a plan of their own."""
     prediction: "Prediction | None" = None
 
     @cached_property
@@ -179,7 +182,7 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
             f"{where} was written by {describe_ranks(plan)}; these are"
             f" {_counted(facts.families)}, which get a plan of their own"
         )
-        return Resolution(job, facts, reasons)
+        return Resolution(job, replace(facts, previous=(plan, cluster) if cluster else None), reasons)
     if job.plan is None:
         facts, reasons["plan"] = replace(facts, plan_or_none=plan), f"{plan.describe()}: that of {where}"
     if cluster and [device.family for device in cluster.devices] == facts.families:
@@ -209,6 +212,12 @@ def know_machine(job: Job, facts: Facts) -> Resolution:
         machine = describe_machine(world, bind_accelerator(world), facts.fresh_probe)
         facts = replace(facts, described_or_none=Described(machine.cluster, str(machine.path), path=machine.path))
         reasons["machine"] = f"{machine.cluster.describe()}: {machine.source}"
+    described = facts.described
+    if not described.is_rehearsed and len(facts.families) < described.cluster.num_devices:
+        part = part_of(described.cluster, facts.families, [place.host for place in world.topology.places])
+        if part is not None:
+            reasons["machine"] = f"{part.describe()}: a part of {described.name} ({described.cluster.describe()})"
+            facts = replace(facts, described_or_none=replace(described, cluster=part))
     with world.all_or_none():
         check_ranks_are_devices(facts.described, facts.families)
     return Resolution(job, facts, reasons)
@@ -290,9 +299,26 @@ def predict_step(job: Job, facts: Facts) -> Resolution:
                 prediction = predict(Setup.of_job(job), facts.plan, described.cluster)
             except HpctrainError as error:
                 reasons["prediction"] = f"none, by {described.name}: {error}"
+            if prediction and facts.previous:
+                reasons["before"] = describe_change(job, *facts.previous, facts.plan, prediction.step_seconds)
             if prediction and job.search.must_fit:
                 check_fits(prediction, facts.plan, described.name)
     return Resolution(job, replace(facts, prediction=prediction), reasons)
+
+
+def describe_change(job: Job, plan: Plan, cluster: "Cluster", new: Plan, seconds: float) -> str:
+    """Say what changes in plan and predicted step for a run that continues on other devices."""
+    from hpctrain.planner.cost import Setup
+    from hpctrain.planner.predictor import predict
+
+    try:
+        before = f"{predict(Setup.of_job(job), plan, cluster).step_seconds:.4g} s a step"
+    except HpctrainError as error:
+        before = f"a step that cannot be predicted ({error})"
+    return (
+        f"{plan.describe()} on {cluster.describe()}, predicted {before}; now {new.describe()}, predicted"
+        f" {seconds:.4g} s. The global batch of {job.train.global_batch} rows and the order of data stay"
+    )
 
 
 def choose_algorithms(job: Job, facts: Facts) -> Resolution:

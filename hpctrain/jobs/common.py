@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,11 @@ from hpctrain.engine.resolve import Described, with_values
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import resolve_plan
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
+    from hpctrain.launch.components import Component
     from hpctrain.rehearsal.miniature import Miniature
 
 override_option = click.option(
@@ -47,6 +50,91 @@ time_scale_option = click.option(
     metavar="SECONDS",
     help="Seconds of a rehearsal for one of its cluster. Default: the file's, or so many that the cores keep up.",
 )
+
+
+def launch_options(command):
+    """Add the options that say what is started, and where."""
+    for option in reversed(
+        (
+            click.option("--cluster", metavar="CLUSTER", help="A cluster file, or the name of a ready one."),
+            click.option("--nodes", type=click.IntRange(1), metavar="N", help="Or: N equal nodes, described later."),
+            click.option("--ranks-per-node", type=click.IntRange(1), metavar="N", help="Of such nodes."),
+            click.option(
+                "--plan", type=click.Path(path_type=Path), metavar="FILE", help="A plan file. Default: searched for."
+            ),
+            click.option(
+                "--run",
+                "run_path",
+                type=click.Path(path_type=Path),
+                help="Run folder, seen by all nodes. Default: runs/NAME-DATE-TIME.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What a launcher's script needs to know."""
+
+    name: str
+    run: Path
+    components: "tuple[Component, ...]"
+    files: dict[str, str]
+    """Of the run folder, by name."""
+    arguments: tuple[str, ...]
+    """More of `hpctrain train`, as words of a shell."""
+    notes: tuple[str, ...]
+    """What to tell the person who starts it."""
+
+
+def launch_plan(
+    reference: str,
+    overrides: tuple[str, ...],
+    cluster_reference: str | None,
+    plan_path: Path | None,
+    nodes: int | None,
+    ranks_per_node: int | None,
+    run_path: Path | None,
+    in_slurm: bool,
+) -> LaunchPlan:
+    """Check a job, its cluster and its plan, and return what is to be written for its start.
+
+    Raises JobError, TopologyError, LaunchError, PlanError.
+    """
+    from hpctrain.config.cluster_file import load_cluster, locate_cluster
+    from hpctrain.config.launch import Launch
+    from hpctrain.launch.components import Component, components_of
+    from hpctrain.launch.folder import launch_files
+    from hpctrain.observe.run import default_run_folder
+
+    if bool(cluster_reference) == bool(nodes) or bool(nodes) != bool(ranks_per_node):
+        raise click.UsageError("give --cluster CLUSTER, or --nodes N and --ranks-per-node N")
+    if plan_path:
+        overrides = (*overrides, f"plan.file={plan_path}")
+    job = load_job(reference, overrides)
+    run = (run_path or default_run_folder(job.name)).absolute()
+    if cluster_reference:
+        cluster = load_cluster(locate_cluster(cluster_reference))
+        components = components_of(cluster, cluster_reference)
+        families = [device.family for device in cluster.devices]
+        arguments = ("--cluster", '"$run/launch/cluster.toml"')
+    else:
+        assert nodes and ranks_per_node
+        cluster, families, arguments = None, None, ()
+        components = (Component(nodes, {"": ranks_per_node}, {"": Launch()}),)
+    plan, notes = None, []
+    if job.plan is not None:
+        num_ranks = sum(component.num_ranks for component in components)
+        plan = resolve_plan(with_vocabulary(job), num_ranks, families).plan
+        check_runs(with_vocabulary(job), plan, str(plan_path or reference))
+        notes.append(f"plan: {plan.describe()}, the job's own")
+    elif cluster:
+        notes.append("plan: searched for when the job starts, with the nodes that it then has")
+    return LaunchPlan(
+        job.name, run, components, launch_files(job, plan, cluster, components, in_slurm), arguments, tuple(notes)
+    )
 
 
 @contextmanager

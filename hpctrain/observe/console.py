@@ -15,6 +15,7 @@ from hpctrain.sharding.parameters import count_parameters
 QUOTED_OVERRUN, UNTRUSTED_OVERRUN = 0.01, 0.05
 SHOWN = {
     "planned again": "planned again",
+    "before": "before",
     "machine": "machine",
     "train.dtype": "dtype",
     "plan": "search",

@@ -10,7 +10,6 @@ checkpoints/     see hpctrain.checkpoint
 
 import json
 import os
-import re
 from datetime import datetime
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job
+from hpctrain.config.job_dump import dump_job
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
@@ -29,27 +29,6 @@ CLUSTER = "cluster.toml"
 
 def default_run_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _toml(value) -> str:
-    if isinstance(value, dict):
-        keys = (key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key) for key in value)
-        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in zip(keys, value.values(), strict=True)) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    # strings, numbers and booleans are written alike in JSON and TOML
-    return json.dumps(value, ensure_ascii=False)
-
-
-def dump_job(job: Job, reasons: dict[str, str], plan_file: str) -> str:
-    """Return a job as TOML that `load_job` reads back, with reasons as comments; `plan_file` is relative to it."""
-    tree = job.model_dump(mode="json", exclude_none=True, exclude={"plan"})
-    lines = ["# What this run does, with every choice made. Reasons:"]
-    lines += [f"# {key}: {reason}" for key, reason in reasons.items()] or ["# nothing was left to choose"]
-    lines += ["", f"name = {_toml(tree.pop('name'))}"]
-    for section, values in {**tree, "plan": {"file": plan_file}}.items():
-        lines += ["", f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
-    return "\n".join(lines) + "\n"
 
 
 class RunFolder:

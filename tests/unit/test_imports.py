@@ -10,11 +10,11 @@ FLOORS = (
     ("sharding",),
     ("plan",),
     ("comm",),
-    ("model", "planner", "rehearsal", "data"),
+    ("model", "planner", "rehearsal", "data", "launch"),
     ("engine", "checkpoint", "observe"),
     ("jobs",),
 )
-LIGHT = ("architectures", "config", "sharding", "plan", "planner")
+LIGHT = ("architectures", "config", "sharding", "plan", "planner", "launch")
 
 
 def imported(path: Path) -> set[str]:

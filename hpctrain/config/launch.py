@@ -1,0 +1,59 @@
+"""How ranks of a family are started: where the batch system has their nodes, and the software that they need."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from hpctrain.config.tables import Table
+
+BATCH_WORD = re.compile(r"[A-Za-z0-9_.,:=@%+/&|*()\[\]-]+")
+"""What a line `#SBATCH` can hold without quotes: Slurm splits such lines by rules of its own."""
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _batch_word(text: str) -> str:
+    if not BATCH_WORD.fullmatch(text):
+        raise ValueError(f"{text!r} cannot stand in a batch script: use letters, digits and _.,:=@%+/&|*()[]- alone")
+    return text
+
+
+def _variables(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
+        _text(value)
+    return values
+
+
+def _text(value: str) -> str:
+    if "\0" in value:
+        raise ValueError(f"{value!r} has a zero byte, which no program can be given; remove it")
+    return value
+
+
+BatchWord = Annotated[str, AfterValidator(_batch_word)]
+Text = Annotated[str, AfterValidator(_text), Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+class Launch(Table):
+    """Read by `hpctrain slurm` and `hpctrain mpirun`."""
+
+    partition: BatchWord | None = None
+    account: BatchWord | None = None
+    qos: BatchWord | None = None
+    constraint: BatchWord | None = None
+    reservation: BatchWord | None = None
+    gres: BatchWord | None = None
+    """What Slurm calls one device, such as `gpu:a100`; left out: `gpu` for accelerators, nothing for CPUs."""
+    cores_per_rank: Count | None = None
+    """Left out: a share of the node's."""
+    min_nodes: Count | None = None
+    """With how many nodes of these the job may start where not all can be had; left out: all of them."""
+    modules: tuple[Text, ...] = ()
+    """Loaded before the program starts."""
+    venv: Text | None = None
+    """The folder of a virtual environment with hpctrain; left out: the one that writes the script."""
+    environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(default_factory=dict)
+    """More variables."""

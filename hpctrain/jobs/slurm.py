@@ -1,0 +1,93 @@
+"""`hpctrain slurm`: write a batch script, and a run folder that has all that it needs. Runs on a login node."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import click
+
+from hpctrain.config.errors import JobError, LaunchError, describe_os_error
+from hpctrain.jobs.common import launch_options, launch_plan, override_option
+from hpctrain.launch.folder import write_files
+from hpctrain.launch.mpi import MPI_OF_SRUN, mpi_library, srun_interfaces
+from hpctrain.launch.slurm import Batch, batch_script, chain_script
+
+TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+
+
+@click.command("slurm")
+@click.argument("job")
+@override_option
+@launch_options
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the batch script here as well.")
+@click.option("--time", metavar="TIME", help="The time limit, as Slurm writes it: 30:00, 12:00:00, 2-00:00:00.")
+@click.option("--mpi", metavar="TYPE", help="The value of srun --mpi. Default: by the MPI library of mpi4py.")
+@click.option("--retries", type=click.IntRange(0), default=3, show_default=True, help="Restarts after a lost rank.")
+@click.option("--shared-nodes", is_flag=True, help="Take cores of nodes that other jobs use too.")
+@click.option("--chain", type=click.IntRange(1), metavar="N", help="Where requeue is forbidden: N jobs in a chain.")
+def command(
+    job, overrides, cluster, plan, nodes, ranks_per_node, run_path, out, time, mpi, retries, shared_nodes, chain
+):
+    """Write a batch script that trains JOB on the nodes of a cluster file, and the run folder that it uses.
+
+    \b
+    hpctrain slurm my.toml --cluster site.toml --run /scratch/me/run1
+    hpctrain slurm my.toml --nodes 4 --ranks-per-node 8 --run /scratch/me/run1
+    sbatch /scratch/me/run1/job.sbatch
+
+    A cluster of several kinds of nodes becomes a heterogeneous job, whose ranks are one MPI job. Partitions, modules
+    and virtual environments are in the cluster file, [families.NAME.launch]. Submitted again, or requeued, the job
+    continues from its latest checkpoint. A job that starts on fewer nodes (launch.min_nodes) gets a plan of its own.
+    """
+    if time and not TIME.fullmatch(time):
+        raise LaunchError(f"--time {time!r}: no time as Slurm writes it; give 30:00, 12:00:00 or 2-00:00:00")
+    prepared = launch_plan(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, in_slurm=True)
+    mpi = mpi or _interface()
+    batch = Batch(
+        name=prepared.name,
+        run=prepared.run,
+        folder=Path.cwd(),
+        mpi=mpi,
+        time=time,
+        retries=retries,
+        shared_nodes=shared_nodes,
+        requeues=not chain,
+        arguments=prepared.arguments,
+    )
+    script, submitted = prepared.run / "job.sbatch", "sbatch"
+    files = prepared.files | {"job.sbatch": batch_script(prepared.components, batch)}
+    if chain:
+        files["chain.sh"] = chain_script(script, prepared.run, chain)
+        script, submitted = prepared.run / "chain.sh", "bash"
+    write_files(prepared.run, files)
+    if out:
+        write_script(out, files["job.sbatch"])
+    click.echo(f"{' + '.join(each.describe() for each in prepared.components)}; srun --mpi={mpi}")
+    for line in prepared.notes:
+        click.echo(line)
+    click.echo(f"start it with: {submitted} {shlex.quote(str(out if out and not chain else script))}")
+
+
+def _interface() -> str:
+    """Return the value of srun's --mpi that fits this environment's MPI library. Raises LaunchError."""
+    library = mpi_library()
+    kinds = MPI_OF_SRUN[library.kind]
+    if shutil.which("srun") and (known := srun_interfaces()):
+        usable = [kind for kind in kinds if kind in known]
+        if not usable:
+            raise LaunchError(
+                f"{library.text} needs srun --mpi={' or '.join(kinds)}, and this Slurm has {', '.join(known)};"
+                " install the missing plugin, or name another interface with --mpi"
+            )
+        return usable[0]
+    return kinds[0]
+
+
+def write_script(path: Path, text: str) -> None:
+    """Write one script outside of the run folder. Raises JobError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+    except OSError as error:
+        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None

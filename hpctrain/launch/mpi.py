@@ -1,0 +1,60 @@
+"""Which MPI library this environment has, and which interfaces srun has, found out without starting MPI here."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from typing import NamedTuple
+
+from hpctrain.config.errors import LaunchError
+
+SECONDS = 60
+ASK = """\
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
+MPI_OF_SRUN = {
+    "mpich": ("pmi2", "pmix"),
+    "intel": ("pmi2", "pmix"),
+    "openmpi": ("pmix", "pmix_v5", "pmix_v4", "pmix_v3"),
+    "cray": ("cray_shasta", "pmi2"),
+}
+"""The values of srun's --mpi by which a library's ranks find each other, the best first."""
+WORDS = {"openmpi": "open mpi", "intel": "intel", "cray": "cray"}
+
+
+class MpiLibrary(NamedTuple):
+    kind: str
+    """One of the keys of `MPI_OF_SRUN`."""
+    text: str
+    """The first line of its version."""
+
+
+def kind_of(version: str) -> str:
+    """Return which library says this of itself; relatives of MPICH are `mpich`."""
+    return next((kind for kind, word in WORDS.items() if word in version.lower()), "mpich")
+
+
+def mpi_library(python: str = sys.executable) -> MpiLibrary:
+    """Ask a child process for the library that mpi4py uses. Raises LaunchError where there is none."""
+    try:
+        asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"{python}: cannot be asked for its MPI library: {error}") from None
+    if asked.returncode or not asked.stdout.strip():
+        why = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise LaunchError(
+            f"{python} has no MPI library: {why}; load your site's MPI module, or pip install 'hpctrain[mpi]'"
+        )
+    text = " ".join(asked.stdout.splitlines()[0].split())
+    return MpiLibrary(kind_of(asked.stdout), text)
+
+
+def srun_interfaces() -> list[str]:
+    """Return the values that this Slurm takes for `srun --mpi`; none where it cannot be asked."""
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=SECONDS)
+        words = (asked.stdout + asked.stderr).replace(",", " ").replace(":", " ").split()
+        return [word for word in words if word == "none" or word.startswith(("pmi", "cray"))]
+    return []
