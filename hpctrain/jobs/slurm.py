@@ -11,7 +11,7 @@ from hpctrain.config.errors import JobError, LaunchError, describe_os_error
 from hpctrain.jobs.common import launch_options, launch_plan, override_option
 from hpctrain.launch.folder import write_files
 from hpctrain.launch.mpi import MPI_OF_SRUN, mpi_library, srun_interfaces
-from hpctrain.launch.slurm import Batch, batch_script, chain_script
+from hpctrain.launch.slurm import BatchJob, batch_script, chain_script
 
 TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
@@ -44,7 +44,7 @@ def command(
         raise LaunchError(f"--time {time!r}: no time as Slurm writes it; give 30:00, 12:00:00 or 2-00:00:00")
     prepared = launch_plan(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, in_slurm=True)
     mpi = mpi or _interface()
-    batch = Batch(
+    batch = BatchJob(
         name=prepared.name,
         run=prepared.run,
         folder=Path.cwd(),

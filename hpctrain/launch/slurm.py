@@ -21,7 +21,7 @@ LOST, KILLED = 14, 128
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """What a script asks for besides nodes."""
 
     name: str
@@ -41,7 +41,7 @@ class Batch:
     """More of `hpctrain train`, as words of a shell."""
 
 
-def batch_script(components: Sequence[Component], batch: Batch) -> str:
+def batch_script(components: Sequence[Component], batch: BatchJob) -> str:
     """Return the script for a job of these components: a heterogeneous one where there are several."""
     lines = ["#!/bin/bash", *_requests(components, batch), ""]
     lines += [
@@ -91,7 +91,7 @@ def job_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-")[:LONGEST_NAME] or "hpctrain"
 
 
-def _requests(components: Sequence[Component], batch: Batch) -> Iterator[str]:
+def _requests(components: Sequence[Component], batch: BatchJob) -> Iterator[str]:
     output = batch.run / "slurm-%j.out"
     yield f"#SBATCH --job-name={job_name(batch.name)}"
     if BATCH_WORD.fullmatch(str(batch.run)) and "%" not in str(batch.run):
@@ -111,7 +111,9 @@ def _requests(components: Sequence[Component], batch: Batch) -> Iterator[str]:
                 yield f"#SBATCH --{key}={value}"
         least, most = component.min_nodes, component.num_nodes
         yield f"#SBATCH --nodes={most if least == most else f'{least}-{most}'}"
-        yield f"#SBATCH --ntasks-per-node={component.ranks_per_node}"
+        if least == most or batch.shared_nodes:
+            # Of a range Slurm keeps the number of tasks that it started first, and waits for as many when it requeues.
+            yield f"#SBATCH --ntasks-per-node={component.ranks_per_node}"
         if batch.shared_nodes:
             cores = component.cores_per_node or component.ranks_per_node
             yield f"#SBATCH --cpus-per-task={-(-cores // component.ranks_per_node)}"
@@ -121,7 +123,7 @@ def _requests(components: Sequence[Component], batch: Batch) -> Iterator[str]:
             yield f"#SBATCH --gres={','.join(f'{name}:{count}' for name, count in component.gres.items())}"
 
 
-def _cores(components: Sequence[Component], batch: Batch) -> Iterator[str]:
+def _cores(components: Sequence[Component], batch: BatchJob) -> Iterator[str]:
     """Yield what sets the cores of a rank: as the cluster file says, else a share of what the node has."""
     for number, component in enumerate(components):
         group = f"_HET_GROUP_{number}" if len(components) > 1 else ""
@@ -134,7 +136,7 @@ def _cores(components: Sequence[Component], batch: Batch) -> Iterator[str]:
             yield f"if [ $cores_{number} -lt 1 ]; then cores_{number}=1; fi"
 
 
-def _step(number: int, component: Component, is_mixed: bool, batch: Batch) -> str:
+def _step(number: int, component: Component, is_mixed: bool, batch: BatchJob) -> str:
     group, nodes = "", "$SLURM_JOB_NUM_NODES"
     if is_mixed:
         group, nodes = f"--het-group={number} ", f"$SLURM_JOB_NUM_NODES_HET_GROUP_{number}"
@@ -146,7 +148,7 @@ def _step(number: int, component: Component, is_mixed: bool, batch: Batch) -> st
     )
 
 
-def _ending(batch: Batch) -> Iterator[str]:
+def _ending(batch: BatchJob) -> Iterator[str]:
     yield 'case "$code" in'
     yield '0) reason="" ;;'
     yield '75) reason="it was interrupted in order" ;;'

@@ -1,4 +1,4 @@
-"""Batch scripts: no text of a user changes what a script runs, and every ready cluster has one."""
+"""BatchJob scripts: no text of a user changes what a script runs, and every ready cluster has one."""
 
 import os
 import shlex
@@ -19,7 +19,7 @@ from hpctrain.launch.components import Component, components_of
 from hpctrain.launch.folder import launch_files, write_files
 from hpctrain.launch.mpi import kind_of
 from hpctrain.launch.mpirun import host_lines, start_script
-from hpctrain.launch.slurm import Batch, batch_script, chain_script, job_name
+from hpctrain.launch.slurm import BatchJob, batch_script, chain_script, job_name
 
 HOSTILE = st.text(
     st.sampled_from("ab/ '\"$`\\;&|<>()*?[]{}#!~%=\n\t-") | st.characters(codec="utf-8", exclude_characters="\0"),
@@ -83,7 +83,7 @@ def test_no_name_or_path_changes_what_a_batch_script_runs(recorder, tmp_path_fac
     base = tmp_path_factory.mktemp("job")
     folder, run = base / f"f{folder}", base / f"r{run}"
     folder.mkdir()
-    batch = Batch(name, run, folder, arguments=("--cluster", '"$run/launch/cluster.toml"'))
+    batch = BatchJob(name, run, folder, arguments=("--cluster", '"$run/launch/cluster.toml"'))
     text = batch_script(TWO, batch)
     write_files(run, {"job.sbatch": text})
     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -137,7 +137,7 @@ def test_words_for_slurm_that_it_would_split_are_refused(text):
     [(0, 0, False), (75, 9, True), (14, 0, True), (137, 2, True), (137, 3, False), (11, 0, False), (1, 0, False)],
 )
 def test_a_job_is_requeued_where_another_start_can_help(recorder, tmp_path, code, restarts, requeued):
-    write_files(tmp_path, {"job.sbatch": batch_script(ONE, Batch("n", tmp_path, tmp_path, retries=3))})
+    write_files(tmp_path, {"job.sbatch": batch_script(ONE, BatchJob("n", tmp_path, tmp_path, retries=3))})
     variables = IN_JOB | {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
     result, calls = recorder.run(tmp_path / "job.sbatch", **variables)
     assert result == code
@@ -145,7 +145,7 @@ def test_a_job_is_requeued_where_another_start_can_help(recorder, tmp_path, code
 
 
 def test_a_chain_ends_with_the_job_that_ended_for_good(recorder, tmp_path):
-    batch = Batch("n", tmp_path, tmp_path, requeues=False)
+    batch = BatchJob("n", tmp_path, tmp_path, requeues=False)
     script = tmp_path / "job.sbatch"
     files = {"job.sbatch": batch_script(ONE, batch), "chain.sh": chain_script(script, tmp_path, 3)}
     write_files(tmp_path, files)
@@ -166,7 +166,7 @@ def test_a_chain_ends_with_the_job_that_ended_for_good(recorder, tmp_path):
 @pytest.mark.parametrize("name", ready_clusters())
 def test_every_ready_cluster_has_a_script(name):
     components = components_of(load_cluster(ready_clusters()[name]), name)
-    text = batch_script(components, Batch(name, Path("/run"), Path("/")))
+    text = batch_script(components, BatchJob(name, Path("/run"), Path("/")))
     assert text.count("hetjob") == len(components) - 1
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0
     for script in launch_files(JOB, None, None, components, True).values():
@@ -205,7 +205,7 @@ def test_families_that_share_a_node_share_its_component(recorder, tmp_path):
     (component,) = components_of(parse_cluster(CLUSTER, "c.toml"), "c.toml")
     assert (component.num_nodes, component.min_nodes, component.ranks_per_node) == (3, 1, 3)
     assert component.gres == {"gpu": 2, "gpu:v100": 1}
-    text = batch_script((component,), Batch("n", tmp_path, tmp_path))
+    text = batch_script((component,), BatchJob("n", tmp_path, tmp_path))
     assert "#SBATCH --nodes=1-3" in text and "#SBATCH --gres=gpu:2,gpu:v100:1" in text
     script = launch_files(JOB, None, None, (component,), True)["launch/rank-0.sh"]
     script = script.replace('exec "$HPCTRAIN_PROGRAM"', f"exec {shlex.quote(str(recorder.folder / 'hpctrain'))}")
@@ -279,5 +279,5 @@ def test_libraries_are_known_by_what_they_say():
 
 def test_a_script_can_be_written_where_its_texts_are_no_utf8(tmp_path):
     run = tmp_path / os.fsdecode(b"r\xff")
-    write_files(run, {"job.sbatch": batch_script(ONE, Batch("n", run, tmp_path))})
+    write_files(run, {"job.sbatch": batch_script(ONE, BatchJob("n", run, tmp_path))})
     assert os.fsencode(run) in (run / "job.sbatch").read_bytes()

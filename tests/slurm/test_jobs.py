@@ -1,0 +1,127 @@
+"""Batch jobs from their script to their end, as a real Slurm runs them."""
+
+import pytest
+
+from hpctrain.config.cluster_file import ready_clusters
+from tests.slurm.work import Work, family
+
+MANY = 400
+"""Steps of a run that something comes between."""
+
+
+@pytest.mark.timeout(120)
+def test_a_job_on_equal_nodes(work: Work):
+    work.write_job(steps=10)
+    script = work.slurm("--nodes", "2", "--ranks-per-node", "2", "--time", "5")
+    job = work.submit(script, "--partition=fast")
+    work.site.await_state(job, "COMPLETED", "FAILED")
+    out = work.output()
+    assert "on 4 cpu ranks" in out, out
+    assert work.compare(work.alone(), "run", "--tolerance", "1e-5")["same"]
+    for name in ("job.toml", "rank-0.sh", "version.json"):
+        assert (work.folder / "run" / "launch" / name).exists()
+
+
+@pytest.mark.timeout(120)
+def test_two_partitions_are_two_families_of_one_model(work: Work):
+    work.write_job(steps=10)
+    work.write_cluster(family("fast", speed=2e8), family("slow"))
+    script = work.slurm("--cluster", "cluster.toml", "--time", "5")
+    assert "#SBATCH hetjob" in script.read_text()
+    job = work.submit(script)
+    work.site.await_state(job, "COMPLETED", "FAILED")
+    out = work.output()
+    assert "on 2 fast and 2 slow ranks" in out, out
+    assert work.compare(work.alone(), "run", "--tolerance", "1e-5")["same"]
+    plan = (work.folder / "run" / "plan.toml").read_text()
+    assert '"fast"' in plan and '"slow"' in plan
+
+
+@pytest.mark.timeout(180)
+def test_a_job_that_is_interrupted_goes_back_into_the_queue_and_gives_the_same_numbers(work: Work):
+    work.write_job(steps=MANY)
+    work.write_cluster(family("fast"), family("slow"))
+    script = work.slurm("--cluster", "cluster.toml", "--time", "10")
+    job = work.submit(script)
+    work.await_steps(20)
+    work.site.call("scancel", "--signal=TERM", job)
+    work.site.await_state(job, "COMPLETED", "FAILED")
+    out = work.output()
+    assert "stopped by SIGTERM" in out and "goes back into the queue" in out, out
+    assert "continuing after step" in out
+    assert work.site.state(job)["Restarts"] == "1"
+    whole = work.slurm("--cluster", "cluster.toml", "--time", "10", run="whole")
+    work.site.await_state(work.submit(whole), "COMPLETED", "FAILED")
+    assert work.compare("whole", "run", "--exact")["same"]
+
+
+@pytest.mark.timeout(180)
+def test_a_job_whose_node_goes_down_continues_on_what_is_left(work: Work):
+    work.write_job(steps=MANY)
+    work.write_cluster(family("fast", nodes=2, min_nodes=1))
+    job = work.submit(work.slurm("--cluster", "cluster.toml", "--time", "10"))
+    work.await_steps(20)
+    try:
+        work.site.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+        work.site.await_state(job, "COMPLETED", "FAILED")
+    finally:
+        work.site.call("scontrol", "update", "nodename=n2", "state=resume")
+        work.site.await_idle()
+    out = work.output()
+    assert "a part of" in out and "2 fast on 1 node" in out, out
+    assert "planned again" in out and "The global batch of 8 rows and the order of data stay" in out
+    assert work.compare(work.alone(), "run", "--tolerance", "1e-4")["same"]
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_srun_starts_alone_say_so_once(work: Work):
+    work.write_job(steps=10)
+    script = work.slurm("--nodes", "2", "--ranks-per-node", "2", "--mpi", "none")
+    job = work.submit(script, "--partition=fast")
+    state = work.site.await_state(job, "COMPLETED", "FAILED")
+    out = work.output()
+    assert state["ExitCode"] == "12:0", state
+    assert out.count("LaunchError") == 1, out
+    assert "promises 4 ranks" in out and "srun --mpi=pmi2" in out
+
+
+@pytest.mark.timeout(120)
+def test_a_job_ends_before_its_time_limit(work: Work):
+    """The limit of a minute is nearer than the margin that a run keeps: it saves after its first step."""
+    work.write_job(steps=100_000)
+    script = work.slurm("--nodes", "1", "--ranks-per-node", "2", "--time", "1")
+    script.write_text(script.read_text().replace("scontrol requeue", "echo would requeue"))
+    job = work.submit(script, "--partition=fast")
+    state = work.site.await_state(job, "COMPLETED", "FAILED", "TIMEOUT")
+    assert state["ExitCode"] == "75:0", work.output()
+    assert "stopped by the end of the batch job" in work.output()
+    assert list((work.folder / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.timeout(120)
+def test_a_node_that_dies_takes_nothing_with_it_that_runs_on(work: Work):
+    work.write_job(steps=100_000)
+    work.write_cluster(family("fast", nodes=2, min_nodes=1))
+    job = work.submit(work.slurm("--cluster", "cluster.toml", "--time", "10"))
+    work.await_steps(20)
+    try:
+        work.site.kill_node("n2")
+        work.site.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+        work.site.await_state(job, "PENDING", "RUNNING", seconds=30)
+        work.await_steps(40)
+        work.site.call("scancel", job)
+        work.site.await_state(job, "CANCELLED", seconds=30)
+    finally:
+        work.site.start_node("n2")
+        work.site.call("scontrol", "update", "nodename=n2", "state=resume", check=False)
+    work.site.await_idle()
+    assert not [pid for node in ("n1", "n2") for pid in work.site.processes(node)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ready_clusters())
+def test_slurm_takes_the_script_of_every_ready_cluster(work: Work, name: str):
+    work.write_job(steps=10)
+    script = work.slurm("--cluster", name, "--time", "1-00:00:00")
+    result = work.site.call("sbatch", "--test-only", str(script), check=False)
+    assert "to start at" in result and "error" not in result.lower(), result

@@ -1,0 +1,121 @@
+"""What the tests with Slurm train, and on what."""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from hpctrain.observe.run import read_metrics
+from tests.slurm.site import SlurmSite
+from tests.started import BIN, SMALL_MODEL, Finished
+
+JOB = """
+{model}
+[data]
+tokens = "{tokens}"
+sequence_length = 32
+[train]
+steps = {steps}
+global_batch = 8
+learning_rate = 1e-2
+dtype = "fp32"
+[checkpoint]
+every = 5
+"""
+FAMILY = """
+[families.{name}]
+kind = "cpu"
+origin = "assumed"
+memory_bytes = 2e9
+memory_bytes_per_second = 1e10
+sustained_flops_per_second = {{fp32 = {speed}}}
+launch = {{partition = "{name}", cores_per_rank = 1{launch}}}
+[[nodes]]
+devices = {{{name} = 2}}
+count = {nodes}
+origin = "assumed"
+link_latency_seconds = 1e-5
+link_bytes_per_second = 1e9
+nics = [{{fabric = "net", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "assumed"}}]
+"""
+FABRIC = '[fabrics.net]\norigin = "assumed"\nlatency_seconds = 1e-4\n'
+
+
+class Work:
+    """A folder in which a person works with hpctrain and Slurm."""
+
+    def __init__(self, site: SlurmSite, shared: Path, folder: Path):
+        self.site, self.folder = site, folder
+        self._shared = shared
+
+    @staticmethod
+    def prepare(folder: Path) -> Path:
+        text = folder / "text"
+        text.mkdir()
+        for i in range(40):
+            lines = [f"def function_{i}_{j}(value):\n    return value + {j}\n" for j in range(40)]
+            (text / f"module_{i}.py").write_text("\n".join(lines))
+        subprocess.run([BIN / "hpctrain", "prepare", "text", "--out", "tokens.h5"], cwd=folder, check=True)
+        return folder
+
+    def write_job(self, steps: int) -> None:
+        text = JOB.format(model=SMALL_MODEL, tokens=self._shared / "tokens.h5", steps=steps)
+        (self.folder / "job.toml").write_text(text)
+
+    def write_cluster(self, *families: str) -> None:
+        (self.folder / "cluster.toml").write_text(FABRIC + "".join(families))
+
+    def hpctrain(self, *arguments: str | Path) -> Finished:
+        command = [str(BIN / "hpctrain"), *map(str, arguments)]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self._environment(), capture_output=True, text=True, timeout=120
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    def slurm(self, *arguments: str, run: str = "run") -> Path:
+        """Write the script of a run, and return it."""
+        done = self.hpctrain("slurm", "job.toml", "--run", run, *arguments)
+        assert done.code == 0, done.err
+        return self.folder / run / "job.sbatch"
+
+    def submit(self, script: Path, *options: str) -> str:
+        self.site.environment |= {"XDG_CACHE_HOME": str(self._shared)}
+        return self.site.submit(script, *options)
+
+    def await_steps(self, count: int, run: str = "run", seconds: float = 90.0) -> None:
+        """Wait until so many steps are done."""
+        deadline = time.monotonic() + seconds
+        while len(self.metrics(run)) < count:
+            assert time.monotonic() < deadline, self.output(run)
+            self.site.nudge()
+
+    def metrics(self, run: str = "run") -> list[dict]:
+        return read_metrics(self.folder / run)
+
+    def output(self, run: str = "run") -> str:
+        return "\n".join(path.read_text() for path in sorted((self.folder / run).glob("slurm-*.out")))
+
+    def compare(self, one: str, other: str, *options: str) -> dict:
+        done = self.hpctrain("compare", one, other, "--json", *options)
+        assert done.out, done.err
+        return json.loads(done.out.splitlines()[-1])
+
+    def alone(self) -> str:
+        """Train the job on one rank; return its run folder."""
+        done = self.hpctrain("train", "job.toml", "--run", "alone", "--sample", "0")
+        assert done.code == 0, done.err
+        return "alone"
+
+    def _environment(self) -> dict[str, str]:
+        return (
+            os.environ
+            | {"XDG_CACHE_HOME": str(self._shared), "PATH": self.site.environment["PATH"]}
+            | {"SLURM_CONF": self.site.environment["SLURM_CONF"]}
+        )
+
+
+def family(name: str, nodes: int = 1, speed: float = 1e8, **launch: object) -> str:
+    """Return the tables of a family with a partition of its own."""
+    more = "".join(f", {key} = {json.dumps(value)}" for key, value in launch.items())
+    return FAMILY.format(name=name, nodes=nodes, speed=speed, launch=more)
