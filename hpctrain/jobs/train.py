@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.comm.launcher import record_exit
 from hpctrain.comm.signals import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.engine.run import TrainingRun
@@ -83,4 +84,5 @@ def command(
             if as_json:
                 print(json.dumps(summary), flush=True)
     if ended and ended.continues:
+        record_exit(InterruptionError.exit_code)
         sys.exit(InterruptionError.exit_code)
