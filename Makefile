@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # Continues to the end, and lists what failed
 RUN_TESTS = $(BIN)/python tests/run_all.py
 
-.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-random test-all-layouts lint docs bench clean
+.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-all-layouts lint docs bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -60,6 +60,10 @@ test-ranks: install
 # Four hosts made of network namespaces; skipped, with the reason, without root or iproute2.
 test-hosts: install
 	$(RUN_TESTS) hosts
+
+# Batch jobs with a real Slurm on this host; skipped, with the reason, without root or Debian's slurm-wlm and munge.
+test-slurm: install
+	$(RUN_TESTS) slurm
 
 # New random examples instead of the same ones each time.
 test-random: install

@@ -52,6 +52,7 @@ STAGES = {
         Stage("unit-and-commands", ((*PYTEST, "-n", "3", "--dist", "loadfile", "tests/commands", "tests/unit"),)),
         *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
         Stage("hosts", ((*PYTEST, "tests/hosts"),)),
+        Stage("slurm", ((*PYTEST, "tests/slurm"),)),
     )
 }
 PARTS = {

@@ -37,7 +37,7 @@ def command(as_json, folder):
     facts: dict = {"versions": package_versions()}
     speaks = promised_rank() == 0
 
-    def tell(more: Sequence[Finding]) -> None:
+    def report(more: Sequence[Finding]) -> None:
         findings.extend(more)
         if speaks and not as_json:
             for finding in more:
@@ -46,9 +46,9 @@ def command(as_json, folder):
     is_there = folder.exists()
     if speaks:
         for finding in check_machine(folder):
-            tell([finding])
+            report([finding])
     if not any(finding.verdict == "error" and finding.name in ("packages", "MPI library") for finding in findings):
-        _check_together(folder, tell, facts)
+        _check_together(folder, report, facts)
     if speaks and not is_there and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
     code = next((finding.exit_code for finding in findings if finding.verdict == "error"), 0)
@@ -59,19 +59,19 @@ def command(as_json, folder):
     sys.exit(code)
 
 
-def _check_together(folder: Path, tell, facts: dict) -> None:
+def _check_together(folder: Path, report, facts: dict) -> None:
     """Start MPI and let all ranks check what they share."""
     from hpctrain.comm.world import World
 
     try:
         world = World.start()
     except HpctrainError as error:
-        tell([error_finding("ranks", error)])
+        report([error_finding("ranks", error)])
         return
     try:
         facts["mpi"] = {"library": " ".join(world.library.split())}
-        for found, more in check_ranks(world, folder):
-            tell(found)
+        for new, more in check_ranks(world, folder):
+            report(new)
             facts |= more
         world.close()
     except (Exception, KeyboardInterrupt) as error:

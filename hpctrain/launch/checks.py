@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -59,11 +59,9 @@ def check_machine(folder: Path, environment: Mapping[str, str] = os.environ) -> 
     library = None
     try:
         library = mpi_library()
-        yield Finding("MPI library", "ok", f"{library.text}, used by mpi4py {version('mpi4py')}")
+        yield Finding("MPI library", "ok", f"{library.text}, used by mpi4py {package_versions()['mpi4py']}")
     except LaunchError as error:
         yield error_finding("MPI library", error)
-    except PackageNotFoundError:
-        yield Finding("MPI library", "error", "mpi4py is not installed", "pip install 'hpctrain[mpi]'", 12)
     if library:
         yield check_launchers(library, environment)
     yield check_shared_memory()

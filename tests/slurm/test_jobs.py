@@ -1,5 +1,8 @@
 """Batch jobs from their script to their end, as a real Slurm runs them."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from hpctrain.config.cluster_file import ready_clusters
@@ -90,7 +93,8 @@ def test_a_job_ends_before_its_time_limit(work: Work):
     """The limit of a minute is nearer than the margin that a run keeps: it saves after its first step."""
     work.write_job(steps=100_000)
     script = work.slurm("--nodes", "1", "--ranks-per-node", "2", "--time", "1")
-    script.write_text(script.read_text().replace("scontrol requeue", "echo would requeue"))
+    text = script.read_text().replace("scontrol requeue", "echo would requeue")
+    script.write_text(re.sub("#SBATCH --signal=.*\n", "", text))
     job = work.submit(script, "--partition=fast")
     state = work.site.await_state(job, "COMPLETED", "FAILED", "TIMEOUT")
     assert state["ExitCode"] == "75:0", work.output()
@@ -125,3 +129,35 @@ def test_slurm_takes_the_script_of_every_ready_cluster(work: Work, name: str):
     script = work.slurm("--cluster", name, "--time", "1-00:00:00")
     result = work.site.call("sbatch", "--test-only", str(script), check=False)
     assert "to start at" in result and "error" not in result.lower(), result
+
+
+SCRIPTS = Path(__file__).parents[2] / "slurm"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["homogeneous", "heterogeneous", "cpu"])
+def test_slurm_takes_the_templates(work: Work, name: str):
+    text = re.sub(r"--partition=\w+", "--partition=large", (SCRIPTS / f"{name}.sbatch").read_text())
+    (work.folder / "job.sbatch").write_text(text)
+    result = work.site.call("sbatch", "--test-only", "job.sbatch", "my.toml", check=False, cwd=work.folder)
+    assert "to start at" in result and "error" not in result.lower(), result
+
+
+@pytest.mark.timeout(300)
+def test_a_chain_of_templates_trains(work: Work):
+    """The first job is interrupted, the second one ends the training, the third one never starts."""
+    work.write_job(steps=MANY)
+    text = (SCRIPTS / "cpu.sbatch").read_text().replace("--partition=cpu", "--partition=fast")
+    text = text.replace("--cpus-per-task=32", "--cpus-per-task=2").replace(" --cpu-bind=cores", "")
+    (work.folder / "cpu.sbatch").write_text(text)
+    chain = work.site.call(str(SCRIPTS / "chain.sh"), "3", "run", "cpu.sbatch", "job.toml", cwd=work.folder)
+    first, second, third = chain.split()
+    work.await_steps(20)
+    work.site.call("scancel", "--signal=TERM", first)
+    work.site.await_state(first, "FAILED")
+    work.site.await_state(second, "COMPLETED", "FAILED")
+    out = "\n".join(path.read_text() for path in sorted(work.folder.glob("slurm-*.out")))
+    assert "stopped by SIGTERM" in out and "continuing after step" in out, out
+    assert work.site.state(first)["ExitCode"] == "75:0" and work.site.state(second)["JobState"] == "COMPLETED", out
+    assert work.site.state(third)["JobState"] in ("CANCELLED", "PENDING"), work.site.state(third)
+    assert work.compare(work.alone(), "run", "--tolerance", "1e-5")["same"]

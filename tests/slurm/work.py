@@ -48,6 +48,7 @@ class Work:
     def __init__(self, site: SlurmSite, shared: Path, folder: Path):
         self.site, self.folder = site, folder
         self._shared = shared
+        site.environment |= {"XDG_CACHE_HOME": str(shared)}
 
     @staticmethod
     def prepare(folder: Path) -> Path:
@@ -80,7 +81,6 @@ class Work:
         return self.folder / run / "job.sbatch"
 
     def submit(self, script: Path, *options: str) -> str:
-        self.site.environment |= {"XDG_CACHE_HOME": str(self._shared)}
         return self.site.submit(script, *options)
 
     def await_steps(self, count: int, run: str = "run", seconds: float = 120.0) -> None:

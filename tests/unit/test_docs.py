@@ -68,6 +68,8 @@ def test_every_command_of_the_documentation_is_one(page, command):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), "a target of the Makefile"
         case ["python", "-m", module, *_]:
             assert find_spec(module), "a module"
+        case [script] if script.startswith("runs/"):  # written by the command above it
+            assert page == "slurm.md"
         case ["python", script, *_] | [script, *_] if script.endswith((".py", ".sbatch", ".sh")):
             assert (ROOT / script).is_file(), "a file of the repository"
         case [program, *_]:
