@@ -50,15 +50,20 @@ def _is_table(value: Any) -> bool:
 
 def _repeated(tree: Mapping[str, Any]) -> Iterator[str]:
     links = [link if _is_table(link) else {} for link in _list(tree.get("links"))]
-    keys = [(link.get("fabric"), sorted(map(str, _list(link.get("families"))))) for link in links]
-    for i, key in enumerate(keys):
-        if key[1] and key in keys[:i]:
+    seen: set[str] = set()
+    for i, link in enumerate(links):
+        families = sorted(map(str, _list(link.get("families"))))
+        key = repr((link.get("fabric"), families))  # the values may be of any type
+        if families and key in seen:
             yield f"links.{i}: these families' link is described above already; keep one"
+        seen.add(key)
     profiles = [profile if _is_table(profile) else {} for profile in _list(tree.get("profiles"))]
     works = [[profile.get(name) for name in ("family", "work", "zero")] for profile in profiles]
+    seen = set()
     for i, work in enumerate(works):
-        if None not in work and work in works[:i]:
+        if None not in work and repr(work) in seen:
             yield f"profiles.{i}: this family's work in this ZeRO stage is above already; keep one"
+        seen.add(repr(work))
 
 
 def _num_devices(table: Mapping[str, Any]) -> int | None:

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import click
 
+from hpctrain.jobs.arguments import FiniteRange
+
 GB = 1_000_000_000
+MOST_SHARD_GB = 1e6
 
 
 @click.command("export")
@@ -13,7 +16,11 @@ GB = 1_000_000_000
 @click.option("--hf", "folder", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Folder to make.")
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"]))
 @click.option(
-    "--shard-gb", default=5.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Largest file, in GB."
+    "--shard-gb",
+    default=5.0,
+    show_default=True,
+    type=FiniteRange(0, MOST_SHARD_GB, min_open=True),
+    help="Largest file, in GB.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(path, folder, dtype, shard_gb, as_json):

@@ -14,6 +14,7 @@ from hpctrain.engine.resolve_overlap import resolve_on
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import check_families
 from hpctrain.planner.choose import dtype_on
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, predict
@@ -41,6 +42,7 @@ def command(job, overrides, cluster, plan_file, as_json):
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     dtype, reason = dtype_on(loaded, machine, used, cluster)
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
+    check_families(plan, [device.family for device in machine.devices], str(plan_file))
     loaded, resolved = with_overlap(loaded, machine, path, dtype, plan)
     setup = Setup.of_job(loaded, dtype)
     summary = describe(predict(setup, plan, machine), dtype) | {
