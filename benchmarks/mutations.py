@@ -79,10 +79,10 @@ nics = [{fabric = "ib", send_bytes_per_second = 1e10, receive_bytes_per_second =
 origin = "assumed"
 """
 CSV = """\
-name,accelerator,num_devices,devices_per_node,num_layers,hidden_size,num_heads,sequence_length,vocab_size,global_batch,\
-tensor,pipeline,microbatch,step_seconds
-a,A100-40,8,8,24,2048,16,2048,51200,64,4,2,1,2.5
-b,A100-40,8,8,24,2048,16,2048,51200,64,8,1,4,3.5
+name,accelerator,hidden,layers,heads,positions,tensor,pipeline,data,microbatch,global_batch,vocabulary,recompute,zero,\
+stages,memory_bytes,step_seconds
+a,A100-80,2048,24,16,2048,4,2,1,1,64,51200,none,1,,1e10,2.5
+b,A100-80,2048,24,16,2048,8,1,1,4,64,51200,full,0,,2e10,3.5
 """
 
 # The commands that read a file, by its name in the folder.
@@ -140,8 +140,8 @@ READERS: Mapping[str, Sequence[str]] = {
 }
 NEEDS = ("job.toml", "plain.toml", "plan.toml", "cluster.toml", "tokens.h5", "tokens.bin", "text", "records.jsonl",
          "records.parquet", "tokenizer.json", "run", "other", "runs.csv")  # fmt: skip
-TIMED = ("wall_seconds", "first_plan_seconds", "step_seconds", "tokens_per_second", "seconds", "searched", "plan", "path",
-         "drift", "predicted", "prediction", "resumed_from", "overrun", "run", "checkpoint")  # fmt: skip
+TIMED = ("wall_seconds", "step_seconds", "tokens_per_second", "seconds", "plan", "path", "drift", "predicted",
+         "prediction", "resumed_from", "overrun", "run", "checkpoint")  # fmt: skip
 """Of JSON output: what differs from one run to the next, or is not of the file that was damaged."""
 
 
@@ -244,7 +244,9 @@ def run_cases(seed: int, scale: float, template: Path) -> Iterator[Case]:
     run = template / "run"
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = str(path.relative_to(template))
-        kind, readers = ("checkpoint", READERS["checkpoint"]) if "checkpoints" in name else ("run folder", READERS["run"])
+        kind, readers = (
+            ("checkpoint", READERS["checkpoint"]) if "checkpoints" in name else ("run folder", READERS["run"])
+        )
         data = path.read_bytes()
         count = round((60 if path.suffix in (".h5", ".bin") else 24) * scale)
         made = list(mutants.damaged_binary(kind, name, data, count, seed, SAME if kind == "checkpoint" else EITHER))

@@ -49,7 +49,7 @@ def warm_up() -> None:
     import hpctrain.comm.probe.machine
     import hpctrain.engine.decode
     import hpctrain.engine.trainer
-    import hpctrain.observe.console  # noqa: F401
+    import hpctrain.observe.console
 
     torch.set_num_threads(1)
     for name in hpctrain.cli.COMMANDS:

@@ -22,7 +22,7 @@ from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.resolve import Described, with_values
-from hpctrain.jobs.arguments import RANKS, FiniteRange
+from hpctrain.jobs.arguments import PATH, RANKS, FiniteRange
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
@@ -62,13 +62,11 @@ def launch_options(command):
             click.option("--cluster", metavar="CLUSTER", help="A cluster file, or the name of a ready one."),
             click.option("--nodes", type=RANKS, metavar="N", help="Or: N equal nodes, described later."),
             click.option("--ranks-per-node", type=RANKS, metavar="N", help="Of such nodes."),
-            click.option(
-                "--plan", type=click.Path(path_type=Path), metavar="FILE", help="A plan file. Default: searched for."
-            ),
+            click.option("--plan", type=PATH, metavar="FILE", help="A plan file. Default: searched for."),
             click.option(
                 "--run",
                 "run_path",
-                type=click.Path(path_type=Path),
+                type=PATH,
                 help="Run folder, seen by all nodes. Default: runs/NAME-DATE-TIME.",
             ),
         )

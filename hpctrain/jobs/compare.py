@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from hpctrain.config.errors import JobError
-from hpctrain.jobs.arguments import FiniteRange
+from hpctrain.jobs.arguments import PATH, FiniteRange
 
 DIFFERENT_EXIT_CODE = 1
 
 
 @click.command("compare")
-@click.argument("run_a", type=click.Path(path_type=Path))
-@click.argument("run_b", type=click.Path(path_type=Path))
+@click.argument("run_a", type=PATH)
+@click.argument("run_b", type=PATH)
 @click.option(
     "--tolerance",
     default=1e-5,

@@ -1,17 +1,16 @@
 """`hpctrain generate`: write text with a trained model."""
 
 import json
-from pathlib import Path
 
 import click
 
-from hpctrain.jobs.arguments import COUNT, LARGE_COUNT, SEED, FiniteRange
+from hpctrain.jobs.arguments import COUNT, LARGE_COUNT, PATH, SEED, FiniteRange
 
 MOST_TEMPERATURE = 1e6
 
 
 @click.command("generate")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @click.option("--prompt", default="", help="Text to go on from.")
 @click.option("--tokens", "num_tokens", default=200, show_default=True, type=COUNT)
 @click.option(

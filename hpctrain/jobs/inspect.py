@@ -73,8 +73,11 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
             summary["validation_loss"] = validated[-1]["validation_loss"]
     from hpctrain.observe import drift
 
-    if compared := drift.read(path):
-        summary["prediction"] = drift.text(compared)
+    try:
+        if compared := drift.read(path):
+            summary["prediction"] = drift.text(compared)
+    except JobError as error:  # the run itself can be shown all the same
+        summary["prediction"] = f"cannot be shown: {error}"
     summary |= ending
     checkpoint = latest_checkpoint(path)
     return summary | (_checkpoint(checkpoint, verify, parameters) if checkpoint else {"checkpoint": None})

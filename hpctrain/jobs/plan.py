@@ -10,7 +10,7 @@ from hpctrain.config.cluster_defaults import describe_sources
 from hpctrain.config.cluster_file import filled_figures, load_cluster, locate_cluster
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
-from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, RANKS, SECONDS
+from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
 from hpctrain.plan.checks import check_tiling
@@ -24,9 +24,7 @@ from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Limits, SearchResult
 from hpctrain.planner.space import Space, by_speed_space, even_space
 
-out_option = click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="The plan file to write. Default: standard output."
-)
+out_option = click.option("--out", type=PATH, metavar="FILE", help="The plan file to write. Default: standard output.")
 
 
 @click.group("plan")
@@ -108,7 +106,7 @@ def uniform_command(job, overrides, ranks, cluster, out):
 
 
 @command.command("draw")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=PATH)
 def draw_command(plan):
     """Draw a plan file as tiles: items across, rows down."""
     loaded = load_plan(plan)
@@ -117,7 +115,7 @@ def draw_command(plan):
 
 
 @command.command("check")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=PATH)
 @click.argument("job")
 @override_option
 def check_command(plan, job, overrides):

@@ -26,7 +26,7 @@ from hpctrain.config.paths import exists, is_file, is_folder
 from hpctrain.config.tables import read_text
 from hpctrain.engine.resolve import Described, check_ranks_are_devices
 from hpctrain.engine.resolve_overlap import resolve_overlap
-from hpctrain.jobs.arguments import FiniteRange
+from hpctrain.jobs.arguments import PATH, FiniteRange
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -41,7 +41,7 @@ MACHINE_SECONDS, JOB_SECONDS = 20.0, 45.0
 
 
 @click.command("probe")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The cluster file to write.")
+@click.option("--out", type=PATH, metavar="FILE", help="The cluster file to write.")
 @click.option("--job", metavar="JOB", help="Measure what JOB takes on each family, and add it to a cluster file.")
 @click.option(
     "--seconds",

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.config.errors import JobError, LaunchError, describe_os_error
+from hpctrain.jobs.arguments import PATH
 from hpctrain.jobs.common import launch_options, launch_plan, override_option
 from hpctrain.launch.folder import write_files
 from hpctrain.launch.mpi import MPI_OF_SRUN, mpi_library, srun_interfaces
@@ -21,7 +22,7 @@ TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 @click.argument("job")
 @override_option
 @launch_options
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the batch script here as well.")
+@click.option("--out", type=PATH, metavar="FILE", help="Write the batch script here as well.")
 @click.option("--time", metavar="TIME", help="The time limit, as Slurm writes it: 30:00, 12:00:00, 2-00:00:00.")
 @click.option("--mpi", metavar="TYPE", help="The value of srun --mpi. Default: by the MPI library of mpi4py.")
 @click.option(

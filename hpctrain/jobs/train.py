@@ -2,14 +2,13 @@
 
 import json
 import sys
-from pathlib import Path
 
 import click
 
 from hpctrain.comm.signals import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.engine.run import TrainingRun
-from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE
+from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH
 from hpctrain.jobs.common import (
     describe,
     load_job_on,
@@ -24,7 +23,7 @@ from hpctrain.jobs.common import (
 @click.command("train")
 @click.argument("job")
 @override_option
-@click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME-DATE-TIME.")
+@click.option("--run", "run_path", type=PATH, help="Run folder. Default: runs/NAME-DATE-TIME.")
 @click.option("--stop-after", type=LARGE_COUNT, metavar="STEP", help="Stop (with a checkpoint) after this step.")
 @rehearse_option
 @time_scale_option
