@@ -17,9 +17,9 @@ MOST_TOKENS = 1 << 28
 """Tokens of a sequence."""
 MOST_SEQUENCES = 10_000_000
 """Sequences of a global batch."""
-MOST_MICROBATCHES = 100_000
-MOST_PASSES = 1_000_000
-"""Passes of a step, over all tiles, microbatches and row chunks: each is an instruction that is checked."""
+MOST_MICROBATCHES = 20_000
+MOST_PASSES = 100_000
+"""Passes of a step whose schedule is checked: of tiles, microbatches and row chunks, equal pipelines counted once."""
 MOST_NUMBER = 10**12
 """Of what is only counted, such as steps."""
 MOST_SECONDS = 1e9

@@ -130,6 +130,7 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
 def _described(path: Path) -> dict:
     from hpctrain.config.job import load_job
     from hpctrain.config.tables import parse_toml_once, read_text
+    from hpctrain.plan.checks import check_tiling
     from hpctrain.plan.file import load_plan
     from hpctrain.sharding.parameters import count_parameters
 
@@ -138,6 +139,7 @@ def _described(path: Path) -> dict:
         return _cluster(path)
     if "tile" in tree:
         plan = load_plan(path)
+        check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
         return {"plan": plan.describe(), "ranks": len(plan.ranks), "tiles": len(plan.tiles)}
     job = load_job(str(path))
     sections = job.model_dump(mode="json", exclude_none=True, exclude={"name"})

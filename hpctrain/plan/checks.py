@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from hpctrain.config.bounds import MOST_PASSES
+from hpctrain.config.bounds import MOST_MICROBATCHES, MOST_PASSES
 from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.plan.holders import check_zero
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, joined
 from hpctrain.sharding.intervals import Interval, tiles_exactly
 from hpctrain.sharding.parameters import check_grid
 
@@ -33,12 +33,7 @@ def check_tiling(plan: Plan, num_items: int) -> None:
     """
     if not plan.tiles:
         raise PlanError("the plan has no tiles")
-    passes = plan.microbatches * sum(tile.row_chunks for tile in plan.tiles)
-    if passes > MOST_PASSES:
-        raise PlanError(
-            f"the plan has {passes:,} passes a step (microbatches = {plan.microbatches}), and the most is"
-            f" {MOST_PASSES:,}; make microbatches of more rows, or lower row_chunks"
-        )
+    _check_passes(plan)
     seen: dict[int, int] = {}
     for number, tile in enumerate(plan.tiles):
         where = f"tile {number} (items {list(tile.items)}, rows {list(tile.rows)})"
@@ -88,6 +83,24 @@ def check_tiling(plan: Plan, num_items: int) -> None:
         there = set(plan.ranks)
         missing = [rank for rank in range(first, min(plan.ranks[-1], first + 10 * SHOWN_RANKS)) if rank not in there]
         raise PlanError(f"rank {first} is in no tile; list it under unused = {_first(missing)}")
+
+
+def _check_passes(plan: Plan) -> None:
+    """Refuse what would take minutes to check, as nobody trains by it. Raises PlanError."""
+    if plan.microbatches > MOST_MICROBATCHES:
+        raise PlanError(
+            f"microbatches = {plan.microbatches:,} are more than {MOST_MICROBATCHES:,}; make them of more rows"
+            " (plan.microbatch)"
+        )
+    if plan.microbatches * sum(tile.row_chunks for tile in plan.tiles) <= MOST_PASSES:
+        return
+    pipelines = {tuple((tile.items, tile.zero, tile.row_chunks) for tile in tiles) for tiles in joined(plan)}
+    passes = plan.microbatches * sum(chunks for tiles in pipelines for *_, chunks in tiles)
+    if passes > MOST_PASSES:
+        raise PlanError(
+            f"the plan has {passes:,} passes a step (microbatches = {plan.microbatches:,}), and the most is"
+            f" {MOST_PASSES:,}; make microbatches of more rows, or lower row_chunks"
+        )
 
 
 def _first(ranks: Sequence[int]) -> str:
