@@ -95,7 +95,7 @@ READERS: Mapping[str, Sequence[str]] = {
         "plan search job.toml --cluster cluster.toml --json",
         "slurm job.toml --cluster cluster.toml --run made",
         "mpirun job.toml --cluster cluster.toml --run made",
-        "train job.toml --cluster cluster.toml --run made --sample 0 --set train.steps=1 --json",
+        "train job.toml --cluster cluster.toml --run made --sample 0 --stop-after 1 --json",
     ),
     "plan.toml": (
         "inspect plan.toml --json",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from hpctrain.config.bounds import MOST_RANKS, Count, Rank, RankCount, SequenceCount
+from hpctrain.config.bounds import Count, Rank, RankCount, SequenceCount
 from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.launch import Launch
@@ -330,10 +330,6 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.num_devices > MOST_RANKS:
-            raise ValueError(
-                f"nodes have {self.num_devices:,} devices; lower count or devices to {MOST_RANKS:,} in all"
-            )
         nodes = [
             {
                 "count": nodes.count,

@@ -7,13 +7,20 @@ read, since that is said elsewhere.
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.errors import did_you_mean
 
 
 def inconsistencies(tree: Mapping[str, Any]) -> list[str]:
     """Return all of them, each with the key that is to blame."""
     nodes = [table if isinstance(table, dict) else {} for table in _list(tree.get("nodes"))]
-    return [*_unknown_names(tree, nodes), *_repeated(tree), *_wrong_ranks(nodes), *_unconnected(nodes)]
+    return [
+        *_unknown_names(tree, nodes),
+        *_repeated(tree),
+        *_wrong_ranks(nodes),
+        *_unconnected(nodes),
+        *_too_many(nodes),
+    ]
 
 
 def _list(value: Any) -> list:
@@ -73,6 +80,12 @@ def _num_devices(table: Mapping[str, Any]) -> int | None:
         return None
     sizes = [count, *devices.values()]
     return count * sum(devices.values()) if all(type(size) is int and size > 0 for size in sizes) else None
+
+
+def _too_many(nodes: list[dict]) -> Iterator[str]:
+    total = sum(_num_devices(table) or 0 for table in nodes)
+    if total > MOST_RANKS:
+        yield f"nodes: have {total:,} devices; lower count or devices to {MOST_RANKS:,} in all"
 
 
 def _wrong_ranks(nodes: list[dict]) -> Iterator[str]:
