@@ -103,7 +103,7 @@ CLUSTER_KEYS = {
 }  # fmt: skip
 # Where a value that is wrong elsewhere is right, or where nothing is known: (key, value) to what is right.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("families.cpu.memory_bytes", "8.0"): EITHER, ("plan.microbatch", '"auto"'): ACCEPT, ("data.tokens", '"loop"'): REFUSE,
+    ("families.cpu.memory_bytes", "8.0"): EITHER, ("plan.microbatch", '"auto"'): ACCEPT,
     ("tile.0.items", "[0, 4]"): EITHER, ("name", '"nosuch"'): ACCEPT, ("tile.0.family", '"nosuch"'): EITHER,
     ("links", "[]"): ACCEPT, ("profiles", "[]"): ACCEPT, ("unused", "[]"): ACCEPT,
     ("fabrics.ib.latency_seconds", "1e+300"): EITHER, ("nodes.0.ranks", "[]"): EITHER,
@@ -279,7 +279,7 @@ def damaged_binary(kind: str, name: str, data: bytes, count: int, seed: int, rig
     """Yield a binary file with flipped bits, cut short, with blocks swapped, zeroed or moved."""
     dice = random.Random(f"{kind}{name}{seed}")
     hot = min(len(data), 4096)
-    for number in range(count):
+    for _ in range(count):
         changed = bytearray(data)
         at = dice.randrange(hot) if dice.random() < 0.5 else dice.randrange(len(data))
         match dice.choice("fffffcszga"):
@@ -329,7 +329,8 @@ def odd_files(kind: str, name: str, right: str = REFUSE) -> list[Mutant]:
 
 
 ODD_LINES = (
-    b"{}", b"[]", b"3", b"null", b"true", b'"text"', b"nan", b"NaN", b'{"text": 3}', b'{"text": null}', b'{"text": [1]}',
+    b"{}", b"[]", b"3", b"null", b"true", b'"text"', b"nan", b"NaN", b'{"text": 3}', b'{"text": null}',
+    b'{"text": [1]}',
     b'{"text": {"text": "a"}}', b'{"text": "a"', b'{"Text": "a"}', b'{"text": ' + b"9" * 5000 + b"}",
     b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"\0", b'{"text": "\xed\xa0\x80"}',
 )  # fmt: skip
@@ -402,77 +403,3 @@ def odd_tables(kind: str, name: str, text: str, count: int, seed: int) -> list[M
         lacking = [",".join(cell for i, cell in enumerate(row) if i != column) for row in rows]
         made.append(Mutant(kind, f"no column {header[column]}", name, EITHER, ("\n".join(lacking) + "\n").encode()))
     return dice.sample(made, min(len(made), 7 + count * 2))
-
-
-def spoken(word: str) -> str:
-    """Return a word of a command line, in which `{long}` and the like stand for what is long."""
-    return (
-        word.replace("{long}", LONG)
-        .replace("{digits}", MANY_DIGITS)
-        .replace("{line}", "\n")
-        .replace("{deep}", DEEP)
-        .replace("{dots}", ".".join(["a"] * 20_000))
-        .replace("{space}", " ")
-    )
-
-
-_PREDICT = "predict job.toml --cluster cluster.toml --plan plan.toml"
-ARGUMENTS: tuple[tuple[str, str], ...] = (
-    *((f"{line}", REFUSE) for line in (
-        "generate run --temperature nan", "generate run --temperature inf", "generate run --top-p nan",
-        "generate run --top-k 0", "generate run --seed {digits}", "generate run --tokens 1000000000000",
-        "generate {long}", "generate loop", "generate tokens.h5", "evaluate run --data {long}",
-        "evaluate run --data loop", "evaluate run --data tokens.h5 --sequence-length 1000000000",
-        "evaluate {long} --data tokens.h5", "inspect {long}", "inspect loop", "inspect {long}.toml",
-        "inspect loop/x", "inspect /dev/zero", "inspect /dev/null", "compare {long} run", "compare loop run",
-        "compare run other --tolerance nan", "compare run other --tolerance -1", "export run --hf {long}",
-        "export run --hf made --shard-gb nan", "export run --hf loop", "import {long} --out made", "import run --out made",
-        "plan check {long} job.toml", "plan check plan.toml {long}", "plan check loop job.toml", "plan draw {long}",
-        "plan draw loop", "plan draw /dev/zero", "plan uniform job.toml --ranks 1000000000",
-        "plan uniform job.toml --ranks 1000000000 --set plan.data=1000000000 --set train.global_batch=1000000000000",
-        "plan uniform job.toml --ranks 1000000000 --set plan.pipeline=1000000000 --set model.num_layers=1000000000",
-        "plan uniform job.toml --ranks 1000000000 --set plan.tensor=1000000000", "plan uniform job.toml --ranks {digits}",
-        "plan uniform job.toml --ranks nan", "plan uniform job.toml --ranks 1 --set train.global_batch=1000000000000",
-        "plan uniform job.toml --ranks 1 --out {long}", "plan uniform job.toml --ranks 1 --out loop",
-        "plan search job.toml --cluster {long}", "plan search job.toml --cluster loop",
-        "plan search job.toml --cluster cluster.toml --seconds nan", "plan search job.toml --cluster cluster.toml --budget 0",
-        "predict {long} --cluster cluster.toml --plan plan.toml", "predict job.toml --cluster {long} --plan plan.toml",
-        "predict job.toml --cluster cluster.toml --plan {long}", "predict loop --cluster cluster.toml --plan plan.toml",
-        f"{_PREDICT} --set train.learning_rate=true", f"{_PREDICT} --set train.learning_rate=1e300",
-        f"{_PREDICT} --set model.init_std=1e30", f"{_PREDICT} --set train.steps={{digits}}", f"{_PREDICT} --set {{dots}}=1",
-        f"{_PREDICT} --set train.steps=1{{line}}x=2", f"{_PREDICT} --set train.steps=1{{line}}[x]",
-        f"{_PREDICT} --set train.steps={{deep}}", f"{_PREDICT} --set =", f"{_PREDICT} --set train", f"{_PREDICT} --set .=1",
-        f"{_PREDICT} --set train.=1", f"{_PREDICT} --set {{long}}=1", f'{_PREDICT} --set data.tokens="a\\u0000b"',
-        f"{_PREDICT} --set data.tokens={{long}} --set model.vocab_size=\"auto\"",
-        "slurm job.toml --nodes 1000000000 --ranks-per-node 1000000000 --run made",
-        "slurm job.toml --nodes 1 --ranks-per-node 1 --run {long}", "slurm job.toml --nodes 1 --ranks-per-node 1 --run loop",
-        "slurm job.toml --nodes 1 --ranks-per-node 1 --run made --chain 1000000000",
-        "slurm job.toml --nodes 1 --ranks-per-node 1 --run made --retries 1000000000000",
-        "slurm job.toml --nodes 1 --ranks-per-node 1 --run made --time {long}",
-        "mpirun job.toml --nodes 1000000000 --ranks-per-node 1000000000 --run made",
-        "mpirun job.toml --nodes 1 --ranks-per-node 1 --run made --hosts {long}",
-        "mpirun job.toml --nodes 1 --ranks-per-node 1 --run made --hosts loop",
-        "prepare {long} --out made.h5", "prepare loop --out made.h5", "prepare text --out {long}", "prepare text --out loop/x",
-        "prepare text --out made.h5 --tokenizer {long}", "prepare text --out made.h5 --tokenizer loop",
-        "prepare text --out made.h5 --tokenizer bpe --vocab-size 1000000000000",
-        "prepare text --out made.h5 --tokenizer bpe --vocab-size -5", "prepare /dev/zero --out made.h5",
-        "prepare records.jsonl --field {long} --out made.h5", "prepare text --glob {long} --out made.h5",
-        "train {long} --cluster cluster.toml --run made", "train job.toml --cluster {long} --run made",
-        "train loop --cluster cluster.toml --run made",
-        "train job.toml --cluster cluster.toml --run {long}", "train job.toml --cluster cluster.toml --run loop",
-        "train job.toml --cluster cluster.toml --run job.toml",
-        "train job.toml --cluster cluster.toml --run made --stop-after 0",
-        "train job.toml --cluster cluster.toml --run made --sample -1",
-        "train job.toml --rehearse cluster.toml --time-scale nan --run made",
-        "train job.toml --rehearse {long} --run made", "train job.toml --rehearse cluster.toml --time-scale inf --run made",
-        "bench train job.toml --steps 0", "bench train job.toml --steps 1000000000000", "probe --out made --seconds nan",
-        "probe --out {long}", "probe --out loop/x", "probe --job {long}",
-    )),
-    *((f"{line}", ACCEPT) for line in (
-        "inspect job.toml", "inspect run", f"{_PREDICT}", f"{_PREDICT} --set train.steps=5",
-        f"{_PREDICT} --set train.weight_decay=1", f"{_PREDICT} --set data.tokens=tokens.h5", "plan draw plan.toml",
-        f"{_PREDICT} --set train.seed=-3", "compare run other", "generate run --tokens 2 --temperature 0",
-        "generate run --tokens 2 --top-k 1000000", "plan uniform job.toml --ranks 1", "inspect v100-t4", "inspect mixed",
-    )),
-)  # fmt: skip
-"""Command lines, and what is right for them."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks import mutants
+from benchmarks import mutant_arguments, mutants
 from benchmarks.mutants import ACCEPT, EITHER, REFUSE, SAME, Mutant
 from benchmarks.sandbox import GROWTH_BYTES, Ended, copy, hpctrain, run_in_child, warm_up
 
@@ -259,13 +259,14 @@ def run_cases(seed: int, scale: float, template: Path) -> Iterator[Case]:
 
 def argument_cases() -> Iterator[Case]:
     """Yield command lines that ask for too much, or for nothing."""
-    for command, right in mutants.ARGUMENTS:
-        yield Case(Mutant("arguments", command[:60], "nothing", right, make=lambda path: None), command)
+    for text, right in ((mutant_arguments.REFUSED, REFUSE), (mutant_arguments.ACCEPTED, ACCEPT)):
+        for line in mutant_arguments.command_lines(text):
+            yield Case(Mutant("arguments", "the intact files", "all", right, make=lambda path: None), line)
 
 
 def command_of(line: str) -> Callable[[], None]:
     """Return what runs a command line: of hpctrain, or of the evidence for its predictor."""
-    words = [mutants.spoken(word) for word in line.split()]
+    words = [mutant_arguments.spoken(word) for word in line.split()]
     if words[0] != "evidence":
         return hpctrain(words)
 

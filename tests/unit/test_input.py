@@ -165,7 +165,8 @@ def test_names_of_300_letters_are_refused(job):
         load_job(LONG)
     with pytest.raises(JobError, match="name: is longer than 200 bytes"):
         load_job(str(job), [f"name={LONG}"])
-    for words in (("inspect", LONG), ("predict", job, "--cluster", LONG, "--plan", "plan.toml")):
+    (job.parent / "plan.toml").write_text(PLAN)
+    for words in (("inspect", LONG), ("predict", job, "--cluster", LONG, "--plan", job.parent / "plan.toml")):
         assert "no such" in refused(*words)
     for words in (("compare", LONG, LONG), ("generate", LONG), ("export", "run", "--hf", LONG)):
         assert "is a name of 300 bytes; the most is 255" in refused(*words)
