@@ -63,7 +63,7 @@ def root():
 
 def main(command: click.Command = root) -> None:
     """Run a command line. Exit codes: 0, 2 for wrong usage, 11 to 18 by kind of error (hpctrain.config.errors)."""
-    from hpctrain.comm.launcher import promised_rank
+    from hpctrain.comm.launcher import promised_rank, record_exit
 
     signals = StopSignals().listen() if sys.argv[1:2] and sys.argv[1] in ENDS_IN_ORDER else None
     speaks = promised_rank() == 0  # of several ranks with the same complaint, one is enough
@@ -78,6 +78,7 @@ def main(command: click.Command = root) -> None:
             error.show()
         sys.exit(error.exit_code)
     except HpctrainError as error:
+        record_exit(error.exit_code)
         if speaks:
             print(f"hpctrain: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -8,7 +8,16 @@ from contextlib import suppress
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 END_VARIABLES = ("HPCTRAIN_END_TIME", "SLURM_JOB_END_TIME")
 """When the batch job ends, in seconds since 1970. The first is for batch systems that leave no such variable."""
+EXIT_FILE_VARIABLE = "HPCTRAIN_EXIT_FILE"
+"""A file for the exit code of the first rank that fails. Launchers that end the others report the code of a signal."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+def record_exit(code: int) -> None:
+    """Write an exit code to the file that the environment names, unless another rank was first."""
+    if path := os.environ.get(EXIT_FILE_VARIABLE):
+        with suppress(OSError), open(path, "x") as file:
+            file.write(f"{code}\n")
 
 
 def host_memory_bytes() -> int:

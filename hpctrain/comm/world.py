@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.comm.accelerators.detect import detect_device
 from hpctrain.comm.clocks import offset_to_first
-from hpctrain.comm.launcher import promised_size
+from hpctrain.comm.launcher import promised_size, record_exit
+from hpctrain.comm.litter import remove_dead_segments
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.comm.tracing import UNTRACED, Tracer
@@ -76,10 +77,17 @@ class World:
 
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
-        from mpi4py import MPI
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise LaunchError(
+                f"{sys.prefix}: mpi4py finds no MPI library: {str(error).splitlines()[0]}; load your site's MPI module,"
+                " pip install 'hpctrain[mpi]', or ask hpctrain doctor"
+            ) from None
 
         ours = not MPI.Is_initialized()
         if ours:
+            remove_dead_segments()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         promised, variable = promised_size()
         if MPI.COMM_WORLD.size == 1 and promised > 1:
@@ -339,6 +347,7 @@ class World:
         and all exit in order. Where others still run, this rank speaks and aborts them.
         """
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
+        record_exit(code)
         for made in self._made:  # nobody may wait in them any longer
             made.abandon()
         is_first = self.oversight.note_failure(error)

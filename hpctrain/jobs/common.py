@@ -142,11 +142,20 @@ def launch_plan(
 
 @contextmanager
 def started_world() -> Iterator["World"]:
-    """Start MPI, and end it in order; an error that leaves the block ends all ranks, and is printed once."""
+    """Start MPI, and end it in order; an error that leaves the block ends all ranks, and is printed once.
+
+    Ranks that were started with another hpctrain or another MPI library are refused.
+    """
     from hpctrain.comm.world import World
+    from hpctrain.launch.software import compare_software, describe_environments
 
     world = World.start()
     try:
+        software = compare_software(world)
+        if world.rank == 0:
+            families = [place.family for place in world.topology.places]
+            if text := describe_environments(software, families):
+                click.echo(text, err=True)
         yield world
         world.close()
     except (Exception, KeyboardInterrupt) as error:

@@ -5,6 +5,7 @@ import sys
 
 import click
 
+from hpctrain.comm.launcher import record_exit
 from hpctrain.comm.signals import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.engine.run import TrainingRun
@@ -85,4 +86,5 @@ def command(
             if as_json:
                 print(json.dumps(summary), flush=True)
     if ended and ended.continues:
+        record_exit(InterruptionError.exit_code)
         sys.exit(InterruptionError.exit_code)

@@ -56,11 +56,14 @@ def batch_script(components: Sequence[Component], batch: BatchJob) -> str:
             'if [ -e "$run/launch/ended" ]; then exit 0; fi',
         ]
     lines += ["", *_cores(components, batch)]
+    # Ranks that srun ends after the first one failed were ended by a signal; the first one writes its own code.
+    lines += ['export HPCTRAIN_EXIT_FILE="$run/launch/exit-code"', 'rm -f -- "$HPCTRAIN_EXIT_FILE"']
     # srun takes no --cpus-per-task from #SBATCH since Slurm 22.05.
     lines += [f"srun --mpi={shlex.quote(batch.mpi)} --kill-on-bad-exit=1 \\"]
     steps = [_step(number, component, len(components) > 1, batch) for number, component in enumerate(components)]
     lines.append(" : \\\n".join(steps))
-    lines += ["code=$?", "", *_ending(batch)]
+    lines += ["code=$?", 'if [ -s "$HPCTRAIN_EXIT_FILE" ]; then code=$(cat -- "$HPCTRAIN_EXIT_FILE"); fi', ""]
+    lines += _ending(batch)
     return "\n".join(lines) + "\n"
 
 

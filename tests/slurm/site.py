@@ -154,7 +154,7 @@ class SlurmSite:
             result.setdefault(key, value)
         return result
 
-    def await_state(self, job: str, *states: str, seconds: float = 90.0) -> dict[str, str]:
+    def await_state(self, job: str, *states: str, seconds: float = 150.0) -> dict[str, str]:
         """Wait for a job to come into one of these states. Raises TimeoutError with what it said."""
         deadline = time.monotonic() + seconds
         while True:

@@ -18,7 +18,7 @@ sequence_length = 32
 [train]
 steps = {steps}
 global_batch = 8
-learning_rate = 1e-2
+learning_rate = 1e-3
 dtype = "fp32"
 [checkpoint]
 every = 5
@@ -83,7 +83,7 @@ class Work:
         self.site.environment |= {"XDG_CACHE_HOME": str(self._shared)}
         return self.site.submit(script, *options)
 
-    def await_steps(self, count: int, run: str = "run", seconds: float = 90.0) -> None:
+    def await_steps(self, count: int, run: str = "run", seconds: float = 120.0) -> None:
         """Wait until so many steps are done."""
         deadline = time.monotonic() + seconds
         while len(self.metrics(run)) < count:

@@ -5,9 +5,13 @@ than the patience, and whether another rank asks. A rank that is overdue appeals
 they do, waits for their answers, prints one report and aborts. Where rank 0 does not react, ranks 1, 2, 4, ... are
 tried, and at last the rank speaks for itself: all that are overdue try the same ranks in the same order, so that one
 speaks. A rank that was asked by another one does not speak.
+
+A rank whose launcher's daemon was killed is ended too: nobody else would do it, and mpirun waits for it for ever.
 """
 
 import itertools
+import os
+import signal
 import sys
 import threading
 import time
@@ -15,8 +19,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from hpctrain.comm.launcher import record_exit
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.comm.watchdog import flight
 from hpctrain.comm.watchdog.diagnosis import Diagnosis, Evidence, diagnose
@@ -69,6 +74,7 @@ class Watchdog:
         self._candidates: Iterator[int] = iter(())
         self._overdue: int | None = None
         self._next_appeal = 0.0
+        self._launcher = os.getppid()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.reason = "" if mpi.Query_thread() == mpi.THREAD_MULTIPLE else "off: MPI was started for one thread alone"
@@ -102,6 +108,8 @@ class Watchdog:
 
     def _tick(self) -> None:
         self._recorder.beat()
+        if os.getppid() != self._launcher:
+            self._end_without_launcher()
         appeals = self._read_appeals()
         now = time.monotonic()
         if now < self._deferring_until:
@@ -115,6 +123,20 @@ class Watchdog:
             else:
                 self._send(candidate, APPEAL)
                 self._next_appeal = now + REACTION_SECONDS
+
+    def _end_without_launcher(self) -> NoReturn:
+        """End this rank; the first one of the host says why. MPI's own abort needs the daemon that is gone."""
+        host = self._hosts[self._rank]
+        if self._hosts.index(host) == self._rank:
+            text = (
+                f"CommError: on host {host} process {self._launcher} is gone, which the launcher had started the ranks"
+            )
+            text += " with; its ranks are stopped, start the same command again"
+            self._recorder.close(error=text)
+            print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+        record_exit(CommError.exit_code)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("it was killed")
 
     def _is_overdue(self) -> bool:
         """Say whether an operation takes too long; a new one starts the appeals anew."""

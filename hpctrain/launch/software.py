@@ -1,0 +1,78 @@
+"""Compares the software of all ranks: families may have environments of their own, but one hpctrain and one MPI."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain import __version__
+from hpctrain.comm.watchdog.flight import write_ranks
+from hpctrain.config.errors import LaunchError
+from hpctrain.launch.code import PACKAGE, code_digest
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+
+
+class Software(NamedTuple):
+    """What one rank runs."""
+
+    version: str
+    """Of hpctrain."""
+    package: str
+    """The folder that hpctrain is imported from."""
+    environment: str
+    """The folder of the virtual environment, or of Python."""
+    mpi: str
+    """The MPI library, by its own words."""
+
+
+def compare_software(world: "World") -> list[Software]:
+    """Return the software of each rank, on every rank. All ranks must call.
+
+    Raises LaunchError on all of them where hpctrain or the MPI library differs. The code is read and compared by one
+    rank of each host and environment.
+    """
+    package = os.path.realpath(PACKAGE)
+    own = Software(__version__, package, sys.prefix, world.library)
+    everybody: list[Software] = world.broadcast_object(world.gather_objects(own))
+    keys = [(place.host, each.package) for place, each in zip(world.topology.places, everybody, strict=True)]
+    reads = len(set(keys)) > 1 and keys.index(keys[world.rank]) == world.rank
+    digests = world.broadcast_object(world.gather_objects(code_digest() if reads else ""))
+    of_key = {key: digest for key, digest in zip(keys, digests, strict=True) if digest}
+    with world.all_or_none():
+        refuse_differences(everybody, [of_key.get(key, "") for key in keys])
+    return everybody
+
+
+def refuse_differences(everybody: Sequence[Software], digests: Sequence[str]) -> None:
+    """Raise LaunchError where ranks have another hpctrain, or another MPI library, than rank 0. Pure.
+
+    `digests` are those of the code, by rank.
+    """
+    codes = [
+        f"hpctrain {each.version}" + (f" (code {code})" if code else "")
+        for each, code in zip(everybody, digests, strict=True)
+    ]
+    for what, values, remedy in (
+        ("hpctrain", codes, "install the same hpctrain in all environments"),
+        ("the MPI library", [each.mpi for each in everybody], "load the same MPI library for all families"),
+    ):
+        if len(set(values)) > 1:
+            groups: dict[tuple[str, str], list[int]] = {}
+            for rank, value in enumerate(values):
+                groups.setdefault((value, everybody[rank].environment), []).append(rank)
+            parts = [f"{value} in {where} on ranks {write_ranks(ranks)}" for (value, where), ranks in groups.items()]
+            raise LaunchError(f"{what} is not the same on all ranks: {'; '.join(parts)}; {remedy}")
+
+
+def describe_environments(everybody: Sequence[Software], families: Sequence[str]) -> str:
+    """Say which family runs in which environment; empty where all run in one. Pure."""
+    if len({each.environment for each in everybody}) == 1:
+        return ""
+    where: dict[str, list[str]] = {}
+    for each, family in zip(everybody, families, strict=True):
+        if family not in where.setdefault(each.environment, []):
+            where[each.environment].append(family)
+    parts = [f"{' and '.join(names)} in {environment}" for environment, names in where.items()]
+    return f"software: hpctrain {everybody[0].version} everywhere; {', '.join(parts)}"

@@ -1,0 +1,65 @@
+"""What is left of a run whose launcher, node's daemon or rank is killed: nothing, at the next start at the latest."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.litter import PREFIXES, SHARED_MEMORY
+from hpctrain.observe.run import read_metrics
+from tests.started import BIN
+
+GONE_SECONDS = 40.0
+
+
+def processes(word: str) -> dict[int, str]:
+    """Return the command lines of living processes that have a word in them, by process."""
+    result = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if word in line and int(path.name) != os.getpid():
+            result[int(path.name)] = line
+    return result
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def segments_of(pid: int) -> set[Path]:
+    """Return the segments of shared memory that a process has mapped."""
+    words = Path(f"/proc/{pid}/maps").read_text().split()
+    return {Path(word) for word in words if word.startswith(tuple(f"{SHARED_MEMORY}/{each}" for each in PREFIXES))}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("who", ["the launcher", "the daemon of the node", "a rank"])
+def test_nothing_is_left_of_a_killed_run(hpctrain, folder, tmp_path, who):
+    run = tmp_path / "killed"
+    arguments = ["train", "job.toml", "--run", str(run), "--sample", "0", "--set", "checkpoint.every=1"]
+    command = [BIN / "mpirun", "-n", "2", BIN / "hpctrain", *arguments, "--set", "train.steps=100000"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    launcher = subprocess.Popen(command, cwd=folder, start_new_session=True, **quiet)
+    while len(read_metrics(run)) < 3:
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    ranks = sorted(pid for pid, line in processes(str(run)).items() if "/bin/python" in line)
+    assert len(ranks) == 2
+    left = set[Path]().union(*map(segments_of, ranks))
+    assert left, "a run has segments"
+    victim = {"the launcher": launcher.pid, "the daemon of the node": parent(ranks[0]), "a rank": ranks[1]}[who]
+    os.kill(victim, signal.SIGKILL)
+    launcher.wait(GONE_SECONDS)
+    deadline = time.monotonic() + GONE_SECONDS
+    while remaining := processes(str(run)):
+        assert time.monotonic() < deadline, remaining
+        time.sleep(0.1)
+    done = hpctrain(*arguments, "--stop-after", "1000000", "--set", "train.steps=6", cwd=folder)
+    assert done.code == 0, done.err
+    assert not [path for path in left if path.exists()], "the next start removes what the dead ranks left"
