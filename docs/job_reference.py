@@ -27,9 +27,15 @@ SECTIONS = {
 TYPES = {
     "Count": "whole number >= 1",
     "WholeNumber": "whole number >= 0",
+    "RankCount": "whole number >= 1",
+    "LayerCount": "whole number >= 1",
+    "Width": "whole number >= 1",
+    "TokenCount": "whole number >= 1",
+    "SequenceCount": "whole number >= 1",
+    "ZeroStage": "`0` `1` `2` `3`",
     "Switch": "true or false",
     "Timeout": "seconds",
-    "Path": "path",
+    "FilePath": "path",
     "str": "text",
     "bool": "true or false",
     "int": "whole number",
@@ -60,6 +66,8 @@ global_batch = 64
 - `--set SECTION.KEY=VALUE` on the command line has the last word.
 - `auto` is replaced by a value at the start. Value and reason are in `resolved.toml` of the run folder.
 - An unknown key is refused, with the closest known one.
+- A number is written as a number: `"8"` and `true` are refused, and `8.0` where a whole number belongs.
+- Numbers have upper limits far beyond any machine, such as 100,000 ranks. `hpctrain/config/bounds.py` has them all.
 """
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from benchmarks.evidence.stacks import STACKS
+from hpctrain.config.bounds import MOST_LAYERS, MOST_RANKS, MOST_SEQUENCES, MOST_WIDTH
 from hpctrain.config.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.config.errors import PlanError, did_you_mean
@@ -73,6 +74,13 @@ class DescribedRun:
         for name, known in (("accelerator", ACCELERATORS), ("network", NETWORKS), ("stack", STACKS)):
             if getattr(self, name) not in known:
                 raise PlanError(f"no {name} '{getattr(self, name)}'{did_you_mean(getattr(self, name), known)}")
+        for name, most in (("hidden", MOST_WIDTH), ("layers", MOST_LAYERS), ("global_batch", MOST_SEQUENCES)):
+            if getattr(self, name) > most:
+                raise PlanError(f"{name} = {getattr(self, name):,} is more than {most:,}; is it a slip of the finger?")
+        if self.num_devices > MOST_RANKS:
+            raise PlanError(
+                f"tensor x pipeline x data are {self.num_devices:,} devices, and the most is {MOST_RANKS:,}"
+            )
         if self.zero == 3 and self.overlapped:
             raise PlanError("`overlapped` is of gradients that are summed once; with zero = 3 all exchanges are beside")
         if self.global_batch % (self.data * self.microbatch):

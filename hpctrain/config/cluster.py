@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from hpctrain.config.bounds import Count, Rank, RankCount, SequenceCount
 from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.errors import did_you_mean
 from hpctrain.config.launch import Launch
-from hpctrain.config.tables import Table
+from hpctrain.config.tables import Several, Table
 
 if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
     Origin = DType = Kind = str
@@ -30,6 +31,7 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 RESERVED_BYTES = 1_500_000_000
 RESERVED_SHARE = 0.04
 MINIATURE_BYTES = 4_000_000_000
+MOST_NICS = 1000
 
 
 def _whole(value):
@@ -45,10 +47,9 @@ def check_name(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(check_name)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1, strict=True)]
-Positive = Annotated[float, Field(gt=0, strict=True)]
-NotNegative = Annotated[float, Field(ge=0, strict=True)]
+Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 
 MANY_ROWS = 64
@@ -93,7 +94,7 @@ class ProductSpeed(Table):
     """The speed of products [m, k] @ [k, n]."""
 
     dtype: DType
-    shape: tuple[Count, Count, Count]
+    shape: Annotated[tuple[Count, Count, Count], Field(strict=False)]
     """m, k, n."""
     flops_per_second: Positive
     """2 m k n for each product."""
@@ -107,7 +108,7 @@ class Family(Figures):
     """What its maker calls it."""
     memory_bytes: Bytes
     """What one device, or a CPU rank, may fill, what is reserved included."""
-    reserved_bytes: Annotated[int, BeforeValidator(_whole), Field(ge=0, strict=True)] | None = None
+    reserved_bytes: Annotated[int, BeforeValidator(_whole), Field(ge=0)] | None = None
     """Of it, what no plan may fill: context, communicators, workspaces, fragmentation; left out: `reserve_bytes`."""
     memory_bytes_per_second: Positive
     """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
@@ -117,11 +118,11 @@ class Family(Figures):
     """Of dense products, as the maker says."""
     sustained_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
     """Of the best of the `products`."""
-    products: tuple[ProductSpeed, ...] = ()
-    half_speed_rows: Annotated[float, Field(ge=0, strict=True)] | None = None
+    products: Several[ProductSpeed] = ()
+    half_speed_rows: Annotated[float, Field(ge=0)] | None = None
     """Rows of a product's result at which it has half of the speed of very large ones. Products of `MANY_ROWS` times as
     many have the sustained speed. Left out: by the tiles of the catalogue's model."""
-    overlap_slowdown: Annotated[float, Field(ge=1, strict=True)] | None = None
+    overlap_slowdown: Annotated[float, Field(ge=1)] | None = None
     """How many times as long it computes while it communicates; left out: no slow-down."""
     measured_at_once: Count | None = None
     """How many devices of a node were measured at the same time: CPU ranks share memory, and maybe cores."""
@@ -190,7 +191,7 @@ class Nic(Figures):
     """Network interfaces of a node that are equal; both directions are used at once."""
 
     fabric: Name
-    count: Count = 1
+    count: Annotated[int, Field(ge=1, le=MOST_NICS)] = 1
     send_bytes_per_second: Positive
     """Of each of them."""
     receive_bytes_per_second: Positive
@@ -199,14 +200,14 @@ class Nic(Figures):
 class Nodes(Figures):
     """Nodes that are equal. A node's i-th device takes its i-th NIC of each fabric; fewer are shared in turn."""
 
-    count: Count = 1
-    devices: Annotated[dict[Name, Count], Field(min_length=1)]
+    count: RankCount = 1
+    devices: Annotated[dict[Name, RankCount], Field(min_length=1)]
     """How many of which family, in their order."""
     link_latency_seconds: NotNegative | None = None
     """Between two devices of a node."""
     link_bytes_per_second: Positive | None = None
-    nics: tuple[Nic, ...] = ()
-    ranks: tuple[Annotated[int, Field(ge=0, strict=True)], ...] | None = None
+    nics: Several[Nic] = ()
+    ranks: Several[Rank] | None = None
     """Of the devices, node by node; left out: consecutive."""
 
     @property
@@ -248,26 +249,30 @@ class Time(Table):
 class LinkClass(Figures):
     """What pairs of devices get that are equally far; goes before what follows from nodes, NICs and fabrics."""
 
-    families: tuple[Name, Name]
+    families: Annotated[tuple[Name, Name], Field(strict=False)]
     fabric: Name | None = None
     """By which they reach each other; left out: they are on one node."""
     latency_seconds: NotNegative
     bytes_per_second: Positive
     """Of a single message."""
-    times: tuple[Time, ...] = ()
+    times: Several[Time] = ()
 
     @property
     def key(self) -> tuple[str | None, tuple[str, ...]]:
         return self.fabric, tuple(sorted(self.families))
 
 
+Pass = Annotated[tuple[Positive, Positive], Field(strict=False)]
+"""Seconds of a forward and of a backward pass."""
+
+
 class RowTimes(Table):
     """How long the items of a model take for so many rows at once: each its forward and its backward pass."""
 
-    rows: Count
-    embedding_seconds: tuple[Positive, Positive]
-    block_seconds: tuple[Positive, Positive]
-    head_seconds: tuple[Positive, Positive]
+    rows: SequenceCount
+    embedding_seconds: Pass
+    block_seconds: Pass
+    head_seconds: Pass
 
 
 class Profile(Figures):
@@ -276,17 +281,17 @@ class Profile(Figures):
     family: Name
     work: str
     """Which model, sequences and dtype, in words that the profiler chooses: it holds for the same ones alone."""
-    zero: Literal[1, 2, 3]
+    zero: Annotated[int, Field(ge=1, le=3)]
     """The ZeRO stage; 1 stands for 0 too."""
     replicas: Count
     """Among how many the state is cut where the stage cuts it."""
-    largest_rows: Annotated[int, Field(ge=0, strict=True)] | None = None
+    largest_rows: Annotated[int, Field(ge=0)] | None = None
     """The most of which the whole model can be trained at once; 0: not one; left out: not measured."""
     limited_by: Literal["job", "time", "memory"] | None = None
     """Why no more rows were tried, or fit."""
     update_seconds: Positive | None = None
     """Of the replica's part of the optimizer's work; left out where the whole model does not fit."""
-    times: Annotated[tuple[RowTimes, ...], Field(min_length=1)]
+    times: Annotated[tuple[RowTimes, ...], Field(min_length=1, strict=False)]
     """By ascending rows. Without communication."""
 
     @model_validator(mode="after")
@@ -319,9 +324,9 @@ class Cluster(Table):
 
     families: Annotated[dict[Name, Family], Field(min_length=1)]
     fabrics: dict[Name, Fabric] = Field(default_factory=dict)
-    nodes: Annotated[tuple[Nodes, ...], Field(min_length=1)]
-    links: tuple[LinkClass, ...] = ()
-    profiles: tuple[Profile, ...] = ()
+    nodes: Annotated[tuple[Nodes, ...], Field(min_length=1, strict=False)]
+    links: Several[LinkClass] = ()
+    profiles: Several[Profile] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

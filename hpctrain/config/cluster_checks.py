@@ -7,13 +7,20 @@ read, since that is said elsewhere.
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.errors import did_you_mean
 
 
 def inconsistencies(tree: Mapping[str, Any]) -> list[str]:
     """Return all of them, each with the key that is to blame."""
     nodes = [table if isinstance(table, dict) else {} for table in _list(tree.get("nodes"))]
-    return [*_unknown_names(tree, nodes), *_repeated(tree), *_wrong_ranks(nodes), *_unconnected(nodes)]
+    return [
+        *_unknown_names(tree, nodes),
+        *_repeated(tree),
+        *_wrong_ranks(nodes),
+        *_unconnected(nodes),
+        *_too_many(nodes),
+    ]
 
 
 def _list(value: Any) -> list:
@@ -50,15 +57,20 @@ def _is_table(value: Any) -> bool:
 
 def _repeated(tree: Mapping[str, Any]) -> Iterator[str]:
     links = [link if _is_table(link) else {} for link in _list(tree.get("links"))]
-    keys = [(link.get("fabric"), sorted(map(str, _list(link.get("families"))))) for link in links]
-    for i, key in enumerate(keys):
-        if key[1] and key in keys[:i]:
+    seen: set[str] = set()
+    for i, link in enumerate(links):
+        families = sorted(map(str, _list(link.get("families"))))
+        key = repr((link.get("fabric"), families))  # the values may be of any type
+        if families and key in seen:
             yield f"links.{i}: these families' link is described above already; keep one"
+        seen.add(key)
     profiles = [profile if _is_table(profile) else {} for profile in _list(tree.get("profiles"))]
     works = [[profile.get(name) for name in ("family", "work", "zero")] for profile in profiles]
+    seen = set()
     for i, work in enumerate(works):
-        if None not in work and work in works[:i]:
+        if None not in work and repr(work) in seen:
             yield f"profiles.{i}: this family's work in this ZeRO stage is above already; keep one"
+        seen.add(repr(work))
 
 
 def _num_devices(table: Mapping[str, Any]) -> int | None:
@@ -68,6 +80,12 @@ def _num_devices(table: Mapping[str, Any]) -> int | None:
         return None
     sizes = [count, *devices.values()]
     return count * sum(devices.values()) if all(type(size) is int and size > 0 for size in sizes) else None
+
+
+def _too_many(nodes: list[dict]) -> Iterator[str]:
+    total = sum(_num_devices(table) or 0 for table in nodes)
+    if total > MOST_RANKS:
+        yield f"nodes: have {total:,} devices; lower count or devices to {MOST_RANKS:,} in all"
 
 
 def _wrong_ranks(nodes: list[dict]) -> Iterator[str]:

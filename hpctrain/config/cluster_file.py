@@ -15,7 +15,8 @@ from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.cluster_defaults import fill
 from hpctrain.config.cluster_warnings import doubtful_figures
 from hpctrain.config.errors import JobError, TopologyError, describe_os_error, did_you_mean
-from hpctrain.config.tables import Table, explain, parse_toml, parse_toml_once, read_text
+from hpctrain.config.paths import is_file
+from hpctrain.config.tables import Table, explain, parse_toml, parse_toml_once, read_text, shorten
 from hpctrain.config.truth import Truth
 
 LINE = 110
@@ -36,11 +37,11 @@ def ready_clusters() -> dict[str, Path]:
 def locate_cluster(reference: str | Path) -> Path:
     """Return the path of a cluster file, or of the ready one of that name. Raises TopologyError if there is neither."""
     path, ready = Path(reference), ready_clusters()
-    if path.is_file() or path.suffix == ".toml":  # who reads the file reports that it is missing
+    if is_file(path) or path.suffix == ".toml":  # who reads the file reports that it is missing
         return path
     if str(reference) not in ready:
         hint = did_you_mean(str(reference), ready)
-        raise TopologyError(f"{reference}: no such cluster file, nor a ready one of that name{hint}")
+        raise TopologyError(f"{shorten(reference)}: no such cluster file, nor a ready one of that name{hint}")
     return ready[str(reference)]
 
 

@@ -6,25 +6,45 @@ has the last word (`--set train.steps=10`). Whatever is wrong with it becomes on
 the value and what to set.
 """
 
-import tomllib
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from hpctrain.architectures.description import Description, RotaryScaling, head_size_of
 from hpctrain.architectures.registry import families, presets
+from hpctrain.config.bounds import (
+    MOST_NUMBER,
+    MOST_RANKS,
+    MOST_SECONDS,
+    Count,
+    LayerCount,
+    RankCount,
+    SequenceCount,
+    Timeout,
+    TokenCount,
+    WholeNumber,
+    Width,
+    ZeroStage,
+)
 from hpctrain.config.errors import JobError, did_you_mean
-from hpctrain.config.tables import Table, explain, parse_toml, read_text
+from hpctrain.config.paths import is_file
+from hpctrain.config.tables import FilePath, Several, Table, explain, parse_toml, parse_toml_value, read_text, shorten
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-WholeNumber = Annotated[int, Field(ge=0, strict=True)]
-NonNegative = Annotated[float, Field(ge=0)]
-Switch = Annotated[bool, Field(strict=True)]
-Timeout = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
+Switch = bool
 AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
+MOST_RATE = 100.0
+"""Of learning rates, decay and initial weights: beyond it fp32 overflows in the first step."""
+MOST_NAME_BYTES = 200
+"""Names of files have 255 at most, and a run folder's has a date behind."""
+MOST_EXTENDED = 20
+"""Job files that extend each other."""
+MOST_SECTIONS = 8
+"""Of a key on the command line."""
 READY_MADE = Path(__file__).parents[1] / "jobs"
 
 
@@ -33,13 +53,13 @@ class RopeScaling(Table):
 
     kind: Literal["linear", "llama3"]
     """`linear`: all are divided by `factor`. `llama3`: the long wavelengths are."""
-    factor: Annotated[float, Field(ge=1)]
+    factor: Annotated[float, Field(ge=1, le=MOST_NUMBER)]
     """What frequencies are divided by."""
-    low_factor: Annotated[float, Field(gt=0)] = 1.0
+    low_factor: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 1.0
     """llama3: wavelengths above original_positions / low_factor are divided."""
-    high_factor: Annotated[float, Field(gt=0)] = 4.0
+    high_factor: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 4.0
     """llama3: wavelengths below original_positions / high_factor stay."""
-    original_positions: Count = 8192
+    original_positions: TokenCount = 8192
     """llama3: the longest sequence of pre-training."""
 
 
@@ -50,43 +70,43 @@ class Model(Table):
     """A published shape, see below. Other keys override its values."""
     architecture: str
     """The family: `gpt2`, `llama` (2 and 3), `qwen2` (and 2.5), `qwen3`, `mistral`, `gemma2`, `gemma3`."""
-    num_layers: Count
+    num_layers: LayerCount
     """Transformer blocks."""
-    hidden_size: Count
+    hidden_size: Width
     """Features of the residual stream."""
-    num_heads: Count
+    num_heads: Width
     """Query heads of attention."""
-    num_kv_heads: Count | None = None
+    num_kv_heads: Width | None = None
     """Key/value heads (grouped-query attention); None: as many as heads."""
-    head_size: Count | None = None
+    head_size: Width | None = None
     """Features of a head; None: hidden_size / num_heads."""
-    ffn_size: Count | None = None
+    ffn_size: Width | None = None
     """Inner width of the feed-forward part; None: 4 * hidden_size."""
-    vocab_size: Annotated[Count | None, AUTO] = None
+    vocab_size: Annotated[Width | None, AUTO] = None
     """Number of token ids; auto: that of the token file's tokenizer."""
-    max_positions: Count = 1024
+    max_positions: TokenCount = 1024
     """Longest sequence; the length of the table of learned positions for gpt2."""
     tie_head: Switch = False
     """Whether the head shares the embedding's weight."""
-    rope_base: Annotated[float, Field(gt=1)] = 10000.0
+    rope_base: Annotated[float, Field(gt=1, le=MOST_NUMBER)] = 10000.0
     """Base of the rotary positions (RoPE)."""
     rope_scaling: RopeScaling | None = None
     """For sequences longer than those of pre-training."""
-    rope_local_base: Annotated[float | None, Field(gt=1)] = None
+    rope_local_base: Annotated[float | None, Field(gt=1, le=MOST_NUMBER)] = None
     """gemma3: the base in layers with a window."""
     window: Count | None = None
     """mistral, gemma2, gemma3: positions that a token attends to in layers with a window; None: all before it."""
     global_every: Count | None = None
     """gemma2, gemma3: every so many layers one sees all positions."""
-    score_divisor: Annotated[float | None, Field(gt=0)] = None
+    score_divisor: Annotated[float | None, Field(gt=0, le=MOST_NUMBER)] = None
     """gemma2, gemma3: attention scores are divided by its square root; None: by that of the head size."""
-    score_cap: Annotated[float | None, Field(gt=0)] = None
+    score_cap: Annotated[float | None, Field(gt=0, le=MOST_NUMBER)] = None
     """gemma2: attention scores s become cap * tanh(s / cap)."""
-    logit_cap: Annotated[float | None, Field(gt=0)] = None
+    logit_cap: Annotated[float | None, Field(gt=0, le=MOST_NUMBER)] = None
     """gemma2: logits become cap * tanh(logit / cap)."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """Added to the variance in norms."""
-    init_std: Annotated[float, Field(gt=0)] = 0.02
+    init_std: Annotated[float, Field(gt=0, le=MOST_RATE)] = 0.02
     """Standard deviation of initial weights."""
 
     @model_validator(mode="after")
@@ -138,26 +158,26 @@ def _describe(model: Model) -> Description:
 class Source(Table):
     """One more token file."""
 
-    tokens: Path
+    tokens: FilePath
     """Made with the same tokenizer as the first."""
-    weight: Annotated[float, Field(gt=0)]
+    weight: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
     """Its share of the sequences, over the sum of all weights."""
 
 
 class Data(Table):
     """Where tokens come from."""
 
-    tokens: Path
+    tokens: FilePath
     """A token file made by `hpctrain prepare`, or a nanoGPT `.bin`. Relative to the current directory."""
-    validation: Path | None = None
+    validation: FilePath | None = None
     """Tokens for validation; None: the last `validation_fraction` of each token file."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=MOST_NUMBER)] = 1.0
     """The share of `tokens`, where there are `more`."""
-    more: tuple[Source, ...] = ()
+    more: Several[Source] = ()
     """Further token files, each as `[[data.more]]` with `tokens` and `weight`."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of `tokens` that is kept for validation."""
-    sequence_length: Count = 256
+    sequence_length: TokenCount = 256
     """Tokens of a sequence."""
     mask_documents: Switch = False
     """Whether attention and loss stay inside a document, where a sequence holds several; positions restart."""
@@ -168,25 +188,25 @@ class Train(Table):
 
     steps: Count = 100
     """Updates of the weights."""
-    start_from: Path | None = None
+    start_from: FilePath | None = None
     """A checkpoint, or a run folder, whose weights to start from, such as `hpctrain import` makes. Relative to the job
     file."""
-    global_batch: Count = 16
+    global_batch: SequenceCount = 16
     """Sequences in a step, over all ranks."""
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    learning_rate: Annotated[float, Field(gt=0, le=MOST_RATE)] = 3e-4
     """The highest, after warm-up."""
     min_learning_rate: NonNegative | None = None
     """Where the cosine ends; None: a tenth of learning_rate."""
     warmup_steps: WholeNumber = 0
     """Steps in which the learning rate rises from 0."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=MOST_RATE)] = 0.1
     """On weights of two dims; biases and norms are not decayed."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     clip_norm: NonNegative = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
-    seed: Annotated[int, Field(strict=True)] = 1
+    seed: int = 1
     dtype: Annotated[Literal["fp32", "bf16"] | None, AUTO] = None
     """Of weights in use and activations; auto: bf16 where it is clearly faster on every family, else fp32.
 
@@ -194,7 +214,7 @@ class Train(Table):
     """
     validate_every: WholeNumber = 0
     """Steps between validations; 0: at the end only."""
-    validation_sequences: Count = 64
+    validation_sequences: SequenceCount = 64
 
     @property
     def resolved_dtype(self) -> str:
@@ -213,37 +233,45 @@ class Train(Table):
 
 
 class TensorSizes(Table):
-    x: Count = 1
-    y: Count = 1
-    z: Count = 1
+    x: RankCount = 1
+    y: RankCount = 1
+    z: RankCount = 1
 
 
 class PlanRequest(Table):
     """An even plan in short form; a general one is a file of its own."""
 
-    file: Path | None = None
+    file: FilePath | None = None
     """A plan file, relative to the job file. No other key of this section may be given with it."""
     tensor: Annotated[TensorSizes, BeforeValidator(lambda size: {"y": size} if isinstance(size, int) else size)] = (
         TensorSizes()
     )
     """The tensor grid: x, y and z. A number is y alone: `tensor = 8` is TP8."""
-    pipeline: Count = 1
+    pipeline: RankCount = 1
     """Pipeline stages (PP)."""
-    data: Count = 1
+    data: RankCount = 1
     """Data replicas (DP)."""
-    microbatch: Annotated[Count | None, AUTO] = None
+    microbatch: Annotated[SequenceCount | None, AUTO] = None
     """Sequences of one data replica that go through the pipeline at once; auto: a value with its reason."""
     recompute: Literal["none", "full"] = "none"
-    zero: Literal[0, 1, 2, 3] = 1
+    zero: ZeroStage = 1
     """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
     schedule: Literal["1f1b", "zb-h1"] = "1f1b"
     """zb-h1: weight passes fill the pipeline's bubble; every stage keeps as many microbatches as the first."""
-    virtual_stages: Count = 1
+    virtual_stages: LayerCount = 1
     """Tiles of each stage: with several the pipeline is interleaved, and its bubble as many times shorter."""
 
     @property
     def num_ranks(self) -> int:
         return self.tensor.x * self.tensor.y * self.tensor.z * self.pipeline * self.data
+
+    @model_validator(mode="after")
+    def _few_enough(self) -> Self:
+        if self.num_ranks > MOST_RANKS:
+            raise ValueError(
+                f"tensor, pipeline and data ask for {self.num_ranks:,} ranks; lower them to {MOST_RANKS:,}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _file_alone(self) -> Self:
@@ -257,7 +285,7 @@ class PlanRequest(Table):
 class SearchBudget(Table):
     """How far one rank searches for the plan where it is `auto`, while the others wait."""
 
-    seconds: Annotated[float, Field(gt=0)] = 10.0
+    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 10.0
     """The most that the search takes. Where it ends the search, the plan depends on the speed of this machine."""
     plans: Count = 2000
     """How many plans are scored. The best of them are simulated."""
@@ -319,7 +347,7 @@ class Comm(Table):
     """auto: shared memory in a host; by family and host, then across; or forced, where a group could do otherwise."""
     algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
     """Of collectives over messages; auto: the cheapest by size and by the links of the cluster."""
-    gather_messages: bool = True
+    gather_messages: Switch = True
     """Whether the y ranks of a stage each receive a part over a slow link and gather it. The numbers are equal."""
 
 
@@ -341,8 +369,12 @@ class Job(Table):
     @field_validator("name")
     @classmethod
     def _name(cls, name: str) -> str:
-        if not name or "/" in name:
+        if not name or "/" in name or "\0" in name:
             raise ValueError("must be a file name, as the run folder is named after it")
+        if len(name.encode(errors="replace")) > MOST_NAME_BYTES:
+            raise ValueError(
+                f"is longer than {MOST_NAME_BYTES} bytes, and the run folder is named after it; shorten it"
+            )
         return name
 
     @model_validator(mode="after")
@@ -381,20 +413,24 @@ def load_job(reference: str, overrides: Iterable[str] = ()) -> Job:
 def locate_job(reference: str) -> Path:
     """Return the path of a job file, or of the ready-made job of that name."""
     path = Path(reference)
-    if path.is_file():
+    if is_file(path):
         return path
     ready_made = READY_MADE / f"{reference}.toml"
-    if ready_made.is_file():
+    if is_file(ready_made):
         return ready_made
     names = [p.stem for p in READY_MADE.glob("*.toml")]
-    raise JobError(f"{reference}: no such job file, nor a ready-made job of that name{did_you_mean(reference, names)}")
+    hint = did_you_mean(reference, names)
+    raise JobError(f"{shorten(reference)}: no such job file, nor a ready-made job of that name{hint}")
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
     """Read a TOML file over what it extends; also return which file each dotted key came from."""
-    if path.resolve() in seen:
-        raise JobError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
     tree = parse_toml(read_text(path, JobError), str(path), JobError)
+    where = path.resolve()  # it could be read, so it is not a link to itself
+    if where in seen:
+        raise JobError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
+    if len(seen) == MOST_EXTENDED:
+        raise JobError(f"{path}: is the end of {MOST_EXTENDED} files that extend each other; put some of them into one")
     plan = tree.get("plan")
     if isinstance(plan, dict) and isinstance(plan.get("file"), str):  # a run folder can be moved with its plan
         plan["file"] = str(path.parent / plan["file"])
@@ -406,7 +442,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
         return tree, {key: str(path) for key in _dotted(tree)}
     if not isinstance(base, str):
         raise JobError(f"{path}: extends = {base!r}: must be the path of a job file, in quotes")
-    parent, origins = _read(path.parent / base, (*seen, path.resolve()))
+    parent, origins = _read(path.parent / base, (*seen, where))
     return _merge(parent, tree), origins | {key: str(path) for key in _dotted(tree)}
 
 
@@ -427,13 +463,17 @@ def _merge(under: dict, over: dict) -> dict:
 
 def _apply_override(tree: dict, origins: dict[str, str], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise JobError(f"--set {override}: write it as section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # an unquoted word is a string, as a shell user expects
     *sections, last = key.strip().split(".")
+    if not equals or not all((*sections, last)) or len(sections) > MOST_SECTIONS:
+        raise JobError(f"--set {shorten(repr(override))}: write it as section.key=value")
+    try:
+        value = parse_toml_value(text)
+    except TOMLDecodeError:
+        if "\n" in text:
+            raise JobError(f"--set {shorten(repr(override))}: has a second line, which would be lost") from None
+        value = text  # an unquoted word is a string, as a shell user expects
+    except ValueError as error:
+        raise JobError(f"--set {shorten(override)}: {error}") from None
     at = tree
     for section in sections:
         if not isinstance(at.get(section), dict):

@@ -5,7 +5,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from hpctrain.config.tables import Table
+from hpctrain.config.bounds import RankCount
+from hpctrain.config.tables import Several, Table
 
 BATCH_WORD = re.compile(r"[A-Za-z0-9_.,:=@%+/&|*()\[\]-]+")
 """What a line `#SBATCH` can hold without quotes: Slurm splits such lines by rules of its own."""
@@ -34,7 +35,6 @@ def _text(value: str) -> str:
 
 BatchWord = Annotated[str, AfterValidator(_batch_word)]
 Text = Annotated[str, AfterValidator(_text), Field(min_length=1)]
-Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 class Launch(Table):
@@ -47,11 +47,11 @@ class Launch(Table):
     reservation: BatchWord | None = None
     gres: BatchWord | None = None
     """What Slurm calls one device, such as `gpu:a100`; left out: `gpu` for accelerators, nothing for CPUs."""
-    cores_per_rank: Count | None = None
+    cores_per_rank: RankCount | None = None
     """Left out: a share of the node's."""
-    min_nodes: Count | None = None
+    min_nodes: RankCount | None = None
     """With how many nodes of these the job may start where not all can be had; left out: all of them."""
-    modules: tuple[Text, ...] = ()
+    modules: Several[Text] = ()
     """Loaded before the program starts."""
     venv: Text | None = None
     """The folder of a virtual environment with hpctrain; left out: the one that writes the script."""

@@ -1,25 +1,48 @@
-"""What the files that people write have in common: strict, frozen tables, and one message for what is wrong."""
+"""What the files that people write have in common: strict, frozen tables, and one message for what is wrong.
+
+Every TOML file is read here, within limits that keep a damaged one from taking minutes, or the memory of the host.
+"""
 
 import difflib
 import re
+import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.config.errors import HpctrainError, describe_os_error, did_you_mean
 
 REPEATED = re.compile(r"Cannot overwrite a value \(at (?:line (\d+), column|end of document)")
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+# Far more than a plan for ten thousand ranks takes; reading it takes some seconds.
+MOST_BYTES = 4_000_000
+# Tables in tables; no file of hpctrain has more than 6. Reading keys of many parts takes the square of their number.
+MOST_NESTED = 32
+KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
+DEEP_KEY = re.compile(rf"""(?<![\w"'-])(?:{KEY_PART}){{{MOST_NESTED}}}""", re.ASCII)
+# A file is read again for each key that it has twice, and mistakes are compared with each other.
+MOST_MISTAKES = 20
+MOST_READ_AGAIN_BYTES = 1_000_000
+SHOWN_CHARACTERS = 200
+
+T = TypeVar("T")
+Several = Annotated[tuple[T, ...], Field(strict=False)]
+"""A list of a file; what is in it is strict again."""
+FilePath = Annotated[Path, Field(strict=False)]
+"""A path, which is text in a file."""
 
 
 class Table(BaseModel):
-    """A table of a TOML file: immutable, and without room for a key that means nothing."""
+    """A table of a TOML file: immutable, and without room for a key that means nothing.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    A number is a number: neither text nor a boolean is taken for one, nor 8.0 for 8.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
     if TYPE_CHECKING:  # pydantic makes it for frozen tables
 
@@ -27,13 +50,21 @@ class Table(BaseModel):
 
 
 def read_text(path: Path, kind: type[HpctrainError]) -> str:
-    """Return a file's text. Raises `kind` where it cannot be read."""
+    """Return a file's text. Raises `kind` where it cannot be read, is no regular file, or is too long to be ours."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            what = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
+            raise kind(f"{path}: cannot be read: is {what}; give the path of a file")
+        if status.st_size > MOST_BYTES:
+            raise kind(f"{path}: has {status.st_size:,} bytes, and no file of this kind has more than {MOST_BYTES:,}")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise kind(f"{path}: cannot be read: {describe_os_error(error)}") from None
+        raise kind(f"{shorten(path)}: cannot be read: {describe_os_error(error)}") from None
     except UnicodeDecodeError as error:
         raise kind(f"{path}: not valid TOML: {error}") from None
+    except ValueError as error:  # a zero byte in the path
+        raise kind(f"{shorten(path)}: cannot be read: {error}") from None
 
 
 def parse_toml(text: str, where: str, kind: type[HpctrainError]) -> dict[str, Any]:
@@ -45,29 +76,91 @@ def parse_toml(text: str, where: str, kind: type[HpctrainError]) -> dict[str, An
 
 
 def parse_toml_once(text: str, where: str, kind: type[HpctrainError]) -> tuple[dict[str, Any], list[str]]:
-    """Return TOML as plain data, and a line for each key that is given twice, of which the first one counts."""
+    """Return TOML as plain data, and a line for each key that is given twice, of which the first one counts.
+
+    Raises `kind` where it is no TOML, or has what no file of ours has: integers beyond 64 bits, text with zero bytes,
+    tables in tables without an end.
+    """
     repeated: list[str] = []
     lines = text.split("\n")  # TOML knows no other ends of lines
     while True:
         try:
-            return tomllib.loads("\n".join(lines)), repeated
+            return _parse_within_limits("\n".join(lines)), repeated
         except tomllib.TOMLDecodeError as error:
             result = REPEATED.search(str(error))
             number = int(result[1]) if result else 0
             key = lines[number - 1].partition("=")[0].strip() if 0 < number <= len(lines) else ""
             if not BARE_KEY.fullmatch(key):
-                raise kind("\n".join([f"{where}: not valid TOML: {error}", *repeated])) from None
-            repeated.append(f"line {number}: {key}: the key is there twice in its table; keep one")
+                raise kind("\n".join([f"{where}: not valid TOML: {shorten(error)}", *repeated])) from None
+            repeated.append(f"line {number}: {shorten(key)}: the key is there twice in its table; keep one")
+            if len(repeated) == MOST_MISTAKES or len(text) * len(repeated) > MOST_READ_AGAIN_BYTES:
+                raise kind("\n".join(f"{where}: {line}" for line in [*repeated, "and maybe more"])) from None
             lines[number - 1] = ""
+        except ValueError as error:
+            raise kind("\n".join([f"{where}: {error}", *repeated])) from None
+
+
+def parse_toml_value(text: str) -> Any:
+    """Return one value of TOML, as after a key. Raises ValueError where it is none, or more than one."""
+    tree = _parse_within_limits(f"value = {text}")
+    if list(tree) != ["value"]:
+        raise ValueError("has more than one value; set one key at a time")
+    return tree["value"]
+
+
+def _parse_within_limits(text: str) -> dict[str, Any]:
+    """Return TOML as plain data. Raises ValueError: TOMLDecodeError where it is none, else for what goes too far."""
+    if DEEP_KEY.search(text):
+        raise ValueError(f"a key has more than {MOST_NESTED} parts; no key of a file of this kind does")
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError(f"has tables or lists within each other, more than {MOST_NESTED} deep") from None
+    except ValueError:  # Python's own limit on the digits of an integer
+        raise ValueError("has an integer of thousands of digits; TOML's have 64 bits at most") from None
+    _check_values(tree)
+    return tree
+
+
+def _check_values(tree: dict[str, Any]) -> None:
+    """Refuse values that no file of ours has, by the key. Raises ValueError."""
+    waiting: list[tuple[str, int, Any]] = [("", 0, tree)]
+    while waiting:
+        key, depth, value = waiting.pop()
+        if depth > MOST_NESTED:
+            raise ValueError(f"{shorten(key)}: has tables or lists within each other, more than {MOST_NESTED} deep")
+        if isinstance(value, dict | list):
+            waiting += ((f"{key}.{name}" if key else name, depth + 1, inner) for name, inner in _entries(value))
+        elif isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{shorten(key)} = {shorten(repr(value))}: has a zero byte; remove it")
+        elif type(value) is int and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{shorten(key)}: is an integer of more than 64 bits, and TOML has none")
+        if "\0" in key:
+            raise ValueError(f"the key {shorten(repr(key))} has a zero byte; remove it")
+
+
+def _entries(value: dict | list) -> Iterator[tuple[str, Any]]:
+    yield from value.items() if isinstance(value, dict) else ((str(i), each) for i, each in enumerate(value))
+
+
+def shorten(what: object) -> str:
+    """Return what a message shows of something: its text, the middle left out where it is long."""
+    text = str(what)
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}…{text[-half:]}"
 
 
 def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, str]]:
     """Turn pydantic's findings in a file of `table` into dotted keys, each with a message that names it.
 
     A key is empty where the finding is about several keys at once; the message then names them itself. A key that is
-    missing because it was misspelt is reported once, as the typo.
+    missing because it was misspelt is reported once, as the typo. Of very many only the first ones are there.
     """
     problems = error.errors(include_url=False)
+    left_out = len(problems) - MOST_MISTAKES
+    problems = problems[:MOST_MISTAKES]
     texts: list[tuple[str, str]] = []
     typos: set[str] = set()
     for problem in problems:
@@ -83,6 +176,8 @@ def explain(error: ValidationError, table: type[BaseModel]) -> list[tuple[str, s
         key, text = _explain_one(problem, table)
         if problem["type"] != "missing" or key not in typos:
             texts.append((key, text))
+    if left_out > 0:
+        texts.append((texts[-1][0] if texts else "", f"and {left_out:,} mistakes more"))
     return list(dict.fromkeys(texts))
 
 
@@ -91,15 +186,15 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
     key = ".".join(map(str, loc))
     match problem["type"]:
         case "extra_forbidden":
-            text = f"{key}: unknown key{did_you_mean(str(loc[-1]), _table_at(table, loc[:-1]).model_fields)}"
+            text = f"{shorten(key)}: unknown key{did_you_mean(str(loc[-1]), _table_at(table, loc[:-1]).model_fields)}"
         case "missing":
             text = f"{key}: missing; set it"
         case "value_error":
             text = f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
         case "model_type":
-            text = f"{key} = {problem['input']!r}: must be a section of keys"
+            text = f"{key} = {shorten(repr(problem['input']))}: must be a section of keys"
         case _:
-            text = f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+            text = f"{key} = {shorten(repr(problem['input']))}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
     return key, text
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hpctrain.config.cluster import ITEM_BYTES, Bytes, Count, DType, Name, NotNegative, Positive
+from hpctrain.config.bounds import Count
+from hpctrain.config.cluster import ITEM_BYTES, Bytes, DType, Name, NotNegative, Positive
 from hpctrain.config.tables import Table
 
 
@@ -23,13 +24,13 @@ class PretendDevice(Table):
     """Of products large enough to keep it busy; a dtype that is not listed is not computed in."""
     launch_seconds: NotNegative = 0.0
     """The least that an operation takes."""
-    tile: tuple[Count, Count] = (1, 1)
+    tile: Annotated[tuple[Count, Count], Field(strict=False)] = (1, 1)
     """Products are computed in whole tiles of so many rows and columns of the result."""
     half_speed_rows: NotNegative = 0.0
     """Rows of the result at which a product reaches half of its speed."""
-    overlap_slowdown: Annotated[float, Field(ge=1, strict=True)] = 1.0
+    overlap_slowdown: Annotated[float, Field(ge=1)] = 1.0
     """How many times as long a computation takes while the device communicates."""
-    jitter_share: Annotated[float, Field(ge=0, lt=0.5, strict=True)] = 0.0
+    jitter_share: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Standard deviation of an operation's time, of its time."""
 
     def product_seconds(self, dtype: str, m: int, k: int, n: int, batch: int = 1) -> float:

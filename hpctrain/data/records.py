@@ -63,7 +63,7 @@ def open_records(path: Path, fields: Fields) -> Records:
 def _text_of(value: Any, where: str, field: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: '{field}' is {value!r:.60} and no text; name another with --field")
-    return value
+    return value.encode(errors="replace").decode()  # JSON may name halves of characters, which no text has
 
 
 class JsonLines(Records):

@@ -67,7 +67,7 @@ class Tokenizer(ABC):
         """
         try:
             tree = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{origin}: not a tokenizer: not valid JSON: {error}") from None
         if isinstance(tree, dict) and tree.get("type") == "byte":
             return ByteTokenizer()

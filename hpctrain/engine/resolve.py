@@ -19,6 +19,7 @@ from hpctrain.config.errors import HpctrainError, JobError, LaunchError, Topolog
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import refuse_if_interrupted
 from hpctrain.engine.resolve_overlap import continued, crossings, resolve_forward, resolve_overlap
+from hpctrain.plan import checks
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.intervals import cut_evenly
@@ -177,6 +178,7 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
     if job.train.dtype is None:
         job = with_values(job, "train", dtype=theirs.train.dtype)
         reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
+    checks.check_plan(job, plan, f"{where}: its plan")
     if job.plan is None and not is_for(plan, facts.families):
         reasons["planned again"] = (
             f"{where} was written by {describe_ranks(plan)}; these are"

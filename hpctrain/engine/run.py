@@ -101,9 +101,11 @@ class TrainingRun:
         with self._world.all_or_none():
             if self._folder:
                 self._folder.describe(self.job, prepared.plan, prepared.reasons, self._described.cluster)
-                self._folder.rewind_metrics(done)
+                damage = self._folder.rewind_metrics(done)
                 what = self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint, self.path
                 self._console.start(*what)
+                if damage:
+                    self._console.say(damage)
 
     def train(self, stop_after: int | None = None) -> tuple[dict, EarlyEnd | None]:
         """Train to the job's last step, or to an earlier one.

@@ -7,6 +7,7 @@ import click
 
 from hpctrain.engine.resolve import prepare_run
 from hpctrain.jobs import bench_mixed
+from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -25,8 +26,8 @@ def command():
 @command.command("train")
 @click.argument("job")
 @override_option
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps that are timed.")
-@click.option("--warmup", default=1, show_default=True, type=click.IntRange(0), help="Steps before them.")
+@click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps that are timed.")
+@click.option("--warmup", default=1, show_default=True, type=NONE_OR_MORE, help="Steps before them.")
 @rehearse_option
 @time_scale_option
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")

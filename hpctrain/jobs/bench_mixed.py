@@ -4,6 +4,7 @@ import json
 
 import click
 
+from hpctrain.jobs.arguments import COUNT
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -23,11 +24,9 @@ OWN_JOB = "mixed"
 @click.argument("cluster")
 @click.option("--job", "reference", default=OWN_JOB, show_default=True, help="What to train; its [plan] is not used.")
 @override_option
-@click.option("--alone", default=5, show_default=True, type=click.IntRange(1), help="Plans measured of each family.")
-@click.option(
-    "--plans", default=2, show_default=True, type=click.IntRange(1), help="Plans measured of each other kind."
-)
-@click.option("--steps", default=2, show_default=True, type=click.IntRange(1), help="Steps timed, after one more.")
+@click.option("--alone", default=5, show_default=True, type=COUNT, help="Plans measured of each family.")
+@click.option("--plans", default=2, show_default=True, type=COUNT, help="Plans measured of each other kind.")
+@click.option("--steps", default=2, show_default=True, type=COUNT, help="Steps timed, after one more.")
 @time_scale_option
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(cluster, reference, overrides, alone, plans, steps, time_scale, as_json):

@@ -16,10 +16,13 @@ import click
 
 from hpctrain import __version__
 from hpctrain.architectures.registry import presets
+from hpctrain.config.bounds import MOST_RANKS, MOST_SECONDS
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
+from hpctrain.config.paths import exists
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.resolve import Described, with_values
+from hpctrain.jobs.arguments import PATH, RANKS, FiniteRange
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
@@ -46,7 +49,7 @@ rehearse_option = click.option(
 
 time_scale_option = click.option(
     "--time-scale",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, max=MOST_SECONDS, min_open=True),
     metavar="SECONDS",
     help="Seconds of a rehearsal for one of its cluster. Default: the file's, or so many that the cores keep up.",
 )
@@ -57,15 +60,13 @@ def launch_options(command):
     for option in reversed(
         (
             click.option("--cluster", metavar="CLUSTER", help="A cluster file, or the name of a ready one."),
-            click.option("--nodes", type=click.IntRange(1), metavar="N", help="Or: N equal nodes, described later."),
-            click.option("--ranks-per-node", type=click.IntRange(1), metavar="N", help="Of such nodes."),
-            click.option(
-                "--plan", type=click.Path(path_type=Path), metavar="FILE", help="A plan file. Default: searched for."
-            ),
+            click.option("--nodes", type=RANKS, metavar="N", help="Or: N equal nodes, described later."),
+            click.option("--ranks-per-node", type=RANKS, metavar="N", help="Of such nodes."),
+            click.option("--plan", type=PATH, metavar="FILE", help="A plan file. Default: searched for."),
             click.option(
                 "--run",
                 "run_path",
-                type=click.Path(path_type=Path),
+                type=PATH,
                 help="Run folder, seen by all nodes. Default: runs/NAME-DATE-TIME.",
             ),
         )
@@ -111,6 +112,8 @@ def launch_plan(
 
     if bool(cluster_reference) == bool(nodes) or bool(nodes) != bool(ranks_per_node):
         raise click.UsageError("give --cluster CLUSTER, or --nodes N and --ranks-per-node N")
+    if nodes and ranks_per_node and nodes * ranks_per_node > MOST_RANKS:
+        raise click.UsageError(f"{nodes} nodes of {ranks_per_node} ranks are more than {MOST_RANKS:,} ranks; lower one")
     if plan_path:
         overrides = (*overrides, f"plan.file={plan_path}")
     job = load_job(reference, overrides)
@@ -249,7 +252,7 @@ def generate_tokens(path: Path, vocab_size: int, num_tokens: int = 200_000) -> N
 def _with_any_vocabulary(job: Job) -> Job:
     """Return the job with a vocabulary size, its preset's where it has no token file. Raises JobError."""
     preset = presets().get(job.model.preset or "", {}).get("vocab_size")
-    if job.model.vocab_size is None and not job.data.tokens.exists():
+    if job.model.vocab_size is None and not exists(job.data.tokens):
         if preset is None:
             raise JobError(
                 f"{job.data.tokens}: no such token file, and so no vocabulary size; set model.vocab_size to rehearse"

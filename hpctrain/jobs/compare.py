@@ -8,14 +8,21 @@ from pathlib import Path
 import click
 
 from hpctrain.config.errors import JobError
+from hpctrain.jobs.arguments import PATH, FiniteRange
 
 DIFFERENT_EXIT_CODE = 1
 
 
 @click.command("compare")
-@click.argument("run_a", type=click.Path(path_type=Path))
-@click.argument("run_b", type=click.Path(path_type=Path))
-@click.option("--tolerance", default=1e-5, show_default=True, help="Largest relative difference of the losses.")
+@click.argument("run_a", type=PATH)
+@click.argument("run_b", type=PATH)
+@click.option(
+    "--tolerance",
+    default=1e-5,
+    show_default=True,
+    type=FiniteRange(0),
+    help="Largest relative difference of the losses.",
+)
 @click.option("--exact", is_flag=True, help="Losses, gradient norms, weights and moments must agree bit for bit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(run_a, run_b, tolerance, exact, as_json):

@@ -1,16 +1,17 @@
 """`hpctrain evaluate`: the loss of a model on a token file."""
 
 import json
-from pathlib import Path
 
 import click
 
+from hpctrain.jobs.arguments import LARGE_COUNT, PATH
+
 
 @click.command("evaluate")
-@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--data", metavar="FILE", required=True, type=click.Path(path_type=Path), help="Token file.")
-@click.option("--sequences", type=click.IntRange(1), help="How many sequences, from the start.  [default: all]")
-@click.option("--sequence-length", type=click.IntRange(1), help="Tokens of a sequence.  [default: that of the run]")
+@click.argument("path", metavar="RUN", type=PATH)
+@click.option("--data", metavar="FILE", required=True, type=PATH, help="Token file.")
+@click.option("--sequences", type=LARGE_COUNT, help="How many sequences, from the start.  [default: all]")
+@click.option("--sequence-length", type=LARGE_COUNT, help="Tokens of a sequence.  [default: that of the run]")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(path, data, sequences, sequence_length, as_json):
     """Print loss and perplexity of the model in RUN, a run folder (its latest checkpoint) or a checkpoint, on FILE.

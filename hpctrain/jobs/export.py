@@ -1,19 +1,27 @@
 """`hpctrain export`: write a checkpoint as a Hugging Face model."""
 
 import json
-from pathlib import Path
 
 import click
 
+from hpctrain.config.errors import JobError
+from hpctrain.config.paths import exists
+from hpctrain.jobs.arguments import PATH, FiniteRange
+
 GB = 1_000_000_000
+MOST_SHARD_GB = 1e6
 
 
 @click.command("export")
-@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--hf", "folder", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Folder to make.")
+@click.argument("path", metavar="RUN", type=PATH)
+@click.option("--hf", "folder", metavar="DIR", required=True, type=PATH, help="Folder to make.")
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"]))
 @click.option(
-    "--shard-gb", default=5.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Largest file, in GB."
+    "--shard-gb",
+    default=5.0,
+    show_default=True,
+    type=FiniteRange(0, MOST_SHARD_GB, min_open=True),
+    help="Largest file, in GB.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(path, folder, dtype, shard_gb, as_json):
@@ -25,6 +33,8 @@ def command(path, folder, dtype, shard_gb, as_json):
     from hpctrain.checkpoint.format import locate_checkpoint
     from hpctrain.checkpoint.huggingface import export_model
 
+    if folder.is_symlink() and not exists(folder):
+        raise JobError(f"{folder}: is a link that leads nowhere; remove it, or name another folder with --hf")
     made = export_model(locate_checkpoint(path), folder, dtype, int(shard_gb * GB))
     if as_json:
         summary = {"folder": str(made.folder), "files": made.num_files, "bytes": made.num_bytes}

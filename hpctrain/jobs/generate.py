@@ -1,28 +1,37 @@
 """`hpctrain generate`: write text with a trained model."""
 
 import json
-from pathlib import Path
 
 import click
 
+from hpctrain.jobs.arguments import COUNT, LARGE_COUNT, PATH, SEED, FiniteRange
+
+MOST_TEMPERATURE = 1e6
+
 
 @click.command("generate")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @click.option("--prompt", default="", help="Text to go on from.")
-@click.option("--tokens", "num_tokens", default=200, show_default=True, type=click.IntRange(1))
-@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0: the likeliest token.")
-@click.option("--top-k", default=50, show_default=True, type=click.IntRange(1), help="Sample among so many tokens.")
+@click.option("--tokens", "num_tokens", default=200, show_default=True, type=COUNT)
+@click.option(
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    type=FiniteRange(0, MOST_TEMPERATURE),
+    help="0: the likeliest token.",
+)
+@click.option("--top-k", default=50, show_default=True, type=LARGE_COUNT, help="Sample among so many tokens.")
 @click.option(
     "--top-p",
     default=1.0,
     show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     help="Sample among the likeliest ones of so much probability.",
 )
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated.")
 @click.option("--ignore-end", is_flag=True, help="Go on after the end of a document.")
 @click.option("--no-cache", is_flag=True, help="Compute all anew for each token, for comparison.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, type=SEED)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(path, prompt, num_tokens, temperature, top_k, top_p, stop, ignore_end, no_cache, seed, as_json):
     """Write text with the model in PATH, a run folder (its latest checkpoint) or a checkpoint.

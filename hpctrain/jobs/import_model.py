@@ -1,14 +1,15 @@
 """`hpctrain import`: make a checkpoint to start from of a Hugging Face model."""
 
 import json
-from pathlib import Path
 
 import click
 
+from hpctrain.jobs.arguments import PATH
+
 
 @click.command("import")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--out", metavar="RUN", required=True, type=click.Path(path_type=Path), help="Run folder to make.")
+@click.argument("folder", metavar="DIR", type=PATH)
+@click.option("--out", metavar="RUN", required=True, type=PATH, help="Run folder to make.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(folder, out, as_json):
     """Make the run folder RUN from the Hugging Face model in DIR: config.json, safetensors, tokenizer.json.

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.config.errors import CheckpointError, JobError
+from hpctrain.config.paths import exists, is_file, is_folder
 
 
 @click.command("inspect")
@@ -25,9 +26,9 @@ def command(path, verify, parameters, as_json):
     The name of a ready-made job or cluster will do, too.
     """
     path = _locate(path)
-    if (path / "index.h5").is_file():
+    if is_file(path / "index.h5"):
         summary = _checkpoint(path, verify, parameters)
-    elif path.is_dir():
+    elif is_folder(path):
         summary = _run(path, verify, parameters)
     elif path.suffix == ".toml":
         summary = _described(path)
@@ -46,13 +47,15 @@ def _locate(reference: str) -> Path:
     """Return the path of a file or folder, or of the ready-made job or cluster of that name. Raises JobError."""
     from hpctrain.config.cluster_file import ready_clusters
     from hpctrain.config.job import READY_MADE
-    from hpctrain.config.tables import did_you_mean
+    from hpctrain.config.tables import did_you_mean, shorten
 
     ready = {path.stem: path for path in READY_MADE.glob("*.toml")} | ready_clusters()
     path = Path(reference)
-    if path.exists() or reference in ready:
-        return path if path.exists() else ready[reference]
-    raise JobError(f"{reference}: no such file or folder, nor a ready job or cluster{did_you_mean(reference, ready)}")
+    if exists(path) or reference in ready:
+        return path if exists(path) else ready[reference]
+    raise JobError(
+        f"{shorten(reference)}: no such file or folder, nor a ready job or cluster{did_you_mean(reference, ready)}"
+    )
 
 
 def _run(path: Path, verify: bool, parameters: bool) -> dict:
@@ -61,7 +64,7 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
 
     metrics = read_metrics(path)
     ending = _ending(path)
-    if not metrics and not ending and not (path / "resolved.toml").is_file():
+    if not metrics and not ending and not is_file(path / "resolved.toml"):
         raise JobError(f"{path}: neither a run folder nor a checkpoint (no resolved.toml, no index.h5)")
     summary = {"run": str(path), "logged_steps": len(metrics)}
     if metrics:
@@ -70,8 +73,11 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
             summary["validation_loss"] = validated[-1]["validation_loss"]
     from hpctrain.observe import drift
 
-    if compared := drift.read(path):
-        summary["prediction"] = drift.text(compared)
+    try:
+        if compared := drift.read(path):
+            summary["prediction"] = drift.text(compared)
+    except JobError as error:  # the run itself can be shown all the same
+        summary["prediction"] = f"cannot be shown: {error}"
     summary |= ending
     checkpoint = latest_checkpoint(path)
     return summary | (_checkpoint(checkpoint, verify, parameters) if checkpoint else {"checkpoint": None})
@@ -124,6 +130,7 @@ def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
 def _described(path: Path) -> dict:
     from hpctrain.config.job import load_job
     from hpctrain.config.tables import parse_toml_once, read_text
+    from hpctrain.plan.checks import check_tiling
     from hpctrain.plan.file import load_plan
     from hpctrain.sharding.parameters import count_parameters
 
@@ -132,6 +139,7 @@ def _described(path: Path) -> dict:
         return _cluster(path)
     if "tile" in tree:
         plan = load_plan(path)
+        check_tiling(plan, max(tile.items.stop for tile in plan.tiles))
         return {"plan": plan.describe(), "ranks": len(plan.ranks), "tiles": len(plan.tiles)}
     job = load_job(str(path))
     sections = job.model_dump(mode="json", exclude_none=True, exclude={"name"})

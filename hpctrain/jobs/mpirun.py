@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from hpctrain.config.errors import LaunchError, describe_os_error
+from hpctrain.jobs.arguments import PATH
 from hpctrain.jobs.common import launch_options, launch_plan, override_option
 from hpctrain.launch.folder import write_files
 from hpctrain.launch.mpi import mpi_library
@@ -16,7 +17,7 @@ from hpctrain.launch.mpirun import IMPLEMENTATIONS, host_lines, start_script
 @click.argument("job")
 @override_option
 @launch_options
-@click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="The hosts, one a line. Default: this.")
+@click.option("--hosts", type=PATH, metavar="FILE", help="The hosts, one a line. Default: this.")
 @click.option("--implementation", type=click.Choice(IMPLEMENTATIONS), help="Whose mpirun. Default: that of mpi4py.")
 def command(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, hosts, implementation):
     """Write a script that starts JOB with mpirun, each family with its own environment, and the run folder for it.

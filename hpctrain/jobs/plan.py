@@ -10,6 +10,7 @@ from hpctrain.config.cluster_defaults import describe_sources
 from hpctrain.config.cluster_file import filled_figures, load_cluster, locate_cluster
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
+from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
 from hpctrain.plan.checks import check_tiling
@@ -23,9 +24,7 @@ from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Limits, SearchResult
 from hpctrain.planner.space import Space, by_speed_space, even_space
 
-out_option = click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="The plan file to write. Default: standard output."
-)
+out_option = click.option("--out", type=PATH, metavar="FILE", help="The plan file to write. Default: standard output.")
 
 
 @click.group("plan")
@@ -56,9 +55,9 @@ def command():
 )
 @out_option
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-@click.option("--top", type=click.IntRange(0), default=5, show_default=True, help="List so many plans.")
-@click.option("--seconds", type=click.FloatRange(0), metavar="S", help="End the search after S seconds.")
-@click.option("--budget", type=click.IntRange(1), metavar="N", help="Score N plans.")
+@click.option("--top", type=NONE_OR_MORE, default=5, show_default=True, help="List so many plans.")
+@click.option("--seconds", type=SECONDS, metavar="S", help="End the search after S seconds.")
+@click.option("--budget", type=LARGE_COUNT, metavar="N", help="Score N plans.")
 def search_command(job, overrides, cluster, space, out, as_json, top, seconds, budget):
     """Search for the fastest plan of JOB on a cluster.
 
@@ -81,7 +80,7 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
 @command.command("uniform")
 @click.argument("job")
 @override_option
-@click.option("--ranks", type=click.IntRange(1), metavar="N", help="How many ranks the plan is for.")
+@click.option("--ranks", type=RANKS, metavar="N", help="How many ranks the plan is for.")
 @click.option("--cluster", metavar="CLUSTER", help="Or: the cluster that it is for, a file or a ready one's name.")
 @out_option
 def uniform_command(job, overrides, ranks, cluster, out):
@@ -107,7 +106,7 @@ def uniform_command(job, overrides, ranks, cluster, out):
 
 
 @command.command("draw")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=PATH)
 def draw_command(plan):
     """Draw a plan file as tiles: items across, rows down."""
     loaded = load_plan(plan)
@@ -116,7 +115,7 @@ def draw_command(plan):
 
 
 @command.command("check")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=PATH)
 @click.argument("job")
 @override_option
 def check_command(plan, job, overrides):

@@ -11,9 +11,11 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import is_pretended, load_cluster, locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.engine.resolve_overlap import resolve_on
+from hpctrain.jobs.arguments import PATH
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import check_families
 from hpctrain.planner.choose import dtype_on
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, predict
@@ -24,7 +26,7 @@ from hpctrain.planner.rows_fit import memory_warnings
 @click.argument("job")
 @override_option
 @click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or the name of a ready one.")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), required=True, help="A plan file.")
+@click.option("--plan", "plan_file", type=PATH, required=True, help="A plan file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def command(job, overrides, cluster, plan_file, as_json):
     """Predict a training step of JOB by a plan on a cluster: seconds by part, memory by stage.
@@ -41,6 +43,7 @@ def command(job, overrides, cluster, plan_file, as_json):
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
     dtype, reason = dtype_on(loaded, machine, used, cluster)
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
+    check_families(plan, [device.family for device in machine.devices], str(plan_file))
     loaded, resolved = with_overlap(loaded, machine, path, dtype, plan)
     setup = Setup.of_job(loaded, dtype)
     summary = describe(predict(setup, plan, machine), dtype) | {

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from hpctrain.jobs.arguments import PATH, VOCABULARY
+
 
 @click.command("prepare", short_help="Make a token file from text.")
-@click.argument("paths", metavar="PATH…", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--out", metavar="FILE.h5", required=True, type=click.Path(path_type=Path), help="Token file to write.")
+@click.argument("paths", metavar="PATH…", nargs=-1, type=PATH)
+@click.option("--out", metavar="FILE.h5", required=True, type=PATH, help="Token file to write.")
 @click.option(
     "--tokenizer",
     metavar="byte|bpe|FILE",
@@ -18,7 +20,7 @@ import click
     help="byte: a token is a byte. bpe: byte-level BPE, trained on the text itself. FILE: a Hugging Face"
     " tokenizer.json, or a token file whose tokenizer to use again (as for data.validation).",
 )
-@click.option("--vocab-size", type=int, help="Number of tokens that bpe trains, at least 257.  [default: 1024]")
+@click.option("--vocab-size", type=VOCABULARY, help="Number of tokens that bpe trains, at least 257.  [default: 1024]")
 @click.option("--glob", "globs", metavar="PATTERN", multiple=True, help="Which files of folders; may be repeated.")
 @click.option("--stdlib", is_flag=True, help="Add the sources of Python's own standard library: about 30 MB.")
 @click.option(

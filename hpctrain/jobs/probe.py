@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.config.bounds import MOST_SECONDS
 from hpctrain.config.cluster import Profile
 from hpctrain.config.cluster_file import (
     dump_cluster,
@@ -21,9 +22,11 @@ from hpctrain.config.cluster_file import (
 from hpctrain.config.errors import JobError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.config.links import slowest_links
+from hpctrain.config.paths import exists, is_file, is_folder
 from hpctrain.config.tables import read_text
 from hpctrain.engine.resolve import Described, check_ranks_are_devices
 from hpctrain.engine.resolve_overlap import resolve_overlap
+from hpctrain.jobs.arguments import PATH, FiniteRange
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -38,11 +41,11 @@ MACHINE_SECONDS, JOB_SECONDS = 20.0, 45.0
 
 
 @click.command("probe")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The cluster file to write.")
+@click.option("--out", type=PATH, metavar="FILE", help="The cluster file to write.")
 @click.option("--job", metavar="JOB", help="Measure what JOB takes on each family, and add it to a cluster file.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.1),
+    type=FiniteRange(0.1, MOST_SECONDS),
     metavar="S",
     help=f"How long to measure. Default: {MACHINE_SECONDS:g}; with --job {JOB_SECONDS:g}.",
 )
@@ -172,12 +175,12 @@ def probe_job(
 
 def check_writable(path: Path, force: bool) -> None:
     """Refuse before anything is measured. Raises JobError."""
-    if path.exists() and not force:
+    if exists(path) and not force:
         raise JobError(f"{path}: is there already; choose another --out, or replace it with --force")
-    if path.is_dir():
+    if is_folder(path):
         raise JobError(f"{path}: is a folder; give --out the name of a file in it")
     if not os.access(path.parent, os.W_OK):
-        reason = "may not be written" if path.parent.exists() else "is not there"
+        reason = "may not be written" if exists(path.parent) else "is not there"
         raise JobError(f"{path}: its folder {reason}; choose another --out")
 
 
@@ -206,7 +209,7 @@ def describe_this(world) -> Path:
 
     path = describe_machine(world, bind_accelerator(world)).path
     with world.all_or_none():
-        if world.rank == 0 and not path.is_file():
+        if world.rank == 0 and not is_file(path):
             raise JobError(f"{path}: cannot be kept; give --cluster FILE, or set {CACHE_VARIABLE} to another folder")
     return path
 

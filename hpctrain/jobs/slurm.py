@@ -8,11 +8,13 @@ from pathlib import Path
 import click
 
 from hpctrain.config.errors import JobError, LaunchError, describe_os_error
+from hpctrain.jobs.arguments import PATH
 from hpctrain.jobs.common import launch_options, launch_plan, override_option
 from hpctrain.launch.folder import write_files
 from hpctrain.launch.mpi import MPI_OF_SRUN, mpi_library, srun_interfaces
 from hpctrain.launch.slurm import BatchJob, batch_script, chain_script
 
+MOST_STARTS = 1000
 TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
 
@@ -20,12 +22,16 @@ TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 @click.argument("job")
 @override_option
 @launch_options
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the batch script here as well.")
+@click.option("--out", type=PATH, metavar="FILE", help="Write the batch script here as well.")
 @click.option("--time", metavar="TIME", help="The time limit, as Slurm writes it: 30:00, 12:00:00, 2-00:00:00.")
 @click.option("--mpi", metavar="TYPE", help="The value of srun --mpi. Default: by the MPI library of mpi4py.")
-@click.option("--retries", type=click.IntRange(0), default=3, show_default=True, help="Restarts after a lost rank.")
+@click.option(
+    "--retries", type=click.IntRange(0, MOST_STARTS), default=3, show_default=True, help="Restarts after a lost rank."
+)
 @click.option("--shared-nodes", is_flag=True, help="Take cores of nodes that other jobs use too.")
-@click.option("--chain", type=click.IntRange(1), metavar="N", help="Where requeue is forbidden: N jobs in a chain.")
+@click.option(
+    "--chain", type=click.IntRange(1, MOST_STARTS), metavar="N", help="Where requeue is forbidden: N jobs in a chain."
+)
 def command(
     job, overrides, cluster, plan, nodes, ranks_per_node, run_path, out, time, mpi, retries, shared_nodes, chain
 ):

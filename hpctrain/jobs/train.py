@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import click
 
@@ -10,6 +9,7 @@ from hpctrain.comm.launcher import record_exit
 from hpctrain.comm.signals import StopSignals
 from hpctrain.config.errors import InterruptionError
 from hpctrain.engine.run import TrainingRun
+from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH
 from hpctrain.jobs.common import (
     describe,
     load_job_on,
@@ -24,15 +24,17 @@ from hpctrain.jobs.common import (
 @click.command("train")
 @click.argument("job")
 @override_option
-@click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME-DATE-TIME.")
-@click.option("--stop-after", type=click.IntRange(1), metavar="STEP", help="Stop (with a checkpoint) after this step.")
+@click.option("--run", "run_path", type=PATH, help="Run folder. Default: runs/NAME-DATE-TIME.")
+@click.option("--stop-after", type=LARGE_COUNT, metavar="STEP", help="Stop (with a checkpoint) after this step.")
 @rehearse_option
 @time_scale_option
 @click.option("--cluster", metavar="CLUSTER", help="A cluster file of what the ranks run on. Default: measured here.")
 @click.option("--fresh-probe", is_flag=True, help="Measure this machine again, although its description is known.")
 @click.option("--trace", is_flag=True, help="Same as --set observe.trace=true: write a trace of the first steps.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar. Default: if a terminal is seen.")
-@click.option("--sample", default=200, show_default=True, help="Tokens of sample text at the end; 0: none.")
+@click.option(
+    "--sample", default=200, show_default=True, type=NONE_OR_MORE, help="Tokens of sample text at the end; 0: none."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON last, and nothing else on stdout.")
 @click.pass_obj
 def command(

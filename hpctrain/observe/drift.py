@@ -7,9 +7,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError, model_validator
 
 from hpctrain.comm.tracing import UNTRACED, Tracer
-from hpctrain.config.errors import TrainingError, describe_os_error
+from hpctrain.config.errors import JobError, TrainingError, describe_os_error
+from hpctrain.config.paths import exists, read_json
+from hpctrain.config.tables import Table, explain
 from hpctrain.plan.schedule import COMPUTING, Instruction, Op
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.predictor import Prediction
@@ -18,8 +23,43 @@ from hpctrain.planner.simulate import EXPOSED
 DRIFT = "drift.json"
 LARGE_SHARE = 0.1
 """Of a step: a difference that becomes a warning, unless the prediction itself promises less."""
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Part = Annotated[str, Field(pattern="|".join(f"^{part}$" for part in EXPOSED))]
 PART_OF_GROUP = {"x": "tensor", "y": "tensor", "z": "tensor", "pipeline": "pipeline", "everyone": "pipeline"}
 """Whoever waits for all ranks waits for the slowest pipeline; other groups share weights."""
+
+
+class _SecondsOfPart(Table):
+    predicted_seconds: NonNegative
+    measured_seconds: NonNegative
+
+
+class _BytesOfStage(Table):
+    items: list[int]
+    predicted_bytes: Positive
+    measured_bytes: NonNegative
+
+
+class _SavedComparison(Table):
+    """What is in the file."""
+
+    cluster: str
+    steps: int
+    predicted_seconds: Positive
+    interval_seconds: list[NonNegative]
+    measured_seconds: NonNegative
+    drift: float
+    is_large: bool
+    parts: dict[Part, _SecondsOfPart] = Field(default_factory=dict)
+    drifted: Part | None = None
+    memory: list[_BytesOfStage] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _names_a_part(self) -> Self:
+        if self.parts and self.drifted not in self.parts:
+            raise ValueError(f"drifted = {self.drifted!r} is none of the parts {', '.join(self.parts)}")
+        return self
 
 
 class PartMeter(Tracer):
@@ -181,8 +221,13 @@ def write(folder: Path, summary: Mapping) -> None:
 
 
 def read(folder: Path) -> dict | None:
-    """Return the comparison of a run folder, if it has one that is whole."""
-    try:
-        return json.loads((folder / DRIFT).read_text())
-    except (OSError, json.JSONDecodeError):
+    """Return the comparison of a run folder; None where it has none. Raises JobError where it is damaged."""
+    path = folder / DRIFT
+    if not exists(path):
         return None
+    tree = read_json(path, JobError, "a comparison with a prediction")
+    try:
+        return _SavedComparison.model_validate(tree).model_dump(mode="json", exclude_unset=True)
+    except ValidationError as error:
+        what = explain(error, _SavedComparison)[0][1]
+        raise JobError(f"{path}: is damaged: {what}; remove it, the next run writes it again") from None

@@ -9,19 +9,23 @@ checkpoints/     see hpctrain.checkpoint
 """
 
 import json
-import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from hpctrain.config.bounds import MOST_NUMBER
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job
 from hpctrain.config.job_dump import dump_job
+from hpctrain.config.paths import is_file
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
 METRICS = "metrics.jsonl"
+NUMBERS = ("loss", "validation_loss", "grad_norm")
+"""Of a line of metrics, which other commands compute with; the first is in each."""
 RESOLVED = "resolved.toml"
 PLAN = "plan.toml"
 CLUSTER = "cluster.toml"
@@ -54,13 +58,20 @@ class RunFolder:
             (self.path / PLAN).write_text(dump_plan(plan))
             (self.path / RESOLVED).write_text(dump_job(job, reasons, PLAN))
 
-    def rewind_metrics(self, step: int) -> None:
-        """Drop the lines of steps after `step`, which a resumed run computes again."""
+    def rewind_metrics(self, step: int) -> str | None:
+        """Drop the lines of steps after `step`, which a resumed run computes again.
+
+        Lines that are damaged are dropped too; the file as it was is then kept, and what to tell of it is returned.
+        """
+        file, damaged = self.path / METRICS, self.path / (METRICS + ".damaged")
         with _writing(self.path):
-            kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+            lines, mistakes = _parse_metrics(file)
+            if mistakes:
+                file.replace(damaged)
             partial = self.path / (METRICS + ".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            partial.replace(self.path / METRICS)
+            partial.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
+            partial.replace(file)
+        return f"{mistakes[0]}; left out ({len(mistakes)} in all), the file is kept as {damaged}" if mistakes else None
 
     def log(self, line: dict) -> None:
         """Append one line to the metrics."""
@@ -84,14 +95,43 @@ class _writing:  # noqa: N801 - reads as a word where it is used
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read a run folder's metrics; a last line that a crash cut short is left out."""
-    file = path / METRICS
-    if not file.is_file():
-        return []
-    lines = []
-    for text in file.read_text().split(os.linesep):
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
+    """Read a run folder's metrics, each with a whole number `step` and numbers for what was measured.
+
+    A last line that a crash cut short is left out. Raises JobError for any other line that is damaged.
+    """
+    try:
+        lines, mistakes = _parse_metrics(path / METRICS)
+    except OSError as error:
+        raise JobError(f"{path / METRICS}: cannot be read: {describe_os_error(error)}") from None
+    if mistakes:
+        raise JobError(f"{mistakes[0]}; remove that line")
     return lines
+
+
+def _parse_metrics(file: Path) -> tuple[list[dict], list[str]]:
+    """Return the lines of a file of metrics that are whole, and a message for each that is damaged. Raises OSError."""
+    if not is_file(file):
+        return [], []
+    lines, mistakes = [], []
+    *whole, rest = file.read_bytes().split(b"\n")
+    for number, text in enumerate(whole, 1):
+        try:
+            lines.append(_metrics_of(text))
+        except (ValueError, RecursionError) as error:
+            mistakes.append(f"{file}, line {number}: is damaged: {error}")
+    with suppress(ValueError, RecursionError):
+        lines += [_metrics_of(rest)] if rest else []
+    return lines, mistakes
+
+
+def _metrics_of(text: bytes) -> dict:
+    """Return one line of metrics. Raises ValueError or RecursionError where it is none."""
+    line = json.loads(text)
+    if not isinstance(line, dict):
+        raise ValueError("is no table of metrics")
+    if type(step := line.get("step")) is not int or not 0 <= step <= MOST_NUMBER:
+        raise ValueError("has no whole number 'step'")
+    for name in NUMBERS:
+        if type(line.get(name, 0.0 if name != "loss" else None)) not in (int, float):
+            raise ValueError(f"has no number '{name}'")
+    return line

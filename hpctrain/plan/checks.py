@@ -1,11 +1,16 @@
 """Refuses plans that cannot run: the message has the numbers."""
 
+from collections.abc import Sequence
+
+from hpctrain.config.bounds import MOST_MICROBATCHES, MOST_PASSES
 from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.plan.holders import check_zero
-from hpctrain.plan.tiling import Plan
+from hpctrain.plan.tiling import Plan, joined
 from hpctrain.sharding.intervals import Interval, tiles_exactly
 from hpctrain.sharding.parameters import check_grid
+
+SHOWN_RANKS = 16
 
 
 def check_plan(job: Job, plan: Plan, where: str) -> None:
@@ -28,11 +33,14 @@ def check_tiling(plan: Plan, num_items: int) -> None:
     """
     if not plan.tiles:
         raise PlanError("the plan has no tiles")
+    _check_passes(plan)
     seen: dict[int, int] = {}
     for number, tile in enumerate(plan.tiles):
         where = f"tile {number} (items {list(tile.items)}, rows {list(tile.rows)})"
         if tile.tensor.size != len(tile.ranks):
             raise PlanError(f"{where}: a grid of {tile.tensor} needs {tile.tensor.size} ranks, {len(tile.ranks)} given")
+        if len(set(tile.ranks)) < len(tile.ranks):
+            raise PlanError(f"{where}: ranks {_first(tile.ranks)} has a rank twice; list each once")
         least = tile.rows.size
         if least < tile.tensor.z:
             raise PlanError(f"{where}: z = {tile.tensor.z} splits {least} rows; give it rows or lower z")
@@ -59,7 +67,8 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             raise PlanError(f"{where}: no tile ends at item {tile.items.start} for its rows")
     _check_virtual_stages(plan)
     _check_extra_warmup(plan)
-    for item in range(num_items):
+    cuts = {0, *(cut for tile in plan.tiles for cut in tile.items)}  # what holds at one holds up to the next
+    for item in sorted(cut for cut in cuts if cut < num_items):
         rows = [tile.rows for tile in plan.tiles if tile.contains(item)]
         if not tiles_exactly(rows, Interval(0, plan.rows)):
             raise PlanError(
@@ -67,9 +76,36 @@ def check_tiling(plan: Plan, num_items: int) -> None:
             )
     if both := sorted(set(plan.unused) & set(seen)):
         raise PlanError(f"rank {both[0]} is in tile {seen[both[0]]} and in unused; take it out of one")
-    everyone = set(seen) | set(plan.unused)
-    if missing := sorted(set(range(max(everyone) + 1)) - everyone):
-        raise PlanError(f"rank {missing[0]} is in no tile; list it under unused = {missing}")
+    if len(set(plan.unused)) < len(plan.unused) or min(plan.unused, default=0) < 0:
+        raise PlanError(f"unused = {_first(plan.unused)} has a rank twice, or one below 0; list each once")
+    first = next((rank for rank, there in enumerate(plan.ranks) if rank != there), None)
+    if first is not None:
+        there = set(plan.ranks)
+        missing = [rank for rank in range(first, min(plan.ranks[-1], first + 10 * SHOWN_RANKS)) if rank not in there]
+        raise PlanError(f"rank {first} is in no tile; list it under unused = {_first(missing)}")
+
+
+def _check_passes(plan: Plan) -> None:
+    """Refuse what would take minutes to check, as nobody trains by it. Raises PlanError."""
+    if plan.microbatches > MOST_MICROBATCHES:
+        raise PlanError(
+            f"microbatches = {plan.microbatches:,} are more than {MOST_MICROBATCHES:,}; make them of more rows"
+            " (plan.microbatch)"
+        )
+    if plan.microbatches * sum(tile.row_chunks for tile in plan.tiles) <= MOST_PASSES:
+        return
+    pipelines = {tuple((tile.items, tile.zero, tile.row_chunks) for tile in tiles) for tiles in joined(plan)}
+    passes = plan.microbatches * sum(chunks for tiles in pipelines for *_, chunks in tiles)
+    if passes > MOST_PASSES:
+        raise PlanError(
+            f"the plan has {passes:,} passes a step (microbatches = {plan.microbatches:,}), and the most is"
+            f" {MOST_PASSES:,}; make microbatches of more rows, or lower row_chunks"
+        )
+
+
+def _first(ranks: Sequence[int]) -> str:
+    """Return a list of ranks as text, only the first ones of many."""
+    return str(list(ranks)) if len(ranks) <= SHOWN_RANKS else f"{str(list(ranks[:SHOWN_RANKS]))[:-1]}, …]"
 
 
 def _check_extra_warmup(plan: Plan) -> None:

@@ -5,37 +5,50 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from hpctrain.config.bounds import (
+    MOST_LAYERS,
+    MOST_MICROBATCHES,
+    MOST_SEQUENCES,
+    MicrobatchCount,
+    Rank,
+    RankCount,
+    SequenceCount,
+    ZeroStage,
+)
 from hpctrain.config.errors import PlanError
-from hpctrain.config.tables import Table, explain, parse_toml, read_text
+from hpctrain.config.tables import Several, Table, explain, parse_toml, read_text
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 
+Item = Annotated[int, Field(ge=0, le=2 * MOST_LAYERS + 2)]
+Row = Annotated[int, Field(ge=0, le=MOST_SEQUENCES)]
+
 
 class _GridTable(Table):
-    x: Annotated[int, Field(ge=1)] = 1
-    y: Annotated[int, Field(ge=1)] = 1
-    z: Annotated[int, Field(ge=1)] = 1
+    x: RankCount = 1
+    y: RankCount = 1
+    z: RankCount = 1
 
 
 class _TileTable(Table):
-    items: tuple[int, int]
-    rows: tuple[int, int]
-    ranks: tuple[Annotated[int, Field(ge=0)], ...]
+    items: Annotated[tuple[Item, Item], Field(strict=False)]
+    rows: Annotated[tuple[Row, Row], Field(strict=False)]
+    ranks: Several[Rank]
     tensor: _GridTable = _GridTable()
     family: str = "cpu"
     recompute: Literal["none", "full"] = "none"
-    zero: Literal[0, 1, 2, 3] = 1
-    state_share: Annotated[int, Field(ge=1)] = 1
-    row_chunks: Annotated[int, Field(ge=1)] = 1
-    extra_warmup: Annotated[int, Field(ge=0)] = 0
+    zero: ZeroStage = 1
+    state_share: RankCount = 1
+    row_chunks: SequenceCount = 1
+    extra_warmup: Annotated[int, Field(ge=0, le=MOST_MICROBATCHES)] = 0
 
 
 class _PlanTable(Table):
     schedule: Literal["1f1b", "zb-h1"] = "1f1b"
-    microbatches: Annotated[int, Field(ge=1)]
-    rows: Annotated[int, Field(ge=1)]
-    unused: tuple[int, ...] = ()
+    microbatches: MicrobatchCount
+    rows: SequenceCount
+    unused: Several[Rank] = ()
     tile: Annotated[list[_TileTable], Field(min_length=1)]
 
 

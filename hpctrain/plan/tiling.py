@@ -5,9 +5,11 @@ read by everything else. Items are those of `sharding/items.py`; rows are the se
 """
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 from hpctrain.config.errors import PlanError
 from hpctrain.sharding.grid import ONE_RANK, TensorGrid
@@ -141,14 +143,21 @@ class Plan:
 
     @cached_property
     def _downstream(self) -> dict[Tile, tuple[Tile, ...]]:
-        """For each tile those of the next items that share rows with it."""
-        starting: dict[int, list[Tile]] = {}
+        """For each tile those of the next items that share rows with it, without a look at all pairs of replicas."""
+        starting: dict[int, list[tuple[int, int, Tile]]] = {}
+        for number, tile in enumerate(self.tiles):
+            starting.setdefault(tile.items.start, []).append((tile.rows.start, number, tile))
+        most_rows = {item: max(tile.rows.size for *_, tile in tiles) for item, tiles in starting.items()}
+        for tiles in starting.values():
+            tiles.sort(key=lambda each: each[:2])
+        result: dict[Tile, tuple[Tile, ...]] = {}
         for tile in self.tiles:
-            starting.setdefault(tile.items.start, []).append(tile)
-        return {
-            tile: tuple(t for t in starting.get(tile.items.stop, ()) if tile.rows.intersect(t.rows).size)
-            for tile in self.tiles
-        }
+            tiles, before = starting.get(tile.items.stop, []), most_rows.get(tile.items.stop, 0)
+            first = bisect_left(tiles, tile.rows.start - before, key=itemgetter(0))
+            after = bisect_left(tiles, tile.rows.stop, key=itemgetter(0))
+            sharing = [(number, t) for _, number, t in tiles[first:after] if tile.rows.intersect(t.rows).size]
+            result[tile] = tuple(t for _, t in sorted(sharing, key=itemgetter(0)))
+        return result
 
     @cached_property
     def _upstream(self) -> dict[Tile, tuple[Tile, ...]]:

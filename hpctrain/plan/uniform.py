@@ -43,13 +43,8 @@ def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None
         plan = load_plan(request.file)
         check_plan(job, plan, str(request.file))
         check_ranks(plan, num_ranks)
-        result = families_of(plan, families) if families else [tile.family for tile in plan.tiles]
-        for number, (tile, family) in enumerate(zip(plan.tiles, result, strict=True)):
-            if tile.family != family:
-                raise PlanError(
-                    f"{request.file}: tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)} are"
-                    f" of '{family}'; start the ranks on the hosts that the plan was made for, or make a plan for these"
-                )
+        if families:
+            check_families(plan, families, str(request.file))
         return Resolved(plan, {})
     if request.num_ranks != num_ranks:
         t = request.tensor
@@ -60,6 +55,16 @@ def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None
         )
     resolved = _draw(job, request)
     return replace(resolved, plan=with_families(resolved.plan, families)) if families else resolved
+
+
+def check_families(plan: Plan, families: Sequence[str], where: str) -> None:
+    """Refuse a plan whose tiles are for other families than those of its ranks. Raises PlanError."""
+    for number, (tile, family) in enumerate(zip(plan.tiles, families_of(plan, families), strict=True)):
+        if tile.family != family:
+            raise PlanError(
+                f"{where}: tile {number} is for family '{tile.family}', but its ranks {list(tile.ranks)} are"
+                f" of '{family}'; start the ranks on the hosts that the plan was made for, or make a plan for these"
+            )
 
 
 def with_families(plan: Plan, families: Sequence[str]) -> Plan:

@@ -1,6 +1,7 @@
 """Half-open integer intervals: the one piece of arithmetic that plans, shards and checkpoints share."""
 
 import itertools
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -57,4 +58,5 @@ def cut_by_shares(size: int, shares: tuple[int, ...]) -> tuple[Interval, ...]:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a number, from 1 to itself."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n < number]

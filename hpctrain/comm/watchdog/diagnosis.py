@@ -65,7 +65,7 @@ class Evidence:
 
     def host(self, rank: int) -> str:
         flight = self.flights.get(rank)
-        return flight.host if flight else self.hosts[rank] if rank < len(self.hosts) else ""
+        return flight.host if flight else self.hosts[rank] if 0 <= rank < len(self.hosts) else ""
 
     def names(self, ranks: Collection[int]) -> str:
         if len(ranks) == 1:
@@ -219,13 +219,14 @@ def _standstill(evidence: Evidence) -> DetectedDevice:
 
 def make_table(evidence: Evidence, first: Iterable[int] = ()) -> list[str]:
     """Return a line a rank: its state and its last operations, the newest first; `first` are shown in any case."""
-    order = list(dict.fromkeys([*first, *range(evidence.size)]))
-    shown = sorted(order[:SHOWN_RANKS])
+    named = list(dict.fromkeys(first))
+    order = dict.fromkeys([*named, *range(min(evidence.size, SHOWN_RANKS + len(named)))])
+    shown = sorted(list(order)[:SHOWN_RANKS])
     rows = [(evidence.name(rank), _state(evidence, rank), _operations(evidence, rank)) for rank in shown]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     lines = [f"{name:{widths[0]}}  {state:{widths[1]}}  {summary}".rstrip() for name, state, summary in rows]
-    if len(order) > len(shown):
-        lines.append(f"... and {len(order) - len(shown):,} more ranks")
+    if evidence.size > len(shown):
+        lines.append(f"... and {evidence.size - len(shown):,} more ranks")
     return lines
 
 

@@ -13,6 +13,7 @@ length that makes it count, and what follows from an impossible value is left ou
 
 import functools
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -41,7 +42,7 @@ TABLE_AT = COUNTERS_AT + MAX_LANES * COUNTERS_PER_LANE * 8
 TOTAL_BYTES = 64 * 1024
 TABLE_BYTES = TOTAL_BYTES - TABLE_AT
 MAX_RANKS_TEXT = 1000
-MOST_RANKS = 10_000_000
+MOST_RANKS = 1_000_000
 FOLDER = "flight"
 LAST_WORD = "last-word.json"
 # What has one sender and one receiver, and what it meets at the other end.
@@ -143,7 +144,8 @@ def record_path(folder: Path, rank: int) -> Path:
 def read_flight(path: Path) -> Flight:
     """Read a record, also one that is being written or was cut short. Raises CommError if it is none."""
     try:
-        return parse_flight(path.read_bytes(), str(path))
+        with path.open("rb") as file:
+            return parse_flight(file.read(TOTAL_BYTES), str(path))
     except OSError as error:
         raise CommError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -181,9 +183,10 @@ def read_first_death(folder: Path) -> tuple[int, float] | None:
     """Return the rank that a guardian saw die first, and when (seconds of the wall clock); None if none did."""
     try:
         note = json.loads((folder / LAST_WORD).read_text())
-        return int(note["rank"]), float(note["time"])
-    except (OSError, ValueError, KeyError, TypeError):
+        rank, time = int(note["rank"]), float(note["time"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return (rank, time) if 0 <= rank < MOST_RANKS and math.isfinite(time) else None
 
 
 def parse_flight(data: bytes, what: str = "flight record") -> Flight:
@@ -192,13 +195,15 @@ def parse_flight(data: bytes, what: str = "flight record") -> Flight:
     magic, version, rank, size, pid, process_start, attempt, wall, monotonic, *texts = HEADER.unpack_from(data)
     if magic != MAGIC or version != VERSION:
         raise CommError(f"{what}: not a flight record of version {VERSION}")
+    if not 0 <= rank < size <= MOST_RANKS or not (math.isfinite(wall) and math.isfinite(monotonic)):
+        raise CommError(f"{what}: is damaged: rank {rank} of {size}, begun at {wall}")
     host, family, machine = map(_text, texts)
     offset = wall - monotonic
     lanes, names = _read_table(data)
     operations = []
     for fields in SLOT.iter_unpack(data[RING_AT:COUNTERS_AT]):
         ticket, sequence, lane, code, peer, num_bytes, start, end, again = fields
-        if ticket and ticket == again:  # else it was never written, or not to its end
+        if ticket and ticket == again and math.isfinite(start + end):  # else it was never written, or not to its end
             known = lanes.get(lane) or RecordedLane(lane, f"{lane}", "...", 0, 0)
             finished = offset + end if end else None
             name = names.get(code, f"operation {code}")
@@ -232,7 +237,7 @@ def _read_table(data: bytes) -> tuple[dict[int, RecordedLane], dict[int, str]]:
             ranks, num_ranks, checksum = str(more[0]), int(more[1]), int(more[2])
             parse_ranks(ranks)
             at = int(number) * COUNTERS_PER_LANE
-        except (ValueError, TypeError, IndexError):  # a damaged line
+        except (ValueError, TypeError, IndexError, OverflowError, RecursionError):  # a damaged line
             continue
         occurrence = seen[str(name), checksum] = seen.get((str(name), checksum), -1) + 1
         entered = counters[at : at + 3] if 0 <= at < len(counters) else (0, 0, 0)

@@ -1,0 +1,38 @@
+"""The numbers that files and command lines may hold.
+
+The largest are far beyond any machine or model that there is, and small enough for what is enumerated: ranks, items,
+microbatches. A number beyond them is a slip of the finger, which would otherwise take the memory of the host.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+MOST_RANKS = 100_000
+"""Ranks of a plan, devices of a cluster."""
+MOST_LAYERS = 10_000
+MOST_WIDTH = 1 << 24
+"""Features of a layer, heads, token ids."""
+MOST_TOKENS = 1 << 28
+"""Tokens of a sequence."""
+MOST_SEQUENCES = 10_000_000
+"""Sequences of a global batch."""
+MOST_MICROBATCHES = 20_000
+MOST_PASSES = 100_000
+"""Passes of a step whose schedule is checked: of tiles, microbatches and row chunks, equal pipelines counted once."""
+MOST_NUMBER = 10**12
+"""Of what is only counted, such as steps."""
+MOST_SECONDS = 1e9
+"""About 30 years; timers take no more than ten times that."""
+
+Count = Annotated[int, Field(ge=1, le=MOST_NUMBER)]
+WholeNumber = Annotated[int, Field(ge=0, le=MOST_NUMBER)]
+RankCount = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+LayerCount = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
+MicrobatchCount = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
+Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+ZeroStage = Annotated[int, Field(ge=0, le=3)]

@@ -1,0 +1,42 @@
+"""Questions about paths that people type, answered also where the operating system refuses the path itself.
+
+A name of 300 letters, a link to itself, a zero byte: such a path is nothing, and who reads it says why.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.errors import HpctrainError, describe_os_error
+
+
+def is_file(path: Path) -> bool:
+    """Say whether a path is a regular file that can be found."""
+    return _answer(path.is_file)
+
+
+def is_folder(path: Path) -> bool:
+    """Say whether a path is a folder that can be found."""
+    return _answer(path.is_dir)
+
+
+def exists(path: Path) -> bool:
+    """Say whether there is anything under a path."""
+    return _answer(path.exists)
+
+
+def read_json(path: Path, kind: type[HpctrainError], what: str) -> Any:
+    """Return the content of a JSON file of ours; `what` says what it should be. Raises `kind` where it is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise kind(f"{path}: cannot be read: {describe_os_error(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{path}: is damaged, and no {what.removeprefix('a ')}: {error}; remove it") from None
+
+
+def _answer(question) -> bool:
+    try:
+        return question()
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,48 @@
+"""Types of arguments that several commands have: numbers that are finite, and within what can be enumerated."""
+
+import math
+import os
+from pathlib import Path
+
+import click
+
+from hpctrain.config.bounds import MOST_NUMBER, MOST_RANKS, MOST_SECONDS, MOST_WIDTH
+
+MOST_LISTED = 1_000_000
+"""Of what a command does or prints one by one: tokens, sequences, steps."""
+INT64 = 2**63
+MOST_NAME_BYTES = 255
+"""Of a file, by the limits of Linux."""
+
+
+class FiniteRange(click.FloatRange):
+    """A number within limits, which `nan` and `inf` are not; click's own type lets `nan` pass all limits."""
+
+    def convert(self, value, param, context):
+        number = super().convert(value, param, context)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, context)
+        return number
+
+
+class PathArgument(click.Path):
+    """A path whose names a file system can hold, so that no command meets one that it cannot even look for."""
+
+    def __init__(self):
+        super().__init__(path_type=Path)
+
+    def convert(self, value, param, context):
+        for name in os.fsencode(value).split(b"/"):
+            if len(name) > MOST_NAME_BYTES:
+                self.fail(f"{os.fsdecode(name[:40])}… is a name of {len(name)} bytes; the most is {MOST_NAME_BYTES}.")
+        return super().convert(value, param, context)
+
+
+PATH = PathArgument()
+SECONDS = FiniteRange(0, MOST_SECONDS)
+RANKS = click.IntRange(1, MOST_RANKS)
+COUNT = click.IntRange(1, MOST_LISTED)
+NONE_OR_MORE = click.IntRange(0, MOST_LISTED)
+LARGE_COUNT = click.IntRange(1, MOST_NUMBER)
+SEED = click.IntRange(-INT64, INT64 - 1)
+VOCABULARY = click.IntRange(max=MOST_WIDTH)
