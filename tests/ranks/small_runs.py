@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.checkpoint.format import Index, latest_checkpoint
+from hpctrain.checkpoint.folder import latest_checkpoint
+from hpctrain.checkpoint.index import Index
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
