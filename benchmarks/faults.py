@@ -284,7 +284,7 @@ def full_disk(folder: Path, every: int = 1) -> dict:
         trainer.save(mount / "run", {})
         first = latest_checkpoint(mount / "run")
         trainer.steps_done = 1
-        for pages in range(used[0], used[1] + 2, every):
+        for pages in range(used[0], used[1] + 16, every):
             subprocess.run(["mount", "-o", f"remount,size={pages * PAGE}", mount], check=True)
             result["sizes"] += 1
             try:

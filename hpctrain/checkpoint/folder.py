@@ -135,8 +135,12 @@ def commit(partial: Path, keeping: Checkpoint) -> Path:
     partial.rename(final)
     sync_folder(folder)
     pointer = folder / (LATEST + PARTIAL)
-    write_synced(pointer, f"{final.name} {digest}\n".encode())
-    pointer.replace(folder / LATEST)
+    try:
+        write_synced(pointer, f"{final.name} {digest}\n".encode())
+        pointer.replace(folder / LATEST)
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
     sync_folder(folder)
     there = complete_checkpoints(folder.parent)
     kept = kept_steps([_look_at(path) for path in there], _look_at(final).step, keeping)

@@ -235,7 +235,8 @@ class Saver:
             for outcome in written:
                 if isinstance(outcome, CheckpointError):
                     raise outcome
-            attempt(partial, lambda: write_tables(partial, contents, written, self._step, self._validation_loss))
+            tables = contents, written, self._step, self._validation_loss
+            attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
             return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)
         except CheckpointError:
             shutil.rmtree(partial, ignore_errors=True)

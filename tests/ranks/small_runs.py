@@ -87,6 +87,9 @@ class Alone:
     def broadcast_object(self, value):
         return value
 
+    def on_first_rank(self, make):
+        return make()
+
 
 def make_trainer(world, job: Job, plan: Plan | None = None, accelerator: Accelerator | None = None) -> Trainer:
     """Make a trainer by a plan; by default the one that the job asks for."""
