@@ -1,264 +1,198 @@
-"""The checkpoint on disk.
+"""The checkpoint on disk, and its manifest.
 
     RUN/checkpoints/
-        latest                       the name of the newest complete checkpoint
+        latest                       the name of the newest complete checkpoint, and the SHA-256 of its manifest
         step-00000100/
-            index.h5                 every parameter and moment whole, as HDF5 virtual datasets; all that describes it
-            part-00000.h5 ...        the pieces that each rank owns
+            manifest.json            all that follows, with sizes and checksums; its first line has its own SHA-256
+            part-00000.h5 ...        what each writer owns, as flat arrays: one for each rank
+            pieces.bin               which rectangle of which tensor is where in these arrays
+            blocks.bin               the CRC-32 of every block of these arrays
+            index.h5                 every tensor whole, as HDF5 virtual datasets over the parts, for h5py
+            job.json, plan.toml, cluster.toml, tokenizer.json
 
+hpctrain reads by manifest, pieces and blocks, and never asks HDF5 to parse a file that may be damaged.
 `h5py.File("index.h5")["model/blocks.3.attention.q.weight"][:]` is the weight as the unsplit model has it, whatever
 layout wrote it; `optimizer/exp_avg/...` and `optimizer/exp_avg_sq/...` are the moments, all of them fp32 and exact.
 A folder has its final name only if it is complete and synced.
 """
 
+import hashlib
+import json
 import os
-import shutil
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-import h5py
 import numpy as np
+from pydantic import Field, ValidationError
 
-from hpctrain.config.errors import CheckpointError
+from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
+from hpctrain.config.tables import Table, explain
 
 FORMAT = "hpctrain-checkpoint"
-VERSION = 1
-INDEX = "index.h5"
-LATEST = "latest"
+VERSION = 2
+MANIFEST, PIECES, BLOCKS, INDEX = "manifest.json", "pieces.bin", "blocks.bin", "index.h5"
+TABLES = (PIECES, BLOCKS, INDEX)
+ABOUT = {"job": "job.json", "plan": "plan.toml", "cluster": "cluster.toml", "tokenizer": "tokenizer.json"}
+"""The files that say what wrote a checkpoint; those without contents are left out."""
 PARTIAL = ".partial"
-KINDS = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+MOMENTS = ("optimizer/exp_avg", "optimizer/exp_avg_sq")
+KINDS = ("model", *MOMENTS)
+BLOCK_BYTES = 128 << 10
+"""What one CRC-32 is of: small, for a reader reads whole blocks; 70 G parameters have 26 MB of them."""
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+FIRST_LINE = '{{"sha256": "{}",\n'
+SHA256_DIGITS = 64
+
+PIECE = np.dtype(
+    [
+        ("tensor", "<u4"),
+        ("stream", "<u4"),
+        ("rows", "<u4", (2,)),
+        ("columns", "<u4", (2,)),
+        ("start", "<u8"),
+    ]
+)
+"""A rectangle of a tensor, half-open, flat and row after row from element `start` of a stream."""
+BLOCK = np.dtype("<u4")
+"""The CRC-32 of a block."""
+STORED_BLOCK = np.dtype([("offset", "<u8"), ("bytes", "<u4"), ("crc32", "<u4")])
+"""A compressed block: where it is in its part, and the CRC-32 of what is stored."""
+
+Whole = Annotated[int, Field(ge=0, strict=True)]
+Crc32 = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
 
 
-@dataclass(frozen=True)
-class PartRegion:
-    """A rectangle of a parameter, as one dataset of a part: `rows` x `columns` of the unsplit parameter."""
+class SmallFile(Table):
+    """A file of the checkpoint that is read whole."""
+
+    bytes: Whole
+    sha256: str
+
+
+class Part(Table):
+    """The file of one writer: a rank or a node."""
+
+    file: Annotated[str, Field(pattern=r"^part-\d{5,}\.h5$")]
+    bytes: Whole
+    rest_crc32: Crc32
+    """Of everything in the file that is not in a stream: what HDF5 needs."""
+
+
+class Stream(Table):
+    """What one rank wrote: a dataset of a part, fp32, one dim."""
+
+    part: Whole
+    dataset: str
+    elements: Whole
+    offset: Whole
+    """Where it begins in the part, in bytes; of a compressed one see its blocks."""
+    first_block: Whole
+
+
+class Tensor(Table):
+    """A parameter or a moment of the unsplit model."""
 
     name: str
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    dataset: str
-    """Within the part, below the kind; flat, row after row."""
+    """With its kind before it, such as `model/norm.weight`."""
+    shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**32, strict=True)], ...], Field(min_length=1, max_length=2)]
 
 
-@dataclass(frozen=True)
-class Part:
-    """One writer's file."""
+class Manifest(Table):
+    """Everything that there is in a checkpoint."""
 
-    file: str
-    num_bytes: int
-    crc32: int
-    runs: tuple[PartRegion, ...]
+    format: Literal["hpctrain-checkpoint"] = FORMAT
+    version: Literal[2] = VERSION
+    step: Whole
+    data: str
+    """The identity of the token file."""
+    validation_loss: float | None = None
+    block_bytes: Annotated[int, Field(ge=4, le=1 << 30, multiple_of=4, strict=True)] = BLOCK_BYTES
+    compression: Literal["gzip"] | None = None
+    files: dict[str, SmallFile]
+    tensors: tuple[Tensor, ...]
+    parts: tuple[Part, ...]
+    streams: tuple[Stream, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """All files together, but for the manifest."""
+        return sum(each.bytes for each in (*self.parts, *self.files.values()))
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest file: JSON, whose first line has the SHA-256 of all other lines."""
+    return seal(manifest.model_dump())
+
+
+def seal(contents: dict) -> bytes:
+    """Return the bytes of a manifest file with plain contents."""
+    body = f'"contents": {json.dumps(contents, sort_keys=True, indent=0)}\n}}\n'.encode()
+    return FIRST_LINE.format(hashlib.sha256(body).hexdigest()).encode() + body
+
+
+def read_manifest(folder: Path) -> tuple[Manifest, str]:
+    """Return the manifest of a checkpoint and the SHA-256 of its bytes.
+
+    Raises DamagedCheckpointError where a byte is not as it was written, CheckpointError for another version.
+    """
+    path = folder / MANIFEST
+    if not path.is_file() and (folder / INDEX).is_file():
+        raise DamagedCheckpointError(
+            f"{path}: is missing; checkpoints of version 1 had none, and are not read any more"
+        )
+    data = read_bytes(path)
+    length = len(FIRST_LINE.format("0" * SHA256_DIGITS))
+    digest = hashlib.sha256(data[length:]).hexdigest()
+    if data[:length] != FIRST_LINE.format(digest).encode():
+        raise DamagedCheckpointError(f"{path}: is damaged: its SHA-256 is not the one in its first line")
+    try:
+        contents = json.loads(data)["contents"]
+        if contents.get("version") != VERSION or contents.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path}: format {contents.get('format')!r} version {contents.get('version')}; this hpctrain reads"
+                f" {FORMAT!r} version {VERSION}"
+            )
+        manifest = Manifest.model_validate(contents)
+    except ValidationError as error:
+        raise DamagedCheckpointError(f"{path}: {explain(error, Manifest)[0][1]}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path}: is not a manifest: {error!r:.100}") from None
+    return manifest, hashlib.sha256(data).hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return a file's bytes. Raises DamagedCheckpointError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path}: is missing") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}") from None
+
+
+def write_synced(path: Path, data: bytes) -> SmallFile:
+    """Write a file and sync it. Raises OSError."""
+    with path.open("wb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())
+    return SmallFile(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def step_folder(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def sync(path: Path) -> None:
-    """Make sure that a file's content, or a folder's entries, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def crc32_of(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _in_memory(path: Path) -> h5py.File:
-    """Open an HDF5 file that stays in memory until `_to_disk`.
-
-    HDF5 that runs out of disk fails again, and loudly, whenever it lets go of something; a plain write fails once.
-    """
-    return h5py.File(path, "w", driver="core", backing_store=False, libver="latest")
-
-
-def _to_disk(file: h5py.File, path: Path) -> tuple[int, int]:
-    """Write an in-memory file and sync it; return its bytes and CRC32. Raises OSError."""
-    file.flush()
-    image = file.id.get_file_image()
-    with path.open("wb", buffering=0) as out:
-        view = memoryview(image)
-        while view:
-            view = view[out.write(view) :]
-        os.fsync(out.fileno())
-    return len(image), zlib.crc32(image)
-
-
-def write_part(path: Path, arrays: dict[str, dict[str, np.ndarray]], runs: list[PartRegion]) -> Part:
-    """Write one part, `arrays[kind][dataset]`, and sync it. Raises OSError."""
-    with _in_memory(path) as file:
-        for kind, datasets in arrays.items():
-            for name, values in datasets.items():
-                file.create_dataset(f"{kind}/{name}", data=values)
-        num_bytes, crc32 = _to_disk(file, path)
-    return Part(path.name, num_bytes, crc32, tuple(runs))
-
-
-def write_index(
-    path: Path,
-    shapes: dict[str, tuple[int, ...]],
-    parts: list[Part],
-    about: Mapping[str, str | int],
-    kinds: Sequence[str] = KINDS,
-) -> None:
-    """Write the index: virtual datasets over the parts, the list of parts, and `about` as attributes.
-
-    `kinds` are those that there are: weights alone, where nothing was trained.
-
-    Raises OSError.
-    """
-    runs: dict[str, list[tuple[Part, PartRegion]]] = {name: [] for name in shapes}
-    for part in parts:
-        for run in part.runs:
-            runs[run.name].append((part, run))
-    with _in_memory(path) as file:
-        file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
-        file.attrs.update(about)
-        table = file.create_dataset("parts", data=np.array([[p.num_bytes, p.crc32] for p in parts], dtype=np.int64))
-        table.attrs["columns"] = ["bytes", "crc32"]
-        for name, shape in shapes.items():
-            for kind in kinds:
-                layout = h5py.VirtualLayout(shape, dtype=np.float32)
-                for part, run in runs[name]:
-                    size = (run.rows[1] - run.rows[0]) * (run.columns[1] - run.columns[0])
-                    source = h5py.VirtualSource(part.file, f"{kind}/{run.dataset}", shape=(size,), dtype=np.float32)
-                    layout[rectangle(shape, run.rows, run.columns)] = source
-                file.create_virtual_dataset(f"{kind}/{name}", layout, fillvalue=np.nan)
-        _to_disk(file, path)
-
-
-def rectangle(shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> tuple[slice, ...]:
-    """Return the selection of rows x columns in a parameter of one or two dims."""
-    return (slice(*rows),) if len(shape) == 1 else (slice(*rows), slice(*columns))
-
-
-def commit(partial: Path, final: Path, keep: int) -> None:
-    """Give a complete checkpoint its final name, move `latest` to it, and keep `keep` in all."""
-    sync(partial)
-    if final.exists():
-        _remove(final)
-    partial.rename(final)
-    folder = final.parent
-    sync(folder)
-    pointer = folder / (LATEST + PARTIAL)
-    pointer.write_text(final.name + "\n")
-    sync(pointer)
-    pointer.replace(folder / LATEST)
-    sync(folder)
-    complete = sorted(p for p in folder.glob("step-*") if not p.name.endswith(PARTIAL))
-    older = [p for p in complete if p.name < final.name]
-    newer = [p for p in complete if p.name > final.name]  # left from a past that this run did not go on from
-    for unwanted in [*older[: len(older) - (keep - 1)], *newer, *folder.glob(f"step-*{PARTIAL}")]:
-        _remove(unwanted)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint that under its final name is always whole, even if this is interrupted."""
-    if not checkpoint.name.endswith(PARTIAL):
-        checkpoint = checkpoint.rename(checkpoint.with_name(checkpoint.name + ".old" + PARTIAL))
-    shutil.rmtree(checkpoint)
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run folder, or None. Raises CheckpointError if it is missing."""
-    pointer = folder / "checkpoints" / LATEST
-    if not pointer.is_file():
-        return None
-    path = pointer.parent / pointer.read_text().strip()
-    if not (path / INDEX).is_file():
-        raise CheckpointError(f"{pointer} names {path.name}, which is not there or has no {INDEX}")
-    return path
-
-
-def locate_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path names: itself, or the newest one of a run folder. Raises CheckpointError."""
-    if (path / INDEX).is_file():
-        return path
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such run folder or checkpoint")
-    result = latest_checkpoint(path)
-    if result is None:
-        raise CheckpointError(f"{path}: has no checkpoint yet; a run writes one at its end or every checkpoint.every")
-    return result
-
-
-class Index:
-    """An open index: slices of whole parameters, and what is known about the checkpoint. Close it, or use `with`."""
-
-    def __init__(self, checkpoint: Path):
-        self.path = checkpoint
-        try:
-            self._file = h5py.File(checkpoint / INDEX, "r", locking=False)
-            self.about: dict[str, Any] = dict(self._file.attrs)
-        except (OSError, RuntimeError) as error:  # HDF5 reports damage inside the file as RuntimeError
-            raise CheckpointError(
-                f"{checkpoint / INDEX}: cannot be read: {error}; use an older checkpoint: put its name in"
-                f" {checkpoint.parent / LATEST}"
-            ) from None
-        if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
-            self.close()
-            raise CheckpointError(
-                f"{checkpoint / INDEX}: format {self.about.get('format')!r} version {self.about.get('version')};"
-                f" this hpctrain reads {FORMAT!r} version {VERSION}"
-            )
-
-    def __enter__(self) -> "Index":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _dataset(self, name: str) -> h5py.Dataset:
-        dataset = self._file[name]
-        if not isinstance(dataset, h5py.Dataset):
-            raise CheckpointError(f"{self.path / INDEX}: {name} is no dataset; use an older checkpoint")
-        return dataset
-
-    def names(self) -> list[str]:
-        group = self._file["model"]
-        return list(group) if isinstance(group, h5py.Group) else []
-
-    def has(self, name: str) -> bool:
-        return f"model/{name}" in self._file
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._dataset(f"model/{name}").shape
-
-    def read(self, kind: str, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
-        """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat."""
-        dataset = self._dataset(f"{kind}/{name}")
-        return np.asarray(dataset[rectangle(dataset.shape, rows, columns)]).reshape(-1)
-
-    def whole(self, kind: str, name: str) -> np.ndarray:
-        """Return a whole parameter or moment, fp32, in its shape."""
-        return np.asarray(self._dataset(f"{kind}/{name}"))
-
-    def verify(self, some: slice = slice(None)) -> None:
-        """Check size and CRC of the parts `some` selects. Raises CheckpointError that names the damaged file."""
-        older = f"use an older checkpoint: put its name in {self.path.parent / LATEST}"
-        for number, (num_bytes, crc32) in list(enumerate(np.asarray(self._dataset("parts")).tolist()))[some]:
-            part = self.path / part_name(number)
-            if not part.is_file():
-                raise CheckpointError(f"{part}: is missing; {older}")
-            size = part.stat().st_size
-            if size != num_bytes:
-                raise CheckpointError(f"{part}: has {size} bytes instead of {num_bytes}; {older}")
-            if (result := crc32_of(part)) != crc32:
-                raise CheckpointError(f"{part}: is damaged (CRC32 {result:08x} instead of {crc32:08x}); {older}")
-
-
 def part_name(number: int) -> str:
     return f"part-{number:05d}.h5"
+
+
+def stream_name(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def num_blocks(elements: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Return how many blocks a stream of so many fp32 elements has."""
+    return -(-4 * elements // block_bytes)

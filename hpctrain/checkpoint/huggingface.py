@@ -20,19 +20,14 @@ from safetensors.torch import save_file
 
 from hpctrain.architectures.huggingface import HuggingFace, UnknownConfigError
 from hpctrain.architectures.registry import families
-from hpctrain.checkpoint.format import (
-    PARTIAL,
-    Index,
-    PartRegion,
-    commit,
-    part_name,
-    step_folder,
-    write_index,
-    write_part,
-)
+from hpctrain.checkpoint.folder import commit, partial_folder
+from hpctrain.checkpoint.format import PARTIAL, PIECE, part_name
+from hpctrain.checkpoint.index import Index
+from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, make_empty, read_job
+from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.config.errors import CheckpointError, describe_os_error
-from hpctrain.config.job import Job, Model
+from hpctrain.config.job import Checkpoint, Job, Model
 from hpctrain.config.tables import explain
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.plan.file import dump_plan
@@ -241,27 +236,44 @@ class _Weights:
 
 def _write_checkpoint(weights: _Weights, model: Model, folder: Path, out: Path, tokenizer: str) -> Path:
     parameters = all_parameters(model)
-    final = out / "checkpoints" / step_folder(0)
-    partial = final.with_name(final.name + PARTIAL)
+    partial = partial_folder(out, 0)
     is_new = not out.exists()
     try:
         attempt(partial, lambda: make_empty(partial))
-        parts = []
+        written, pieces, elements, names = [], [], [], list(parameters)
         for number, regions in enumerate(_cut_into_parts(parameters)):
-            arrays = {region.dataset: weights.rows(region.name, *region.rows).reshape(-1) for region in regions}
+            arrays = [weights.rows(region.name, region.start, region.stop).reshape(-1) for region in regions]
+            starts = np.cumsum([0, *(array.size for array in arrays)])
+            values = np.concatenate(arrays).view(np.uint8)
+            layout = lay_out({number: int(starts[-1])})
             path = partial / part_name(number)
-            parts.append(attempt(partial, lambda p=path, a=arrays, r=regions: write_part(p, {"model": a}, r)))
-        shapes = {name: p.shape for name, p in parameters.items()}
-        about = _about(model, folder, tokenizer)
-        attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, about, ("model",)))
-        attempt(partial, lambda: commit(partial, final, 1))
+            blocks = attempt(partial, lambda p=path, at=layout, n=number, v=values: write_stream(p, at, n, v))
+            written.append(WrittenStream(number, layout.streams[number][0].offset, blocks, layout.describe(path.name)))
+            rows = [
+                (names.index(region.name), 0, (region.start, region.stop), (0, region.columns), start)
+                for region, start in zip(regions, starts[:-1], strict=True)
+            ]
+            pieces.append(np.array(rows, PIECE))
+            elements.append(int(starts[-1]))
+        shapes = {f"model/{name}": p.shape for name, p in parameters.items()}
+        contents = Contents(shapes, pieces, elements, _about(model, folder, tokenizer))
+        attempt(partial, lambda: write_tables(partial, contents, written, 0))
+        return attempt(partial, lambda: commit(partial, Checkpoint(keep=1)))
     except BaseException:
         shutil.rmtree(out if is_new else partial, ignore_errors=True)
         raise
-    return final
 
 
-def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[PartRegion]]:
+class Rows(NamedTuple):
+    """Whole rows of a parameter, that go into a part."""
+
+    name: str
+    start: int
+    stop: int
+    columns: int
+
+
+def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[Rows]]:
     """Yield the rows of parameters that go into one part each."""
     regions, held = [], 0
     for name, parameter in parameters.items():
@@ -272,17 +284,17 @@ def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[PartRegio
             if held and held + (stop - start) * columns * 4 > PART_BYTES:
                 yield regions
                 regions, held = [], 0
-            regions.append(PartRegion(name, (start, stop), (0, columns), f"{name}/{start}-0"))
+            regions.append(Rows(name, start, stop, columns))
             held += (stop - start) * columns * 4
     yield regions
 
 
-def _about(model: Model, folder: Path, tokenizer: str) -> dict[str, str | int]:
+def _about(model: Model, folder: Path, tokenizer: str) -> dict[str, str]:
     data = {"tokens": folder, "sequence_length": model.max_positions}
     job = Job.model_validate({"name": folder.resolve().name, "model": model, "data": data})
     plan = even_plan(model.num_items, TensorGrid(), 1, 1, 1, 1)
     whence = {"job": job.model_dump_json(), "plan": dump_plan(plan), "data": f"weights of {folder}"}
-    return {"step": 0, "tokenizer": tokenizer, **whence}
+    return {"tokenizer": tokenizer, **whence}
 
 
 def _job_text(model: Model, folder: Path) -> str:
@@ -310,7 +322,6 @@ def export_model(checkpoint: Path, folder: Path, dtype: str = "bf16", shard_byte
         raise CheckpointError(f"{folder}: is there already and not empty; choose another --hf")
     partial = folder.with_name(folder.name + PARTIAL)
     with Index(checkpoint) as index:
-        index.verify()
         model, tokenizer = read_job(index).model, index.about["tokenizer"]
         try:
             attempt(partial, lambda: make_empty(partial))

@@ -1,68 +1,35 @@
-"""Saving and loading the state of a run: weights, moments and position, exactly, from any layout into any other."""
+"""Loading the state of a run from a checkpoint of any layout, and whether a job may continue from it."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 
-from hpctrain.checkpoint.format import (
-    KINDS,
-    PARTIAL,
-    Index,
-    Part,
-    PartRegion,
-    commit,
-    part_name,
-    step_folder,
-    write_index,
-    write_part,
-)
+from hpctrain.checkpoint.format import KINDS
+from hpctrain.checkpoint.index import Index
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import parse_cluster
-from hpctrain.config.errors import CheckpointError, describe_os_error
+from hpctrain.config.errors import CheckpointError, HpctrainError, describe_os_error
 from hpctrain.config.job import Job, Model
 from hpctrain.config.tables import explain
 from hpctrain.model.groups import StoredRegion
 from hpctrain.model.shard import Shard
-from hpctrain.plan.file import dump_plan, parse_plan
+from hpctrain.plan.checks import check_tiling
+from hpctrain.plan.file import parse_plan
+from hpctrain.plan.holders import check_zero
 from hpctrain.plan.tiling import Plan
-from hpctrain.sharding.parameters import all_parameters, whole_rows
+from hpctrain.sharding.parameters import all_parameters, check_grid, whole_rows
+
+T = TypeVar("T")
 
 # What must be the same for a resumed run to go on with the same numbers; model is compared key by key.
 SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")
-
-
-def save(world: World, folder: Path, step: int, shards: list[Shard], job: Job, plan: Plan, about: dict) -> Path:
-    """Write the checkpoint after `step` steps under `folder`/checkpoints; return its path. All ranks must call.
-
-    Every rank writes what it owns; `about` (strings) is kept with it. Raises CheckpointError on all ranks if one
-    cannot write; what was there before stays, and the unfinished folder is removed.
-    """
-    final = folder / "checkpoints" / step_folder(step)
-    partial = final.with_name(final.name + PARTIAL)
-    part = None
-    try:
-        with world.all_or_none():
-            if world.rank == 0:
-                attempt(partial, lambda: make_empty(partial))
-        with world.all_or_none():
-            part = attempt(partial, lambda: _write_own(partial / part_name(world.rank), shards))
-        parts = world.gather_objects(part)
-        with world.all_or_none():
-            if world.rank == 0:
-                described = {"step": step, "job": job.model_dump_json(), "plan": dump_plan(plan), **about}
-                shapes = {name: p.shape for name, p in all_parameters(job.model).items()}
-                attempt(partial, lambda: write_index(partial / "index.h5", shapes, parts, described))
-                attempt(partial, lambda: commit(partial, final, job.checkpoint.keep))
-    except CheckpointError:
-        if world.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
 
 
 def make_empty(folder: Path) -> None:
@@ -70,51 +37,46 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def attempt(where: Path, work):
+def attempt(where: Path, work: Callable[[], T], num_bytes: int | None = None) -> T:
+    """Return what `work` does. Raises CheckpointError where the disk refuses; `num_bytes` are those it has to hold."""
     try:
         return work()
     except OSError as error:
+        room = ""
+        if num_bytes is not None:
+            room = f" ({num_bytes:,} bytes are to be written{_describe_free(where)})"
         raise CheckpointError(
-            f"{where}: cannot be written: {describe_os_error(error)}; earlier checkpoints are untouched,"
+            f"{where}: cannot be written: {describe_os_error(error)}{room}; earlier checkpoints are untouched,"
             " free space or choose another --run"
         ) from None
 
 
-def _write_own(path: Path, shards: list[Shard]) -> Part:
-    arrays: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in KINDS}
-    runs = []
-    for shard in shards:
-        for region in shard.group.regions(shard.owned):
-            if not region.counts:
-                continue
-            for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
-                name = region.parameter.name
-                dataset = f"{name}/{rows.start}-{columns.start}"
-                at = taken.shift(region.at.start - region.elements.start)
-                for kind, tensor in _tensors(shard).items():
-                    arrays[kind][dataset] = shard.of(tensor, at).cpu().numpy()
-                runs.append(PartRegion(name, (rows.start, rows.stop), (columns.start, columns.stop), dataset))
-    return write_part(path, arrays, runs)
+def _describe_free(where: Path) -> str:
+    there = next((path for path in where.parents if path.is_dir()), None)
+    if there is None:
+        return ""
+    about = os.statvfs(there)
+    return f", {about.f_bavail * about.f_frsize:,} are free"
 
 
-def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
+def tensors_of(shard: Shard) -> dict[str, torch.Tensor]:
+    """Return the tensors of a shard by kind."""
     return dict(zip(KINDS, (shard.master, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]), strict=True))
 
 
 def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
     """Fill weights and moments from a checkpoint of any layout; return its step. All ranks must call.
 
-    The parts are verified first, each by one rank. Raises CheckpointError on all ranks.
+    Every byte is checked before it is used. Raises CheckpointError on all ranks.
     """
     with world.all_or_none(), Index(checkpoint) as index:
-        index.verify(slice(world.rank, None, world.size))
         for shard in shards:
             for region in shard.group.regions(shard.group.stored):
                 shard.group.weights_at(region.at).copy_(read_region(index, "model", region))
-            for kind, tensor in _tensors(shard).items():
+            for kind, tensor in tensors_of(shard).items():
                 for region in shard.group.regions(shard.updated):
                     shard.of(tensor, region.at).copy_(read_region(index, kind, region))
-        return int(index.about["step"])
+        return index.step
 
 
 def load_weights(world: World, checkpoint: Path, model: Model, shards: list[Shard]) -> None:
@@ -130,7 +92,6 @@ def load_weights(world: World, checkpoint: Path, model: Model, shards: list[Shar
                     f"{checkpoint}: is of another model: model.{key} is {getattr(theirs, key)} there and"
                     f" {getattr(ours, key)} in the job, which starts from it (train.start_from); set it to the same"
                 )
-        index.verify(slice(world.rank, None, world.size))
         for shard in shards:
             for region in shard.group.regions(shard.group.stored):
                 shard.group.weights_at(region.at).copy_(read_region(index, "model", region))
@@ -155,6 +116,50 @@ def read_job(index: Index) -> Job:
         raise CheckpointError(
             f"{index.path}: was written by another version of hpctrain: its job says {explain(error, Job)[0][1]}"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index.path}: its job is not valid JSON: {error}") from None
+
+
+def read_plan(index: Index, job: Job) -> Plan:
+    """Return the plan that wrote a checkpoint of a job. Raises CheckpointError where it is none for its model."""
+    try:
+        plan = parse_plan(index.about["plan"], f"{index.path}: plan")
+        check_tiling(plan, job.model.num_items)
+        for tile in plan.tiles:
+            check_grid(job.model, tile.tensor)
+        check_zero(plan, f"{index.path}: plan")
+    except HpctrainError as error:
+        raise CheckpointError(f"{index.path}: its plan cannot be used: {error}") from None
+    return plan
+
+
+def check_contents(index: Index) -> None:
+    """Refuse a checkpoint whose tensors are not those of its own job and plan. Raises CheckpointError."""
+    job = read_job(index)
+    read_plan(index, job)
+    _read_cluster(index)
+    wanted = all_parameters(job.model)
+    for kind in KINDS:
+        there = index.names(kind)
+        if kind != KINDS[0] and not there:
+            continue  # weights alone
+        if odd := sorted(set(there) ^ set(wanted)):
+            what = "has no" if odd[0] in wanted else "has a"
+            raise CheckpointError(f"{index.path}: {what} {kind}/{odd[0]}, other than its job says")
+        for name, parameter in wanted.items():
+            if index.shape(name, kind) != parameter.shape:
+                raise CheckpointError(
+                    f"{index.path}: {kind}/{name} has shape {list(index.shape(name, kind))}, and its job says"
+                    f" {list(parameter.shape)}"
+                )
+
+
+def _read_cluster(index: Index) -> Cluster | None:
+    text = index.about["cluster"]
+    try:
+        return parse_cluster(text, f"{index.path}: cluster") if text else None
+    except HpctrainError as error:
+        raise CheckpointError(f"{index.path}: its cluster cannot be used: {error}") from None
 
 
 def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job, Plan, Cluster | None]:
@@ -165,10 +170,15 @@ def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job,
     Raises CheckpointError that names the first key that differs, with both values.
     """
     with Index(checkpoint) as index:
-        their_job, plan = read_job(index), parse_plan(index.about["plan"], f"{checkpoint}: plan")
-        their_data, cluster = index.about["data"], index.about.get("cluster")
+        their_job = read_job(index)
+        plan, their_data, cluster = read_plan(index, their_job), index.about["data"], _read_cluster(index)
     theirs = json.loads(their_job.model_dump_json())
     ours = json.loads(job.model_dump_json())
+    if plan.microbatches * plan.rows != their_job.train.global_batch:
+        raise CheckpointError(
+            f"{checkpoint}: its plan has {plan.microbatches} microbatches of {plan.rows} rows, and its job a global"
+            f" batch of {their_job.train.global_batch}; use an older checkpoint"
+        )
     for key in [f"model.{k}" for k in ours["model"] if k != "preset"] + list(SAME_TO_RESUME):
         section, name = key.split(".")
         if theirs[section].get(name) != ours[section][name]:
@@ -182,4 +192,4 @@ def check_same_run(checkpoint: Path, job: Job, data_identity: str) -> tuple[Job,
             f"{checkpoint}: was trained on other data ({their_data}, where the job's are {data_identity}); set"
             " data.tokens and data.validation_fraction as they were, or start a new run with another --run"
         )
-    return their_job, plan, parse_cluster(cluster, f"{checkpoint}: cluster") if cluster else None
+    return their_job, plan, cluster

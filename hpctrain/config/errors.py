@@ -61,6 +61,10 @@ class CheckpointError(HpctrainError):
     exit_code = 16
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint has bytes that nobody wrote, or lacks some that were written; an older one may be intact."""
+
+
 class DataError(HpctrainError):
     """A token file is missing, damaged, or too small for what is asked of it."""
 

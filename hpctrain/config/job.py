@@ -324,7 +324,20 @@ class Checkpoint(Table):
     every: WholeNumber = 0
     """Steps between checkpoints; 0: at the end only."""
     keep: Count = 2
-    """How many to keep; the oldest are deleted once a newer one is complete."""
+    """How many of the last ones to keep; the oldest are deleted once a newer one is complete."""
+    keep_every: WholeNumber = 0
+    """Keep those of steps that are a multiple of it too; 0: none."""
+    keep_best: Switch = False
+    """Keep the one with the lowest validation loss too, of those that were saved in a step with a validation."""
+    resume: Annotated[str, Field(pattern=r"^(auto|latest|step-\d{8,})$")] = "auto"
+    """auto: continue from the latest checkpoint, or from the newest intact one where that is damaged; latest: from the
+    latest or not at all; step-00000100: from that one."""
+    parts: Literal["auto", "rank", "node"] = "auto"
+    """Who writes a file: each rank, or the ranks of a node together; auto: a node from 513 ranks on."""
+    compression: Literal["none", "gzip"] = "none"
+    """gzip: without loss, as HDF5 does, after sorting bytes by their place; a part a rank."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What happens where a checkpoint cannot be written: the run stops, or trains on and says so."""
 
 
 class Observe(Table):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.checkpoint.format import Index
+from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.state import read_job, read_region
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.errors import CheckpointError, JobError
@@ -28,7 +28,6 @@ class WholeModel:
 
     def __init__(self, checkpoint: Path):
         with Index(checkpoint) as index:
-            index.verify()
             self.job = read_job(index)
             self.tokenizer_json = str(index.about["tokenizer"])
             self.model = model = self.job.model

@@ -28,6 +28,8 @@ class Asked(NamedTuple):
     stop: bool = False
     """Save, and end for good."""
     save: bool = False
+    writing: bool = False
+    """A checkpoint is being written; all ranks complete it in the first step in which none of them is at it."""
 
     @property
     def ends(self) -> bool:

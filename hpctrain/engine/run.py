@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from hpctrain.comm.launcher import end_of_batch_job
 from hpctrain.comm.signals import StopSignals
 from hpctrain.config.cluster_file import dump_cluster
+from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.resolve import Described, prepare_run
@@ -55,16 +56,28 @@ class TrainingRun:
         DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where there is no
         room for them.
         """
-        from hpctrain.checkpoint.format import latest_checkpoint
+        from hpctrain.checkpoint.choose import choose_checkpoint
+        from hpctrain.checkpoint.folder import tidy
         from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
+        from hpctrain.observe.lock import RunLock
         from hpctrain.observe.run import RunFolder, default_run_folder
 
         self._world = world
         self._signals = signals or StopSignals()
         self.path: Path = world.broadcast_object(path or default_run_folder(job.name))
+        with world.all_or_none():
+            self._lock = RunLock(self.path) if world.rank == 0 else None
+            if self._lock:
+                tidy(self.path)
         # All continue from the same one, whatever their view of the file system.
-        self.checkpoint: Path | None = world.on_first_rank(lambda: latest_checkpoint(self.path))
-        self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe, self._signals)
+        choice = choose_checkpoint(world, self.path, job.checkpoint.resume)
+        self.checkpoint: Path | None = choice.checkpoint
+        try:
+            self._prepared = prepare_run(world, job, self.checkpoint, described, fresh_probe, self._signals)
+        except HpctrainError:
+            if self._lock:
+                self._lock.release(is_done=False)
+            raise
         self.job, self._described = self._prepared.job, self._prepared.described
         with world.all_or_none():
             self._folder = RunFolder(self.path) if world.rank == 0 else None
@@ -76,6 +89,7 @@ class TrainingRun:
 
         accelerator = bind_accelerator(world)
         self._console = Console(world.rank == 0, on_stderr, bar)
+        self._hear(choice.lines)
         self._observers = self._make_observers(accelerator)
         self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan)
         if self.checkpoint:
@@ -130,10 +144,16 @@ class TrainingRun:
         self._hear(observer.start() for observer in self._observers)
         is_first = self._world.rank == 0
         requests = Requests(self._signals, self.path if is_first else None, end_of_batch_job() if is_first else None)
-        ended = trainer.fit(prepared.training, prepared.validation, until, self._save, report, requests)
+        from hpctrain.engine.saves import Saves
+
+        saves = Saves(trainer.saver(self.path, self._about()), self.job.checkpoint, self._console.say, self.checkpoint)
+        ended = trainer.fit(prepared.training, prepared.validation, until, saves, report, requests)
+        self.checkpoint = saves.latest
         self._hear(observer.finish() for observer in self._observers)
         overrun = trainer.overrun()
         summary = self._console.finish(last, self.path, self.checkpoint, prepared.source, ended and ended.by, overrun)
+        if self._lock:
+            self._lock.release()
         if self._world.rank == 0 and last and not ended:
             summary |= self._yardstick(last["tokens_per_second"])
         return summary, ended
@@ -143,13 +163,11 @@ class TrainingRun:
             if text:
                 self._console.say(text)
 
-    def _save(self) -> None:
-        tokenizer = self._prepared.source.tokenizer_json or ""
+    def _about(self) -> dict[str, str]:
         network = self._world.preferences.network
         assert network is not None, "a prepared run has one"
-        resolved_with = dump_cluster(network.cluster)
-        about = {"tokenizer": tokenizer, "data": self._prepared.data_identity, "cluster": resolved_with}
-        self.checkpoint = self._trainer.save(self.path, about)
+        tokenizer = self._prepared.source.tokenizer_json or ""
+        return {"tokenizer": tokenizer, "data": self._prepared.data_identity, "cluster": dump_cluster(network.cluster)}
 
     def _yardstick(self, tokens_per_second: float) -> dict:
         """Say what share of its families alone a mixed run is; return it as what the summary has of it."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.format import locate_checkpoint
-from hpctrain.checkpoint.state import load, load_weights, save
+from hpctrain.checkpoint.folder import locate_checkpoint
+from hpctrain.checkpoint.saving import Saver
+from hpctrain.checkpoint.state import load, load_weights
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.world import World
@@ -22,6 +23,7 @@ from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.pipeline import Pipeline
 from hpctrain.engine.requests import NOTHING, Asked, EarlyEnd, Requests
+from hpctrain.engine.saves import Saves
 from hpctrain.model.stage import initialise
 from hpctrain.model.transformer import IGNORED
 from hpctrain.plan.tiling import Plan
@@ -171,30 +173,36 @@ class Trainer:
             total = sum(self.pipeline.evaluate(batch).loss for batch in batches)
         return total / TrainingBatch(sequences, 0, count).num_targets()
 
-    def save(self, folder: Path, about: dict[str, str]) -> Path:
-        """Write a checkpoint of the run folder; `about` is what is known of tokenizer and data."""
-        return save(self.world, folder, self.steps_done, self.optimizer.shards, self.job, self.plan, about)
+    def saver(self, folder: Path, about: dict[str, str]) -> Saver:
+        """Return what writes checkpoints of the run folder; `about` is what is known of tokenizer and data."""
+        return Saver(self.world, self.accelerator, folder, self.optimizer.shards, self.job, self.plan, about)
+
+    def save(self, folder: Path, about: dict[str, str]) -> Path | None:
+        """Write a checkpoint of the run folder and wait for it; return its path."""
+        saver = self.saver(folder, about)
+        saver.start(self.steps_done)
+        return saver.finish()
 
     def fit(
         self,
         training: AnySequences,
         validation: AnySequences | None,
         until: int,
-        save: Callable[[], None],
+        saves: Saves,
         report: Callable[[dict], None],
         requests: Requests,
     ) -> EarlyEnd | None:
         """Train up to step `until`, validating and saving on the job's intervals; return why it ended early, if it did.
 
-        `report` gets the metrics of each step (with `validation_loss` where there was one), on every rank; `save` is
-        called when a checkpoint is due or asked for, at the end and before a stop too.
+        `report` gets the metrics of each step (with `validation_loss` where there was one), on every rank. A checkpoint
+        is due on its interval, when it is asked for, and at the end.
         """
         every, validate_every = self.job.checkpoint.every, self.job.train.validate_every
         phases, enter = phases_of(self.job.observe), self.world.enter
         enter(phases.first_step)
         begun = time.monotonic()
         while self.steps_done < until:
-            metrics, asked = self.step(training, requests.check())
+            metrics, asked = self.step(training, requests.check()._replace(writing=saves.is_writing))
             done = self.steps_done
             last = done == until or asked.ends
             due = validate_every and done % validate_every == 0
@@ -203,11 +211,11 @@ class Trainer:
                 metrics["validation_loss"] = self.validate(validation)
             report(metrics)
             requests.longest_step = max(requests.longest_step, time.monotonic() - begun)
-            if last or asked.save or (every and done % every == 0):
+            saved = last or asked.save or bool(every and done % every == 0)
+            if saved:
                 enter(phases.saving)
-                begun = time.monotonic()
-                save()
-                requests.longest_save = max(requests.longest_save, time.monotonic() - begun)
+            saves.step_is_done(metrics, saved, last, asked.writing)
+            requests.longest_save = saves.longest_seconds
             enter(phases.end if last else phases.step)
             requests.fulfilled(asked)
             if asked.ends and done < until:

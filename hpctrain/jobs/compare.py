@@ -89,7 +89,9 @@ def _relative(a: float, b: float) -> float:
 
 def _different_parameters(run_a: Path, run_b: Path) -> list[str]:
     """Return what is not the same, bit for bit, in the latest checkpoints of two runs."""
-    from hpctrain.checkpoint.format import KINDS, Index, locate_checkpoint
+    from hpctrain.checkpoint.folder import locate_checkpoint
+    from hpctrain.checkpoint.format import KINDS
+    from hpctrain.checkpoint.index import Index
 
     with Index(locate_checkpoint(run_a)) as a, Index(locate_checkpoint(run_b)) as b:
         names = sorted(set(a.names()) | set(b.names()))

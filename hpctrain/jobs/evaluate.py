@@ -18,7 +18,7 @@ def command(path, data, sequences, sequence_length, as_json):
 
     FILE is made with the model's own tokenizer: hpctrain prepare ... --tokenizer FILE. Runs on one rank.
     """
-    from hpctrain.checkpoint.format import locate_checkpoint
+    from hpctrain.checkpoint.folder import locate_checkpoint
     from hpctrain.engine.decode import evaluate
 
     result = evaluate(locate_checkpoint(path), data, sequences, sequence_length)

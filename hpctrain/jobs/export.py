@@ -30,7 +30,7 @@ def command(path, folder, dtype, shard_gb, as_json):
     DIR gets config.json, safetensors of at most --shard-gb and, where the run has one, tokenizer.json. Needs one rank
     and no GPU, whatever layout trained the model. Weights are exact with --dtype fp32.
     """
-    from hpctrain.checkpoint.format import locate_checkpoint
+    from hpctrain.checkpoint.folder import locate_checkpoint
     from hpctrain.checkpoint.huggingface import export_model
 
     if folder.is_symlink() and not exists(folder):

@@ -38,7 +38,7 @@ def command(path, prompt, num_tokens, temperature, top_k, top_p, stop, ignore_en
 
     Runs on one rank, whatever layout trained the model.
     """
-    from hpctrain.checkpoint.format import locate_checkpoint
+    from hpctrain.checkpoint.folder import locate_checkpoint
     from hpctrain.engine.decode import Generator, Sampling
 
     checkpoint = locate_checkpoint(path)

@@ -26,7 +26,7 @@ def command(path, verify, parameters, as_json):
     The name of a ready-made job or cluster will do, too.
     """
     path = _locate(path)
-    if is_file(path / "index.h5"):
+    if is_checkpoint(path):
         summary = _checkpoint(path, verify, parameters)
     elif is_folder(path):
         summary = _run(path, verify, parameters)
@@ -41,6 +41,15 @@ def command(path, verify, parameters, as_json):
     for key, value in summary.items():
         lines = str(value).splitlines() or [""]
         print(f"{key:{width}}  {lines[0]}", *(f"{'':{width}}  {line}" for line in lines[1:]), sep="\n")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Say whether a path is a checkpoint, maybe a damaged one."""
+    from hpctrain.checkpoint.format import INDEX, MANIFEST, STEP_FOLDER
+
+    return path.is_dir() and bool(
+        (path / MANIFEST).is_file() or (path / INDEX).is_file() or STEP_FOLDER.fullmatch(path.resolve().name)
+    )
 
 
 def _locate(reference: str) -> Path:
@@ -59,19 +68,19 @@ def _locate(reference: str) -> Path:
 
 
 def _run(path: Path, verify: bool, parameters: bool) -> dict:
-    from hpctrain.checkpoint.format import latest_checkpoint
+    from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
+    from hpctrain.observe import drift
     from hpctrain.observe.run import read_metrics
 
     metrics = read_metrics(path)
     ending = _ending(path)
     if not metrics and not ending and not is_file(path / "resolved.toml"):
-        raise JobError(f"{path}: neither a run folder nor a checkpoint (no resolved.toml, no index.h5)")
+        raise JobError(f"{path}: neither a run folder nor a checkpoint (no resolved.toml, no manifest.json)")
     summary = {"run": str(path), "logged_steps": len(metrics)}
     if metrics:
         summary |= {"last_step": metrics[-1]["step"], "loss": metrics[-1]["loss"]}
         if validated := [m for m in metrics if "validation_loss" in m]:
             summary["validation_loss"] = validated[-1]["validation_loss"]
-    from hpctrain.observe import drift
 
     try:
         if compared := drift.read(path):
@@ -79,8 +88,25 @@ def _run(path: Path, verify: bool, parameters: bool) -> dict:
     except JobError as error:  # the run itself can be shown all the same
         summary["prediction"] = f"cannot be shown: {error}"
     summary |= ending
+    if verify:
+        _verify_all(complete_checkpoints(path))
     checkpoint = latest_checkpoint(path)
     return summary | (_checkpoint(checkpoint, verify, parameters) if checkpoint else {"checkpoint": None})
+
+
+def _verify_all(checkpoints: list[Path]) -> None:
+    """Check all checkpoints of a run. Raises CheckpointError that says which are damaged, and which are intact."""
+    from hpctrain.checkpoint.choose import verify_alone
+
+    damages, intact = [], []
+    for path in checkpoints:
+        try:
+            verify_alone(path)
+            intact.append(path.name)
+        except CheckpointError as error:
+            damages.append(str(error))
+    if damages:
+        raise CheckpointError("\n".join([*damages, f"intact: {', '.join(intact) or 'none'}"]))
 
 
 def _ending(path: Path) -> dict:
@@ -100,22 +126,25 @@ def _ending(path: Path) -> dict:
 
 
 def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:
-    from hpctrain.checkpoint.format import Index
+    from hpctrain.checkpoint.choose import verify_alone
+    from hpctrain.checkpoint.index import Index
+    from hpctrain.checkpoint.state import read_job
 
+    if verify:
+        verify_alone(path)
     with Index(path) as index:
-        job = json.loads(index.about["job"])
-        names = index.names()
-        model = {key: value for key, value in job["model"].items() if value is not None}
+        job, manifest, names = read_job(index), index.manifest, index.names()
         summary = {
             "checkpoint": str(path),
-            "step": int(index.about["step"]),
-            "model": ", ".join(f"{k} {v}" for k, v in model.items()),
+            "step": index.step,
+            "model": ", ".join(f"{k} {v}" for k, v in job.model.model_dump(mode="json", exclude_none=True).items()),
             "parameters": sum(math.prod(index.shape(name)) for name in names),
+            "bytes": manifest.num_bytes,
+            "parts": len(manifest.parts),
             "plan": index.about["plan"],
         }
         if verify:
-            index.verify()
-            summary["verified"] = "all parts match their checksums"
+            summary["verified"] = "all files match their checksums"
         if parameters:
             import numpy as np
 

@@ -250,13 +250,13 @@ def test_help_is_there_for_every_command(hpctrain, folder):
 
 SLOW_DISK = """
 import sys, time
-from hpctrain.checkpoint import state
+from hpctrain.checkpoint import saving
 from hpctrain.cli import main
 from hpctrain.comm.launcher import promised_rank
 
-write = state.write_part
+write = saving.write_stream
 if promised_rank() == 1:
-    state.write_part = lambda *args: time.sleep(8) or write(*args)
+    saving.write_stream = lambda *args: time.sleep(8) or write(*args)
 main()
 """
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.checkpoint.format import Index, latest_checkpoint
+from hpctrain.checkpoint.folder import latest_checkpoint
+from hpctrain.checkpoint.index import Index
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
@@ -85,6 +86,9 @@ class Alone:
 
     def broadcast_object(self, value):
         return value
+
+    def on_first_rank(self, make):
+        return make()
 
 
 def make_trainer(world, job: Job, plan: Plan | None = None, accelerator: Accelerator | None = None) -> Trainer:

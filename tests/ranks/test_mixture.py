@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.config.job import Source
 from hpctrain.data.order import open_datasets
 from hpctrain.data.tokens import TokenWriter

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.topology import Preferences
 from hpctrain.config.job import Overlap

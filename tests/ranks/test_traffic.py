@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.architectures.description import inner_of
-from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.comm.topology import Preferences
 from hpctrain.config.job import Overlap
 from hpctrain.data.order import open_datasets

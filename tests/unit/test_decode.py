@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hpctrain.checkpoint.format import locate_checkpoint
+from hpctrain.checkpoint.folder import locate_checkpoint
 from hpctrain.checkpoint.huggingface import import_model
 from hpctrain.cli import root
 from hpctrain.config.errors import JobError

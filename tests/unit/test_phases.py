@@ -40,14 +40,18 @@ def test_training_enters_each_phase_before_it_does_what_is_in_it():
         validate=lambda sequences: done.append("validate"),
     )
 
+    def step_is_done(metrics, is_due, is_last, others_write):
+        done.extend(["save"] * is_due)
+
     def step(sequences, asked):
         trainer.steps_done += 1
         done.append("step")
         return {}, asked
 
     trainer.step = step
-    save, requests = lambda: done.append("save"), Requests(StopSignals())
-    assert Trainer.fit(trainer, None, "sequences", 5, save, lambda metrics: None, requests) is None
+    saves = SimpleNamespace(is_writing=False, longest_seconds=0.0, step_is_done=step_is_done)
+    requests = Requests(StopSignals())
+    assert Trainer.fit(trainer, None, "sequences", 5, saves, lambda metrics: None, requests) is None
     assert " ".join(done) == (
         "[the first step] step [a training step] step [validation] validate [a training step] step"
         " [saving a checkpoint] save [a training step] step [validation] validate [a training step] step"

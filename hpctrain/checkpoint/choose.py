@@ -1,0 +1,73 @@
+"""Which checkpoint a run continues from: the latest one, or the newest that is intact."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from hpctrain.checkpoint.folder import CHECKPOINTS, candidates, latest_checkpoint
+from hpctrain.checkpoint.index import Index
+from hpctrain.comm.world import World
+from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
+
+
+class Choice(NamedTuple):
+    """What to continue from."""
+
+    checkpoint: Path | None
+    """None: there is none yet."""
+    lines: tuple[str, ...]
+    """What to say about those that were passed over."""
+
+
+def choose_checkpoint(world: World, run: Path, resume: str) -> Choice:
+    """Return the checkpoint of a run folder to continue from, every byte of which was checked. All ranks must call.
+
+    `resume` is `auto`, `latest` or the name of one. With `auto` damaged ones are passed over for the newest intact one.
+    The ranks share the work. Raises CheckpointError on all ranks: where none is intact, with what is wrong with each.
+    """
+    choices, complaint = world.on_first_rank(lambda: (candidates(run, resume), _complaint(run)))
+    damages = [complaint] if complaint and resume == "auto" else []
+    for path in choices:
+        damage = _verify_together(world, path)
+        if damage is None:
+            passed = tuple(f"damaged: {line}" for line in damages)
+            return Choice(path, (*passed, f"continuing from {path.name}, the newest intact one") if passed else ())
+        if resume != "auto":
+            raise damage
+        damages.append(str(damage))
+    if damages:
+        raise CheckpointError(
+            "\n".join([*damages, f"{run / CHECKPOINTS}: no checkpoint is intact; start a new run with another --run"])
+        )
+    return Choice(None, ())
+
+
+def _complaint(run: Path) -> str | None:
+    """Return what is wrong with the pointer to the latest checkpoint."""
+    try:
+        latest_checkpoint(run)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return None
+
+
+def _verify_together(world: World, path: Path) -> DamagedCheckpointError | None:
+    """Check a share of a checkpoint on each rank; return what is damaged. All ranks must call."""
+    from hpctrain.checkpoint.state import check_contents  # torch: not before a checkpoint is there
+
+    try:
+        with world.all_or_none(), Index(path) as index:
+            if world.rank == 0:
+                check_contents(index)
+            index.verify((world.rank, world.size))
+    except DamagedCheckpointError as error:
+        return error
+    return None
+
+
+def verify_alone(path: Path) -> None:
+    """Check everything in a checkpoint. Raises CheckpointError."""
+    from hpctrain.checkpoint.state import check_contents
+
+    with Index(path) as index:
+        check_contents(index)
+        index.verify()

@@ -1,0 +1,185 @@
+"""The checkpoints of a run folder: which there are, which is the latest, which are kept."""
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.checkpoint.format import (
+    INDEX,
+    MANIFEST,
+    PARTIAL,
+    STEP_FOLDER,
+    read_bytes,
+    read_manifest,
+    step_folder,
+    write_synced,
+)
+from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
+from hpctrain.config.job import Checkpoint
+
+CHECKPOINTS, LATEST = "checkpoints", "latest"
+POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
+LITTER = re.compile(r"step-\d{8,}(\.old)?\.partial")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A complete checkpoint, as retention sees it."""
+
+    step: int
+    validation_loss: float | None
+
+
+def sync_folder(path: Path) -> None:
+    """Make sure that a folder's entries are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Return the complete checkpoints of a run folder, the oldest first. What only looks like one is left out."""
+    folder = run / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
+    ours = [p for p in named if not p.is_symlink() and ((p / MANIFEST).is_file() or (p / INDEX).is_file())]
+    return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """Return the checkpoint that `latest` of a run folder names, or None without one.
+
+    Raises DamagedCheckpointError where `latest` is damaged, or names what is not there or not what it was written for.
+    """
+    pointer = run / CHECKPOINTS / LATEST
+    if not pointer.is_file():
+        if complete := complete_checkpoints(run):
+            raise DamagedCheckpointError(
+                f"{pointer}: is missing, and there are checkpoints, such as {complete[-1].name}"
+            )
+        return None
+    result = POINTER.fullmatch(read_bytes(pointer))
+    if result is None:
+        raise DamagedCheckpointError(f"{pointer}: is damaged: it is not the name of a checkpoint and a SHA-256")
+    path = pointer.parent / result[1].decode()
+    if path.is_symlink() or not path.is_dir():
+        raise DamagedCheckpointError(f"{pointer}: names {path.name}, which is not there")
+    if read_manifest(path)[1] != result[2].decode():
+        raise DamagedCheckpointError(f"{pointer}: names {path.name} with another manifest than that has")
+    return path
+
+
+def locate_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path names: itself, or the latest one of a run folder. Raises CheckpointError."""
+    if (path / MANIFEST).is_file() or STEP_FOLDER.fullmatch(path.name):
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such run folder or checkpoint")
+    try:
+        result = latest_checkpoint(path)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}; name a checkpoint of {path / CHECKPOINTS} itself") from None
+    if result is None:
+        raise CheckpointError(f"{path}: has no checkpoint yet; a run writes one at its end or every checkpoint.every")
+    return result
+
+
+def candidates(run: Path, resume: str) -> list[Path]:
+    """Return the checkpoints to continue from, the first choice first; `resume` is the job's key.
+
+    Raises DamagedCheckpointError where only the latest may be taken and `latest` is damaged; CheckpointError where a
+    step is asked for that is not there.
+    """
+    complete = complete_checkpoints(run)[::-1]
+    if resume == "auto":
+        try:
+            latest = latest_checkpoint(run)
+        except DamagedCheckpointError:
+            return complete
+        return [latest, *(path for path in complete if path != latest)] if latest else []
+    if resume == "latest":
+        latest = latest_checkpoint(run)
+        return [latest] if latest else []
+    path = run / CHECKPOINTS / resume
+    if path not in complete:
+        names = ", ".join(each.name for each in complete) or "none"
+        raise CheckpointError(f"{path}: checkpoint.resume names it, and it is not there; there are: {names}")
+    return [path]
+
+
+def tidy(run: Path) -> None:
+    """Remove what a killed run left of checkpoints that were not complete. For the one who has locked the folder."""
+    folder = run / CHECKPOINTS
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if LITTER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+    (folder / (LATEST + PARTIAL)).unlink(missing_ok=True)
+
+
+def commit(partial: Path, keeping: Checkpoint) -> Path:
+    """Give a complete checkpoint its final name, move `latest` to it, remove what is not kept; return its path.
+
+    Raises OSError.
+    """
+    final = partial.with_name(partial.name.removesuffix(PARTIAL))
+    folder, digest = final.parent, read_manifest(partial)[1]
+    sync_folder(partial)
+    if final.exists():
+        _remove(final)
+    partial.rename(final)
+    sync_folder(folder)
+    pointer = folder / (LATEST + PARTIAL)
+    try:
+        write_synced(pointer, f"{final.name} {digest}\n".encode())
+        pointer.replace(folder / LATEST)
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
+    sync_folder(folder)
+    there = complete_checkpoints(folder.parent)
+    kept = kept_steps([_look_at(path) for path in there], _look_at(final).step, keeping)
+    for path in there:
+        if _look_at(path).step not in kept:
+            _remove(path)
+    return final
+
+
+def _look_at(checkpoint: Path) -> Kept:
+    step = int(checkpoint.name.removeprefix("step-"))
+    try:
+        return Kept(step, read_manifest(checkpoint)[0].validation_loss)
+    except CheckpointError:
+        return Kept(step, None)
+
+
+def kept_steps(there: Sequence[Kept], newest: int, keeping: Checkpoint) -> set[int]:
+    """Return the steps of the checkpoints to keep: the last ones, every n-th, the best; nothing after the newest.
+
+    What is after it is left from a past that the run did not continue from.
+    """
+    past = sorted((each for each in there if each.step <= newest), key=lambda each: each.step)
+    kept = {each.step for each in past[-keeping.keep :]}
+    if keeping.keep_every:
+        kept |= {each.step for each in past if each.step % keeping.keep_every == 0}
+    validated = [each for each in past if each.validation_loss is not None]
+    if keeping.keep_best and validated:
+        kept.add(min(validated, key=lambda each: (each.validation_loss, each.step)).step)
+    return kept
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint that under its final name is always whole, even if this is interrupted."""
+    doomed = checkpoint.with_name(checkpoint.name + ".old" + PARTIAL)
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def partial_folder(run: Path, step: int) -> Path:
+    return run / CHECKPOINTS / (step_folder(step) + PARTIAL)

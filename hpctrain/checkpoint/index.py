@@ -1,0 +1,327 @@
+"""Reading a checkpoint: any rectangle of any tensor, every byte checked before it is used."""
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.checkpoint.format import (
+    ABOUT,
+    BLOCK,
+    BLOCKS,
+    INDEX,
+    PIECE,
+    PIECES,
+    STORED_BLOCK,
+    SmallFile,
+    Stream,
+    num_blocks,
+    part_name,
+    read_bytes,
+    read_manifest,
+)
+from hpctrain.checkpoint.parts import Extent, decompress, gaps
+from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
+
+AT_ONCE_BYTES = 8 << 20
+"""Of blocks that are read together."""
+REMEDY = 'use an older checkpoint: checkpoint.resume = "auto" finds the newest intact one'
+
+
+class Index:
+    """An open checkpoint: slices of whole tensors, and what is known about it. Close it, or use `with`.
+
+    Opening it checks the manifest, the tables and the descriptions; a tensor is checked block by block when it is read.
+    Raises DamagedCheckpointError, then and later.
+    """
+
+    def __init__(self, checkpoint: Path):
+        self.path = checkpoint
+        self.bytes_read = 0
+        """From parts, so far."""
+        self._handles: dict[int, int] = {}
+        self.manifest, self.digest = read_manifest(checkpoint)
+        self.about = {key: self._file(name).decode() if name in self._files else "" for key, name in ABOUT.items()}
+        self.about["data"] = self.manifest.data
+        self._pieces = self._table(PIECES, PIECE)
+        self._blocks = self._table(BLOCKS, STORED_BLOCK if self.manifest.compression else BLOCK)
+        self._numbers = {tensor.name: number for number, tensor in enumerate(self.manifest.tensors)}
+        self._check_tables()
+        self._bounds = np.searchsorted(self._pieces["tensor"], np.arange(len(self.manifest.tensors) + 1))
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def __enter__(self) -> "Index":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+    # ---- what is there -----------------------------------------------------------------------------------------
+
+    def names(self, kind: str = "model") -> list[str]:
+        """Return the names of the parameters that have a tensor of a kind."""
+        return [name.removeprefix(f"{kind}/") for name in self._numbers if name.startswith(f"{kind}/")]
+
+    def has(self, name: str, kind: str = "model") -> bool:
+        return f"{kind}/{name}" in self._numbers
+
+    def shape(self, name: str, kind: str = "model") -> tuple[int, ...]:
+        return self.manifest.tensors[self._number(f"{kind}/{name}")].shape
+
+    def read(self, kind: str, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
+        """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat.
+
+        What is read of the parts is what the slice needs, up to whole blocks.
+        """
+        number = self._number(f"{kind}/{name}")
+        if len(self.manifest.tensors[number].shape) == 1:
+            columns = (0, 1)
+        result = np.empty((rows[1] - rows[0], columns[1] - columns[0]), "<f4")
+        pieces = self._pieces[self._bounds[number] : self._bounds[number + 1]]
+        low = np.maximum(pieces["rows"][:, 0], rows[0]), np.maximum(pieces["columns"][:, 0], columns[0])
+        high = np.minimum(pieces["rows"][:, 1], rows[1]), np.minimum(pieces["columns"][:, 1], columns[1])
+        filled = 0
+        for at in np.flatnonzero((low[0] < high[0]) & (low[1] < high[1])):
+            ours = (int(low[0][at]), int(high[0][at])), (int(low[1][at]), int(high[1][at]))
+            out = result[slice(*(i - rows[0] for i in ours[0])), slice(*(i - columns[0] for i in ours[1]))]
+            self._read_rectangle(pieces[at], *ours, out)
+            filled += out.size
+        if filled != result.size:
+            raise DamagedCheckpointError(f"{self.path}: {kind}/{name}: no part has some of its elements; {REMEDY}")
+        return result.reshape(-1)
+
+    def whole(self, kind: str, name: str) -> np.ndarray:
+        """Return a whole parameter or moment, fp32, in its shape."""
+        shape = self.manifest.tensors[self._number(f"{kind}/{name}")].shape
+        return self.read(kind, name, (0, shape[0]), (0, shape[1] if len(shape) > 1 else 1)).reshape(shape)
+
+    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Check every byte of every file, or of a share of them: (number, of so many).
+
+        Raises DamagedCheckpointError that names the damaged part and tensor.
+        """
+        from hpctrain.checkpoint.virtual import check_index
+
+        number, count = share
+        if number == 0:
+            self._check_coverage()
+            self._file(INDEX)
+            sources = [(self.manifest.parts[s.part].file, s.dataset, s.elements) for s in self.manifest.streams]
+            check_index(self.path, self.manifest.tensors, sources, self._pieces)
+        for part in range(number, len(self.manifest.parts), count):
+            self._check_rest(part)
+        first, last = (len(self._blocks) * edge // count for edge in (number, number + 1))
+        for stream, each in enumerate(self.manifest.streams):
+            begin, end = each.first_block, each.first_block + num_blocks(each.elements, self.manifest.block_bytes)
+            low, high = max(begin, first), min(end, last)
+            for start in range(low, high, self._at_once):
+                self._read_blocks(stream, start - begin, min(start + self._at_once, high) - begin)
+
+    # ---- tables ------------------------------------------------------------------------------------------------
+
+    @property
+    def _files(self) -> dict[str, SmallFile]:
+        return self.manifest.files
+
+    @cached_property
+    def _at_once(self) -> int:
+        return max(1, AT_ONCE_BYTES // self.manifest.block_bytes)
+
+    @cached_property
+    def _streams_of(self) -> list[list[Stream]]:
+        """By part."""
+        result: list[list[Stream]] = [[] for _ in self.manifest.parts]
+        for stream in self.manifest.streams:
+            result[stream.part].append(stream)
+        return result
+
+    def _number(self, tensor: str) -> int:
+        if tensor not in self._numbers:
+            raise CheckpointError(
+                f"{self.path}: has no {tensor}; a checkpoint of weights alone can be started from"
+                " (train.start_from), but not continued"
+            )
+        return self._numbers[tensor]
+
+    def _file(self, name: str) -> bytes:
+        """Return a file's bytes, checked."""
+        path = self.path / name
+        if name not in self._files:
+            raise DamagedCheckpointError(f"{path}: the manifest does not list it; {REMEDY}")
+        expected, data = self._files[name], read_bytes(path)
+        if len(data) != expected.bytes:
+            raise DamagedCheckpointError(f"{path}: has {len(data)} bytes instead of {expected.bytes}; {REMEDY}")
+        if hashlib.sha256(data).hexdigest() != expected.sha256:
+            raise DamagedCheckpointError(f"{path}: is damaged: its SHA-256 is not that of the manifest; {REMEDY}")
+        return data
+
+    def _table(self, name: str, dtype: np.dtype) -> np.ndarray:
+        data = self._file(name)
+        if len(data) % dtype.itemsize:
+            raise DamagedCheckpointError(f"{self.path / name}: {len(data)} bytes are no table; {REMEDY}")
+        return np.frombuffer(data, dtype)
+
+    def _check_tables(self) -> None:
+        """Refuse tables whose numbers lead out of each other or out of the parts."""
+        manifest, pieces = self.manifest, self._pieces
+
+        def require(holds, what: str) -> None:
+            if not holds:
+                raise DamagedCheckpointError(f"{self.path}: {what}; {REMEDY}")
+
+        require(manifest.tensors and manifest.parts and manifest.streams, "has no tensors, parts or streams")
+        require(len(self._numbers) == len(manifest.tensors), "lists a tensor twice")
+        names = [part_name(number) for number in range(len(manifest.parts))]
+        require([part.file for part in manifest.parts] == names, "its parts are not numbered from 0")
+        begin = 0
+        for stream in manifest.streams:
+            require(stream.part < len(manifest.parts) and stream.first_block == begin, "a stream is at no part")
+            begin += num_blocks(stream.elements, manifest.block_bytes)
+            room = manifest.parts[stream.part].bytes - stream.offset
+            require(manifest.compression or 4 * stream.elements <= room, "a stream is longer than its part")
+        require(begin == len(self._blocks), f"has {len(self._blocks)} blocks instead of {begin}")
+        require((np.diff(pieces["tensor"].astype(np.int64)) >= 0).all(), "its pieces are not in order")
+        require(len(pieces) and pieces["tensor"].max() < len(manifest.tensors), "a piece is of no tensor")
+        require(pieces["stream"].max() < len(manifest.streams), "a piece is in no stream")
+        shapes = np.array([(*t.shape, 1)[:2] for t in manifest.tensors], np.int64)[pieces["tensor"]]
+        rows, columns = pieces["rows"].astype(np.int64), pieces["columns"].astype(np.int64)
+        is_inside = (rows[:, 0] < rows[:, 1]) & (columns[:, 0] < columns[:, 1])
+        is_inside &= (rows[:, 1] <= shapes[:, 0]) & (columns[:, 1] <= shapes[:, 1])
+        require(is_inside.all(), "a piece is not inside its tensor")
+        sizes = (rows[:, 1] - rows[:, 0]) * (columns[:, 1] - columns[:, 0])
+        elements = np.array([s.elements for s in manifest.streams], np.int64)[pieces["stream"]]
+        require((pieces["start"].astype(np.int64) + sizes <= elements).all(), "a piece is longer than its stream")
+        covered = np.bincount(pieces["tensor"], sizes, len(manifest.tensors))
+        for tensor, count in zip(manifest.tensors, covered, strict=True):
+            size = int(np.prod(tensor.shape))
+            require(count == size, f"{tensor.name} has {size} elements, and the parts have {int(count)} of them")
+
+    def _check_coverage(self) -> None:
+        """Refuse pieces of a tensor that overlap, and so leave others out."""
+        for number, tensor in enumerate(self.manifest.tensors):
+            pieces = self._pieces[self._bounds[number] : self._bounds[number + 1]]
+            rows, columns = np.unique(pieces["rows"]), np.unique(pieces["columns"])
+            taken = np.zeros((len(rows), len(columns)), np.int32)
+            corners = np.searchsorted(rows, pieces["rows"]), np.searchsorted(columns, pieces["columns"])
+            for (top, bottom), (left, right) in zip(*corners, strict=True):
+                taken[top:bottom, left:right] += 1
+            if (taken > 1).any():
+                raise DamagedCheckpointError(f"{self.path}: {tensor.name}: two parts have the same elements; {REMEDY}")
+
+    # ---- parts -------------------------------------------------------------------------------------------------
+
+    def _read_rectangle(self, piece, rows: tuple[int, int], columns: tuple[int, int], out: np.ndarray) -> None:
+        """Fill `out` with rows x columns of a tensor, which a piece has."""
+        first, left = int(piece["rows"][0]), int(piece["columns"][0])
+        width, taken, stream = int(piece["columns"][1]) - left, columns[1] - columns[0], int(piece["stream"])
+        begin = int(piece["start"]) + columns[0] - left
+        if taken == width and out.flags.c_contiguous:
+            self._read_elements(stream, begin + (rows[0] - first) * width, out.reshape(-1))
+            return
+        is_sparse = 4 * (width - taken) > 2 * self.manifest.block_bytes
+        at_once = 1 if is_sparse else max(1, AT_ONCE_BYTES // (4 * width))
+        for row in range(rows[0], rows[1], at_once):
+            target = out[row - rows[0] : row - rows[0] + at_once]
+            values = np.empty((len(target) - 1) * width + taken, "<f4")
+            self._read_elements(stream, begin + (row - first) * width, values)
+            target[:] = np.lib.stride_tricks.as_strided(values, target.shape, (4 * width, 4), writeable=False)
+
+    def _read_elements(self, stream: int, start: int, out: np.ndarray) -> None:
+        """Fill flat fp32 `out` from a stream."""
+        size, view = self.manifest.block_bytes, out.data.cast("B")
+        low, high = 4 * start, 4 * start + len(view)
+        for block in range(low // size, -(-high // size), self._at_once):
+            last = min(block + self._at_once, -(-high // size))
+            data = self._read_blocks(stream, block, last)
+            begin, end = max(low, block * size), min(high, last * size)
+            view[begin - low : end - low] = memoryview(data)[begin - block * size : end - block * size]
+
+    def _read_blocks(self, stream: int, first: int, last: int) -> bytes | bytearray:
+        """Return the contents of some blocks of a stream, checked."""
+        about, size = self.manifest.streams[stream], self.manifest.block_bytes
+        rows = self._blocks[about.first_block + first : about.first_block + last]
+        if not self.manifest.compression:
+            begin, end = first * size, min(last * size, 4 * about.elements)
+            plain = self._pread(about.part, Extent(about.offset + begin, end - begin))
+            view = memoryview(plain)
+            for number, crc32 in enumerate(rows.tolist()):
+                if zlib.crc32(view[number * size : (number + 1) * size]) != crc32:
+                    raise self._damage(stream, first + number)
+            return plain
+        result = bytearray()
+        for number, (offset, num_bytes, crc32) in enumerate(rows.tolist()):
+            data = self._pread(about.part, Extent(offset, num_bytes))
+            if zlib.crc32(data) != crc32:
+                raise self._damage(stream, first + number)
+            try:
+                result += decompress(data, size)
+            except (zlib.error, ValueError):
+                raise self._damage(stream, first + number) from None
+        return result
+
+    def _damage(self, stream: int, block: int) -> DamagedCheckpointError:
+        about, size = self.manifest.streams[stream], self.manifest.block_bytes // 4
+        ours = self._pieces[self._pieces["stream"] == stream]
+        counts = (ours["rows"][:, 1] - ours["rows"][:, 0]).astype(np.int64)
+        counts *= ours["columns"][:, 1] - ours["columns"][:, 0]
+        start = ours["start"].astype(np.int64)
+        hit = ours[(start < (block + 1) * size) & (start + counts > block * size)]
+        names = [self.manifest.tensors[number].name for number in dict.fromkeys(hit["tensor"].tolist())]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return DamagedCheckpointError(
+            f"{self.path / self.manifest.parts[about.part].file}: is damaged: block {block} of {about.dataset} has"
+            f" another CRC-32, in {names[0] if names else 'no tensor'}{more}; {REMEDY}"
+        )
+
+    def _check_rest(self, part: int) -> None:
+        """Check the size of a part and all of it that is in no stream."""
+        about = self.manifest.parts[part]
+        taken = [extent for stream in self._streams_of[part] for extent in self._extents(stream)]
+        crc32 = 0
+        for gap in gaps(taken, about.bytes):
+            for start in range(0, gap.num_bytes, AT_ONCE_BYTES):
+                size = min(AT_ONCE_BYTES, gap.num_bytes - start)
+                crc32 = zlib.crc32(self._pread(part, Extent(gap.offset + start, size)), crc32)
+        if crc32 != about.rest_crc32:
+            raise DamagedCheckpointError(
+                f"{self.path / about.file}: is damaged: what HDF5 needs has another CRC-32; {REMEDY}"
+            )
+
+    def _extents(self, stream: Stream) -> Iterator[Extent]:
+        if not self.manifest.compression:
+            yield Extent(stream.offset, 4 * stream.elements)
+            return
+        count = num_blocks(stream.elements, self.manifest.block_bytes)
+        for offset, num_bytes, _ in self._blocks[stream.first_block : stream.first_block + count].tolist():
+            yield Extent(offset, num_bytes)
+
+    def _pread(self, part: int, extent: Extent) -> bytes:
+        about = self.manifest.parts[part]
+        path = self.path / about.file
+        try:
+            if part not in self._handles:
+                self._handles[part] = os.open(path, os.O_RDONLY)
+                size = os.fstat(self._handles[part]).st_size
+                if size != about.bytes:
+                    raise DamagedCheckpointError(f"{path}: has {size} bytes instead of {about.bytes}; {REMEDY}")
+            data = os.pread(self._handles[part], extent.num_bytes, extent.offset)
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{path}: is missing; {REMEDY}") from None
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}; {REMEDY}") from None
+        self.bytes_read += len(data)
+        if len(data) != extent.num_bytes:
+            raise DamagedCheckpointError(f"{path}: ends at byte {extent.offset + len(data)}; {REMEDY}")
+        return data

@@ -1,0 +1,243 @@
+"""Saving the state of a run behind its steps: a snapshot to host memory, then writing while training continues."""
+
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.folder import commit, partial_folder
+from hpctrain.checkpoint.format import BLOCK_BYTES, KINDS, PIECE, Part, part_name
+from hpctrain.checkpoint.parts import PartLayout, compress, lay_out, write_stream
+from hpctrain.checkpoint.state import attempt, tensors_of
+from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
+from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.world import World
+from hpctrain.config.errors import CheckpointError, HpctrainError
+from hpctrain.config.job import Job
+from hpctrain.model.shard import Shard
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.tiling import Plan
+from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.parameters import all_parameters, whole_rows
+
+BY_NODE_ABOVE = 512
+"""More ranks than this write one part a node, unless the job says otherwise."""
+
+
+class Copy(NamedTuple):
+    """Elements of a shard, and where in the stream of this rank they are."""
+
+    kind: str
+    shard: Shard
+    at: Interval
+    start: int
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """What this rank saves: the same for every checkpoint of a run."""
+
+    pieces: np.ndarray
+    copies: tuple[Copy, ...]
+    elements: int
+
+
+def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnState:
+    """Lay out what a rank owns as one stream: weights first, then each moment."""
+    pieces, copies, start = [], [], 0
+    for kind in KINDS:
+        for shard in shards:
+            for region in shard.group.regions(shard.owned):
+                if not region.counts:
+                    continue
+                for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
+                    at = taken.shift(region.at.start - region.elements.start)
+                    number = tensor_numbers[f"{kind}/{region.parameter.name}"]
+                    pieces.append((number, 0, tuple(rows), (columns.start, columns.stop), start))
+                    last = copies[-1] if copies else None
+                    if last and last.kind == kind and last.shard is shard and last.at.stop == at.start:
+                        copies[-1] = last._replace(at=Interval(last.at.start, at.stop))
+                    else:
+                        copies.append(Copy(kind, shard, at, start))
+                    start += at.size
+    return OwnState(np.array(pieces, PIECE), tuple(copies), start)
+
+
+@dataclass
+class Background:
+    """A thread that does one thing, and keeps what came of it."""
+
+    work: Callable
+    result: object = None
+    error: Exception | None = None
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self):
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self.work()
+        except Exception as error:  # of any kind: it is raised where it is asked for
+            self.error = error
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def outcome(self):
+        """Wait; return what it made. Raises what it raised, but for errors of writing, which are returned."""
+        self._thread.join()
+        if self.error is not None and not isinstance(self.error, HpctrainError):
+            raise self.error
+        return self.error or self.result
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time. All ranks make one, and call its methods alike.
+
+    `start` takes a snapshot and returns. Whenever no rank `is_writing`, all call `advance`: after the first time rank 0
+    completes the checkpoint, after the second it is there. `finish` waits for that.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        accelerator: Accelerator,
+        run: Path,
+        shards: list[Shard],
+        job: Job,
+        plan: Plan,
+        about: Mapping[str, str],
+    ):
+        """`about` has `data` and, where known, `tokenizer` and `cluster`."""
+        self._world, self._accelerator, self._run, self._keeping = world, accelerator, run, job.checkpoint
+        shapes = {f"{kind}/{name}": p.shape for kind in KINDS for name, p in all_parameters(job.model).items()}
+        self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
+        described = {"job": job.model_dump_json(indent=1), "plan": dump_plan(plan), **about}
+        counts = world.broadcast_object(world.gather_objects(self._own.elements))
+        pieces = world.gather_objects(self._own.pieces)
+        self._contents = Contents(shapes, pieces, counts, described) if world.rank == 0 else None
+        self._num_bytes = 4 * sum(counts)
+        self._is_compressed = job.checkpoint.compression != "none"
+        self._part, members = self._part_of(counts)
+        self._members = {rank: counts[rank] for rank in members}
+        self._layout: PartLayout | None = None if self._is_compressed or not self._members else lay_out(self._members)
+        self._buffer: torch.Tensor | None = None
+        self._background: Background | None = None
+        self._committing = False
+        self._step, self._validation_loss, self._since = 0, None, 0.0
+        self.longest_seconds = 0.0
+        """Of all saves so far, from the snapshot to the complete checkpoint."""
+
+    def _part_of(self, counts: list[int]) -> tuple[int, tuple[int, ...]]:
+        """Return the number of the part that this rank writes into, and its ranks; none where it has no elements."""
+        own, world, parts = self._world.rank, self._world, self._keeping.parts
+        by_node = (parts == "node" or (parts == "auto" and world.size > BY_NODE_ABOVE)) and not self._is_compressed
+        groups: dict[object, list[int]] = {}
+        for rank, count in enumerate(counts):
+            if count:
+                groups.setdefault(world.topology.places[rank].host if by_node else rank, []).append(rank)
+        found = ((number, tuple(ranks)) for number, ranks in enumerate(groups.values()) if own in ranks)
+        return next(found, (0, ()))
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread is at work."""
+        return self._background is not None and self._background.is_running
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a checkpoint was started that is not there yet; all ranks say the same."""
+        return self._background is not None
+
+    def start(self, step: int, validation_loss: float | None = None) -> None:
+        """Take a snapshot of the state after a step, and begin to write it. The last one must be there."""
+        assert not self.in_flight, "one save is in flight at a time"
+        self._since = time.monotonic()
+        self._step = step
+        self._validation_loss = validation_loss if validation_loss and math.isfinite(validation_loss) else None
+        buffer = self._snapshot()
+        self._committing = False
+        self._background = Background(lambda: attempt(self._partial, lambda: self._write(buffer), self._num_bytes))
+
+    @property
+    def _partial(self) -> Path:
+        return partial_folder(self._run, self._step)
+
+    def _snapshot(self) -> np.ndarray:
+        """Copy what this rank owns into host memory that is used again each time; return it as uint8."""
+        if self._buffer is None:
+            size = 4 * self._own.elements
+            self._buffer = self._accelerator.host_buffer(-(-size // BLOCK_BYTES) * BLOCK_BYTES)
+            self._buffer[size:].zero_()
+        values = self._buffer.view(torch.float32)
+        for kind, shard, at, start in self._own.copies:
+            source = shard.of(tensors_of(shard)[kind], at)
+            values[start : start + at.size].copy_(source, non_blocking=True)
+        self._accelerator.synchronize()
+        return self._buffer.numpy()
+
+    def _write(self, buffer: np.ndarray) -> WrittenStream | None:
+        self._partial.mkdir(parents=True, exist_ok=True)
+        if not self._members:
+            return None
+        layout, rank = self._layout, self._world.rank
+        if layout is None:
+            layout = lay_out(self._members, compress(buffer))
+        name = part_name(self._part)
+        blocks = write_stream(self._partial / name, layout, rank, buffer)
+        part: Part | None = layout.describe(name) if rank == min(self._members) else None
+        return WrittenStream(self._part, layout.streams[rank][0].offset, blocks, part)
+
+    def advance(self) -> Path | None:
+        """Go on with a checkpoint of which no rank is writing any more; return its path once it is there.
+
+        Raises CheckpointError on all ranks where one could not write; what was there before stays. All ranks must call.
+        """
+        assert self._background is not None, "something was started"
+        outcome = self._background.outcome()
+        if not self._committing:
+            written = self._world.gather_objects(outcome)
+            self._committing = True
+            if self._world.rank == 0:
+                self._background = Background(lambda: self._commit(written))
+            return None
+        result = self._world.broadcast_object(outcome if self._world.rank == 0 else None)
+        self._background = None
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - self._since)
+        if isinstance(result, CheckpointError):
+            raise result
+        return result
+
+    def finish(self) -> Path | None:
+        """Wait until what was started is there; return its path, or None if nothing was. All ranks must call.
+
+        Raises CheckpointError as `advance` does.
+        """
+        path = None
+        while self.in_flight:
+            path = self.advance()
+        return path
+
+    def _commit(self, written: list) -> Path:
+        assert self._contents is not None, "of rank 0"
+        contents, partial = self._contents, self._partial
+        try:
+            for outcome in written:
+                if isinstance(outcome, CheckpointError):
+                    raise outcome
+            tables = contents, written, self._step, self._validation_loss
+            attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
+            return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)
+        except CheckpointError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise

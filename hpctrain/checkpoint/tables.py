@@ -1,0 +1,116 @@
+"""What one rank writes besides the parts: the tables of pieces and blocks, the index for h5py, the manifest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.checkpoint.format import (
+    ABOUT,
+    BLOCKS,
+    INDEX,
+    MANIFEST,
+    PIECE,
+    PIECES,
+    STORED_BLOCK,
+    Manifest,
+    Part,
+    Stream,
+    Tensor,
+    dump_manifest,
+    part_name,
+    stream_name,
+    write_synced,
+)
+from hpctrain.checkpoint.virtual import make_index
+
+
+class WrittenStream(NamedTuple):
+    """What a rank has written."""
+
+    part: int
+    offset: int
+    blocks: np.ndarray
+    described: Part | None
+    """The part, by the first of its ranks."""
+
+
+@dataclass
+class Contents:
+    """What is the same in every checkpoint of a run."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all tensors, by their names with the kind before them."""
+    pieces_by_rank: Sequence[np.ndarray]
+    """In order of ranks; the numbers of tensors are those of `shapes`, those of streams are not set yet."""
+    elements: Sequence[int]
+    """Of each rank's stream; 0: it writes none."""
+    about: Mapping[str, str]
+
+    @property
+    def writers(self) -> list[int]:
+        """The ranks that have a stream, in order of streams."""
+        return [rank for rank, count in enumerate(self.elements) if count]
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(Tensor(name=name, shape=shape) for name, shape in self.shapes.items())
+
+    @cached_property
+    def pieces(self) -> np.ndarray:
+        """All pieces, sorted by tensor and then by place."""
+        parts = [self.pieces_by_rank[rank].copy() for rank in self.writers]
+        for number, part in enumerate(parts):
+            part["stream"] = number
+        pieces = np.concatenate(parts) if parts else np.zeros(0, PIECE)
+        return pieces[np.lexsort((pieces["columns"][:, 0], pieces["rows"][:, 0], pieces["tensor"]))]
+
+    def index(self, parts: Sequence[int]) -> bytes:
+        """Return the bytes of the index; `parts` are those of the streams. They are made once."""
+        if self._index is None:
+            sources = [
+                (part_name(part), stream_name(rank), self.elements[rank])
+                for rank, part in zip(self.writers, parts, strict=True)
+            ]
+            self._index = make_index(self.tensors, sources, self.pieces)
+        return self._index
+
+    _index: bytes | None = None
+
+
+def write_tables(
+    folder: Path,
+    contents: Contents,
+    written: Sequence[WrittenStream | None],
+    step: int,
+    validation_loss: float | None = None,
+) -> None:
+    """Write all of a checkpoint but its parts, and sync it. `written` is in order of ranks. Raises OSError."""
+    streams, begin = [], 0
+    of_writers = [each for each in written if each is not None]
+    for rank, each in zip(contents.writers, of_writers, strict=True):
+        elements, name = contents.elements[rank], stream_name(rank)
+        streams.append(Stream(part=each.part, dataset=name, elements=elements, offset=each.offset, first_block=begin))
+        begin += len(each.blocks)
+    blocks = np.concatenate([each.blocks for each in of_writers])
+    data = {
+        PIECES: contents.pieces.tobytes(),
+        BLOCKS: blocks.tobytes(),
+        INDEX: contents.index([each.part for each in of_writers]),
+        **{name: text.encode() for key, name in ABOUT.items() if (text := contents.about.get(key))},
+    }
+    files = {name: write_synced(folder / name, each) for name, each in data.items()}
+    manifest = Manifest(
+        step=step,
+        data=contents.about.get("data", ""),
+        validation_loss=validation_loss,
+        compression="gzip" if blocks.dtype == STORED_BLOCK else None,
+        files=files,
+        tensors=contents.tensors,
+        parts=tuple(each.described for each in of_writers if each.described),
+        streams=tuple(streams),
+    )
+    write_synced(folder / MANIFEST, dump_manifest(manifest))

@@ -1,0 +1,63 @@
+"""The checkpoints of a run: when they are written, what is said about them, and what happens where one fails."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hpctrain.checkpoint.saving import Saver
+from hpctrain.config.errors import CheckpointError
+from hpctrain.config.job import Checkpoint
+
+SAID_SECONDS = 1.0
+"""A wait for the last checkpoint that is longer is said aloud."""
+
+
+class Saves:
+    """Starts and completes the checkpoints of a run. All ranks make one, and call its methods alike."""
+
+    def __init__(self, saver: Saver, keys: Checkpoint, say: Callable[[str], None], latest: Path | None):
+        """`latest` is the checkpoint that the run continues from."""
+        self._saver, self._keys, self._say = saver, keys, say
+        self.latest = latest
+        """The newest complete one that this run knows of."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is at work on one."""
+        return self._saver.is_writing
+
+    @property
+    def longest_seconds(self) -> float:
+        """The longest time from a snapshot to its complete checkpoint, so far."""
+        return self._saver.longest_seconds
+
+    def step_is_done(self, metrics: dict, is_due: bool, is_last: bool, others_write: bool) -> None:
+        """Go on with the checkpoint in flight; start one if `is_due`; wait for it if `is_last`.
+
+        `others_write` says whether any rank was at work on one in this step. Raises CheckpointError on all ranks.
+        """
+        if self._saver.in_flight and not others_write:
+            self._try(self._saver.advance, is_last)
+        if is_due:
+            self._wait_for_last()
+            self._saver.start(metrics["step"], metrics.get("validation_loss"))
+        if is_last:
+            self._try(self._saver.finish, is_last)
+
+    def _wait_for_last(self) -> None:
+        since = time.monotonic()
+        self._try(self._saver.finish, False)
+        seconds = time.monotonic() - since
+        if seconds > SAID_SECONDS:
+            self._say(
+                f"training waited {seconds:.1f} s for the last checkpoint, which was still being written; save less"
+                " often (checkpoint.every), or to a faster disk"
+            )
+
+    def _try(self, work: Callable[[], Path | None], is_last: bool) -> None:
+        try:
+            self.latest = work() or self.latest
+        except CheckpointError as error:
+            if is_last or self._keys.on_error == "stop":
+                raise
+            self._say(f"no checkpoint: {error}; training continues, the latest is {self.latest or 'none'}")

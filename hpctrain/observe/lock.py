@@ -1,0 +1,123 @@
+"""One run at a time in a run folder.
+
+The file `lock` says who is in it. The one who is holds a POSIX lock on the file too, which the system releases when the
+process ends, however it ends. Some file systems know such locks within one host only, so a heartbeat moves the time of
+the file: what a process of another host left is taken over when that stands still.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from hpctrain.comm.watchdog.flight import process_start_ticks, this_machine
+from hpctrain.config.errors import JobError, describe_os_error
+
+LOCK = "lock"
+BEAT_SECONDS, STILL_SECONDS, POLL_SECONDS = 2.0, 9.0, 0.2
+
+
+class RunLock:
+    """Holds a run folder until `release`, or until the process ends. For one rank to make."""
+
+    def __init__(self, run: Path):
+        """Raises JobError that names the other run where there is one, or where the folder cannot be written."""
+        self.path = run / LOCK
+        self._is_new = not run.exists()
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise JobError(
+                f"{run}: the run folder cannot be written: {describe_os_error(error)}; choose another with --run"
+            ) from None
+        try:
+            self._take()
+        except JobError:
+            os.close(self._handle)
+            raise
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
+        self._thread.start()
+
+    def _take(self) -> None:
+        if not self._lock():
+            raise self._refusal()
+        if self._is_alive(self._read()):
+            raise self._refusal()
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "machine": this_machine()}
+        own |= {"process_start": process_start_ticks(os.getpid()), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        try:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, json.dumps(own).encode() + b"\n", 0)
+        except OSError as error:
+            raise JobError(
+                f"{self.path}: cannot be written: {describe_os_error(error)}; free space, or choose another --run"
+            ) from None
+
+    def _lock(self) -> bool:
+        """Take the system's lock; return False where another process has it."""
+        try:
+            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:
+            return True  # a file system without locks: the file's own words have to do
+        return True
+
+    def _read(self) -> dict:
+        try:
+            holder = json.loads(os.pread(self._handle, 4096, 0))
+            return holder if isinstance(holder, dict) else {}
+        except (ValueError, OSError, RecursionError):
+            return {}
+
+    def _is_alive(self, holder: dict) -> bool:
+        """Say whether who wrote the file is still at work, although the system's lock was free."""
+        if not holder:
+            return False
+        pid = holder.get("pid")
+        if holder.get("machine") == this_machine() and isinstance(pid, int):
+            is_own = pid == os.getpid()
+            return not is_own and process_start_ticks(pid) == holder.get("process_start")
+        since, before = time.monotonic(), os.fstat(self._handle).st_mtime_ns
+        while time.monotonic() - since < STILL_SECONDS:
+            time.sleep(POLL_SECONDS)
+            if os.stat(self.path).st_mtime_ns != before:
+                return True
+        return False
+
+    def _refusal(self) -> JobError:
+        holder = self._read()
+        who = (
+            f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+            if holder
+            else "a process"
+        )
+        return JobError(
+            f"{self.path.parent}: another run is in this folder ({who}); wait for its end, or choose another --run"
+        )
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            try:
+                os.utime(self.path)
+            except OSError:  # a folder that was moved or became read-only: the system's lock stays
+                continue
+
+    def release(self, is_done: bool = True) -> None:
+        """Let others in. Unless the run is done, a folder that was made for it and is empty is removed."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):  # on a disk that became read-only the system releases its lock all the same
+            os.ftruncate(self._handle, 0)
+            if self._is_new and not is_done and os.listdir(self.path.parent) == [LOCK]:
+                self.path.unlink()
+                self.path.parent.rmdir()
+        os.close(self._handle)

@@ -1,0 +1,203 @@
+"""Checkpoints on disk: read by anyone whole or in slices, refused where a byte is not as it was written."""
+
+import hashlib
+import itertools
+import json
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.choose import verify_alone
+from hpctrain.checkpoint.folder import Kept, candidates, complete_checkpoints, kept_steps, latest_checkpoint, tidy
+from hpctrain.checkpoint.format import MANIFEST, seal
+from hpctrain.checkpoint.index import Index
+from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
+from hpctrain.config.job import Checkpoint
+from tests.checkpoints import FORGED, write_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("how", [{}, {"writers": 5, "parts": 1}, {"writers": 1, "parts": 1}, {"compression": True}])
+def test_whole_tensors_and_slices_are_what_was_written(run, how):
+    tensors = write_checkpoint(run, **how)
+    path = latest_checkpoint(run)
+    verify_alone(path)
+    rng = np.random.default_rng(1)
+    with Index(path) as index, h5py.File(path / "index.h5") as shown:
+        for name, tensor in tensors.items():
+            kind, _, parameter = name.rpartition("/")
+            assert np.array_equal(index.whole(kind, parameter), tensor)
+            assert np.array_equal(shown[name][:], tensor)
+            bounds = [sorted(rng.choice(size + 1, 2, replace=False).tolist()) for size in tensor.shape]
+            rows, columns = (*bounds, [0, 1])[:2]
+            expected = tensor[tuple(slice(*each) for each in bounds)].reshape(-1)
+            assert np.array_equal(index.read(kind, parameter, rows, columns), expected), (name, bounds)
+
+
+def damaged_by(path) -> str:
+    with pytest.raises(DamagedCheckpointError) as caught:
+        verify_alone(path)
+    return str(caught.value)
+
+
+def test_every_flipped_byte_is_found_and_none_is_read(run):
+    """A byte in every stretch of every file, and `latest`; also cut short, longer, missing."""
+    tensors = write_checkpoint(run)
+    path, rng = latest_checkpoint(run), np.random.default_rng(2)
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        edges = np.linspace(0, len(data), min(len(data), 12) + 1).astype(int)
+        for low, high in itertools.pairwise(edges):
+            damaged = bytearray(data)
+            damaged[rng.integers(low, high)] ^= 1 << rng.integers(8)
+            file.write_bytes(damaged)
+            assert file.name in damaged_by(path)
+            assert_nothing_wrong_is_read(path, tensors)
+        for other in (data[:-1], data + b"\0", b""):
+            file.write_bytes(other)
+            assert file.name in damaged_by(path)
+        file.unlink()
+        assert file.name in damaged_by(path)
+        file.write_bytes(data)
+    verify_alone(path)
+    pointer = run / "checkpoints/latest"
+    data = pointer.read_bytes()
+    for at in range(len(data)):
+        pointer.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        with pytest.raises(DamagedCheckpointError, match="latest"):
+            latest_checkpoint(run)
+        pointer.write_bytes(data[:at])
+        with pytest.raises(DamagedCheckpointError, match="latest"):
+            latest_checkpoint(run)
+
+
+def assert_nothing_wrong_is_read(path, tensors):
+    try:
+        with Index(path) as index:
+            for name, tensor in tensors.items():
+                kind, _, parameter = name.rpartition("/")
+                assert np.array_equal(index.whole(kind, parameter), tensor)
+    except DamagedCheckpointError:
+        pass
+
+
+def test_damage_names_the_part_and_the_tensor(run):
+    write_checkpoint(run)
+    path = latest_checkpoint(run)
+    with Index(path) as index:
+        offset = index.manifest.streams[2].offset
+    part = path / "part-00001.h5"
+    data = bytearray(part.read_bytes())
+    data[offset] ^= 1
+    part.write_bytes(data)
+    assert "part-00001.h5: is damaged: block 0 of rank-00002 has another CRC-32, in model/embedding" in damaged_by(path)
+
+
+def test_parts_of_other_checkpoints_are_found(run):
+    write_checkpoint(run, 1, seed=1)
+    write_checkpoint(run, 2, seed=2)
+    one, two = complete_checkpoints(run)
+    shutil.copy(one / "part-00000.h5", two / "part-00000.h5")
+    assert "part-00000.h5: is damaged" in damaged_by(two)
+    a, b = one / "part-00000.h5", one / "part-00001.h5"
+    a.rename(one / "x"), b.rename(a), (one / "x").rename(b)
+    assert "part-0000" in damaged_by(one)
+
+
+def forge(path, change):
+    """Change the manifest and give it a right checksum again."""
+    contents = json.loads((path / MANIFEST).read_bytes())["contents"]
+    change(contents)
+    (path / MANIFEST).write_bytes(seal(contents))
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_manifest_is_refused(run, name):
+    write_checkpoint(run)
+    path = latest_checkpoint(run)
+    forge(path, FORGED[name])
+    with pytest.raises(CheckpointError):
+        verify_alone(path)
+
+
+def test_an_index_that_shows_something_else_is_refused(run):
+    """With right checksums: a program that reads it with h5py would see other weights."""
+    write_checkpoint(run)
+    path = latest_checkpoint(run)
+    with h5py.File(path / "index.h5", "a") as index:
+        del index["model/embedding.weight"]
+        index["model/embedding.weight"] = np.zeros((61, 48), "<f4")
+    data = (path / "index.h5").read_bytes()
+    about = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    forge(path, lambda m: m["files"].update({"index.h5": about}))
+    assert "index.h5: " in damaged_by(path)
+
+
+def test_a_slice_reads_its_blocks_alone(run):
+    tensors = write_checkpoint(run)
+    with Index(latest_checkpoint(run)) as index:
+        index.read("model", "embedding.weight", (0, 1), (0, 48))
+        assert 0 < index.bytes_read <= 2 * index.manifest.block_bytes
+        assert index.bytes_read < sum(tensor.nbytes for tensor in tensors.values()) / 2
+
+
+def steps(run) -> list[int]:
+    return [int(path.name[5:]) for path in complete_checkpoints(run)]
+
+
+def test_retention():
+    there = [Kept(step, loss) for step, loss in ((10, 3.0), (20, 1.0), (25, None), (30, 2.0), (40, 2.5), (50, 9.0))]
+    for keep, last in ((1, {40}), (2, {40, 30}), (4, {40, 30, 25, 20}), (9, {10, 20, 25, 30, 40})):
+        assert kept_steps(there, 40, Checkpoint(keep=keep)) == last, "nothing after the newest"
+    assert kept_steps(there, 50, Checkpoint(keep=1, keep_every=20)) == {50, 40, 20}
+    assert kept_steps(there, 50, Checkpoint(keep=1, keep_best=True)) == {50, 20}
+    assert kept_steps(there[4:], 50, Checkpoint(keep=1, keep_best=True)) == {50, 40}
+
+
+def test_only_what_is_ours_is_removed(run):
+    folder = run / "checkpoints"
+    keep = Checkpoint(keep=1)
+    write_checkpoint(run, 1, keep=keep)
+    for name in ("step-notes", "step-00000001.bak", "step-00000009.partial.txt"):
+        (folder / name).mkdir()
+    (folder / "step-00000000").write_text("a file of somebody")
+    (folder / "step-00000007.partial").mkdir()
+    write_checkpoint(run, 2, keep=keep)
+    tidy(run)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "latest",
+        "step-00000000",
+        "step-00000001.bak",
+        "step-00000002",
+        "step-00000009.partial.txt",
+        "step-notes",
+    ]
+
+
+def test_what_a_run_continues_from(run):
+    keep = Checkpoint(keep=5)
+    for step in (1, 2, 3):
+        write_checkpoint(run, step, keep=keep)
+    names = lambda resume: [path.name for path in candidates(run, resume)]  # noqa: E731
+    assert names("auto") == ["step-00000003", "step-00000002", "step-00000001"]
+    assert names("latest") == ["step-00000003"]
+    assert names("step-00000001") == ["step-00000001"]
+    with pytest.raises(CheckpointError, match="step-00000009: checkpoint.resume names it, and it is not there"):
+        names("step-00000009")
+    pointer = run / "checkpoints/latest"
+    for text in ("", "../../etc", "step-00000002\n", "x" * 10_000):
+        pointer.write_text(text)
+        assert names("auto") == ["step-00000003", "step-00000002", "step-00000001"]
+        with pytest.raises(DamagedCheckpointError, match="latest: is damaged"):
+            names("latest")
+    pointer.unlink()
+    assert names("auto")[0] == "step-00000003"
+    with pytest.raises(DamagedCheckpointError, match="latest: is missing"):
+        names("latest")

@@ -1,0 +1,81 @@
+"""One run at a time in a run folder."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpctrain.comm.watchdog.flight import this_machine
+from hpctrain.config.errors import JobError
+from hpctrain.observe import lock
+from hpctrain.observe.lock import RunLock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from hpctrain.observe.lock import RunLock
+held = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(tmp_path):
+    run = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, run], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(JobError, match=rf"another run is in this folder \(process {holder.pid} on .*, since .*\)"):
+            RunLock(run)
+    finally:
+        holder.kill()
+        holder.wait()
+    since = time.monotonic()
+    held = RunLock(run)
+    assert time.monotonic() - since < 1, "it is known to be dead"
+    held.release()
+    assert (run / "lock").read_bytes() == b""
+    RunLock(run).release()
+
+
+def left_by_another_host(run):
+    run.mkdir()
+    about = {"host": "elsewhere", "pid": 7, "machine": "another boot", "process_start": 5, "since": "yesterday"}
+    (run / "lock").write_text(json.dumps(about))
+
+
+def test_what_another_host_left_is_taken_over_when_its_heart_stands_still(tmp_path, monkeypatch):
+    """Where the system's locks do not reach from host to host."""
+    run = tmp_path / "run"
+    left_by_another_host(run)
+    monkeypatch.setattr(lock, "STILL_SECONDS", 0.3)
+    held = RunLock(run)
+    assert json.loads((run / "lock").read_text())["machine"] == this_machine()
+    held.release()
+
+
+def test_a_heart_that_beats_is_left_alone(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    left_by_another_host(run)
+    monkeypatch.setattr(lock, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: os.utime(run / "lock"))
+    with pytest.raises(JobError, match="process 7 on elsewhere, since yesterday"):
+        RunLock(run)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"pid": []}', "\0" * 50, "[" * 3000])
+def test_a_garbled_lock_stands_in_nobodys_way(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(lock, "STILL_SECONDS", 0.1)
+    (tmp_path / "lock").write_text(text)
+    RunLock(tmp_path).release()
+
+
+def test_a_run_that_did_not_begin_leaves_no_folder(tmp_path):
+    RunLock(tmp_path / "new").release(is_done=False)
+    assert not (tmp_path / "new").exists()
+    RunLock(tmp_path).release(is_done=False)
+    assert tmp_path.exists(), "it was there before"
