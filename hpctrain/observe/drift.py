@@ -53,6 +53,9 @@ class PartMeter(Tracer):
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         self._then.overlapped(group, lane, operation, num_bytes, begin, end)
 
+    def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
+        self._then.moved(ranks, operation, num_bytes)
+
     def _communicated(self, group: str, since: float) -> None:
         seconds = self.now() - since
         self._alone += seconds
