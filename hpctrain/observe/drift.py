@@ -131,7 +131,10 @@ class Expected:
                 for rank in tile.ranks
             )
             items = list(stage.tile.items)
-            rows.append({"items": items, "predicted_bytes": stage.memory.total, "measured_bytes": peak})
+            family = stage.tile.family
+            rows.append(
+                {"items": items, "family": family, "predicted_bytes": stage.memory.total, "measured_bytes": peak}
+            )
         return rows
 
 

@@ -1,5 +1,6 @@
 """Where complete metrics and events of a run go, on rank 0: its folder, and other software that the job names."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,13 +11,15 @@ from hpctrain.observe.events import END, RECOVERY, SAVE, START, STRAGGLER, VALID
 from hpctrain.observe.exports import MetricsWriter
 from hpctrain.observe.metrics import RankFigures, Rates
 from hpctrain.observe.run import append_metrics
-from hpctrain.observe.sample import write_json
+from hpctrain.observe.sample import SAMPLED_STEP, write_json
 from hpctrain.observe.stragglers import StragglerWatch
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.simulate import EXPOSED
 
 RANKS = "ranks.json"
+RANKS_SECONDS = 60.0
+"""How old it may become: of a run that fails it is the last that is known of every rank."""
 
 
 class LiveMetrics:
@@ -27,7 +30,8 @@ class LiveMetrics:
         self._folder, self._plan, self._writers = folder, plan, writers
         self._watch = StragglerWatch(plan)
         self._figures: np.ndarray | None = None
-        self._step = 0
+        self._step = self._count = 0
+        self._written = time.monotonic()
 
     @staticmethod
     def rates(prediction: Prediction | None, sum_of_families: float | None) -> Rates:
@@ -40,6 +44,9 @@ class LiveMetrics:
         for writer in self._writers:
             writer.write(metrics)
         self._figures, self._step = figures, metrics["step"]
+        self._count += 1
+        if self._count == SAMPLED_STEP or time.monotonic() - self._written > RANKS_SECONDS:
+            self._write_ranks()
         if "validation_loss" in metrics:
             note_event(
                 self._folder, VALIDATE, self._step, f"validation loss {metrics['validation_loss']:.4f}",
@@ -98,4 +105,5 @@ class LiveMetrics:
             name: [None if np.isnan(value) else value for value in column.tolist()]
             for name, column in zip(names, self._figures.T, strict=True)
         }
+        self._written = time.monotonic()
         write_json(self._folder / RANKS, {"step": self._step, **columns})

@@ -9,8 +9,9 @@ The step is the third of a start, which pays for nothing that later ones have; o
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.tracing import UNTRACED, Tracer
@@ -40,12 +41,17 @@ class SampledStep(Tracer):
         self.traffic: Counter[tuple[str, str]] = Counter()
         """Bytes by ranks and operation."""
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.moving: Counter[str] = Counter()
+        """Seconds of communication by axis, overlapped ones too."""
+        self.alone: Counter[str] = Counter()
+        """Seconds by axis in which the rank did nothing else."""
         self._lock = threading.Lock()
 
     def begin_step(self) -> None:
         """Forget the step before."""
         with self._lock:
             self.spans, self.traffic, self.calls = [], Counter(), Counter()
+            self.moving, self.alone = Counter(), Counter()
 
     def computed(self, name: object, since: float) -> None:
         if self.is_running and isinstance(name, Instruction):
@@ -53,13 +59,25 @@ class SampledStep(Tracer):
         self._then.computed(name, since)
 
     def exposed(self, group: str, operation: str, num_bytes: int, since: float) -> None:
+        if self.is_running:
+            seconds = self.now() - since
+            self._spend(group, seconds, seconds)
         self._then.exposed(group, operation, num_bytes, since)
 
     def waited(self, group: str, operation: str, since: float) -> None:
+        if self.is_running:
+            self._spend(group, 0.0, self.now() - since)
         self._then.waited(group, operation, since)
 
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
+        if self.is_running:
+            self._spend(group, end - begin, 0.0)
         self._then.overlapped(group, lane, operation, num_bytes, begin, end)
+
+    def _spend(self, group: str, moving: float, alone: float) -> None:
+        with self._lock:
+            self.moving[group] += moving  # pyright: ignore[reportArgumentType] - seconds
+            self.alone[group] += alone  # pyright: ignore[reportArgumentType]
 
     def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
         if self.is_running:
@@ -91,14 +109,18 @@ class StepSample:
         if self._num_steps == SAMPLED_STEP:
             self._write()
         elif self._sampled.is_running:
-            self._kept = self._sampled.spans, self._sampled.traffic, self._sampled.calls
+            self._kept = self._state()
             self._sampled.begin_step()
 
     def finish(self) -> None:
         """Write what was not written, of a start that had fewer steps. Raises TrainingError on all ranks."""
         if self._sampled.is_running and self._num_steps:
-            self._sampled.spans, self._sampled.traffic, self._sampled.calls = self._kept
+            vars(self._sampled).update(self._kept)
             self._write()
+
+    def _state(self) -> dict:
+        names = ("spans", "traffic", "calls", "moving", "alone")
+        return {name: getattr(self._sampled, name) for name in names}
 
     def _write(self) -> None:
         world, sampled = self._world, self._sampled
@@ -106,11 +128,15 @@ class StepSample:
         step = self._first_step() + self._num_steps - 1
         spans = self._world.gather_objects(self._spans())
         traffic = world.gather_objects(_entries(world.rank, sampled))
+        scale = self._accelerator.time_scale
+        axes = world.gather_objects(
+            {axis: (sampled.moving[axis] / scale, s / scale) for axis, s in sampled.alone.items()}
+        )
         sampled.begin_step()
         with world.all_or_none():
             if spans:
                 groups = [group for of_rank in traffic for group in of_rank]
-                write_json(self._folder / TRAFFIC, {"step": step, "groups": groups})
+                write_json(self._folder / TRAFFIC, {"step": step, "groups": groups, "axes": mean_of_axes(axes)})
                 grids = [each for each in spans if each]
                 if grids:
                     write_json(self._folder / TIMELINE, {"step": step, "grids": grids})
@@ -168,3 +194,23 @@ def write_json(path: Path, value: object) -> None:
         partial.replace(path)
     except OSError as error:
         raise TrainingError(f"{path}: cannot be written: {describe_os_error(error)}; free space") from None
+
+
+def mean_of_axes(ranks: Sequence[dict[str, tuple[float, float]]]) -> dict[str, dict[str, float]]:
+    """Return for each axis the seconds of communication, hidden and exposed: means over the ranks that have it.
+
+    `ranks` are by axis the seconds in which something moved, and in which a rank did nothing else. The exposed ones
+    have waits for slower ranks in them, so that they may be more than moved.
+    """
+    by_axis: dict[str, list[tuple[float, float]]] = {}
+    for each in ranks:
+        for axis, seconds in each.items():
+            by_axis.setdefault(axis, []).append(seconds)
+    return {
+        axis: {
+            "communication_seconds": fmean(moving for moving, _ in each),
+            "hidden_seconds": fmean(max(0.0, moving - alone) for moving, alone in each),
+            "exposed_seconds": fmean(alone for _, alone in each),
+        }
+        for axis, each in sorted(by_axis.items())
+    }

@@ -16,16 +16,17 @@ from hpctrain.observe.report.svg import (
     legend_height,
     show_bytes,
     show_seconds,
+    text_width,
 )
 from hpctrain.planner.simulate import EXPOSED
 
 BAR, BOTTOM = 15, 40
 PARTS = {
     "compute": "p0",
-    "tensor": "p1",
+    "tensor": "p5",
     "pipeline": "p2",
     "data": "p3",
-    "optimizer": "p4",
+    "optimizer": "p1",
 }
 """The fill class of each part of a step."""
 PART_NAMES = {
@@ -130,12 +131,13 @@ def _bars(
     bottom = head + sum(heights)
     svg = Svg(width, bottom + BOTTOM, title, data_x=x)
     legend(svg, 8, 2, width - 8, entries)
-    axis_x(svg, x, bottom, head, show, title)
+    axis_x(svg, x, bottom, head, show, title, base=2 if show is show_bytes else 10)
     top = head
     for (group, stacks), height in zip(lines, heights, strict=True):
         limit = capacity(group)
-        text = f"{group.label} · {group.who}" + (f" · capacity {show(limit)}" if limit else "")
-        svg.text(left, top + 11, clip(text, width - left - 10), "strong")
+        text, more = f"{group.label} · {group.who}", f" · capacity {show(limit)}" if limit else ""
+        fits = text_width(text + more) < width - left
+        svg.text(left, top + 11, text + more if fits else clip(text, width - left - 10), "strong")
         for number, stack in enumerate(stacks):
             at = top + 16 + number * BAR
             svg.text(left - 6, at + 11, stack.name, "tick", "end")

@@ -71,7 +71,8 @@ def _curve(
         for event in run.events:
             if event["event"] == START and x.low < event["step"] <= x.high:
                 svg.line(x(event["step"]), y.stop, x(event["step"]), y.start, "restart")
-                svg.text(x(event["step"]) + 3, y.stop + 11, "started again", "tick")
+                again = f"planned again, {event['ranks']:,} ranks" if event["planned_again"] else "started again"
+                svg.text(x(event["step"]) + 3, y.stop + 11, again, "tick")
         for first, last, seconds in predicted[number]:
             ends = (x(max(first, x.low)), y(seconds)), (x(min(last, x.high)), y(seconds))
             svg.polyline(ends, f"curve dash s{number}", data_from=f"{run.name}/events.jsonl:predicted_seconds")

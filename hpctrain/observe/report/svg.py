@@ -48,14 +48,14 @@ class Scale:
     def __str__(self) -> str:
         return f"{self.low!r} {self.high!r} {self.start!r} {self.stop!r}"
 
-    def ticks(self, spacing: float = 90) -> list[float]:
-        """Return round values, about `spacing` pixels apart."""
+    def ticks(self, spacing: float = 90, base: int = 10) -> list[float]:
+        """Return values that are round by a base, 10 or 2, about `spacing` pixels apart."""
         span = self.high - self.low
         if span <= 0:
             return [self.low]
         step = span / max(1, abs(self.stop - self.start) / spacing)
-        magnitude = 10.0 ** math.floor(math.log10(step))
-        step = magnitude * next(m for m in (1, 2, 5, 10) if m * magnitude >= step * 0.999)
+        magnitude = float(base) ** math.floor(math.log(step, base))
+        step = magnitude * next(m for m in ((1, 2, 5, 10) if base == 10 else (1, 2)) if m * magnitude >= step * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         return [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
@@ -105,9 +105,11 @@ class Svg:
         return str(self)
 
 
-def axis_x(svg: Svg, scale: Scale, y: float, top: float, show: Callable[[float], str], title: str) -> None:
+def axis_x(
+    svg: Svg, scale: Scale, y: float, top: float, show: Callable[[float], str], title: str, base: int = 10
+) -> None:
     """Draw the lower axis: a line up to `top` for each tick, its text, and below it what the axis is."""
-    for value in scale.ticks():
+    for value in scale.ticks(base=base):
         svg.line(scale(value), top, scale(value), y)
         svg.text(scale(value), y + 15, show(value), "tick", "middle")
     svg.line(scale.start, y, scale.stop, y, "axis")

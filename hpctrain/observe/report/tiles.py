@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hpctrain.observe.report.svg import Scale, Svg, axis_x, clip, legend, legend_height
+from hpctrain.observe.report.svg import Scale, Svg, axis_x, clip, legend, legend_height, text_width
 from hpctrain.plan.draw import ranges
 from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.sharding.intervals import Interval
@@ -45,14 +45,14 @@ def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
     num_items = max(tile.items.stop for tile in plan.tiles)
     used = dict.fromkeys(tile.family for tile in plan.tiles)
     entries = [(classes[family], family) for family in used]
-    head = legend_height(width - 8, entries) + 22
+    head = legend_height(width - 8, entries) + 26
     cuts = len({bound for box in boxes for bound in box.rows}) - 1
     tall = min(520, max(150, 62 * cuts))
     x = Scale(0, num_items, LEFT, width - 14)
     y = Scale(0, plan.rows, head, head + tall)
     svg = Svg(width, head + tall + BOTTOM, f"tiles of the plan {plan.describe()}")
     legend(svg, 8, 2, width - 8, entries)
-    svg.text(4, head - 8, f"rows of a micro-batch ({plan.rows:,})", "label")
+    svg.text(4, head - 10, f"rows of a micro-batch ({plan.rows:,})", "label")
     axis_x(svg, x, y.stop, y.start, lambda v: f"{v:.0f}" if v == int(v) else "", "items of the model")
     for bound in sorted({bound for box in boxes for bound in box.rows}) if cuts <= 16 else (0, plan.rows):
         svg.text(LEFT - 6, y(bound) + 4, bound, "tick", "end")
@@ -64,10 +64,24 @@ def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
         if len(box.tiles) > 1 and (bottom - top) / len(box.tiles) >= 3:
             for other in box.tiles[1:]:
                 svg.line(left, y(other.rows.start), right, y(other.rows.start), "seam")
-        for number, line in enumerate(lines[: int((bottom - top - 6) / LINE)]):
-            if shown := clip(line, right - left - 10):
+        for number, line in enumerate(_fitted(lines, right - left - 12, int((bottom - top - 4) / LINE))):
+            if shown := clip(line, right - left - 12):
                 svg.text(left + 6, top + 15 + number * LINE, shown, "ontile strong" if not number else "ontile")
     return svg
+
+
+def _fitted(lines: list[str], width: float, count: int) -> list[str]:
+    """Return texts in at most so many lines, several on one where they fit."""
+    if count >= len(lines) or not count:
+        return lines[:count]
+    fitted = lines[:1]
+    for line in lines[1:]:
+        joined = f"{fitted[-1]} · {line}"
+        if text_width(joined) <= width:
+            fitted[-1] = joined
+        elif len(fitted) < count:
+            fitted.append(line)
+    return fitted
 
 
 def _lines(plan: Plan, box: Box) -> list[str]:
