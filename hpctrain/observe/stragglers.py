@@ -1,6 +1,5 @@
 """Notices ranks that compute longer than ranks with equal work, or longer than they did before."""
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,45 +32,37 @@ class StragglerWatch:
         for tile in plan.first_tiles:
             key = tuple((t.items, t.rows.size, t.tensor, t.family) for t in plan.virtual_stages(tile))
             work.setdefault(key, []).extend(tile.ranks)
-        self._peers = list(work.values())
-        self._first: dict[int, deque[float]] = {}
-        self._count: dict[int, int] = {}
-        self._slow: set[int] = set()
+        self._peers = [np.array(ranks) for ranks in work.values() if len(ranks) >= FEWEST_PEERS]
+        alone = [ranks for ranks in work.values() if len(ranks) < FEWEST_PEERS]
+        self._alone = np.array([rank for ranks in alone for rank in ranks], dtype=int)
+        self._first: list[np.ndarray] = []
+        """The seconds of all ranks in the first steps."""
+        size = max(plan.ranks) + 1
+        self._is_slow, self._count = np.zeros(size, dtype=bool), np.zeros(size, dtype=int)
 
     def look(self, compute_seconds: Sequence[float]) -> list[Straggler]:
-        """Return the ranks whose state changed, from the seconds of all ranks in one step."""
-        changes = []
+        """Return the ranks whose state changed, from the seconds of all ranks in one step; none where it is not known.
+
+        A rank changes when it was slow, or no longer, for `STEPS_IN_A_ROW` steps.
+        """
+        seconds = np.array(compute_seconds)
+        factor = np.ones(len(seconds))
         for ranks in self._peers:
-            values = np.array([compute_seconds[rank] for rank in ranks])
-            if np.isnan(values).any():
-                return []
-            has_peers = len(ranks) >= FEWEST_PEERS
-            reference = f"the median of {len(ranks)} ranks with equal work" if has_peers else "its first steps"
-            for rank, seconds in zip(ranks, values, strict=True):
-                usual = float(np.median(values)) if has_peers else self._own_usual(rank, float(seconds))
-                if not usual:
-                    continue
-                factor = float(seconds) / usual
-                if self._changes(rank, factor > SLOW_FACTOR):
-                    changes.append(Straggler(rank, factor, rank in self._slow, reference))
-        return changes
+            factor[ranks] = seconds[ranks] / (np.median(seconds[ranks]) or 1.0)
+        if len(self._first) < STEPS_IN_A_ROW:
+            self._first.append(seconds)
+        elif len(self._alone):
+            usual = np.median([first[self._alone] for first in self._first], axis=0)
+            factor[self._alone] = seconds[self._alone] / np.where(usual > 0, usual, np.inf)
+        if np.isnan(factor).any():
+            return []
+        differs = (factor > SLOW_FACTOR) != self._is_slow
+        self._count = np.where(differs, self._count + 1, 0)
+        changed = np.flatnonzero(self._count >= STEPS_IN_A_ROW)
+        self._is_slow[changed] ^= True
+        self._count[changed] = 0
+        return [Straggler(int(r), float(factor[r]), bool(self._is_slow[r]), self._reference(int(r))) for r in changed]
 
-    def _own_usual(self, rank: int, seconds: float) -> float:
-        """Return the median of a rank's first steps, 0 until these are over."""
-        first = self._first.setdefault(rank, deque())
-        if len(first) < STEPS_IN_A_ROW:
-            first.append(seconds)
-            return 0.0
-        return float(np.median(first))
-
-    def _changes(self, rank: int, is_slow: bool) -> bool:
-        """Count steps in which a rank is not what it was; say whether it has now changed."""
-        if is_slow == (rank in self._slow):
-            self._count[rank] = 0
-            return False
-        self._count[rank] = self._count.get(rank, 0) + 1
-        if self._count[rank] < STEPS_IN_A_ROW:
-            return False
-        self._count[rank] = 0
-        self._slow ^= {rank}
-        return True
+    def _reference(self, rank: int) -> str:
+        ranks = next((ranks for ranks in self._peers if rank in ranks), None)
+        return "its first steps" if ranks is None else f"the median of {len(ranks)} ranks with equal work"

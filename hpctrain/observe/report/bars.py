@@ -8,7 +8,7 @@ from hpctrain.observe.report.curves import label_width
 from hpctrain.observe.report.groups import MOST_GROUPS, TileGroup, groups_of
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import (
-    Scale,
+    PixelScale,
     Svg,
     axis_x,
     clip,
@@ -47,7 +47,7 @@ MEMORY = {
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedBar:
     """A bar of parts, and what is written next to it."""
 
     name: str
@@ -55,31 +55,31 @@ class Stack:
     source: str
 
 
-def step_stacks(run: RunRecord, group: TileGroup) -> list[Stack]:
+def step_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
     """Return where a step goes for equal ranks, as predicted and as measured in the last logged step: their mean."""
     stacks = []
     if run.forecast:
         exposed = run.forecast.exposed[group.tile]
-        stacks.append(Stack("predicted", {part: exposed[part] for part in EXPOSED}, f"{run.name}/forecast"))
+        stacks.append(StackedBar("predicted", {part: exposed[part] for part in EXPOSED}, f"{run.name}/forecast"))
     columns = {part: run.ranks[f"{part}_seconds"] for part in EXPOSED} if run.ranks else {}
     measured = {part: [values[rank] for rank in group.ranks] for part, values in columns.items()}
     if measured and all(value is not None for values in measured.values() for value in values):
         parts = {part: fmean(values) for part, values in measured.items()}
-        stacks.append(Stack("measured", parts, f"{run.name}/ranks.json"))
+        stacks.append(StackedBar("measured", parts, f"{run.name}/ranks.json"))
     return stacks
 
 
-def memory_stacks(run: RunRecord, group: TileGroup) -> list[Stack]:
+def memory_stacks(run: RunRecord, group: TileGroup) -> list[StackedBar]:
     """Return what fills the memory of equal ranks as predicted; and their highest peak, where a device counts it."""
     stacks = []
     memory = run.forecast.prediction.memory if run.forecast else ()
     ours = [stage for stage in memory if (stage.tile.items, stage.tile.family) == (group.tile.items, group.tile.family)]
     if ours:
         most = max(ours, key=lambda stage: stage.memory.total)
-        stacks.append(Stack("predicted", dict(vars(most.memory)), f"{run.name}/forecast"))
+        stacks.append(StackedBar("predicted", dict(vars(most.memory)), f"{run.name}/forecast"))
     if run.ranks:
         peaks = [run.ranks["memory_peak_bytes"][rank] for rank in group.ranks]
-        stacks.append(Stack("measured", {"peak": max(peaks)}, f"{run.name}/ranks.json:memory_peak_bytes"))
+        stacks.append(StackedBar("measured", {"peak": max(peaks)}, f"{run.name}/ranks.json:memory_peak_bytes"))
     return stacks
 
 
@@ -109,7 +109,7 @@ def memory_bars(run: RunRecord, width: int) -> Svg | None:
 
 
 def _bars(
-    lines: Sequence[tuple[TileGroup, list[Stack]]],
+    lines: Sequence[tuple[TileGroup, list[StackedBar]]],
     width: int,
     entries: Sequence[tuple[str, str]],
     classes: dict[str, str],
@@ -127,7 +127,7 @@ def _bars(
     limits = [limit for group, _ in lines if (limit := capacity(group))]
     # A capacity that is many times what is used would leave nothing to see: it is said in words alone.
     near = [limit for limit in limits if limit <= 4 * max(totals)]
-    x = Scale(0, max([*totals, *near]) * 1.02, left, width - 76)
+    x = PixelScale(0, max([*totals, *near]) * 1.02, left, width - 76)
     bottom = head + sum(heights)
     svg = Svg(width, bottom + BOTTOM, title, data_x=x)
     legend(svg, 8, 2, width - 8, entries)

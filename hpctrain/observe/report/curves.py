@@ -4,7 +4,17 @@ from collections.abc import Callable, Sequence
 
 from hpctrain.observe.events import START
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.svg import Scale, Svg, axis_x, axis_y, clip, legend, show_count, show_seconds, text_width
+from hpctrain.observe.report.svg import (
+    PixelScale,
+    Svg,
+    axis_x,
+    axis_y,
+    clip,
+    legend,
+    show_count,
+    show_seconds,
+    text_width,
+)
 
 HEIGHT, TOP, BOTTOM, LEFT = 250, 34, 40, 58
 MOST_POINTS = 600
@@ -59,8 +69,8 @@ def _curve(
     low = min(values) if key == "loss" else 0.0
     high = max(values)
     pad = 0.06 * (high - low or abs(high) or 1)
-    x = Scale(min(steps) - (min(steps) == max(steps)), max(steps), LEFT, width - 14)
-    y = Scale(low - pad if key == "loss" else 0.0, high + pad, HEIGHT + head - BOTTOM, head + TOP)
+    x = PixelScale(min(steps) - (min(steps) == max(steps)), max(steps), LEFT, width - 14)
+    y = PixelScale(low - pad if key == "loss" else 0.0, high + pad, HEIGHT + head - BOTTOM, head + TOP)
     svg = Svg(width, HEIGHT + head, label, data_x=x, data_y=y)
     if entries:
         legend(svg, 8, 2, width - 8, entries)

@@ -33,7 +33,7 @@ def number(value: float, shown: str, source: str) -> Markup:
 
 
 @dataclass(frozen=True)
-class Scale:
+class PixelScale:
     """Turns values into pixels, linearly."""
 
     low: float
@@ -106,7 +106,7 @@ class Svg:
 
 
 def axis_x(
-    svg: Svg, scale: Scale, y: float, top: float, show: Callable[[float], str], title: str, base: int = 10
+    svg: Svg, scale: PixelScale, y: float, top: float, show: Callable[[float], str], title: str, base: int = 10
 ) -> None:
     """Draw the lower axis: a line up to `top` for each tick, its text, and below it what the axis is."""
     for value in scale.ticks(base=base):
@@ -116,7 +116,7 @@ def axis_x(
     svg.text((scale.start + scale.stop) / 2, y + 31, title, "label", "middle")
 
 
-def axis_y(svg: Svg, scale: Scale, x: float, right: float, show: Callable[[float], str], title: str) -> None:
+def axis_y(svg: Svg, scale: PixelScale, x: float, right: float, show: Callable[[float], str], title: str) -> None:
     """Draw the left axis: a line for each tick, its text, and above it what the axis is."""
     for value in scale.ticks(42):
         svg.line(x, scale(value), right, scale(value))

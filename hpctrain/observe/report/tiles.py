@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hpctrain.observe.report.svg import Scale, Svg, axis_x, clip, legend, legend_height, text_width
+from hpctrain.observe.report.svg import PixelScale, Svg, axis_x, clip, legend, legend_height, text_width
 from hpctrain.plan.draw import ranges
 from hpctrain.plan.tiling import Plan, Tile, counted
 from hpctrain.sharding.intervals import Interval
@@ -48,8 +48,8 @@ def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
     head = legend_height(width - 8, entries) + 26
     cuts = len({bound for box in boxes for bound in box.rows}) - 1
     tall = min(520, max(150, 62 * cuts))
-    x = Scale(0, num_items, LEFT, width - 14)
-    y = Scale(0, plan.rows, head, head + tall)
+    x = PixelScale(0, num_items, LEFT, width - 14)
+    y = PixelScale(0, plan.rows, head, head + tall)
     svg = Svg(width, head + tall + BOTTOM, f"tiles of the plan {plan.describe()}")
     legend(svg, 8, 2, width - 8, entries)
     svg.text(4, head - 10, f"rows of a micro-batch ({plan.rows:,})", "label")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from hpctrain.observe.report.curves import label_width
 from hpctrain.observe.report.groups import groups_of, name_ranks
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.svg import Scale, Svg, axis_x, clip, legend, legend_height, show_seconds
+from hpctrain.observe.report.svg import PixelScale, Svg, axis_x, clip, legend, legend_height, show_seconds
 from hpctrain.plan.schedule import Op
 from hpctrain.plan.tiling import Tile
 
@@ -76,7 +76,7 @@ def timeline(run: RunRecord, width: int) -> Svg | None:
     lanes = 1 + has_measured
     block = lanes * LANE + GAP + 14
     left = label_width(["predicted "], width) + 6
-    x = Scale(0, max(bar.end for bar in every), left, width - 14)
+    x = PixelScale(0, max(bar.end for bar in every), left, width - 14)
     svg = Svg(width, head + len(grids) * block + BOTTOM, "timeline of a step, predicted above measured", data_x=x)
     legend(svg, 8, 2, width - 8, entries)
     axis_x(svg, x, head + len(grids) * block, head, show_seconds, "seconds from the beginning of the step")
@@ -93,7 +93,7 @@ def timeline(run: RunRecord, width: int) -> Svg | None:
     return svg
 
 
-def _lane(svg: Svg, x: Scale, at: float, bars: Sequence[Bar], source: str) -> None:
+def _lane(svg: Svg, x: PixelScale, at: float, bars: Sequence[Bar], source: str) -> None:
     begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
     svg.rect(x(begin), at, x(end) - x(begin), LANE - 2, "box k-idle")
     drawn = [(kind, list(_merged(x, [bar for bar in bars if bar.kind == kind]))) for kind in NAMES]
@@ -105,7 +105,7 @@ def _lane(svg: Svg, x: Scale, at: float, bars: Sequence[Bar], source: str) -> No
             svg.text(middle, at + 10.5, bar.microbatch + 1, f"on k-{bar.kind}-text", "middle")
 
 
-def _merged(x: Scale, bars: Iterable[Bar]) -> Iterable[tuple[float, float]]:
+def _merged(x: PixelScale, bars: Iterable[Bar]) -> Iterable[tuple[float, float]]:
     """Return boxes in pixels, thin neighbours as one."""
     last: tuple[float, float] | None = None
     for bar in bars:
