@@ -23,6 +23,7 @@ COMMANDS = {
     "mpirun": "write a start with mpirun, each family with its own software",
     "bench": "measure the speed of a job's training step, or of a mixed cluster against its families",
     "inspect": "show what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
+    "report": "write what runs did as one HTML file",
     "compare": "compare the losses, and on request the weights, of two runs",
     "doctor": "check this machine: versions, ranks, devices, and by which routes they communicate",
     "catalogue": "list the ready clusters, and the accelerators and networks that a cluster file may name",

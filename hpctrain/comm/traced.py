@@ -54,6 +54,7 @@ class GroupTrace:
 
     def exposed(self, operation: str, num_bytes: int, since: float) -> None:
         self._tracer.exposed(self._group, operation, num_bytes, since)
+        self._tracer.moved(self._lane, operation, num_bytes)
 
     def waited(self, operation: str, since: float) -> None:
         self._tracer.waited(self._group, operation, since)
@@ -66,6 +67,8 @@ class GroupTrace:
 
     def _report_overlapped(self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]) -> None:
         self._tracer.overlapped(self._group, self._lane, operation, num_bytes, steps.begun, steps.ended)
+        if operation != "send":  # a channel has reported it when it was given the message
+            self._tracer.moved(self._lane, operation, num_bytes)
         on_end()
 
 

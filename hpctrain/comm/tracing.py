@@ -23,5 +23,11 @@ class Tracer:
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         """A lane of a group moved something; may be called by any thread."""
 
+    def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
+        """A group has moved a tensor of so many bytes; may be called by any thread.
+
+        `ranks` is the group's name and its ranks, such as `y 0-3`.
+        """
+
 
 UNTRACED = Tracer()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.channel import Channel
     from hpctrain.comm.communicator import Backend, Communicator, Journal, Lane
     from hpctrain.comm.lanes import Progress
+    from hpctrain.comm.pending import PendingNumbers
     from hpctrain.comm.solo import Solo
     from hpctrain.comm.traced import GroupTrace
 
@@ -61,6 +62,7 @@ class World:
         self.oversight = Oversight(mpi, self._comm, places, self.patience, watched)
         self._lane = self.oversight.recorder.add_group("world", range(self.size))
         self._hosts = [place.host for place in places]
+        self._gathering = None
         self._progress: Progress | None = None
         self._made: list[Communicator | Lane | Channel] = []
         self._lanes: list[Lane] = []
@@ -302,6 +304,18 @@ class World:
         with self._together("gather_objects"):
             return self._comm.gather(value) or []
 
+    def gather_numbers(self, numbers: Sequence[float]) -> "PendingNumbers":
+        """Start to bring every rank's numbers, equally many, to rank 0; nobody waits. All ranks must call.
+
+        The first call also makes a communicator, for which all ranks wait.
+        """
+        from hpctrain.comm.pending import PendingNumbers
+
+        if self._gathering is None:
+            with self._together("gather_numbers"):
+                self._gathering = self._comm.Dup()
+        return PendingNumbers(self._gathering, numbers, self.patience)
+
     def smallest(self, value: float) -> float:
         """Return the smallest of all ranks' values. All ranks must call."""
         with self._together("smallest"):
@@ -336,6 +350,8 @@ class World:
         if self.settings.rehearsal is not None:
             self.settings.rehearsal.close()
         self._failures.Free()
+        if self._gathering is not None:
+            self._gathering.Free()
         self.oversight.close()
         if self._owns_mpi:
             self._mpi.Finalize()

@@ -353,6 +353,12 @@ class Observe(Table):
     """Whether to keep what every rank did and when, in trace.json of the run folder."""
     trace_steps: Count = 10
     """How many steps are traced, from the start or from where the run continues."""
+    tensorboard: Switch = False
+    """Whether to write event files for TensorBoard, in `tensorboard/` of the run folder."""
+    wandb: str | None = None
+    """The project of Weights & Biases to log to; None: nothing is logged."""
+    prometheus_file: Path | None = None
+    """A text file of the latest metrics, for Prometheus' node_exporter. Relative to the current directory."""
 
 
 class Comm(Table):

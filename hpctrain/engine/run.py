@@ -11,10 +11,11 @@ from hpctrain.config.errors import HpctrainError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
 from hpctrain.engine.resolve import Described, prepare_run
-from hpctrain.engine.yardstick import format_yardstick, yardstick
+from hpctrain.engine.yardstick import format_yardstick, predict_families, sum_of_families, yardstick
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
+    from hpctrain.observe.metrics import RunMetrics
 
 LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one rank while the others wait
 
@@ -59,6 +60,7 @@ class TrainingRun:
         from hpctrain.checkpoint.choose import choose_checkpoint
         from hpctrain.checkpoint.folder import tidy
         from hpctrain.comm.watchdog.flight import FOLDER as FLIGHT
+        from hpctrain.observe.events import note_failure
         from hpctrain.observe.lock import RunLock
         from hpctrain.observe.run import RunFolder, default_run_folder
 
@@ -81,6 +83,8 @@ class TrainingRun:
         self.job, self._described = self._prepared.job, self._prepared.described
         with world.all_or_none():
             self._folder = RunFolder(self.path) if world.rank == 0 else None
+            if self._folder:
+                note_failure(self.path, self.path / FLIGHT)
         world.keep_records(self.path / FLIGHT)
 
         from hpctrain.comm.accelerators.bind import bind_accelerator
@@ -91,6 +95,7 @@ class TrainingRun:
         self._console = Console(world.rank == 0, on_stderr, bar)
         self._hear(choice.lines)
         self._observers = self._make_observers(accelerator)
+        self._metrics = self._make_metrics(accelerator)
         self._trainer = Trainer(world, accelerator, self.job, self._prepared.plan)
         if self.checkpoint:
             self._trainer.resume(self.checkpoint)
@@ -101,21 +106,42 @@ class TrainingRun:
 
     def _make_observers(self, accelerator) -> list[Observer]:
         from hpctrain.observe.expectation import Expectation
+        from hpctrain.observe.sample import StepSample
         from hpctrain.observe.trace import RunTrace
 
         made: list[Observer] = []
         if self.job.observe.trace:
             made.append(RunTrace(self._world, accelerator, self.path, self.job.observe.trace_steps))
-        what = self._prepared.prediction, self._prepared.plan, self._described.name, self.path
-        made.append(Expectation(self._world, accelerator, *what))
-        return made
+        plan = self._prepared.plan
+        made.append(StepSample(self._world, accelerator, plan, self.path, lambda: self._steps_before + 1))
+        what = self._prepared.prediction, plan, self._described.name, self.path
+        self._expectation = Expectation(self._world, accelerator, *what)
+        return [*made, self._expectation]
+
+    def _make_metrics(self, accelerator) -> "RunMetrics":
+        from hpctrain.observe.exports import make_writers
+        from hpctrain.observe.live import LiveMetrics
+        from hpctrain.observe.metrics import RunMetrics
+
+        world, plan = self._world, self._prepared.plan
+        used = [rank for tile in plan.first_tiles for rank in tile.ranks]
+        with world.all_or_none():
+            writers = make_writers(self.job, self.path) if self._folder else []
+        self._live = LiveMetrics(self.path, plan, writers)
+        return RunMetrics(world, accelerator, self._expectation.meter, used, self._live.take)
 
     def _introduce(self) -> None:
         prepared, done = self._prepared, self._trainer.steps_done
+        self._steps_before = done
         with self._world.all_or_none():
             if self._folder:
                 self._folder.describe(self.job, prepared.plan, prepared.reasons, self._described.cluster)
                 damage = self._folder.rewind_metrics(done)
+                self._families = predict_families(self.job, self._described)
+                self._rates = self._live.rates(prepared.prediction, sum_of_families(self._families))
+                cluster, is_rehearsed = self._described.cluster, self._described.is_rehearsed
+                what = prepared.reasons, cluster, is_rehearsed, prepared.prediction
+                self._live.note_start(done, self.checkpoint, *what)
                 what = self.job, prepared.plan, prepared.reasons, prepared.source, done, self.checkpoint, self.path
                 self._console.start(*what)
                 if damage:
@@ -136,9 +162,11 @@ class TrainingRun:
             last.clear()
             last.update(metrics)
             due = (metrics["step"] - 1) % self.job.observe.log_every == 0 or "validation_loss" in metrics
-            if self._folder and due:
-                self._folder.log(metrics)
-            self._console.step(metrics, until)
+            if self._folder:
+                metrics |= self._rates.of_step(metrics["step_seconds"], metrics["tokens_per_second"])
+            if due:
+                self._metrics.record(metrics)
+            self._console.step(metrics, self._metrics.latest, until, due)
             self._hear(observer.step_is_done(metrics["step_seconds"]) for observer in self._observers)
 
         self._hear(observer.start() for observer in self._observers)
@@ -146,9 +174,19 @@ class TrainingRun:
         requests = Requests(self._signals, self.path if is_first else None, end_of_batch_job() if is_first else None)
         from hpctrain.engine.saves import Saves
 
-        saves = Saves(trainer.saver(self.path, self._about()), self.job.checkpoint, self._console.say, self.checkpoint)
+        live = self._live if self._folder else None
+        saves = Saves(
+            trainer.saver(self.path, self._about()),
+            self.job.checkpoint,
+            self._console.say,
+            self.checkpoint,
+            begins=self._metrics.flush,  # what continues from it has the metrics of all its steps
+            ends=live.note_save if live else lambda step, checkpoint, seconds: None,
+        )
         ended = trainer.fit(prepared.training, prepared.validation, until, saves, report, requests)
         self.checkpoint = saves.latest
+        self._console.close_line()
+        self._metrics.flush()
         self._hear(observer.finish() for observer in self._observers)
         overrun = trainer.overrun()
         summary = self._console.finish(last, self.path, self.checkpoint, prepared.source, ended and ended.by, overrun)
@@ -156,6 +194,8 @@ class TrainingRun:
             self._lock.release()
         if self._world.rank == 0 and last and not ended:
             summary |= self._yardstick(last["tokens_per_second"])
+        if self._folder:
+            self._live.note_end(trainer.steps_done, self.job.train.steps, summary)
         return summary, ended
 
     def _hear(self, lines: Iterable[str | None]) -> None:
@@ -171,7 +211,7 @@ class TrainingRun:
 
     def _yardstick(self, tokens_per_second: float) -> dict:
         """Say what share of its families alone a mixed run is; return it as what the summary has of it."""
-        lines = yardstick(self.job, self._described, tokens_per_second)
+        lines = self._families and yardstick(self.job, self._described, tokens_per_second, self._families)
         if not lines:
             return {}
         self._console.say(format_yardstick(lines, self._described))

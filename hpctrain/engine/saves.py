@@ -15,9 +15,22 @@ SAID_SECONDS = 1.0
 class Saves:
     """Starts and completes the checkpoints of a run. All ranks make one, and call its methods alike."""
 
-    def __init__(self, saver: Saver, keys: Checkpoint, say: Callable[[str], None], latest: Path | None):
-        """`latest` is the checkpoint that the run continues from."""
+    def __init__(
+        self,
+        saver: Saver,
+        keys: Checkpoint,
+        say: Callable[[str], None],
+        latest: Path | None,
+        begins: Callable[[], None] = lambda: None,
+        ends: Callable[[int, Path, float], None] = lambda step, checkpoint, seconds: None,
+    ):
+        """`latest` is the checkpoint that the run continues from.
+
+        All ranks call `begins` before each snapshot, and `ends` with step, path and seconds of each complete one.
+        """
         self._saver, self._keys, self._say = saver, keys, say
+        self._begins, self._ends = begins, ends
+        self._step, self._since = 0, 0.0
         self.latest = latest
         """The newest complete one that this run knows of."""
 
@@ -40,6 +53,8 @@ class Saves:
             self._try(self._saver.advance, is_last)
         if is_due:
             self._wait_for_last()
+            self._begins()
+            self._step, self._since = metrics["step"], time.monotonic()
             self._saver.start(metrics["step"], metrics.get("validation_loss"))
         if is_last:
             self._try(self._saver.finish, is_last)
@@ -56,7 +71,9 @@ class Saves:
 
     def _try(self, work: Callable[[], Path | None], is_last: bool) -> None:
         try:
-            self.latest = work() or self.latest
+            if checkpoint := work():
+                self.latest = checkpoint
+                self._ends(self._step, checkpoint, time.monotonic() - self._since)
         except CheckpointError as error:
             if is_last or self._keys.on_error == "stop":
                 raise

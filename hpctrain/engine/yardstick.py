@@ -12,26 +12,43 @@ from hpctrain.planner.search import EVERY_PLAN, Limits, search
 from hpctrain.planner.space import Space, even_space
 
 
-def yardstick(job: Job, described: Described, tokens_per_second: float) -> dict | None:
-    """Return the tokens/s that families are predicted to do alone, and what share of their sum, and how many times the
-    best of them and of the job cut evenly, a run is; None where there is one family. `job` is resolved.
-
-    No ratio where a family alone cannot hold the model (`no_ratio` says which).
-    """
+def predict_families(job: Job, described: Described) -> dict | None:
+    """Return the tokens/s that families are predicted to do alone (None: cannot hold the model), and those of the job
+    cut evenly; None where there is one family. `job` is resolved."""
     cluster, limits = described.cluster, EVERY_PLAN if described.is_rehearsed else Limits()
     families = list(dict.fromkeys(device.family for device in cluster.devices))
     if len(families) < 2:
         return None
-    alone = {family: _predicted(job, cluster, [family], limits) for family in families}
-    summary: dict = {"predicted_alone": alone}
+    predicted: dict = {"predicted_alone": {name: _predicted(job, cluster, [name], limits) for name in families}}
     if even := _predicted(job, cluster, families, limits, even_space()):
-        summary |= {"predicted_even": even, "speedup_over_even": tokens_per_second / even}
+        predicted["predicted_even"] = even
+    return predicted
+
+
+def sum_of_families(predicted: dict | None) -> float | None:
+    """Return the tokens/s of all families alone, together; None where there is one, or one cannot hold the model."""
+    speeds = list(predicted["predicted_alone"].values()) if predicted else []
+    return sum(speeds) if speeds and all(speeds) else None
+
+
+def yardstick(job: Job, described: Described, tokens_per_second: float, predicted: dict | None = None) -> dict | None:
+    """Return the tokens/s that families are predicted to do alone, and what share of their sum, and how many times the
+    best of them and of the job cut evenly, a run is; None where there is one family. `job` is resolved.
+
+    `predicted` is of `predict_families`, where that is known. No ratio where a family alone cannot hold the model
+    (`no_ratio` says which).
+    """
+    summary = dict(predicted or predict_families(job, described) or {})
+    if not summary:
+        return None
+    if even := summary.get("predicted_even"):
+        summary["speedup_over_even"] = tokens_per_second / even
+    alone = summary["predicted_alone"]
     if without := [family for family, speed in alone.items() if speed is None]:
         return summary | {"no_ratio": f"{', '.join(without)} alone cannot hold the model"}
-    speeds = [speed for speed in alone.values() if speed is not None]
     ratios = {
-        "fraction_of_sum": tokens_per_second / sum(speeds),
-        "speedup_over_best_family": tokens_per_second / max(speeds),
+        "fraction_of_sum": tokens_per_second / sum(alone.values()),
+        "speedup_over_best_family": tokens_per_second / max(alone.values()),
     }
     return summary | ratios
 

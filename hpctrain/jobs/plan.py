@@ -107,11 +107,18 @@ def uniform_command(job, overrides, ranks, cluster, out):
 
 @command.command("draw")
 @click.argument("plan", type=PATH)
-def draw_command(plan):
+@click.option("--html", type=PATH, metavar="FILE", help="Draw it into a page for a browser.")
+def draw_command(plan, html):
     """Draw a plan file as tiles: items across, rows down."""
     loaded = load_plan(plan)
     check_tiling(loaded, max(tile.items.stop for tile in loaded.tiles))
-    print(draw_plan(loaded))
+    if html is None:
+        print(draw_plan(loaded))
+        return
+    from hpctrain.observe.report.page import render_plan
+
+    _write(html, render_plan(loaded, plan.name))
+    print(f"{html}: {loaded.describe()}")
 
 
 @command.command("check")

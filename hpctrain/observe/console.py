@@ -1,10 +1,13 @@
-"""What a run shows a person: its choices, a progress bar, and where everything is at the end."""
+"""What a run shows a person: its choices, a line of progress, and where everything is at the end."""
 
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
+from rich.text import Text
 
 from hpctrain.config.job import Job
 from hpctrain.observe.run import RESOLVED
@@ -23,7 +26,9 @@ SHOWN = {
     "prediction": "prediction",
 }
 """The choices whose reasons a start shows, and what it calls them; the others are in the run folder."""
-PLAIN_LINES = 20  # without a terminal: that many lines of progress in a run
+SMOOTHING = 0.9
+"""How much of a mean of seconds and speeds is of the steps before the last."""
+GAP = "  "
 
 
 def trust(overrun: float) -> str:
@@ -37,12 +42,13 @@ class Console:
     """Prints on one rank; on all others every method does nothing."""
 
     def __init__(self, speaks: bool, on_stderr: bool = False, bar: bool | None = None):
-        """`bar`: whether to draw a progress bar; None: if this process has a terminal, which mpirun hides from it."""
+        """`bar`: whether one line is kept up to date; None: if this process has a terminal. mpirun hides it."""
         self._speaks = speaks
         file = sys.stderr if on_stderr else sys.stdout
         self._rich = RichConsole(file=file, highlight=False, markup=False, force_terminal=bar)
-        self._progress: Progress | None = None
-        self._smooth_speed = 0.0
+        self._live: Live | None = None
+        self._smooth_speed = self._smooth_seconds = 0.0
+        self._since: float | None = None
 
     def say(self, text: str) -> None:
         if self._speaks:
@@ -65,30 +71,38 @@ class Console:
         if checkpoint:
             self.say(f"continuing after step {steps_done}, from {checkpoint}")
 
-    def step(self, metrics: dict, until: int) -> None:
-        """Show one step's metrics."""
+    def step(self, metrics: dict, ranks: dict, until: int, is_logged: bool = True) -> None:
+        """Show one step's metrics; a file gets a line of those that are logged.
+
+        `ranks` are the metrics of the latest step of which the figures of all ranks are there.
+        """
         if not self._speaks:
             return
-        done = metrics["step"]
-        speed = metrics["tokens_per_second"]
-        self._smooth_speed = speed if not self._smooth_speed else 0.9 * self._smooth_speed + 0.1 * speed
-        text = f"loss {metrics['loss']:.4f}  {self._smooth_speed:,.0f} tokens/s"
-        if "validation_loss" in metrics:
-            text += f"  validation loss {metrics['validation_loss']:.4f}"
+        self._smooth_speed = _smooth(self._smooth_speed, metrics["tokens_per_second"])
+        now = time.monotonic()
+        if self._since is not None:  # the time of a first step is not known: it begins before the console is asked
+            self._smooth_seconds = _smooth(self._smooth_seconds, now - self._since)
+        self._since = now
+        left = (until - metrics["step"]) * self._smooth_seconds
+        parts = progress_parts(metrics, ranks, until, self._smooth_speed, left)
         if self._rich.is_terminal:
-            self._bar(done, until, text)
             if "validation_loss" in metrics:
-                self.say(f"step {done}: {text}")
-        elif "validation_loss" in metrics or done == until or done % max(1, until // PLAIN_LINES) == 0:
-            self.say(f"step {done}/{until}  {text}")
+                self.say(fit([f"step {metrics['step']}", *parts[1:3]], self._rich.width))
+            self._show(fit(parts, self._rich.width - 1))
+        elif is_logged or metrics["step"] == until:
+            self.say(GAP.join(parts))
 
-    def _bar(self, done: int, until: int, text: str) -> None:
-        if self._progress is None:
-            columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self._progress = Progress(*columns, console=self._rich, auto_refresh=False)
-            self._progress.start()
-            self._progress.add_task(text, total=until)
-        self._progress.update(self._progress.task_ids[0], completed=done, description=text, refresh=True)
+    def _show(self, line: str) -> None:
+        if self._live is None:
+            self._live = Live(console=self._rich, auto_refresh=False)
+            self._live.start()
+        self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
+
+    def close_line(self) -> None:
+        """End the line that is kept up to date, so that others can be printed after it."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def finish(
         self, last: dict, path, checkpoint, source, stopped_by: str | None, overrun: float | None = None
@@ -99,8 +113,7 @@ class Console:
         """
         if not self._speaks:
             return {}
-        if self._progress:
-            self._progress.stop()
+        self.close_line()
         entropy = source.unigram_entropy()
         summary = {
             "run": str(path),
@@ -124,3 +137,52 @@ class Console:
             )
         self.say(f"run folder {path}\ncheckpoint {checkpoint}")
         return summary
+
+
+def progress_parts(metrics: dict, ranks: dict, until: int, tokens_per_second: float, seconds_left: float) -> list[str]:
+    """Return the parts of a line of progress, the most important ones first."""
+    parts = [f"step {metrics['step']}/{until}", f"loss {metrics['loss']:.4f}"]
+    if "validation_loss" in metrics:
+        parts.append(f"validation loss {metrics['validation_loss']:.4f}")
+    parts.append(f"{tokens_per_second:,.0f} tokens/s")
+    if seconds_left:
+        parts.append(f"{format_duration(seconds_left)} left")
+    if "fraction_of_sum" in metrics:
+        parts.append(f"{metrics['fraction_of_sum']:.2f} of the families' sum")
+    elif "mfu" in metrics:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    if fullest := ranks.get("memory_share"):
+        parts.append(f"memory {fullest['max']:.0%} (rank {fullest['max_rank']})")
+    if slowest := ranks.get("slowest"):
+        parts.append(f"slowest rank {slowest['rank']}: {describe_slowest(slowest)}")
+    return parts
+
+
+def describe_slowest(slowest: dict) -> str:
+    """Say in two words what the slowest rank of a step did most of it."""
+    own, waiting = slowest["computing_seconds"], slowest["waiting_seconds"]
+    total = own + waiting
+    if own >= waiting:
+        return f"computing {own / total:.0%}" if total else "idle"
+    return f"waiting {waiting / total:.0%} ({slowest['waits_for']})"
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as `12 s`, `3 min` or `1:05 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,}:{minutes % 60:02} h"
+
+
+def fit(parts: Sequence[str], width: int) -> str:
+    """Return as many parts as one line has space for, the first ones first, and never less than the first."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(GAP) + len(part) <= width:
+            line += GAP + part
+    return line[:width]
+
+
+def _smooth(mean: float, value: float) -> float:
+    return SMOOTHING * mean + (1 - SMOOTHING) * value if mean else value

@@ -93,6 +93,9 @@ class PartMeter(Tracer):
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         self._then.overlapped(group, lane, operation, num_bytes, begin, end)
 
+    def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
+        self._then.moved(ranks, operation, num_bytes)
+
     def _communicated(self, group: str, since: float) -> None:
         seconds = self.now() - since
         self._alone += seconds
@@ -168,7 +171,10 @@ class Expected:
                 for rank in tile.ranks
             )
             items = list(stage.tile.items)
-            rows.append({"items": items, "predicted_bytes": stage.memory.total, "measured_bytes": peak})
+            family = stage.tile.family
+            rows.append(
+                {"items": items, "family": family, "predicted_bytes": stage.memory.total, "measured_bytes": peak}
+            )
         return rows
 
 

@@ -31,8 +31,8 @@ class Expectation:
         self._world, self._accelerator, self._folder = world, accelerator, folder
         on_host = accelerator.shares_memory or accelerator.overrun is not None
         self._expected = prediction and drift.Expected(prediction, plan, where, on_host)
-        self._meter = drift.PartMeter(accelerator.now, world.tracer)
-        world.configure(tracer=self._meter)
+        self.meter = drift.PartMeter(accelerator.now, world.tracer)
+        world.configure(tracer=self.meter)
         self._seconds: list[float] = []
 
     def start(self) -> str | None:
@@ -48,7 +48,7 @@ class Expectation:
     def step_is_done(self, seconds: float) -> None:
         """Note what a step took, when all is done that goes with it."""
         self._seconds.append(seconds)
-        self._meter.begin_step()
+        self.meter.begin_step()
 
     def finish(self) -> str | None:
         """Compare, and save it in the run folder; return on rank 0 what is to be said. Raises TrainingError.
@@ -56,7 +56,7 @@ class Expectation:
         The first step, which makes what later ones find, does not count.
         """
         world, device = self._world, self._accelerator
-        own, steps, self._seconds = None, self._meter.steps[1:], self._seconds[1:]
+        own, steps, self._seconds = None, self.meter.steps[1:], self._seconds[1:]
         number = len(steps)
         if number:
             sums = {part: sum(step[part] for step in steps) for part in drift.EXPOSED}

@@ -3,7 +3,10 @@
 resolved.toml    the job with every `auto` replaced by its value; the reasons are its comments
 plan.toml        the plan
 cluster.toml     the description of the machine that the plan and its prediction are for
-metrics.jsonl    one line a logged step; losses have all their digits
+metrics.jsonl    one line a logged step; losses have all their digits (hpctrain.observe.metrics)
+events.jsonl     one line an event: starts, checkpoints, stragglers, ends (hpctrain.observe.events)
+ranks.json       the figures of every rank in the last logged step
+timeline.json    when the instructions of one step ran; traffic.json: what groups moved in it (hpctrain.observe.sample)
 drift.json       steps compared with their prediction (hpctrain.observe.drift)
 checkpoints/     see hpctrain.checkpoint
 """
@@ -53,7 +56,7 @@ class RunFolder:
 
     def describe(self, job: Job, plan: Plan, reasons: dict[str, str], cluster: Cluster) -> None:
         """Save the resolved job, the plan and what they are for. Raises TrainingError where the disk refuses."""
-        with _writing(self.path):
+        with writing(self.path):
             (self.path / CLUSTER).write_text(dump_cluster(cluster))
             (self.path / PLAN).write_text(dump_plan(plan))
             (self.path / RESOLVED).write_text(dump_job(job, reasons, PLAN))
@@ -64,7 +67,7 @@ class RunFolder:
         Lines that are damaged are dropped too; the file as it was is then kept, and what to tell of it is returned.
         """
         file, damaged = self.path / METRICS, self.path / (METRICS + ".damaged")
-        with _writing(self.path):
+        with writing(self.path):
             lines, mistakes = _parse_metrics(file)
             if mistakes:
                 file.replace(damaged)
@@ -73,13 +76,14 @@ class RunFolder:
             partial.replace(file)
         return f"{mistakes[0]}; left out ({len(mistakes)} in all), the file is kept as {damaged}" if mistakes else None
 
-    def log(self, line: dict) -> None:
-        """Append one line to the metrics."""
-        with _writing(self.path), (self.path / METRICS).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+
+def append_metrics(path: Path, line: dict) -> None:
+    """Append one line to the metrics of a run folder. Raises TrainingError where the disk refuses."""
+    with writing(path), (path / METRICS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
-class _writing:  # noqa: N801 - reads as a word where it is used
+class writing:  # noqa: N801 - reads as a word where it is used
     def __init__(self, path: Path):
         self._path = path
 

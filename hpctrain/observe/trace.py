@@ -69,6 +69,9 @@ class Recording(Tracer):
         if self.is_running:
             self.spans.append(Span(OVERLAPPED, operation, begin, end, group, lane, num_bytes))
 
+    def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
+        """Keep nothing: the span has it."""
+
 
 class RunTrace:
     """The trace of the first steps of a run, as one rank sees it. All ranks must call the same."""

@@ -85,10 +85,10 @@ class Simulated:
 
 def simulate(plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs) -> Simulated:
     """Run a step. Raises PlanError where the schedule deadlocks."""
-    return _Simulation(plan, schedules, costs).simulated()
+    return Simulation(plan, schedules, costs).simulated()
 
 
-class _Simulation(ScheduleRun):
+class Simulation(ScheduleRun):
     """The run of a plan's schedules with clocks and prices."""
 
     passes_together = False  # what a pass exchanges is in its price

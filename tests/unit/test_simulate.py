@@ -62,7 +62,7 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation._Simulation, "copies", lambda _: {})
+        patch.setattr(simulation.Simulation, "copies", lambda _: {})
         apart = simulate(plan, schedules, costs)
     assert merged == apart
 

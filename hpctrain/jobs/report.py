@@ -1,0 +1,33 @@
+"""`hpctrain report`: write what one or several runs did as one HTML file. Runs on a login node."""
+
+from pathlib import Path
+
+import click
+
+from hpctrain.config.errors import JobError, describe_os_error
+
+
+@click.command("report")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html in the first RUN.")
+def command(runs, out):
+    """Write a report of run folders as one HTML file, which needs no network to be read.
+
+    \b
+    hpctrain report runs/tiny-20261123-150052
+    hpctrain report runs/a runs/b --out comparison.html
+
+    It shows losses and speed, the plan, the timeline of a step as predicted and as measured, where a step goes, memory,
+    communication, decisions with their reasons, and what happened. Several runs are shown side by side. A run that
+    failed, or is still running, has one too.
+    """
+    from hpctrain.observe.report.page import render_report
+    from hpctrain.observe.report.record import read_runs
+
+    page = render_report(read_runs(list(runs)))
+    path = out or runs[0] / "report.html"
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+    print(f"report {path} ({len(page.encode()) / 1e6:.2f} MB): open it in a browser")

@@ -1,0 +1,111 @@
+"""Passes metrics on to other software where the job asks for it: TensorBoard, Weights & Biases, Prometheus."""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from hpctrain.config.errors import JobError, TrainingError, describe_os_error
+from hpctrain.config.job import Job
+
+PREFIX = "hpctrain_"
+
+
+class MetricsWriter(Protocol):
+    """Takes the metrics of logged steps, on rank 0."""
+
+    def write(self, metrics: dict) -> None:
+        """Pass one step's metrics on. Raises TrainingError where a disk refuses."""
+
+    def close(self) -> None:
+        """Pass on what was kept back."""
+
+
+def flat(metrics: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every figure with its name; those of a table are named after both, such as `compute_seconds_max`."""
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}_")
+        elif isinstance(value, (int, float)):
+            yield prefix + name, value
+
+
+class TensorBoardWriter:
+    """Writes event files that TensorBoard shows, in the run folder."""
+
+    def __init__(self, folder: Path):
+        package = _import("torch.utils.tensorboard", "tensorboard", "tensorboard = true")
+        self._writer = package.SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, metrics: dict) -> None:
+        for name, value in flat(metrics):
+            if name != "step":
+                self._writer.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """Logs to a project of Weights & Biases; what it does without a network is up to its own variables (WANDB_MODE)."""
+
+    def __init__(self, project: str, job: Job, folder: Path):
+        package = _import("wandb", "wandb", f'wandb = "{project}"')
+        config = job.model_dump(mode="json", exclude_none=True)
+        # The name is the run folder's: a start that continues goes on in the same run.
+        what = {"project": project, "name": folder.name, "id": folder.name, "resume": "allow"}
+        self._run = package.init(dir=str(folder), config=config, **what)
+
+    def write(self, metrics: dict) -> None:
+        self._run.log(dict(flat(metrics)), step=metrics["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class PrometheusWriter:
+    """Keeps a text file of the latest figures, as node_exporter's textfile collector reads it."""
+
+    def __init__(self, path: Path, job: str):
+        self._path = path
+        escaped = job.replace("\\", "\\\\").replace('"', '\\"')
+        self._labels = f'{{job="{escaped}"}}'
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JobError(f"observe.prometheus_file = {path}: {describe_os_error(error)}; name another file") from None
+
+    def write(self, metrics: dict) -> None:
+        lines = []
+        for name, value in flat(metrics):
+            lines += [f"# TYPE {PREFIX}{name} gauge", f"{PREFIX}{name}{self._labels} {value!r}"]
+        partial = self._path.with_name(f"{self._path.name}.partial")  # never a half-written file for who reads
+        try:
+            partial.write_text("\n".join(lines) + "\n")
+            partial.replace(self._path)
+        except OSError as error:
+            raise TrainingError(f"{self._path}: cannot be written: {describe_os_error(error)}; free space") from None
+
+    def close(self) -> None:
+        """Leave the last figures where they are."""
+
+
+def make_writers(job: Job, folder: Path) -> list[MetricsWriter]:
+    """Return what the job asks for. Raises JobError where the software for it is not installed."""
+    observe, made = job.observe, []
+    if observe.tensorboard:
+        made.append(TensorBoardWriter(folder))
+    if observe.wandb:
+        made.append(WandbWriter(observe.wandb, job, folder))
+    if observe.prometheus_file:
+        made.append(PrometheusWriter(observe.prometheus_file, job.name))
+    return made
+
+
+def _import(module: str, package: str, setting: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise JobError(
+            f"observe.{setting}: the package {package} is not installed; pip install {package}, or remove the key"
+        ) from None

@@ -1,0 +1,129 @@
+"""Who sends how much to whom in a step, coloured by what is between them."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from hpctrain.comm.watchdog.flight import parse_ranks
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.links import link_between
+from hpctrain.observe.report.record import RunRecord
+from hpctrain.observe.report.svg import Svg, legend, legend_height, show_traffic
+
+MOST_CELLS = 40
+TIMES = {"all_reduce": 2, "barrier": 0}
+"""How often a collective moves each rank's share of its tensor to every other one; others do once."""
+IN_NODE = "inside a node"
+
+
+class Matrix(NamedTuple):
+    """Bytes between cells: ranks, or groups of consecutive ranks."""
+
+    names: list[str]
+    num_bytes: Counter[tuple[int, int]]
+    between: dict[tuple[int, int], str]
+    """What most of the bytes of a pair of cells pass: a fabric, or the inside of a node."""
+
+
+def bytes_between(groups: Sequence[Mapping], cell_of: Callable[[int], int]) -> Counter[tuple[int, int]]:
+    """Return the bytes between cells of ranks, by sender and receiver, from the groups of traffic.json.
+
+    What a collective must move is spread evenly over the pairs of its group, whatever algorithm moves it: an all-reduce
+    is a reduce-scatter and an all-gather, and in these each of n ranks sends an n-th of the tensor to each other one.
+    """
+    result: Counter[tuple[int, int]] = Counter()
+    for group in groups:
+        if "from" in group:
+            result[cell_of(group["from"]), cell_of(group["to"])] += group["tensor_bytes"]
+            continue
+        ranks = parse_ranks(group["ranks"])
+        each = group["tensor_bytes"] * TIMES.get(group["operation"], 1) / len(ranks)
+        sizes = Counter(map(cell_of, ranks))
+        for one, here in sizes.items() if each else ():
+            for other, there in sizes.items():
+                pairs = here * (there - (one == other))
+                if pairs:
+                    result[one, other] += each * pairs  # pyright: ignore[reportArgumentType] - a share of bytes
+    return result
+
+
+def fabric_between(cluster: Cluster, one: int, other: int) -> str:
+    """Return what two ranks of different devices communicate over."""
+    return link_between(cluster, one, other).fabric or IN_NODE
+
+
+def fabric_totals(run: RunRecord) -> dict[str, float]:
+    """Return the bytes that a step sends by what they pass, the most first."""
+    if not run.traffic:
+        return {}
+    cluster = run.cluster
+    first = {device.node: device.rank for device in reversed(cluster.devices)}
+    totals: Counter[str] = Counter()
+    for (one, other), size in bytes_between(run.traffic["groups"], lambda rank: cluster.devices[rank].node).items():
+        totals[IN_NODE if one == other else fabric_between(cluster, first[one], first[other])] += size
+    return dict(totals.most_common())
+
+
+def matrix_of(run: RunRecord) -> Matrix | None:
+    """Return the matrix of a run; None where its traffic is not known."""
+    if not run.traffic:
+        return None
+    cluster, size = run.cluster, len(run.plan.ranks)
+    each = math.ceil(size / MOST_CELLS)
+    if each > 1:  # whole nodes, where these are small enough
+        on_node = max(nodes.num_devices for nodes in cluster.nodes)
+        each = on_node * math.ceil(each / on_node)
+    count = math.ceil(size / each)
+    cells = [range(number * each, min(size, (number + 1) * each)) for number in range(count)]
+    between = {
+        (a, b): fabric_between(cluster, one[0], other[-1])
+        for a, one in enumerate(cells)
+        for b, other in enumerate(cells)
+        if one[0] != other[-1]
+    }
+    names = [str(cell[0]) if len(cell) == 1 else f"{cell[0]}-{cell[-1]}" for cell in cells]
+    return Matrix(names, bytes_between(run.traffic["groups"], lambda rank: rank // each), between)
+
+
+def matrix_picture(run: RunRecord, width: int) -> Svg | None:
+    """Draw the matrix: senders down, receivers across, the darker the more."""
+    matrix = matrix_of(run)
+    if matrix is None or not matrix.num_bytes:
+        return None
+    names = matrix.names
+    fabrics = {IN_NODE: "f0"} | {name: f"f{number}" for number, name in enumerate(run.cluster.fabrics, 1)}
+    totals = fabric_totals(run)
+    entries = [(fabrics[name], f"{name}: {show_traffic(size)}") for name, size in totals.items()]
+    head = legend_height(width - 8, entries) + 34
+    left = 20 + 7 * max(map(len, names))
+    cell = min(46.0, (min(width, 620) - left - 14) / len(names))
+    most = max(matrix.num_bytes.values())
+    svg = Svg(width, head + cell * len(names) + 12, "bytes between ranks in one step")
+    legend(svg, 8, 2, width - 8, entries)
+    svg.text(left, head - 20, "to rank", "label")
+    svg.text(4, head - 6, "from", "label")
+    every = max(1, math.ceil(7.0 * max(map(len, names)) / cell))
+    for number, name in enumerate(names):
+        middle = (number + 0.5) * cell
+        if number % every == 0:
+            svg.text(left + middle, head - 6, name, "tick", "middle")
+        if number % max(1, math.ceil(12 / cell)) == 0:
+            svg.text(left - 6, head + middle + 4, name, "tick", "end")
+    for a in range(len(names)):
+        svg.rect(left, head + a * cell, cell * len(names), cell, "cell")
+    for (a, b), size in sorted(matrix.num_bytes.items()):
+        strength = 0.12 + 0.88 * size / most
+        at = left + b * cell, head + a * cell
+        where = matrix.between.get((a, b), IN_NODE)
+        title = f"rank {names[a]} to {names[b]}: {show_traffic(size)} {'' if where == IN_NODE else 'over '}{where}"
+        svg.rect(
+            *at, cell, cell, f"cell {fabrics[where]}", title, fill_opacity=float(strength),
+            data_from=f"{run.name}/traffic.json:{a},{b}", data_value=repr(float(size)),
+        )  # fmt: skip
+        if cell >= 40:
+            shade = "on" if strength > 0.55 else "key"
+            svg.text(
+                at[0] + cell / 2, at[1] + cell / 2 + 4, show_traffic(size).replace(" ", ""), f"tiny {shade}", "middle"
+            )
+    return svg

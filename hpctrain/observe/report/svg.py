@@ -1,0 +1,193 @@
+"""Writes SVG, and numbers with where they are from: a few functions, so that charts are lists of shapes.
+
+Coordinates are pixels. Colours are classes of the page's style sheet: `f0` fills with colour 0, `s0` draws with it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+CHARACTER = 0.56
+"""The width of a character, of the font's size; sans-serif letters and digits in the mean."""
+FONT = 12
+
+
+def attributes(**values: object) -> str:
+    """Return attributes; `class_` is class, `data_from` is data-from; None is left out."""
+    return "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_short(value))}"'
+        for key, value in values.items()
+        if value is not None
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def number(value: float, shown: str, source: str) -> Markup:
+    """Return a number as people read it, that is `value` in `source`, such as `a/drift.json:steps`."""
+    return Markup('<data value="{}" data-from="{}">{}</data>').format(repr(value), source, shown)
+
+
+@dataclass(frozen=True)
+class PixelScale:
+    """Turns values into pixels, linearly."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        return self.start + (value - self.low) / span * (self.stop - self.start) if span else self.start
+
+    def __str__(self) -> str:
+        return f"{self.low!r} {self.high!r} {self.start!r} {self.stop!r}"
+
+    def ticks(self, spacing: float = 90, base: int = 10) -> list[float]:
+        """Return values that are round by a base, 10 or 2, about `spacing` pixels apart."""
+        span = self.high - self.low
+        if span <= 0:
+            return [self.low]
+        step = span / max(1, abs(self.stop - self.start) / spacing)
+        magnitude = float(base) ** math.floor(math.log(step, base))
+        step = magnitude * next(m for m in ((1, 2, 5, 10) if base == 10 else (1, 2)) if m * magnitude >= step * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+class Svg:
+    """A picture in the making."""
+
+    def __init__(self, width: float, height: float, label: str, **more: object):
+        """`label` says to those who cannot see it what is there."""
+        self._head = f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img"'
+        self._head += f"{attributes(aria_label=label, **more)}>"
+        self._parts: list[str] = []
+
+    def rect(self, x: float, y: float, width: float, height: float, class_: str, title: str = "", **more) -> None:
+        inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
+        shape = attributes(
+            x=float(x), y=float(y), width=float(max(0, width)), height=float(height), class_=class_, **more
+        )
+        self._parts.append(f"<rect{shape}{inner}")
+
+    def text(self, x: float, y: float, text: object, class_: str = "", anchor: str | None = None, **more) -> None:
+        shape = attributes(x=float(x), y=float(y), class_=class_ or None, text_anchor=anchor, **more)
+        self._parts.append(f"<text{shape}>{escape(text)}</text>")
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, class_: str = "grid") -> None:
+        shape = attributes(x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
+        self._parts.append(f"<line{shape}/>")
+
+    def polyline(self, points: Iterable[tuple[float, float]], class_: str, **more) -> None:
+        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        self._parts.append(f'<polyline points="{text}"{attributes(class_=class_, **more)}/>')
+
+    def circle(self, x: float, y: float, radius: float, class_: str, title: str = "", **more) -> None:
+        shape = attributes(cx=float(x), cy=float(y), r=float(radius), class_=class_, **more)
+        self._parts.append(f"<circle{shape}><title>{escape(title)}</title></circle>")
+
+    def boxes(self, boxes: Iterable[tuple[float, float]], y: float, height: float, class_: str, **more) -> None:
+        """Draw boxes from one x to another, all at one height, as one shape."""
+        path = "".join(f"M{a:.1f} {y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in boxes)
+        if path:
+            self._parts.append(f'<path d="{path}"{attributes(class_=class_, **more)}/>')
+
+    def __str__(self) -> str:
+        return self._head + "".join(self._parts) + "</svg>"
+
+    def __html__(self) -> str:
+        return str(self)
+
+
+def axis_x(
+    svg: Svg, scale: PixelScale, y: float, top: float, show: Callable[[float], str], title: str, base: int = 10
+) -> None:
+    """Draw the lower axis: a line up to `top` for each tick, its text, and below it what the axis is."""
+    for value in scale.ticks(base=base):
+        svg.line(scale(value), top, scale(value), y)
+        svg.text(scale(value), y + 15, show(value), "tick", "middle")
+    svg.line(scale.start, y, scale.stop, y, "axis")
+    svg.text((scale.start + scale.stop) / 2, y + 31, title, "label", "middle")
+
+
+def axis_y(svg: Svg, scale: PixelScale, x: float, right: float, show: Callable[[float], str], title: str) -> None:
+    """Draw the left axis: a line for each tick, its text, and above it what the axis is."""
+    for value in scale.ticks(42):
+        svg.line(x, scale(value), right, scale(value))
+        svg.text(x - 6, scale(value) + 4, show(value), "tick", "end")
+    svg.text(4, scale.stop - 12, title, "label")
+
+
+def text_width(text: str, size: float = FONT) -> float:
+    """Return about how many pixels a text is wide."""
+    return len(text) * CHARACTER * size
+
+
+def clip(text: str, width: float, size: float = FONT) -> str:
+    """Return a text as far as it fits into a width, "" where not even a few letters do."""
+    count = int(width / (CHARACTER * size))
+    if count >= len(text):
+        return text
+    return f"{text[: count - 1]}…" if count > 3 else ""
+
+
+def legend(svg: Svg, x: float, y: float, width: float, entries: Sequence[tuple[str, str]]) -> float:
+    """Write a box of a class and its name for each entry, in lines; return the height that they take."""
+    at, line = x, 0
+    for class_, name in entries:
+        size = 18 + text_width(name) + 14
+        if at > x and at + size > x + width:
+            at, line = x, line + 1
+        svg.rect(at, y + line * 19, 12, 12, class_)
+        svg.text(at + 17, y + line * 19 + 10.5, name, "key")
+        at += size
+    return 19.0 * (line + 1)
+
+
+def legend_height(width: float, entries: Sequence[tuple[str, str]]) -> float:
+    """Return the height that a legend takes."""
+    return legend(Svg(0, 0, ""), 0, 0, width, entries)
+
+
+def show_seconds(value: float) -> str:
+    """Return seconds in the unit that fits."""
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f} s"
+    if size >= 1 or not size:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if size >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def show_bytes(value: float) -> str:
+    """Return bytes of memory in the unit that fits: KiB, MiB, GiB."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:,.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def show_traffic(value: float) -> str:
+    """Return bytes that were sent in the unit that fits: kB, MB, GB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def show_count(value: float) -> str:
+    """Return a number with few digits, large ones in thousands and millions."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def show_percent(value: float) -> str:
+    return f"{value:.1%}" if abs(value) < 0.0995 else f"{value:.0%}"

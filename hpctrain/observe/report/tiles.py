@@ -1,0 +1,100 @@
+"""The plan as a picture: items across, rows down, a box for each tile or for many equal ones."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hpctrain.observe.report.svg import PixelScale, Svg, axis_x, clip, legend, legend_height, text_width
+from hpctrain.plan.draw import ranges
+from hpctrain.plan.tiling import Plan, Tile, counted
+from hpctrain.sharding.intervals import Interval
+
+LEFT, BOTTOM = 46, 40
+MOST_BOXES = 60
+"""Of more tiles, equal ones that lie one below the other share a box."""
+LINE = 15
+
+
+class Box(NamedTuple):
+    tiles: tuple[Tile, ...]
+    rows: Interval
+
+
+def boxes_of(plan: Plan) -> list[Box]:
+    """Return a box for each tile, or for equal tiles with consecutive rows."""
+    if len(plan.tiles) <= MOST_BOXES:
+        return [Box((tile,), tile.rows) for tile in plan.tiles]
+    boxes: list[Box] = []
+    for tile in sorted(plan.tiles, key=lambda t: (t.items, t.rows)):
+        last = boxes[-1] if boxes else None
+        if last and _is_equal(last.tiles[0], tile) and last.rows.stop == tile.rows.start:
+            boxes[-1] = Box((*last.tiles, tile), Interval(last.rows.start, tile.rows.stop))
+        else:
+            boxes.append(Box((tile,), tile.rows))
+    return boxes
+
+
+def _is_equal(one: Tile, other: Tile) -> bool:
+    return (one.items, one.family, one.tensor, one.rows.size, one.recompute, one.zero) == (
+        other.items, other.family, other.tensor, other.rows.size, other.recompute, other.zero
+    )  # fmt: skip
+
+
+def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
+    """Draw a plan; `classes` are the fill classes of families."""
+    boxes = boxes_of(plan)
+    num_items = max(tile.items.stop for tile in plan.tiles)
+    used = dict.fromkeys(tile.family for tile in plan.tiles)
+    entries = [(classes[family], family) for family in used]
+    head = legend_height(width - 8, entries) + 26
+    cuts = len({bound for box in boxes for bound in box.rows}) - 1
+    tall = min(520, max(150, 62 * cuts))
+    x = PixelScale(0, num_items, LEFT, width - 14)
+    y = PixelScale(0, plan.rows, head, head + tall)
+    svg = Svg(width, head + tall + BOTTOM, f"tiles of the plan {plan.describe()}")
+    legend(svg, 8, 2, width - 8, entries)
+    svg.text(4, head - 10, f"rows of a micro-batch ({plan.rows:,})", "label")
+    axis_x(svg, x, y.stop, y.start, lambda v: f"{v:.0f}" if v == int(v) else "", "items of the model")
+    for bound in sorted({bound for box in boxes for bound in box.rows}) if cuts <= 16 else (0, plan.rows):
+        svg.text(LEFT - 6, y(bound) + 4, bound, "tick", "end")
+    for box in boxes:
+        tile = box.tiles[0]
+        left, right, top, bottom = x(tile.items.start), x(tile.items.stop), y(box.rows.start), y(box.rows.stop)
+        lines = _lines(plan, box)
+        svg.rect(left, top, right - left, bottom - top, f"tile {classes[tile.family]}", "\n".join(lines))
+        if len(box.tiles) > 1 and (bottom - top) / len(box.tiles) >= 3:
+            for other in box.tiles[1:]:
+                svg.line(left, y(other.rows.start), right, y(other.rows.start), "seam")
+        for number, line in enumerate(_fitted(lines, right - left - 12, int((bottom - top - 4) / LINE))):
+            if shown := clip(line, right - left - 12):
+                svg.text(left + 6, top + 15 + number * LINE, shown, "ontile strong" if not number else "ontile")
+    return svg
+
+
+def _fitted(lines: list[str], width: float, count: int) -> list[str]:
+    """Return texts in at most so many lines, several on one where they fit."""
+    if count >= len(lines) or not count:
+        return lines[:count]
+    fitted = lines[:1]
+    for line in lines[1:]:
+        joined = f"{fitted[-1]} · {line}"
+        if text_width(joined) <= width:
+            fitted[-1] = joined
+        elif len(fitted) < count:
+            fitted.append(line)
+    return fitted
+
+
+def _lines(plan: Plan, box: Box) -> list[str]:
+    """Return what is written into a box, the most important first."""
+    tile, count = box.tiles[0], len(box.tiles)
+    ranks = ranges(tuple(sorted(rank for each in box.tiles for rank in each.ranks)))
+    each = f"{count} tiles of {counted(tile.rows.size, 'row')}" if count > 1 else counted(tile.rows.size, "row")
+    lines = [tile.family, f"{'ranks' if count * len(tile.ranks) > 1 else 'rank'} {ranks}", each, str(tile.tensor)]
+    if tile.recompute != "none":
+        lines.append(f"recompute {tile.recompute}")
+    lines.append(f"ZeRO {tile.zero}")
+    if tile.extra_warmup:
+        lines.append(f"extra warm-up {tile.extra_warmup}")
+    if tile.row_chunks > 1:
+        lines.append(f"{tile.row_chunks} row chunks")
+    return lines

@@ -1,0 +1,68 @@
+"""Notices ranks that compute longer than ranks with equal work, or longer than they did before."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.plan.tiling import Plan
+
+SLOW_FACTOR = 1.3
+"""So many times as long as the reference is a straggler; the noise of shared cores stays below."""
+STEPS_IN_A_ROW = 5
+FEWEST_PEERS = 3
+"""With fewer equal ranks a median says little: a rank is compared with its own first steps."""
+
+
+class Straggler(NamedTuple):
+    """A rank that became slow, or caught up."""
+
+    rank: int
+    factor: float
+    is_slow: bool
+    reference: str
+    """What it is compared with."""
+
+
+class StragglerWatch:
+    """Looks at the seconds that ranks compute in logged steps; for one rank."""
+
+    def __init__(self, plan: Plan):
+        work: dict[tuple, list[int]] = {}
+        for tile in plan.first_tiles:
+            key = tuple((t.items, t.rows.size, t.tensor, t.family) for t in plan.virtual_stages(tile))
+            work.setdefault(key, []).extend(tile.ranks)
+        self._peers = [np.array(ranks) for ranks in work.values() if len(ranks) >= FEWEST_PEERS]
+        alone = [ranks for ranks in work.values() if len(ranks) < FEWEST_PEERS]
+        self._alone = np.array([rank for ranks in alone for rank in ranks], dtype=int)
+        self._first: list[np.ndarray] = []
+        """The seconds of all ranks in the first steps."""
+        size = max(plan.ranks) + 1
+        self._is_slow, self._count = np.zeros(size, dtype=bool), np.zeros(size, dtype=int)
+
+    def look(self, compute_seconds: Sequence[float]) -> list[Straggler]:
+        """Return the ranks whose state changed, from the seconds of all ranks in one step; none where it is not known.
+
+        A rank changes when it was slow, or no longer, for `STEPS_IN_A_ROW` steps.
+        """
+        seconds = np.array(compute_seconds)
+        factor = np.ones(len(seconds))
+        for ranks in self._peers:
+            factor[ranks] = seconds[ranks] / (np.median(seconds[ranks]) or 1.0)
+        if len(self._first) < STEPS_IN_A_ROW:
+            self._first.append(seconds)
+        elif len(self._alone):
+            usual = np.median([first[self._alone] for first in self._first], axis=0)
+            factor[self._alone] = seconds[self._alone] / np.where(usual > 0, usual, np.inf)
+        if np.isnan(factor).any():
+            return []
+        differs = (factor > SLOW_FACTOR) != self._is_slow
+        self._count = np.where(differs, self._count + 1, 0)
+        changed = np.flatnonzero(self._count >= STEPS_IN_A_ROW)
+        self._is_slow[changed] ^= True
+        self._count[changed] = 0
+        return [Straggler(int(r), float(factor[r]), bool(self._is_slow[r]), self._reference(int(r))) for r in changed]
+
+    def _reference(self, rank: int) -> str:
+        ranks = next((ranks for ranks in self._peers if rank in ranks), None)
+        return "its first steps" if ranks is None else f"the median of {len(ranks)} ranks with equal work"

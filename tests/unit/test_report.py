@@ -1,0 +1,295 @@
+"""The report: every number in it is one of the run's files, whatever the run was like; and it stays small."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import tomllib
+from html.parser import HTMLParser
+from statistics import fmean
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.comm.watchdog.flight import record_path
+from hpctrain.comm.watchdog.recorder import Recorder
+from hpctrain.config.errors import JobError
+from hpctrain.config.job import load_job
+from hpctrain.jobs.plan import command as plan_command
+from hpctrain.observe.events import note_failure, read_events
+from hpctrain.observe.report.bars import StackedBar, step_stacks
+from hpctrain.observe.report.curves import MOST_POINTS, thinned
+from hpctrain.observe.report.groups import groups_of
+from hpctrain.observe.report.matrix import IN_NODE, bytes_between, fabric_totals
+from hpctrain.observe.report.page import render_report
+from hpctrain.observe.report.record import read_run, read_runs
+from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
+from hpctrain.plan.file import dump_plan
+from hpctrain.plan.tiling import even_plan
+from hpctrain.planner.simulate import EXPOSED
+from hpctrain.sharding.grid import TensorGrid
+from tests.pretended import CLUSTER
+from tests.unit.folders import LARGE, make_run
+from tests.unit.test_predict import plan_of
+
+JOB = load_job("tiny", ["model.vocab_size=1024", "train.dtype=fp32", "overlap.tensor=false", "overlap.data=false"])
+JOB = JOB.model_copy(update={"overlap": JOB.overlap.model_copy(update={"z": False, "forward": False})})
+PLAN = plan_of()
+NUMBER = re.compile(r"-?[\d,]*\.?\d+(?:e-?\d+)?")
+UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "k": 1e3, "M": 1e6, "%": 0.01}
+
+
+class Page(HTMLParser):
+    """The numbers of a page with their sources, and the shapes that are drawn from files."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.numbers: list[tuple[str, float, str]] = []
+        self.shapes: list[tuple[str, dict, dict]] = []
+        """Tag, attributes, and those of the picture that it is in."""
+        self.tags: list[str] = []
+        self._open: tuple[str, float] | None = None
+        self._svg: dict = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self.tags.append(tag)
+        if tag == "svg":
+            self._svg = named
+        elif tag == "data":
+            self._open = named["data-from"], float(named["value"])
+        elif "data-from" in named:
+            self.shapes.append((tag, named, self._svg))
+
+    def handle_data(self, data):
+        if self._open:
+            self.numbers.append((*self._open, data))
+            self._open = None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "a", JOB, PLAN, CLUSTER)
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return Page(render_report(read_runs([run])))
+
+
+def dig(tree, path):
+    for key in path.split("."):
+        tree = tree[int(key)] if isinstance(tree, list) else tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def in_files(folder, source):
+    """Return every value that a source names."""
+    file, _, path = source.partition("/")[2].partition(":")
+    if file == "forecast":
+        return [json.loads((folder / "drift.json").read_text())["predicted_seconds"]]
+    if file == "timeline.json" and path == "end":
+        grids = json.loads((folder / file).read_text())["grids"]
+        return [max(span[4] for grid in grids for span in grid["spans"])]
+    text = (folder / file).read_text()
+    if file.endswith(".toml"):
+        return [dig(tomllib.loads(text), path)]
+    trees = [json.loads(line) for line in text.splitlines()] if file.endswith(".jsonl") else [json.loads(text)]
+    return [value for tree in trees if (value := dig(tree, path)) is not None]
+
+
+def test_every_number_is_that_of_its_file(run, page):
+    assert len(page.numbers) > 30
+    for source, value, shown in page.numbers:
+        assert value in in_files(run, source), source
+        digits = NUMBER.search(shown)
+        assert digits, shown
+        unit = shown[digits.end() :].strip().split(" ")[0]
+        read = float(digits[0].replace(",", "")) * UNITS.get(unit, 1)
+        assert read == pytest.approx(abs(value), rel=0.006, abs=0.0006), f"{source}: {value} is shown as {shown}"
+
+
+def value_at(svg, axis, pixel):
+    """Return the value that a place of a picture stands for."""
+    low, high, start, stop = map(float, svg[f"data-{axis}"].split())
+    return low + (pixel - start) / (stop - start) * (high - low)
+
+
+def test_curves_go_through_the_metrics(run, page):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for key in ("loss", "step_seconds"):
+        curve, svg = next((a, svg) for tag, a, svg in page.shapes if a["data-from"] == f"a/metrics.jsonl:{key}")
+        points = [tuple(map(float, point.split(","))) for point in curve["points"].split()]
+        drawn = [(value_at(svg, "x", x), value_at(svg, "y", y)) for x, y in points]
+        expected = [(line["step"], line[key]) for line in lines]
+        assert [x for x, _ in drawn] == pytest.approx([x for x, _ in expected], abs=0.01)
+        assert [y for _, y in drawn] == pytest.approx([y for _, y in expected], rel=0.003)
+    dots = [a for tag, a, _ in page.shapes if a["data-from"] == "a/metrics.jsonl:validation_loss"]
+    assert len(dots) == 2 * 2, "two validations, in a wide and a narrow picture"
+
+
+def test_bars_are_as_long_as_what_they_stand_for(run, page):
+    record = read_run(run, "a")
+    ranks = json.loads((run / "ranks.json").read_text())
+    for group in groups_of(record):
+        predicted, measured = step_stacks(record, group)
+        for part in EXPOSED:
+            assert measured.parts[part] == pytest.approx(fmean(ranks[f"{part}_seconds"][rank] for rank in group.ranks))
+            assert predicted.parts[part] == record.forecast.exposed[group.tile][part]
+        for stack in (predicted, measured):
+            assert isinstance(stack, StackedBar)
+            for part, seconds in stack.parts.items():
+                bars = [
+                    value_at(svg, "x", float(a["x"]) + float(a["width"])) - value_at(svg, "x", float(a["x"]))
+                    for tag, a, svg in page.shapes
+                    if a["data-from"] == f"{stack.source}:{part}" and "data-x" in svg
+                ]
+                near = 1e-4 * sum(stack.parts.values()) + 0.002 * seconds
+                assert not seconds or any(abs(bar - seconds) <= near for bar in bars), f"{stack.source}:{part}"
+
+
+def test_the_timeline_shows_each_span_at_its_time(run, page):
+    grids = json.loads((run / "timeline.json").read_text())["grids"]
+    for number, grid in enumerate(grids):
+        shapes = [(a, svg) for _, a, svg in page.shapes if a["data-from"] == f"a/timeline.json:{number}"]
+        wide = max(float(svg["width"]) for _, svg in shapes)
+        drawn = []
+        for a, svg in shapes:
+            for x, width in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v", a["d"]) if float(svg["width"]) == wide else ():
+                drawn.append((value_at(svg, "x", float(x)), value_at(svg, "x", float(x) + float(width))))
+        end = max(stop for *_, stop in grid["spans"])
+        shown = [(begin, stop) for *_, begin, stop in grid["spans"] if stop - begin > 0.01 * end]
+        for begin, stop in shown:
+            assert any(abs(begin - a) + abs(stop - b) < 0.003 * end for a, b in drawn), (number, begin, stop)
+
+
+def test_the_matrix_adds_up_to_what_was_moved(run, page):
+    traffic = json.loads((run / "traffic.json").read_text())
+    cells = {a["data-from"]: float(a["data-value"]) for _, a, _ in page.shapes if "traffic.json" in a["data-from"]}
+    sends = sum(group["tensor_bytes"] for group in traffic["groups"] if "from" in group)
+    assert sum(cells.values()) == pytest.approx(sends + 2 * 3 * 8000), "an all-reduce of n ranks sends 2 (n - 1) times"
+    totals = fabric_totals(read_run(run, "a"))
+    between_nodes = sends + 8 * 2 * 8000 / 4
+    assert totals == pytest.approx({"ib": between_nodes, IN_NODE: 4 * 2 * 8000 / 4})
+    assert "over ib" in render_report(read_runs([run]))
+
+
+def test_bytes_between_groups_of_ranks_are_the_sum_of_those_between_ranks():
+    groups = [
+        {"operation": "all_gather", "ranks": "0-5", "tensor_bytes": 600},
+        {"operation": "send", "from": 1, "to": 4, "tensor_bytes": 7},
+        {"operation": "barrier", "ranks": "0-5", "tensor_bytes": 0},
+    ]
+    single, coarse = bytes_between(groups, lambda rank: rank), bytes_between(groups, lambda rank: rank // 2)
+    assert single[0, 5] == 100 and single[1, 4] == 107 and (3, 3) not in single
+    assert coarse[0, 2] == 4 * 100 + 7 and coarse[1, 1] == 2 * 100
+
+
+def test_a_page_needs_nothing_else_and_runs_nothing(run, page):
+    text = render_report(read_runs([run]))
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+    assert "of a test &lt;&amp;&gt;" in text, "what files say is escaped"
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
+
+
+def test_several_runs_are_shown_next_to_each_other(run, tmp_path):
+    other = make_run(tmp_path / "b", JOB, plan_of(pipeline=1, data=4), CLUSTER, steps=4)
+    text = render_report(read_runs([run, other]))
+    both = Page(text)
+    curves = {a["data-from"] for tag, a, _ in both.shapes if tag == "polyline"}
+    assert {"a/metrics.jsonl:loss", "b/metrics.jsonl:loss"} <= curves
+    for source, value, _ in both.numbers:
+        assert value in in_files(run if source.startswith("a/") else other, source), source
+    assert read_runs([run, run])[0].name != "a", "equal names are told apart by their paths"
+
+
+def test_a_run_that_failed_says_why(tmp_path):
+    path = make_run(tmp_path / "f", JOB, PLAN, CLUSTER, ends=False)
+    (path / "flight").mkdir()
+    for rank in range(4):
+        recorder = Recorder(None, rank, 4, "host-a", "fast")
+        recorder.move_to(path / "flight")
+        recorder.close("TrainingError: the disk <is> full" if rank == 2 else "")
+    assert record_path(path / "flight", 2).is_file()
+    text = render_report(read_runs([path]))
+    assert "The run failed: " in text and "Why it failed" in text
+    assert "rank 2 (host host-a) reported: TrainingError: the disk &lt;is&gt; full" in text
+    note_failure(path, path / "flight")
+    assert read_events(path)[-1]["event"] == "failure" and "is> full" in read_events(path)[-1]["causes"][0]
+    note_failure(path, path / "flight")
+    assert len([event for event in read_events(path) if event["event"] == "failure"]) == 1, "once"
+
+
+def test_what_a_run_did_not_write_is_left_out_with_a_reason(tmp_path):
+    path = make_run(tmp_path / "g", JOB, PLAN, CLUSTER)
+    for name in ("timeline.json", "traffic.json", "ranks.json", "drift.json", "events.jsonl", "metrics.jsonl"):
+        (path / name).unlink()
+    text = render_report(read_runs([path]))
+    for part in ("No step was logged", "A step is predicted to take", "Nothing is known of what ranks sent"):
+        assert part in text
+    with pytest.raises(JobError, match="not a run folder with resolved.toml"):
+        read_run(tmp_path, "x")
+
+
+def test_a_long_curve_keeps_its_extremes():
+    points = [(float(step), float(step % 97)) for step in range(20_000)]
+    points[777] = (777.0, 1e6)
+    kept = thinned(points)
+    assert len(kept) <= MOST_POINTS and (777.0, 1e6) in kept and kept == sorted(kept)
+    assert kept[0] == points[0] and kept[-1] == points[-1]
+
+
+def test_a_report_of_1024_ranks_is_small_and_quick(tmp_path):
+    job = load_job("tiny", ["model.vocab_size=32768", "model.num_layers=32", "model.num_heads=8", "train.dtype=bf16"])
+    plan = even_plan(job.model.num_items, TensorGrid(1, 8, 1), 8, 16, 32, 16, family="gpu")
+    path = make_run(tmp_path / "large", job, plan, LARGE, steps=3000)
+    begun = time.monotonic()
+    text = render_report(read_runs([path]))
+    assert time.monotonic() - begun < 20 and len(text) < 10e6
+    drawn = Page(text)
+    assert len(drawn.shapes) < 20_000
+    for source, value, _ in drawn.numbers:
+        assert value in in_files(path, source), source
+
+
+@pytest.mark.parametrize(
+    ("show", "value", "text"),
+    [
+        (show_seconds, 0.0, "0 s"),
+        (show_seconds, 1234.5, "1,234 s"),
+        (show_seconds, 0.0123, "12.3 ms"),
+        (show_seconds, 4.2e-6, "4.2 µs"),
+        (show_bytes, 1536 * 2**20, "1.5 GiB"),
+        (show_bytes, 1023 * 2**20, "1,023 MiB"),
+        (show_count, 12_345, "12.3 k"),
+        (show_count, 1912.3, "1,912"),
+        (show_percent, 0.996, "100%"),
+        (show_percent, 0.0123, "1.2%"),
+    ],
+)
+def test_figures_have_units_and_few_digits(show, value, text):
+    assert show(value) == text
+
+
+def test_a_plan_is_drawn_into_a_page(tmp_path):
+    (tmp_path / "plan.toml").write_text(dump_plan(PLAN))
+    done = CliRunner().invoke(
+        plan_command, ["draw", str(tmp_path / "plan.toml"), "--html", str(tmp_path / "plan.html")]
+    )
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "plan.html").read_text()
+    assert text.count('class="tile ') == 2 * len(PLAN.tiles) and PLAN.describe() in text
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+def test_a_browser_shows_it_without_errors(run, tmp_path):
+    (tmp_path / "r.html").write_text(render_report(read_runs([run])))
+    options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    more = f"--disable-component-update --disable-sync --user-data-dir={tmp_path / 'profile'} --enable-logging=stderr"
+    shown = ["--dump-dom", f"file://{tmp_path / 'r.html'}"]
+    command = ["chromium", *options.split(), *more.split(), *shown]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("<svg") == 14 and "CONSOLE" not in done.stderr
