@@ -58,7 +58,7 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, dtype: torch.dtype, d
     overlap = job.overlap
     near = world.is_near if job.comm.gather_messages else everywhere
     role = role_of(job.model, job.data.sequence_length, plan, world.rank, overlap.bucket_bytes, near)
-    everyone = world.group(plan.ranks, "everyone")
+    everyone = world.group(plan.ranks, "everyone", on_host=True)
     x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
     axes = Axes(x, y, world.group(role.axes["z"], "z", overlapped=bool(overlap.z)))
     sets = dict.fromkeys(shard_group.ranks for shard_group in role.shards.shard_groups)

@@ -97,7 +97,7 @@ class Trials:
         self._seconds_per_row = 0.0
         self._bound = sys.maxsize
         """Rows; who takes too much of its host's memory is killed without an error, so that these are not tried."""
-        total = accelerator.memory().total
+        total = accelerator.memory().total - accelerator.reserved_bytes()
         self._share = total // world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else total
 
     def limit(self, zero: int, most: int, guess: int | None = None) -> Limit:
