@@ -14,7 +14,7 @@ from hpctrain.engine.resolve_overlap import resolve_on
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
-from hpctrain.planner.choose import dtype_on
+from hpctrain.planner.choose import with_dtypes
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.rows_fit import memory_warnings
@@ -39,7 +39,8 @@ def command(job, overrides, cluster, plan_file, as_json):
     machine, loaded = load_cluster(path), scaled_for(cluster, loaded)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
-    dtype, reason = dtype_on(loaded, machine, used, cluster)
+    loaded, reason = with_dtypes(loaded, machine, used, cluster)
+    dtype = loaded.train.resolved_dtype
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
     loaded, resolved = with_overlap(loaded, machine, path, dtype, plan)
     setup = Setup.of_job(loaded, dtype)

@@ -60,7 +60,7 @@ class _Linear(Function):
         ctx.weights, ctx.biases, ctx.out = weights, biases, out
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        parts = [x_NI @ w.data.t() for w in weights]
+        parts = [x_NI @ w.data.to(x_NI.dtype).t() for w in weights]
         y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if ends is None:
             into.all_reduce(y_NO)
@@ -82,9 +82,9 @@ class _Linear(Function):
         (x_NI,) = ctx.saved_tensors
         dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
         parts = dy_NO.split([w.data.shape[0] for w in ctx.weights], dim=1)
-        dx_NI = parts[0] @ ctx.weights[0].data
+        dx_NI = parts[0] @ ctx.weights[0].data.to(dy_NO.dtype)
         for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
-            dx_NI.addmm_(part, weight.data)
+            dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
         summed = ctx.out.start_all_reduce(dx_NI)
         for weight, part in zip(ctx.weights, parts, strict=True):
             weight.accumulate(add_product, part, x_NI)

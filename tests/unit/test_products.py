@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.model.functions import add_product, repeats_heads
+from hpctrain.model import head_loss
+from hpctrain.model.functions import add_product, capped, repeats_heads
 from hpctrain.model.products import has_wide_products
+from hpctrain.model.units import Weight
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -44,3 +47,62 @@ def test_heads_are_repeated_where_no_kernel_shares_them(monkeypatch):
     assert asks("cuda", is_causal=False), "nor with a mask"
     assert asks("cuda", hip="6.4") and asks("xpu")
     assert not asks("cuda") and not asks("cpu", torch.float32) and not asks("cuda", torch.float32, heads=(8, 8))
+
+
+class Lonely:
+    """An axis of one rank."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, tensor, op="sum"):
+        return tensor
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("at_once", [1, 3, 7, 100])
+def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(monkeypatch, cap, at_once):
+    """Against the product, the cap and the cross entropy of all tokens, with padding, and targets that do not count."""
+    generator = torch.Generator().manual_seed(1)
+    ids, columns, tokens, features = 11, 12, (2, 5), 6
+    monkeypatch.setattr(head_loss, "LOGITS_BYTES", at_once * columns * 4)
+    weight = Weight("head.weight")
+    weight.data = torch.randn(columns, features, generator=generator)
+    weight.grad = torch.zeros(columns, features)
+    hidden = torch.randn(*tokens, features, generator=generator).requires_grad_()
+    targets = torch.randint(-1, ids, tokens, generator=generator)
+    loss = head_loss.head_loss(hidden, weight, targets, 0, ids, cap, (Lonely(), Lonely()))
+    (3 * loss).backward()
+
+    double, table = hidden.detach().double().requires_grad_(), weight.data.double().requires_grad_()
+    logits = double @ table.t()
+    logits = logits if cap is None else capped(logits, cap)
+    real = logits[..., :ids].flatten(0, 1)
+    exact = torch.nn.functional.cross_entropy(real, targets.flatten(), ignore_index=-1, reduction="sum")
+    (3 * exact).backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert torch.allclose(hidden.grad.double(), double.grad, atol=1e-5)
+    assert torch.allclose(weight.grad.double(), table.grad, atol=1e-5)
+
+
+def test_no_more_logits_are_there_than_may_be(monkeypatch):
+    columns, tokens = 64, 1000
+    monkeypatch.setattr(head_loss, "LOGITS_BYTES", 100 * columns * 4)
+    assert head_loss.tokens_at_once(tokens, columns) == 100 and head_loss.tokens_at_once(50, columns) == 50
+    weight = Weight("head.weight")
+    weight.data, weight.grad = torch.randn(columns, 8), torch.zeros(columns, 8)
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest.append(result.numel())
+            return result
+
+    hidden = torch.randn(1, tokens, 8, requires_grad=True)
+    with Watch():
+        loss = head_loss.head_loss(
+            hidden, weight, torch.randint(64, (1, tokens)), 0, columns, None, (Lonely(), Lonely())
+        )
+        loss.backward()
+    assert max(largest) <= max(100 * columns, tokens * 8), "all logits would be 64,000 numbers"
