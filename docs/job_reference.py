@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE, PAGE = ROOT / "hpctrain" / "config" / "job.py", ROOT / "docs" / "job.md"
+CONFIG, PAGE = ROOT / "hpctrain" / "config", ROOT / "docs" / "job.md"
+SOURCES = CONFIG / "job.py", CONFIG / "precision.py"
 SECTIONS = {
     "model": "Model",
     "model.rope_scaling": "RopeScaling",
     "data": "Data",
     "data.more": "Source",
     "train": "Train",
+    "precision": "Precision",
     "plan": "PlanRequest",
     "search": "SearchBudget",
     "overlap": "Overlap",
@@ -43,10 +45,11 @@ TYPES = {
     "Source": "list of `[[data.more]]`",
     "RopeScaling": "keys of `[model.rope_scaling]`",
     "TensorSizes": "`{x, y, z}`, or a number",
+    "Trained": "`fp32` `bf16` `fp16`",
 }
 INTRODUCTION = """# Job files
 
-This page lists every key of a job file. `python docs/job_reference.py` generates it from `hpctrain/config/job.py`.
+This page lists every key of a job file. `python docs/job_reference.py` generates it from `hpctrain/config`.
 
 A job file says what to train, on which data and how long. It is TOML. A short one:
 
@@ -72,7 +75,7 @@ global_batch = 64
 
 
 def main() -> int:
-    text = reference(SOURCE.read_text())
+    text = reference("\n".join(source.read_text() for source in SOURCES))
     if "--check" in sys.argv[1:]:
         if PAGE.read_text() != text:
             print(f"{PAGE} is not what the code says; run python docs/job_reference.py", file=sys.stderr)
@@ -83,7 +86,7 @@ def main() -> int:
 
 
 def reference(source: str) -> str:
-    """Return the page for the source of job.py."""
+    """Return the page for the source of the job's tables."""
     tree = ast.parse(source)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     parts = [INTRODUCTION]

@@ -33,7 +33,13 @@ FORMAT = "hpctrain-checkpoint"
 VERSION = 2
 MANIFEST, PIECES, BLOCKS, INDEX = "manifest.json", "pieces.bin", "blocks.bin", "index.h5"
 TABLES = (PIECES, BLOCKS, INDEX)
-ABOUT = {"job": "job.json", "plan": "plan.toml", "cluster": "cluster.toml", "tokenizer": "tokenizer.json"}
+ABOUT = {
+    "job": "job.json",
+    "plan": "plan.toml",
+    "cluster": "cluster.toml",
+    "tokenizer": "tokenizer.json",
+    "loss_scale": "loss-scale.json",
+}
 """The files that say what wrote a checkpoint; those without contents are left out."""
 PARTIAL = ".partial"
 MOMENTS = ("optimizer/exp_avg", "optimizer/exp_avg_sq")

@@ -117,10 +117,14 @@ class Saver:
         job: Job,
         plan: Plan,
         about: Mapping[str, str],
+        state: Callable[[], Mapping[str, str]] = dict,
     ):
-        """`about` has `data` and, where known, `tokenizer` and `cluster`."""
+        """`about` has `data` and, where known, `tokenizer` and `cluster`. `state` is asked at each snapshot for texts
+        that change; all ranks return the same.
+        """
         self._world, self._accelerator, self._run, self._keeping = world, accelerator, run, job.checkpoint
         shapes = {f"{kind}/{name}": p.shape for kind in KINDS for name, p in all_parameters(job.model).items()}
+        self._state, self._texts = state, dict[str, str]()
         self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
         described = {"job": job.model_dump_json(indent=1), "plan": dump_plan(plan), **about}
         counts = world.broadcast_object(world.gather_objects(self._own.elements))
@@ -165,7 +169,7 @@ class Saver:
         self._since = time.monotonic()
         self._step = step
         self._validation_loss = validation_loss if validation_loss and math.isfinite(validation_loss) else None
-        buffer = self._snapshot()
+        buffer, self._texts = self._snapshot(), dict(self._state())
         self._committing = False
         self._background = Background(lambda: attempt(self._partial, lambda: self._write(buffer), self._num_bytes))
 
@@ -235,7 +239,7 @@ class Saver:
             for outcome in written:
                 if isinstance(outcome, CheckpointError):
                     raise outcome
-            tables = contents, written, self._step, self._validation_loss
+            tables = contents, written, self._step, self._validation_loss, self._texts
             attempt(partial, lambda: write_tables(partial, *tables), self._num_bytes)
             return attempt(partial, lambda: commit(partial, self._keeping), self._num_bytes)
         except CheckpointError:

@@ -87,8 +87,13 @@ def write_tables(
     written: Sequence[WrittenStream | None],
     step: int,
     validation_loss: float | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write all of a checkpoint but its parts, and sync it. `written` is in order of ranks. Raises OSError."""
+    """Write all of a checkpoint but its parts, and sync it. Raises OSError.
+
+    `written` is in order of ranks; `texts` are those of this checkpoint alone.
+    """
+    about = {**contents.about, **(texts or {})}
     streams, begin = [], 0
     of_writers = [each for each in written if each is not None]
     for rank, each in zip(contents.writers, of_writers, strict=True):
@@ -100,12 +105,12 @@ def write_tables(
         PIECES: contents.pieces.tobytes(),
         BLOCKS: blocks.tobytes(),
         INDEX: contents.index([each.part for each in of_writers]),
-        **{name: text.encode() for key, name in ABOUT.items() if (text := contents.about.get(key))},
+        **{name: text.encode() for key, name in ABOUT.items() if (text := about.get(key))},
     }
     files = {name: write_synced(folder / name, each) for name, each in data.items()}
     manifest = Manifest(
         step=step,
-        data=contents.about.get("data", ""),
+        data=about.get("data", ""),
         validation_loss=validation_loss,
         compression="gzip" if blocks.dtype == STORED_BLOCK else None,
         files=files,

@@ -100,7 +100,10 @@ ENDED = Ended()
 class Progress:
     """Moves all lanes of one rank."""
 
-    def __init__(self, threaded: bool):
+    def __init__(self, threaded: bool, enter: Callable[[], None] | None = None):
+        """`enter` is called first by the thread that moves lanes: it makes the rank's device the thread's current one,
+        which a driver otherwise takes to be device 0."""
+        self._enter = enter
         self._lanes: list[deque[Work]] = []
         self._lock = threading.Lock()
         self._busy, self._submitted = threading.Event(), threading.Event()
@@ -146,6 +149,8 @@ class Progress:
         return ended
 
     def _run(self) -> None:
+        if self._enter is not None:
+            self._enter()
         pause = FIRST_SLEEP_SECONDS
         while True:
             self._busy.wait()

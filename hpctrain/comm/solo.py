@@ -72,7 +72,9 @@ class Solo:
     def is_near(self, one: int, other: int) -> bool:
         return True  # nothing is sent
 
-    def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False) -> Communicator:
+    def group(
+        self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False
+    ) -> Communicator:
         """Return what the group's collectives leave in memory, without the group.
 
         If `overlapped` it has a lane, since overlapped operations need buffers of their own.

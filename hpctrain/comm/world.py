@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from hpctrain.comm.accelerators.detect import detect_device
+from hpctrain.comm.accelerators.detect import detect_device, use_device_early
 from hpctrain.comm.clocks import offset_to_first
 from hpctrain.comm.launcher import promised_size, record_exit
 from hpctrain.comm.litter import remove_dead_segments
@@ -87,9 +87,11 @@ class World:
                 " pip install 'hpctrain[mpi]', or ask hpctrain doctor"
             ) from None
 
+        device = detect_device()
         ours = not MPI.Is_initialized()
         if ours:
             remove_dead_segments()
+            use_device_early(device)
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         promised, variable = promised_size()
         if MPI.COMM_WORLD.size == 1 and promised > 1:
@@ -98,12 +100,13 @@ class World:
                 f" library ({MPI.Get_library_version().split(chr(10))[0][:60]}) do not belong together."
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
-        result = detect_device()
-        place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), result.family, result.kind)
+        place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), device.family, device.kind)
         return cls(MPI, ours, MPI.COMM_WORLD.allgather(place), timeout_seconds, watched)
 
     def configure(self, **changes) -> None:
         """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
+        bound = changes.get("accelerator", self.accelerator)
+        assert self._progress is None or bound is self.accelerator, "the lanes' thread is bound to one device"
         self.settings = replace(self.settings, **changes)
 
     @property
@@ -136,15 +139,18 @@ class World:
         self.patience.phase = phase
         self.oversight.recorder.note_phase(phase.name)
 
-    def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False) -> "Communicator":
+    def group(
+        self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False
+    ) -> "Communicator":
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls.
 
-        If `overlapped`, what is started on it goes on while the ranks compute, on a lane of its own.
+        If `overlapped`, what is started on it goes on while the ranks compute, on a lane of its own. A group that is
+        for tensors of the host alone (`on_host`) connects no library of devices, which takes their memory.
         """
         from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been found
 
         lane = self.lane(ranks, name) if overlapped and len(ranks) > 1 else None
-        backend, journal = self._connect(ranks, name)
+        backend, journal = self._connect(ranks, name, on_host)
         return self._keep(Communicator(ranks, backend, self.patience, journal, lane, self._trace(name, ranks)))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
@@ -201,13 +207,15 @@ class World:
             self.oversight.recorder.move_to(folder)
         self.oversight.announce_folder(folder)
 
-    def _connect(self, ranks: Sequence[int], name: str) -> "tuple[Backend | None, Journal | None]":
+    def _connect(
+        self, ranks: Sequence[int], name: str, on_host: bool = False
+    ) -> "tuple[Backend | None, Journal | None]":
         """Return what a group communicates by, and what records its operations, of which this is the first."""
         journal = self._journal(name, ranks)
         if journal is None:
             return None, None
         with journal.recorded("connect"):
-            backend = self._routes().backend(ranks)
+            backend = self._routes().backend(ranks, on_host)
         if backend is not None and backend.pace is not None:
             backend.pace.group = name
         return backend, journal
@@ -247,7 +255,9 @@ class World:
         """Return what moves this rank's lanes; it starts with the first."""
         from hpctrain.comm.lanes import Progress
 
-        self._progress = self._progress or Progress(threaded=self.has_threads)
+        if self._progress is None:
+            device = self.accelerator
+            self._progress = Progress(self.has_threads, device.use if device else None)
         return self._progress
 
     def _keep(self, made):

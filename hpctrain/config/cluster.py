@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # files are checked for these words; the code computes with p
 else:
     Origin = Literal["measured", "datasheet", "assumed"]
     DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
-    Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
+    Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "mps"]
 ORIGINS = "'measured', 'datasheet' or 'assumed'"
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces

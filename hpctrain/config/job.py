@@ -1,9 +1,9 @@
 """The job: what to train, on which data, how long. One TOML file, read into one frozen object.
 
-A job file has the sections `[model] [data] [train] [plan] [search] [overlap] [checkpoint] [comm] [observe]`;
-it may start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the command line
-has the last word (`--set train.steps=10`). Whatever is wrong with it becomes one `JobError` with the file, the key,
-the value and what to set.
+A job file has the sections `[model] [data] [train] [precision] [plan] [search] [overlap] [checkpoint] [comm]
+[observe]`; it may start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the
+command line has the last word (`--set train.steps=10`). Whatever is wrong with it becomes one `JobError` with the file,
+the key, the value and what to set.
 """
 
 from collections.abc import Iterable
@@ -32,6 +32,7 @@ from hpctrain.config.bounds import (
 )
 from hpctrain.config.errors import JobError, did_you_mean
 from hpctrain.config.paths import is_file
+from hpctrain.config.precision import Precision
 from hpctrain.config.tables import FilePath, Several, Table, explain, parse_toml, parse_toml_value, read_text, shorten
 
 NonNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
@@ -207,8 +208,8 @@ class Train(Table):
     clip_norm: NonNegative = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
     seed: int = 1
-    dtype: Annotated[Literal["fp32", "bf16"] | None, AUTO] = None
-    """Of weights in use and activations; auto: bf16 where it is clearly faster on every family, else fp32.
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, AUTO] = None
+    """Of weights in use and activations; auto: by family, bf16 or fp16 where it is clearly faster, else fp32.
 
     Master weights, moments and sums of gradients are always fp32.
     """
@@ -377,6 +378,7 @@ class Job(Table):
     model: Model
     data: Data
     train: Train = Train()
+    precision: Precision = Precision()
     plan: Annotated[PlanRequest | None, AUTO] = None
     """auto: searched for on the machine that there is; see `[search]`."""
     search: SearchBudget = SearchBudget()
@@ -384,6 +386,16 @@ class Job(Table):
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     observe: Observe = Observe()
+
+    def dtype_of(self, family: str) -> str:
+        """Return the dtype that ranks of a family compute in. The job is resolved."""
+        return self.precision.by_family.get(family, self.train.resolved_dtype)
+
+    def wire_dtype(self, family: str, other: str) -> str:
+        """Return the dtype of what two families' tiles send each other: theirs, or where these differ, that of the job,
+        which is fp32 where it says nothing."""
+        one, two = self.dtype_of(family), self.dtype_of(other)
+        return one if one == two else self.precision.wire or "fp32"
 
     @field_validator("name")
     @classmethod

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.channel import Channel
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.solo import Solo
@@ -41,6 +42,9 @@ class Layout:
     channels: dict[tuple[int, int], Channel]
     """By the rank at the other end, and the first item of the tile that follows."""
     dtype: torch.dtype
+    """In which this rank computes."""
+    wires: dict[int, torch.dtype]
+    """In which it exchanges activations and their gradients, by the rank at the other end."""
     reduces_early: bool
     """Whether gradients are summed over their holders while the last microbatch goes back."""
 
@@ -49,8 +53,8 @@ class Layout:
         return self.tiles[0].coordinate(self.rank)
 
 
-def make_layout(world: World | Solo, job: Job, plan: Plan, dtype: torch.dtype, device: torch.device) -> Layout:
-    """Make this rank's part of a plan. All ranks of the plan must call.
+def make_layout(world: World | Solo, job: Job, plan: Plan, device: torch.device) -> Layout:
+    """Make this rank's part of a plan. All ranks of the plan must call. The job is resolved.
 
     Communicators are made in the order in which the role lists them, each by its own ranks only, so that nobody waits
     for somebody who waits for him, and 4,096 ranks make no more than they use.
@@ -58,22 +62,29 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, dtype: torch.dtype, d
     overlap = job.overlap
     near = world.is_near if job.comm.gather_messages else everywhere
     role = role_of(job.model, job.data.sequence_length, plan, world.rank, overlap.bucket_bytes, near)
-    everyone = world.group(plan.ranks, "everyone")
+    everyone = world.group(plan.ranks, "everyone", on_host=True)
     x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
     axes = Axes(x, y, world.group(role.axes["z"], "z", overlapped=bool(overlap.z)))
     sets = dict.fromkeys(shard_group.ranks for shard_group in role.shards.shard_groups)
     made = {ranks: world.group(ranks, "data", overlapped=bool(overlap.data)) for ranks in sets}
     groups = [made[shard_group.ranks] for shard_group in role.shards.shard_groups]
+    families = {rank: tile.family for tile in plan.first_tiles for rank in tile.ranks}
+    own = families[world.rank]
+    dtype = DTYPES[job.dtype_of(own)]
+    wires = {need.peer: DTYPES[job.wire_dtype(own, families[need.peer])] for need in role.channels}
     channels = {
         (need.peer, need.item): world.channel(
-            need.peer, need.elements * dtype.itemsize, need.depth, f"before item {need.item}"
+            need.peer, need.elements * wires[need.peer].itemsize, need.depth, f"before item {need.item}"
         )
         for need in role.channels
     }
     kept = [i for tile in role.tiles for layer in layers(tile.items)[: overlap.keep_gathered] for i in range(*layer)]
-    store = Store(groups, role.shards, axes, dtype, device, kept)
+    held = [{job.dtype_of(families[rank]) for rank in shard_group.ranks} for shard_group in role.shards.shard_groups]
+    exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in held]
+    store = Store(groups, role.shards, axes, dtype, device, kept, exchanged)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
-    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, in_halves) for tile in role.tiles)
+    pinned = {operator: DTYPES[name] for operator, name in job.precision.overrides.items()}
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, in_halves, pinned) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,
@@ -87,5 +98,6 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, dtype: torch.dtype, d
         role.transfers,
         channels,
         dtype,
+        wires,
         bool(overlap.data),
     )

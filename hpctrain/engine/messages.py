@@ -81,7 +81,9 @@ class Messages:
         parts = []
         for transfer in result:
             target = self._part(value, transfer)
-            buffer = target if target.is_contiguous() else target.new_empty(target.shape)
+            wire = self._layout.wires[transfer.sender]
+            in_place = target.is_contiguous() and target.dtype == wire
+            buffer = target if in_place else target.new_empty(target.shape, dtype=wire)
             channel = self._layout.channels[transfer.sender, item]
             channel.expect(buffer)
             parts.append(Incoming(channel, buffer, target))
@@ -116,7 +118,8 @@ class Messages:
             if transfer.receiver == self._layout.rank:  # which then has all of it
                 self.given[SlotKey(to, microbatch)] = value
                 continue
-            self._layout.channels[transfer.receiver, item].send(self._part(value, transfer).contiguous())
+            wire = self._layout.wires[transfer.receiver]
+            self._layout.channels[transfer.receiver, item].send(self._part(value, transfer).to(wire).contiguous())
 
     def _part(self, value: torch.Tensor, transfer: Transfer) -> torch.Tensor:
         """Return what of a value, rows x positions x features, a message carries: tokens x features."""

@@ -106,24 +106,33 @@ class Optimizer:
             work.wait()
         self._in_flight.clear()
 
-    def squared_norm(self) -> float:
-        """Return this rank's part of the squared global norm: each element of the model is counted on one rank."""
+    def squared_norm(self) -> torch.Tensor | None:
+        """Return this rank's part of the squared global norm, fp64 on its device: each element of the model is counted
+        on one rank. None where it counts none."""
         if not self._owned_grads:
-            return 0.0
+            return None
         norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage] - as torch's own optimizers do
             self._owned_grads, 2, dtype=torch.float64
         )
-        return float(torch.stack(norms).square().sum())
+        return torch.stack(norms).square().sum()
 
-    def update(self, step: int, norm: float) -> None:
-        """Clip by the global norm, update, and gather the new weights, or start to. All ranks of the plan must call."""
+    def update(self, step: int, norm: float, scale: float = 1.0) -> None:
+        """Clip by the global norm, update, and gather the new weights, or start to. All ranks of the plan must call.
+
+        Gradients are `scale` times as large as `norm` says.
+        """
         clip = self._train.clip_norm
-        if clip and norm > clip:
+        factor = clip / norm if clip and norm > clip else 1.0
+        if factor / scale != 1.0:
             for shard in self.shards:
-                shard.grads.mul_(clip / norm)
+                shard.grads.mul_(factor / scale)
         for decays, parts in self._updated.items():
             self._adamw(parts, step, self._train.weight_decay if decays else 0.0)
         self.gather_updated()
+        self._layout.store.zero_grads()
+
+    def skip(self) -> None:
+        """Forget the gradients of a step that must not change weights."""
         self._layout.store.zero_grads()
 
     def _adamw(self, parts: Updated, step: int, weight_decay: float) -> None:
@@ -156,7 +165,7 @@ class Optimizer:
             if in_use.data_ptr() != shard.master.data_ptr():
                 in_use.copy_(shard.master)
             if shard.zero in (1, 2):
-                gathered.append((shard.final_after, shard.holders.start_all_gather(shard.group.weights, shard.cuts)))
+                gathered.append((shard.final_after, shard.start_gather()))
         store = self._layout.store
         for item, work in sorted(gathered, key=lambda pair: pair[0]):
             store.note_gathering(item, work)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.errors import TrainingError
 from hpctrain.engine.layout import Layout
+from hpctrain.engine.loss_scale import LossScale
 from hpctrain.engine.messages import Messages, SlotKey
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.model.stage import Saved, Stage
@@ -46,6 +47,8 @@ class Totals:
     """Global norm of the gradient before clipping; 0 without an update."""
     flags: tuple[bool, ...]
     """Of those that the ranks brought, which any of them had set."""
+    skipped: bool = False
+    """Whether the gradient overflowed in fp16, so that no weights were changed."""
 
 
 class Pipeline:
@@ -59,8 +62,11 @@ class Pipeline:
         positions: int,
         device: torch.device,
         tracer: Tracer = UNTRACED,
+        loss_scale: LossScale | None = None,
     ):
+        """`loss_scale` is for runs in which a family computes in fp16; it changes as steps go by."""
         self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
+        self._loss_scale = loss_scale
         self._device = device
         self._messages = Messages(layout, hidden_size, positions, device)
         self._rows = self._messages.rows
@@ -91,9 +97,10 @@ class Pipeline:
         training: bool,
         flags: Sequence[bool] = (),
     ) -> Totals:
+        of_loss = self._gradient_of_loss(loss_tokens)  # once a step: a copy of a number makes the host wait
         made: dict[SlotKey, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
         saved: dict[tuple[SlotKey, int], Saved] = {}
-        loss = 0.0
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
         totals = None
         messages = self._messages
         messages.start(schedule)
@@ -113,13 +120,13 @@ class Pipeline:
                     given = self._take(place, s) if ids is None else ids
                     value, kept = stage.forward(given, targets, training, starts)
                     if stage.is_last:
-                        loss += float(value)
+                        loss += value  # on the device: the host waits for it once a step
                     else:
                         self._put(made, place, s, value)
                     if training:
                         saved[place, s] = kept
                 case Op.BACKWARD | Op.BACKWARD_INPUT:
-                    gradient = self._gradient_of_loss(loss_tokens) if stage.is_last else self._take(place, s)
+                    gradient = of_loss if stage.is_last else self._take(place, s)
                     if instruction.op is Op.BACKWARD:
                         gradient = stage.backward(saved.pop((place, s)), gradient, passed)
                     else:
@@ -132,22 +139,43 @@ class Pipeline:
                     self._optimizer.reduce()
                 case Op.UPDATE:
                     totals = self._agree(loss, self._optimizer.squared_norm(), flags)
-                    if not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
-                        raise TrainingError(
-                            f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient"
-                            f" {totals.norm}; lower train.learning_rate or clip (train.clip_norm)"
-                        )
-                    self._optimizer.update(step, totals.norm)
+                    totals = self._update(totals, step, loss_tokens)
             self._tracer.computed(instruction, since)
-        return totals or self._agree(loss, 0.0)
+        return totals or self._agree(loss, None)
+
+    def _update(self, totals: Totals, step: int, loss_tokens: int) -> Totals:
+        """Update the weights, or skip that where fp16 overflowed, on all ranks alike; return the totals, unscaled."""
+        scale = self._loss_scale
+        usable = scale is None or not math.isfinite(totals.loss) or scale.judge(totals.norm, step)
+        if usable and not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
+            raise TrainingError(
+                f"step {step + 1}: the loss is {totals.loss / loss_tokens} and the norm of the gradient"
+                f" {totals.norm}; lower train.learning_rate or clip (train.clip_norm)"
+            )
+        if scale is None:
+            self._optimizer.update(step, totals.norm)
+            return totals
+        if not usable:
+            self._optimizer.skip()
+            return replace(totals, norm=0.0, skipped=True)
+        totals = replace(totals, norm=totals.norm / scale.value)
+        self._optimizer.update(step - scale.skipped, totals.norm, scale.value)
+        scale.grow()
+        return totals
 
     def _gradient_of_loss(self, loss_tokens: int) -> torch.Tensor:
-        return torch.tensor(1.0 / loss_tokens, dtype=torch.float64, device=self._device)
+        scale = self._loss_scale.value if self._loss_scale else 1.0
+        return torch.tensor(scale / loss_tokens, dtype=torch.float64, device=self._device)
 
-    def _agree(self, loss: float, squared_norm: float, flags: Sequence[bool] = ()) -> Totals:
-        """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it."""
+    def _agree(self, loss: torch.Tensor, squared_norm: torch.Tensor | None, flags: Sequence[bool] = ()) -> Totals:
+        """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it.
+
+        Here the host waits for the device, and nowhere else in a step.
+        """
         x, y, _ = self._layout.coordinate
-        own = torch.tensor([loss if x == y == 0 else 0.0, squared_norm, *flags], dtype=torch.float64)
+        norm = torch.zeros_like(loss) if squared_norm is None else squared_norm
+        loss, norm = torch.stack([loss, norm]).tolist()
+        own = torch.tensor([loss if x == y == 0 else 0.0, norm, *flags], dtype=torch.float64)
         total = self._layout.everyone.all_reduce(own).tolist()
         return Totals(total[0], math.sqrt(total[1]), tuple(flag > 0 for flag in total[2:]))
 
@@ -157,14 +185,21 @@ class Pipeline:
         """Return ids, targets, and where documents start, each [rows, positions] or None where it is not needed."""
         rows = self._row_chunks[substep].shift(self._rows.start + microbatch * self._layout.plan.rows)
         starts = batch.document_starts(rows)
-        starts = None if starts is None else torch.from_numpy(starts).to(self._device)
+        starts = None if starts is None else self._on_device(starts)
         if not (stage.is_first or stage.is_last):
             return None, None, starts
-        tokens = torch.from_numpy(batch.rows(rows)).to(self._device)
+        tokens = self._on_device(batch.rows(rows))
         ids, targets = tokens[:, :-1], tokens[:, 1:]
         if stage.is_last and (counted := batch.counted(rows)) is not None:
-            targets = targets.masked_fill(~torch.from_numpy(counted).to(self._device), IGNORED)
+            targets = targets.masked_fill(~self._on_device(counted), IGNORED)
         return ids if stage.is_first else None, targets if stage.is_last else None, starts
+
+    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+        """Copy to the device behind what is queued there, by pinned memory, so that the host does not wait."""
+        tensor = torch.from_numpy(values)
+        if self._device.type in ("cpu", "mps"):
+            return tensor.to(self._device)
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _take(self, place: SlotKey, substep: int) -> torch.Tensor:
         """Return the rows of a substep of what came in; the last substep takes it away."""

@@ -97,7 +97,7 @@ class Trials:
         self._seconds_per_row = 0.0
         self._bound = sys.maxsize
         """Rows; who takes too much of its host's memory is killed without an error, so that these are not tried."""
-        total = accelerator.memory().total
+        total = accelerator.memory().total - accelerator.reserved_bytes()
         self._share = total // world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else total
 
     def limit(self, zero: int, most: int, guess: int | None = None) -> Limit:
@@ -177,7 +177,7 @@ class Trials:
             for rank, family in enumerate(self._families)
         )
         plan = Plan(tiles, 1, rows * len(tiles))
-        layout = make_layout(self._solo, job, plan, DTYPES[job.train.resolved_dtype], self._accelerator.device)
+        layout = make_layout(self._solo, job, plan, self._accelerator.device)
         for group in layout.store.groups:  # some devices multiply zeros faster
             group.weights.normal_(0.0, job.model.init_std)
         return layout
@@ -214,7 +214,7 @@ class Trials:
         return result
 
     def _item_times(self, zero: int, rows: int) -> RowTimes:
-        job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.train.resolved_dtype]
+        job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
         small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
         layout = self._layout(small, zero, rows)
         shape = (rows, job.data.sequence_length)

@@ -177,6 +177,8 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
     reasons = {}
     if job.train.dtype is None:
         job = with_values(job, "train", dtype=theirs.train.dtype)
+        if not job.precision.by_family:
+            job = with_values(job, "precision", by_family=theirs.precision.by_family)
         reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
     checks.check_plan(job, plan, f"{where}: its plan")
     if job.plan is None and not is_for(plan, facts.families):
@@ -228,13 +230,13 @@ def know_machine(job: Job, facts: Facts) -> Resolution:
 def choose_dtype(job: Job, facts: Facts) -> Resolution:
     if job.train.dtype is not None:
         return Resolution(job, facts)
-    from hpctrain.planner.choose import dtype_on
+    from hpctrain.planner.choose import with_dtypes
 
     with facts.world.all_or_none():
         used = facts.plan_or_none and [facts.families[rank] for rank in facts.plan_or_none.ranks]
         families = list(dict.fromkeys(used or facts.families))
-        dtype, reason = dtype_on(job, facts.described.cluster, families, facts.described.name)
-    return Resolution(with_values(job, "train", dtype=dtype), facts, {"train.dtype": reason})
+        job, reason = with_dtypes(job, facts.described.cluster, families, facts.described.name)
+    return Resolution(job, facts, {"train.dtype": reason})
 
 
 def profile_job(job: Job, facts: Facts) -> Resolution:

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.folder import locate_checkpoint
+from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.saving import Saver
 from hpctrain.checkpoint.state import load, load_weights
 from hpctrain.comm.accelerators.base import Accelerator
-from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TrainingError
 from hpctrain.config.job import Job
 from hpctrain.data.order import AnySequences, positions_of
+from hpctrain.engine import loss_scale
 from hpctrain.engine.layout import Layout, make_layout
+from hpctrain.engine.loss_scale import LossScale
 from hpctrain.engine.optimizer import Optimizer, learning_rate
 from hpctrain.engine.phases import phases_of
 from hpctrain.engine.pipeline import Pipeline
@@ -95,11 +97,14 @@ class Trainer:
         """`job` is resolved: its vocabulary size and dtype are values."""
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
-            self.layout: Layout = make_layout(world, job, plan, DTYPES[job.train.resolved_dtype], accelerator.device)
+            self.layout: Layout = make_layout(world, job, plan, accelerator.device)
             self.optimizer = Optimizer(self.layout, job.train)
             length = job.data.sequence_length
             hidden, device = job.model.hidden_size, accelerator.device
-            self.pipeline = Pipeline(self.layout, self.optimizer, hidden, length, device, world.tracer)
+            trained = {job.dtype_of(tile.family) for tile in plan.tiles}
+            scale = job.precision.loss_scale, job.precision.loss_scale_window
+            self.loss_scale = LossScale(*scale) if "fp16" in trained else None
+            self.pipeline = Pipeline(self.layout, self.optimizer, hidden, length, device, world.tracer, self.loss_scale)
         self.tokens_per_step = job.train.global_batch * length
         self.steps_done = 0
 
@@ -134,6 +139,9 @@ class Trainer:
         """Start from a checkpoint of any layout."""
         self.layout.store.await_weights()
         self.steps_done = load(self.world, checkpoint, self.optimizer.shards)
+        if self.loss_scale:
+            with Index(checkpoint) as index:
+                self.loss_scale.restore(index.about.get(loss_scale.KEY))
         self.layout.store.refresh()
 
     def step(self, sequences: AnySequences, asked: Asked = NOTHING) -> tuple[dict, Asked]:
@@ -155,6 +163,8 @@ class Trainer:
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
         }
+        if self.loss_scale:
+            metrics |= {"loss_scale": self.loss_scale.value, "skipped": totals.skipped}
         return metrics, Asked(*totals.flags)
 
     def overrun(self) -> float | None:
@@ -175,7 +185,12 @@ class Trainer:
 
     def saver(self, folder: Path, about: dict[str, str]) -> Saver:
         """Return what writes checkpoints of the run folder; `about` is what is known of tokenizer and data."""
-        return Saver(self.world, self.accelerator, folder, self.optimizer.shards, self.job, self.plan, about)
+        what = self.optimizer.shards, self.job, self.plan, about, self._state
+        return Saver(self.world, self.accelerator, folder, *what)
+
+    def _state(self) -> dict[str, str]:
+        """Return what a checkpoint has besides weights and moments."""
+        return {loss_scale.KEY: self.loss_scale.dump()} if self.loss_scale else {}
 
     def save(self, folder: Path, about: dict[str, str]) -> Path | None:
         """Write a checkpoint of the run folder and wait for it; return its path."""

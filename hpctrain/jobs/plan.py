@@ -17,7 +17,7 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.choose import dtype_on, families_in, search_best
+from hpctrain.planner.choose import families_in, search_best, with_dtypes
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons, runner_up
 from hpctrain.planner.rows_fit import memory_warnings
@@ -147,14 +147,19 @@ def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = 
     """
     path = locate_cluster(reference)
     cluster, job = load_cluster(path), scaled_for(reference, job)
-    dtype, reason = dtype_on(job, cluster, sorted(cluster.families), reference)
+    job, reason = with_dtypes(job, cluster, sorted(cluster.families), reference)
+    dtype = job.train.resolved_dtype
     job, resolved = with_overlap(job, cluster, path, dtype)
     result = search_best(job, cluster, limits, reference, space)
     summary = describe(result.best.prediction, dtype)
-    computing = families_in(dtype, cluster, reference)
+    computing = families_in(job, cluster, reference)
     if reason:
         summary["assumed_inputs"].append(reason)
-    left_out = [f"{name} is unused: it has no speed in {dtype}" for name in cluster.families if name not in computing]
+    left_out = [
+        f"{name} is unused: it has no speed in {job.dtype_of(name)}"
+        for name in cluster.families
+        if name not in computing
+    ]
     return {
         **summary,
         "resolved": resolved,

@@ -16,7 +16,7 @@ from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_v
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
-from hpctrain.planner.choose import dtype_on
+from hpctrain.planner.choose import with_dtypes
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.rows_fit import memory_warnings
@@ -41,7 +41,8 @@ def command(job, overrides, cluster, plan_file, as_json):
     machine, loaded = load_cluster(path), scaled_for(cluster, loaded)
     check_runs(loaded, plan, str(plan_file))
     used = sorted({machine.devices[rank].family for rank in plan.ranks if rank < machine.num_devices})
-    dtype, reason = dtype_on(loaded, machine, used, cluster)
+    loaded, reason = with_dtypes(loaded, machine, used, cluster)
+    dtype = loaded.train.resolved_dtype
     ClusterNetwork(machine).check_ranks(len(plan.ranks))
     check_families(plan, [device.family for device in machine.devices], str(plan_file))
     loaded, resolved = with_overlap(loaded, machine, path, dtype, plan)

@@ -148,12 +148,13 @@ def probe_job(
 
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.profiler import profile
-        from hpctrain.planner.choose import dtype_on
+        from hpctrain.planner.choose import with_dtypes
 
         accelerator = bind_accelerator(world)
         with world.all_or_none():
             families = list(dict.fromkeys(place.family for place in world.topology.places))
-            dtype = dtype_on(parsed, described, families, reference or "this machine")[0]
+            parsed, _ = with_dtypes(parsed, described, families, reference or "this machine")
+        dtype = parsed.train.resolved_dtype
         known = is_profiled(described, parsed, dtype)
         result = None
         if refresh or not known:

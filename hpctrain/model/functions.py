@@ -13,7 +13,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.architectures.description import Attention, Norm
+from hpctrain.comm.reduction import HALF
 from hpctrain.model.axes import Axis
+from hpctrain.model.products import add_wide_product
 from hpctrain.model.units import Weight
 
 
@@ -30,7 +32,7 @@ def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, 
     if grad_OI.dtype == dy_NO.dtype:
         grad_OI.addmm_(dy_NO.t(), x_NI, beta=0 if fresh else 1)
     else:
-        add_part(grad_OI, dy_NO.t() @ x_NI, fresh)
+        add_wide_product(grad_OI, dy_NO, x_NI, fresh)
 
 
 def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, fresh: bool) -> None:
@@ -58,7 +60,7 @@ class _Linear(Function):
         ctx.weights, ctx.biases, ctx.out = weights, biases, out
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        parts = [x_NI @ w.data.t() for w in weights]
+        parts = [x_NI @ w.data.to(x_NI.dtype).t() for w in weights]
         y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if ends is None:
             into.all_reduce(y_NO)
@@ -80,9 +82,9 @@ class _Linear(Function):
         (x_NI,) = ctx.saved_tensors
         dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
         parts = dy_NO.split([w.data.shape[0] for w in ctx.weights], dim=1)
-        dx_NI = parts[0] @ ctx.weights[0].data
+        dx_NI = parts[0] @ ctx.weights[0].data.to(dy_NO.dtype)
         for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
-            dx_NI.addmm_(part, weight.data)
+            dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
         summed = ctx.out.start_all_reduce(dx_NI)
         for weight, part in zip(ctx.weights, parts, strict=True):
             weight.accumulate(add_product, part, x_NI)
@@ -347,6 +349,8 @@ def attend(
     is_windowed = attention.window is not None and attention.window < total
     if attention.score_cap is None:
         is_causal = not is_windowed and count == total and starts is None
+        if repeats_heads(queries, keys, is_causal):
+            keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
         return F.scaled_dot_product_attention(
             queries,
             keys,
@@ -356,11 +360,27 @@ def attend(
             scale=scale,
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
-    repeats = queries.shape[1] // keys.shape[1]
-    keys, values = (each.repeat_interleave(repeats, dim=1) for each in (keys, values))
+    keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
     scores = capped(queries @ keys.transpose(2, 3) * scale, attention.score_cap)
     scores = scores.masked_fill(~_visible(queries, first, total, attention.window, starts), -torch.inf)
     return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def repeats_heads(queries: torch.Tensor, keys: torch.Tensor, is_causal: bool) -> bool:
+    """Say whether each key/value head is repeated for the query heads that share it, before a kernel sees them.
+
+    Kernels that share heads by themselves are that of CPUs, and on NVIDIA the one for half precision without a mask.
+    For all else torch would take its slow path, which writes all scores to memory.
+    """
+    if queries.shape[1] == keys.shape[1] or queries.device.type == "cpu":
+        return False
+    shares = queries.device.type == "cuda" and torch.version.hip is None and queries.dtype in HALF
+    return not (shares and is_causal)
+
+
+def _repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
+    """Return [rows, count, positions, head size] of fewer heads, each repeated for its neighbours."""
+    return heads.repeat_interleave(count // heads.shape[1], dim=1)
 
 
 def _visible(

@@ -4,7 +4,7 @@ Whole units are such an array already, and the model computes with views of it; 
 `hpctrain.model.regions`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,15 +29,35 @@ class StoredRegion:
     """Whether this copy is the one for norms and checkpoints, where x or y do not cut the parameter."""
 
 
+class Following:
+    """Several works, and what is to be done after all of them."""
+
+    def __init__(self, works: Sequence[PendingWork], then: Callable[[], object] = lambda: None):
+        self._works, self._then = works, then
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._then()
+
+
+def weight_array(holders: Axis, size: int, dtype: torch.dtype, device, exchanged: torch.dtype | None) -> torch.Tensor:
+    """Return zeros [size] for weights. Where all holders compute in one dtype (`exchanged` is None) it is memory that
+    suits their collectives, and all of them must call."""
+    return torch.zeros(size, dtype=dtype, device=device) if exchanged else holders.allocate(size, dtype, device)
+
+
 class UnitArrays:
     """This rank's z-shards of some units, side by side: `weights` in the compute dtype, `grads` in fp32."""
 
-    def __init__(self, layouts: Sequence[UnitLayout], axes: Axes, holders: Axis | None, dtype, device):
-        """With `holders`, in memory that suits their collectives; all of them must call then."""
+    def __init__(self, layouts: Sequence[UnitLayout], axes: Axes, holders: Axis | None, dtype, device, exchanged=None):
+        """With `holders`, in memory that suits their collectives; all of them must call then. They exchange weights in
+        the dtype `exchanged`."""
+        self.exchanged: torch.dtype = exchanged or dtype
         shards = [cut_evenly(layout.size, axes.z.size)[axes.z.rank] for layout in layouts]
         total = sum(shard.size for shard in shards)
         if holders:
-            self.weights = holders.allocate(total, dtype, device)
+            self.weights = weight_array(holders, total, dtype, device, exchanged)
             self.grads = holders.allocate(total, torch.float32, device)
         else:
             self.weights = torch.zeros(total, dtype=dtype, device=device)
@@ -56,6 +76,8 @@ class Group:
     def __init__(self, size: int, weights: torch.Tensor, stored: Interval | None = None):
         self.size = size
         self.weights = weights
+        self.exchanged = weights.dtype
+        """In which dtype weights go between the ranks: another one where these compute in different dtypes."""
         self.stored = stored or Interval(0, size)
         """The elements that `weights` has on this rank."""
 
@@ -79,6 +101,7 @@ class WholeUnits(Group):
 
     def __init__(self, arrays: UnitArrays, axes: Axes):
         super().__init__(arrays.weights.numel(), arrays.weights)
+        self.exchanged = arrays.exchanged
         self._placed, self._grads = arrays.placed, arrays.grads
         self._coordinate = (axes.x.rank, axes.y.rank)
 
@@ -93,16 +116,17 @@ class Sharded(Group):
     """A group of ranks that exchange one item while it computes: they keep gradients as shards only (ZeRO 2), or
     weights too (ZeRO 3)."""
 
-    def __init__(self, shard_group: ShardGroup, holders: Axis, size: int, dtype, device):
-        """`size` is of what they hold together."""
+    def __init__(self, shard_group: ShardGroup, holders: Axis, size: int, dtype, device, exchanged=None):
+        """`size` is of what they hold together; they exchange weights in the dtype `exchanged`."""
         self.holders, self.cuts = holders, shard_group.cuts(size)
         self.item = shard_group.final_after
         own = self.cuts[holders.rank]
         self.keeps_weights = shard_group.zero < 3
         if self.keeps_weights:
-            super().__init__(size, holders.allocate(size, dtype, device))
+            super().__init__(size, weight_array(holders, size, dtype, device, exchanged))
         else:
             super().__init__(size, torch.zeros(own.size, dtype=dtype, device=device), own)
+        self.exchanged = exchanged or dtype
         self._grads = torch.zeros(own.size, dtype=torch.float32, device=device)
 
     @property
@@ -127,9 +151,16 @@ class Sharded(Group):
 
         All holders must call.
         """
+        sent = self.weights.new_empty(self.size, dtype=self.exchanged)
+        sent[slice(*self.stored)] = self.weights
+        work = self.holders.start_all_gather(sent, self.cuts)
+        if self.exchanged == self.weights.dtype:
+            return sent, work
         whole = self.weights.new_empty(self.size)
-        whole[slice(*self.stored)] = self.weights
-        return whole, self.holders.start_all_gather(whole, self.cuts)
+        work = Following([work], lambda: whole.copy_(sent))
+        if not self.is_overlapped:
+            work.wait()
+        return whole, work
 
 
 class ShardedUnit(Sharded):
@@ -138,10 +169,10 @@ class ShardedUnit(Sharded):
     is_equivalent = True
     """Whether all holders have the same tensor grid."""
 
-    def __init__(self, shard_group: ShardGroup, holders: Axis, axes: Axes, dtype, device):
+    def __init__(self, shard_group: ShardGroup, holders: Axis, axes: Axes, dtype, device, exchanged=None):
         (self.layout,) = shard_group.layouts
         shard = cut_evenly(self.layout.size, axes.z.size)[axes.z.rank]
-        super().__init__(shard_group, holders, shard.size, dtype, device)
+        super().__init__(shard_group, holders, shard.size, dtype, device, exchanged)
         self._placed, self._coordinate = [(self.layout, shard, 0)], (axes.x.rank, axes.y.rank)
 
     def regions(self, within: Interval) -> Iterator[StoredRegion]:

@@ -3,12 +3,12 @@
 They lie scattered in what the model computes with, are packed for the exchange and spread out after it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hpctrain.model.axes import Axes, Axis, PendingWork
-from hpctrain.model.groups import Group, Sharded, StoredRegion, UnitArrays
+from hpctrain.model.groups import Following, Group, Sharded, StoredRegion, UnitArrays
 from hpctrain.plan.holders import Region, ShardGroup
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.parameters import Box, UnitLayout, box_size
@@ -71,8 +71,9 @@ class PackedRegions:
 class CutRegions(Group):
     """The group of ranks that hold the same regions, by different tensor grids."""
 
-    def __init__(self, regions: PackedRegions, weights: torch.Tensor):
+    def __init__(self, regions: PackedRegions, weights: torch.Tensor, exchanged: torch.dtype | None = None):
         super().__init__(weights.numel(), weights)
+        self.exchanged = exchanged or weights.dtype
         self._regions = regions
 
     def attach(self, arrays: UnitArrays) -> None:
@@ -93,9 +94,9 @@ class CutRegions(Group):
 class ShardedRegions(Sharded):
     """The group of ranks that hold the same regions of one item, by different tensor grids, as shards."""
 
-    def __init__(self, shard_group: ShardGroup, holders: Axis, axes: Axes, dtype, device):
+    def __init__(self, shard_group: ShardGroup, holders: Axis, axes: Axes, dtype, device, exchanged=None):
         self.packed = PackedRegions(shard_group.regions, axes)
-        super().__init__(shard_group, holders, self.packed.size, dtype, device)
+        super().__init__(shard_group, holders, self.packed.size, dtype, device, exchanged)
         self._in_use: torch.Tensor | None = None
 
     def attach(self, placed: tuple[UnitLayout, Interval, int], weights: torch.Tensor | None) -> None:
@@ -133,7 +134,7 @@ class CutUnit:
     def start_sum(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], PendingWork]:
         """As `Sharded.start_sum`, for each group."""
         started = [group.start_sum(group.packed.pack(grads)) for group in self._groups]
-        return [own for own, _ in started], _All([work for _, work in started])
+        return [own for own, _ in started], Following([work for _, work in started])
 
     def add(self, own: list[torch.Tensor]) -> None:
         for group, part in zip(self._groups, own, strict=True):
@@ -148,19 +149,7 @@ class CutUnit:
             for group, (packed, _) in zip(self._groups, started, strict=True):
                 group.packed.spread(packed, shard)
 
-        work = _All([work for _, work in started], spread)
+        work = Following([work for _, work in started], spread)
         if not self.is_overlapped:
             work.wait()
         return shard, work
-
-
-class _All:
-    """Several works, and what is to be done after all of them."""
-
-    def __init__(self, works: Sequence[PendingWork], then: Callable[[], None] = lambda: None):
-        self._works, self._then = works, then
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._then()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.model.axes import Axis, PendingWork
-from hpctrain.model.groups import Group
+from hpctrain.model.groups import Following, Group
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.sharding.intervals import Interval
 
@@ -41,6 +41,16 @@ class Shard:
         if self.grads is grads:
             return self.holders.start_all_reduce(grads)
         return self.holders.start_reduce_scatter(grads, self.grads, self.cuts)
+
+    def start_gather(self) -> PendingWork:
+        """Bring the updated weights to all holders, all of whom must call; they are in use when the work is done."""
+        group = self.group
+        if group.exchanged == group.weights.dtype:
+            return self.holders.start_all_gather(group.weights, self.cuts)
+        whole = group.weights.new_empty(group.size, dtype=group.exchanged)
+        whole[slice(*self.updated)] = self.master
+        work = self.holders.start_all_gather(whole, self.cuts)
+        return Following([work], lambda: group.weights.copy_(whole))
 
     def of(self, tensor: torch.Tensor, at: Interval) -> torch.Tensor:
         """Return the given elements of the group's flat array in a tensor that holds the `updated` ones."""

@@ -15,7 +15,7 @@ from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
 from hpctrain.model.store import Store
-from hpctrain.model.transformer import Embedding, Head, LayerModule, make_layer
+from hpctrain.model.transformer import Embedding, Head, LayerModule, Pinned, make_layer
 from hpctrain.model.units import Deferred
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.items import layers
@@ -72,10 +72,12 @@ class Stage:
         store: Store,
         tracer: Tracer = UNTRACED,
         in_halves: bool = False,
+        pinned: Pinned | None = None,
     ):
+        """Operators that are `pinned` compute in another dtype."""
         self.tile, self.store, self._tracer = tile, store, tracer
         self.layers: list[LayerModule] = [
-            make_layer(model, items, axes, store, in_halves) for items in layers(tile.items)
+            make_layer(model, items, axes, store, in_halves, pinned) for items in layers(tile.items)
         ]
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from hpctrain.model.axes import Axes, Axis, PendingWork
-from hpctrain.model.groups import Group, Sharded, ShardedUnit, UnitArrays, WholeUnits
+from hpctrain.model.groups import Group, Sharded, ShardedUnit, UnitArrays, WholeUnits, weight_array
 from hpctrain.model.regions import CutRegions, CutUnit, PackedRegions, ShardedRegions
 from hpctrain.model.traffic import Traffic
 from hpctrain.model.units import Deferred, UnitStore, Weight
@@ -30,22 +30,26 @@ class Store:
         dtype: torch.dtype,
         device: torch.device,
         keep_gathered: Collection[int] = (),
+        exchanged: Sequence[torch.dtype | None] = (),
     ):
-        """`communicators` are those of the holdings, in their order. Weights of the items `keep_gathered` stay gathered
-        until they change. All holders, and all ranks of z, must call.
+        """`communicators` are those of the holdings, in their order, and `exchanged` the dtypes in which each of them
+        exchanges weights, None where all of its ranks compute in the same. Weights of the items
+        `keep_gathered` stay gathered until they change. All holders, and all ranks of z, must call.
         """
         self._z = axes.z
         self.groups: list[Group] = []
         self._arrays: list[UnitArrays] = []
-        for holders, shard_group in zip(communicators, shards.shard_groups, strict=True):
+        wires = exchanged or [None] * len(communicators)
+        for holders, shard_group, wire in zip(communicators, shards.shard_groups, wires, strict=True):
             if shard_group.zero >= 2:
                 kind = ShardedRegions if shard_group.regions else ShardedUnit
-                self.groups.append(kind(shard_group, holders, axes, dtype, device))
+                self.groups.append(kind(shard_group, holders, axes, dtype, device, wire))
             elif shard_group.regions:
                 regions = PackedRegions(shard_group.regions, axes)
-                self.groups.append(CutRegions(regions, holders.allocate(regions.size, dtype, device)))
+                weights = weight_array(holders, regions.size, dtype, device, wire)
+                self.groups.append(CutRegions(regions, weights, wire))
             else:
-                self._arrays.append(UnitArrays(shard_group.layouts, axes, holders, dtype, device))
+                self._arrays.append(UnitArrays(shard_group.layouts, axes, holders, dtype, device, wire))
                 self.groups.append(WholeUnits(self._arrays[-1], axes))
         exchanging: dict[int, list[ShardedRegions]] = {}
         for group in self.groups:

@@ -5,7 +5,8 @@ values and the inner width of the feed-forward part are cut by y and the same on
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from hpctrain.model.functions import (
     norm,
     rotate,
 )
+from hpctrain.model.head_loss import head_loss, tokens_at_once
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -33,6 +35,8 @@ from hpctrain.sharding.parameters import BLOCK_LAYERS, item_parameters, padded_v
 
 IGNORED = -1  # a target that does not count
 
+Pinned = Mapping[str, torch.dtype]
+"""By operator (a key of `[precision.overrides]`), the dtype in which it computes."""
 Passing = Generator[None, None, torch.Tensor]
 """Something computed that pauses where it would wait for others, and returns a result."""
 
@@ -73,8 +77,11 @@ class Cache:
 class LayerModule:
     """The items of one layer, with the handles of their weights, which are there while the stage has them gathered."""
 
-    def __init__(self, model: Model, items: Interval, axes: Axes, store: Store, in_halves: bool):
+    def __init__(
+        self, model: Model, items: Interval, axes: Axes, store: Store, in_halves: bool, pinned: Pinned | None = None
+    ):
         self.model, self.axes, self.in_halves = model, axes, in_halves
+        self._pinned = pinned or {}
         self.description = model.description
         self.items, self._store = items, store
         self.name = name_layer(items, model.num_items)
@@ -95,6 +102,13 @@ class LayerModule:
             names = [n for n in every if any(n == s or n.endswith(f".{s}") for s in suffixes)]
             result += self._store.weights(item, names) if names else []
         return result
+
+    def computed_in(self, operator: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """Return what an operator makes of its inputs, in the dtype to which a job pins it, in their own one."""
+        dtype = self._pinned.get(operator)
+        if dtype is None or dtype == inputs[0].dtype:
+            return compute(*inputs)
+        return compute(*(each.to(dtype) for each in inputs)).to(inputs[0].dtype)
 
     def norm(self, x: torch.Tensor, weights: list, of: Norm) -> torch.Tensor:
         return norm(x, weights, self.axes.x, self.model.hidden_size, of)
@@ -171,14 +185,15 @@ class Block(LayerModule):
         return hidden
 
     def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis) -> Passing:
+        given = x.to(self._pinned.get("linear", x.dtype))
         if not self.in_halves:
-            return linear(x, *layer, into=into, out=out)
+            return linear(given, *layer, into=into, out=out).to(x.dtype)
         ends = []
-        result = linear(x, *layer, into=into, out=out, ends=ends)
+        result = linear(given, *layer, into=into, out=out, ends=ends)
         if into.size > 1:
             yield
         ends[0]()
-        return result
+        return result.to(x.dtype)
 
     def attention(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> Passing:
         rows, positions, _ = x.shape
@@ -192,20 +207,22 @@ class Block(LayerModule):
             normed = [head_norm(part, weight, attention.head_norm) for part, weight in pairs]
             queries_keys = torch.cat(normed, dim=2)
         if attention.rotary:
-            queries_keys = rotate(queries_keys, *self.rotary_tables(x, attention.rotary))
+            tables = self.rotary_tables(x, attention.rotary)
+            queries_keys = self.computed_in("rotary", lambda each: rotate(each, *tables), queries_keys)
         queries, keys, values = (part.transpose(1, 2) for part in (*queries_keys.split(heads[:2], dim=2), values))
         first = 0
         if self.cache:
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
-        mixed = attend(queries, keys, values, attention, first, starts)
+        mixed = self.computed_in("attention", lambda *of: attend(*of, attention, first, starts), queries, keys, values)
         mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
         return (yield from self._linear(mixed, self.out, into=self.axes.y, out=self.axes.x))
 
     def feed_forward(self, x: torch.Tensor) -> Passing:
         inner = yield from self._linear(x, self.up, into=self.axes.x, out=self.axes.y)
         mlp = self.mlp_of
-        inner = gated(inner, mlp.activation) if mlp.gated else ACTIVATIONS[mlp.activation](inner)
+        activation = partial(gated, activation=mlp.activation) if mlp.gated else ACTIVATIONS[mlp.activation]
+        inner = self.computed_in("activation", activation, inner)
         return (yield from self._linear(inner, self.down, into=self.axes.y, out=self.axes.x))
 
     def rotary_tables(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,18 +259,30 @@ class Head(LayerModule):
         self.final_norm = self.norm_weights("norm")
         self.table = self.weights("embedding.weight" if self.description.tied_head else "head.weight")
 
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(hidden, self.final_norm, self.description.norm)
+        return normed.to(self._pinned.get("head", normed.dtype))
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
-        normed = self.norm(hidden, self.final_norm, self.description.norm)
+        normed = self._normed(hidden)
         logits = linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
         return logits if self.description.logit_cap is None else capped(logits, self.description.logit_cap)
 
     def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         assert more is not None, "the loss is of targets"
+        (table,) = self.table
+        if tokens_at_once(more.numel(), table.data.shape[0]) < more.numel():
+            normed = self._normed(hidden)
+            axes = self.axes.x, self.axes.y
+            return head_loss(normed, table, more, *self.vocabulary(), self.description.logit_cap, axes)
         return cross_entropy(self.logits(hidden), more, *self.vocabulary(), self.axes.y)
 
 
-def make_layer(model: Model, items: Interval, axes: Axes, store: Store, in_halves: bool = False) -> LayerModule:
-    """`in_halves`: blocks compute one half of the rows while sums of the other half are in flight."""
+def make_layer(
+    model: Model, items: Interval, axes: Axes, store: Store, in_halves: bool = False, pinned: Pinned | None = None
+) -> LayerModule:
+    """`in_halves`: blocks compute one half of the rows while sums of the other half are in flight. Operators that are
+    `pinned` compute in another dtype."""
     kind = Embedding if items.start == 0 else Head if items.stop == model.num_items else Block
-    return kind(model, items, axes, store, in_halves)
+    return kind(model, items, axes, store, in_halves, pinned)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.dtypes import TRAINED_DTYPES, choose_dtype
+from hpctrain.config.dtypes import TRAINED_DTYPES, choose_dtypes
 from hpctrain.config.errors import PlanError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.plan.checks import check_plan
@@ -27,22 +27,34 @@ class PlanChoice:
     reasons: dict[str, str]
 
 
-def dtype_on(job: Job, cluster: Cluster, used: Sequence[str], where: str) -> tuple[str, str]:
-    """Return the dtype of a job, and the reason where it is `auto`.
+def with_dtypes(job: Job, cluster: Cluster, used: Sequence[str], where: str) -> tuple[Job, str]:
+    """Return the job with a dtype for all families, and for those that differ, and the reason where it is `auto`.
 
-    `used` are the families that train; `where` is what errors call the cluster. Raises TopologyError if they have no
-    dtype in common.
+    `train.dtype` is that of the family with the most speed. `used` are the families that train; `where` is what errors
+    call the cluster. Raises TopologyError if one of them has no speed in what can be trained in.
     """
     if job.train.dtype is not None:
-        return job.train.dtype, ""
+        return job, ""
     speeds = {name: _speeds(name, cluster) for name in used}
-    resolved = choose_dtype(speeds, {name: cluster.families[name].kind for name in used})
+    resolved = choose_dtypes(speeds, {name: cluster.families[name].kind for name in used})
     if resolved is None:
+        without = next(name for name, of in speeds.items() if not of)
         raise TopologyError(
-            f"{where}: families {', '.join(used)} have no dtype in common to train in"
-            f" ({' or '.join(TRAINED_DTYPES)}); set their peak_flops_per_second or sustained_flops_per_second"
+            f"{where}: family {without} has no dtype to train in ({' or '.join(TRAINED_DTYPES)}); set its"
+            " peak_flops_per_second or sustained_flops_per_second"
         )
-    return resolved
+    dtypes, reason = resolved
+    counts = {name: sum(device.family == name for device in cluster.devices) for name in used}
+    strongest = max(used, key=lambda name: counts[name] * speeds[name][dtypes[name]])
+    common = dtypes[strongest]
+    differing = {name: dtype for name, dtype in dtypes.items() if dtype != common} | job.precision.by_family
+    job = job.model_copy(
+        update={
+            "train": job.train.model_copy(update={"dtype": common}),
+            "precision": job.precision.model_copy(update={"by_family": differing}),
+        }
+    )
+    return job, f"{common}: {reason}"
 
 
 def _speeds(name: str, cluster: Cluster) -> dict[str, float]:
@@ -51,14 +63,15 @@ def _speeds(name: str, cluster: Cluster) -> dict[str, float]:
     return {dtype: DeviceModel(name, family).speed(dtype) for dtype in TRAINED_DTYPES if dtype in given}
 
 
-def families_in(dtype: str, cluster: Cluster, where: str) -> list[str]:
-    """Return the families that have a speed in a dtype. Raises TopologyError where there is none."""
+def families_in(job: Job, cluster: Cluster, where: str) -> list[str]:
+    """Return the families that have a speed in their dtype of a job. Raises TopologyError where there is none."""
     having = [
         name
         for name, family in cluster.families.items()
-        if dtype in family.sustained_flops_per_second | family.peak_flops_per_second
+        if job.dtype_of(name) in family.sustained_flops_per_second | family.peak_flops_per_second
     ]
     if not having:
+        dtype = job.train.resolved_dtype
         raise TopologyError(
             f"{where}: none of the families {', '.join(cluster.families)} has a speed in {dtype}; set train.dtype, or"
             f" families.*.peak_flops_per_second = {{{dtype} = ...}}"
@@ -71,7 +84,7 @@ def search_best(job: Job, cluster: Cluster, limits: Limits, where: str, space: S
 
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
-    families = families_in(job.train.resolved_dtype, cluster, where)
+    families = families_in(job, cluster, where)
     result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
     check_plan(job, result.best.plan, "the plan that was found")
     return result

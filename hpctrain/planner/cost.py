@@ -124,6 +124,8 @@ class Setup:
     bucket_bytes: int | None = None
     """Holders sum gradients and gather weights while ranks compute, in buckets of so many bytes or more; None: when all
     is computed."""
+    by_family: tuple[tuple[str, str], ...] = ()
+    """Families that compute in another dtype, and which. Memory and messages are priced in `dtype`."""
 
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None) -> Self:
@@ -132,8 +134,9 @@ class Setup:
         overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
         stack = HPCTRAIN if job.comm.gather_messages else replace(HPCTRAIN, gathers_parts=False)
         data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
+        differing = tuple(sorted(job.precision.by_family.items()))
         return cls(
-            job.model, data.sequence_length, dtype, stack, overlaps, data.mask_documents, bucket_bytes=bucket_bytes
+            job.model, data.sequence_length, dtype, stack, overlaps, data.mask_documents, bucket_bytes, differing
         )
 
     @cached_property

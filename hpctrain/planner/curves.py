@@ -75,17 +75,19 @@ def model_seconds(profile: Profile, num_blocks: int, rows: int) -> float:
 
 def describe_work(job: Job, dtype: str) -> str:
     """Return what a profile holds for, in words. The job's vocabulary size is a value."""
-    return describe_training(job.model, job.data.sequence_length, dtype)
+    return describe_training(job.model, job.data.sequence_length, dtype, sorted(job.precision.by_family.items()))
 
 
-def describe_training(m: Model, positions: int, dtype: str) -> str:
-    """Return what `describe_work` does of a job with such a model and rows of so many positions."""
+def describe_training(m: Model, positions: int, dtype: str, by_family: Sequence[tuple[str, str]] = ()) -> str:
+    """Return what `describe_work` does of a job with such a model and rows of so many positions, in a dtype, and in
+    those of some families."""
+    others = "".join(f"; {family} in {own}" for family, own in by_family)
     head = "tied" if m.tie_head else "untied"
     attention = m.description.blocks[0].attention
     return (
         f"{m.architecture}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads"
         f" ({attention.kv_heads} for keys), ffn {inner_of(m)}, vocabulary {m.vocab_size} {head};"
-        f" {positions} positions; {dtype}{_more(m)}"
+        f" {positions} positions; {dtype}{_more(m)}{others}"
     )
 
 

@@ -44,6 +44,8 @@ class DeviceModel:
     """In place of the catalogue's."""
     profiled: "ProfiledPasses | None" = None
     """What a profile of the job says of it, which goes before all that is modelled here."""
+    computes_in: str | None = None
+    """The dtype in which its ranks compute, whatever those of other families do."""
 
     @cached_property
     def efficiency(self) -> Efficiency:
@@ -64,7 +66,7 @@ class DeviceModel:
 
     def speed(self, dtype: str) -> float:
         """Return FLOP/s of large products. Raises PlanError for a dtype that the family does not have."""
-        family = self.family
+        family, dtype = self.family, self.computes_in or dtype
         if dtype in family.sustained_flops_per_second:
             return family.sustained_flops_per_second[dtype]
         if dtype in family.peak_flops_per_second:
@@ -77,7 +79,7 @@ class DeviceModel:
 
     def peak(self, dtype: str) -> float:
         """Return what MFU is a share of: the maker's figure, else the best measured one."""
-        return self.family.peak_flops_per_second.get(dtype) or self.speed(dtype)
+        return self.family.peak_flops_per_second.get(self.computes_in or dtype) or self.speed(dtype)
 
     @cached_property
     def memory_bytes_per_second(self) -> float:
@@ -94,6 +96,7 @@ class DeviceModel:
         Inside a `fused` kernel of an accelerator, whose tiles are its own, they take that share of a large product's
         speed, whatever their shape and whatever was measured of others.
         """
+        dtype = self.computes_in or dtype
         if fused and self.family.kind != "cpu" and not self._is_scaled_down:
             return 2.0 * batch * m * k * n / (self.speed(dtype) * fused * self.efficiency.fused_share)
         key = dtype, m, k, n, batch

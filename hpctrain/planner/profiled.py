@@ -92,6 +92,9 @@ def device_models(
     models = {name: DeviceModel(name, family, fitted.get(name)) for name, family in cluster.families.items()}
     if setup is None:
         return models
+    for family, dtype in setup.by_family:
+        if family in models:
+            models[family] = replace(models[family], computes_in=dtype)
     for family, profile in timed_profiles(cluster, setup).items():
         passes = ProfiledPasses(setup, models[family], profile, cluster.num_devices)
         models[family] = replace(models[family], profiled=passes)
@@ -102,5 +105,5 @@ def timed_profiles(cluster: Cluster, setup: Setup) -> dict[str, Profile]:
     """Return by family the profiles whose times hold for a setup: of its model, positions and dtype."""
     if not cluster.profiles or setup.stack.name != HPCTRAIN.name:
         return {}
-    work = describe_training(setup.model, setup.positions, setup.dtype)
+    work = describe_training(setup.model, setup.positions, setup.dtype, setup.by_family)
     return {p.family: p for p in cluster.profiles if p.work == work and p.zero == TIMED_ZERO}

@@ -17,7 +17,7 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
     Only profiles of as many replicas as the cluster has devices say anything, since these share the state. Where rows
     were limited by the job or by time, not by memory, more may have fit.
     """
-    work = describe_training(setup.model, setup.positions, setup.dtype)
+    work = describe_training(setup.model, setup.positions, setup.dtype, setup.by_family)
     profiles = [
         p
         for p in cluster.profiles

@@ -16,6 +16,8 @@ _ATTENTION = {
 _ROWS = {aten.embedding: (None, 2), aten.index_add_: (3, 3)}
 _FREE = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
 _FILLS = (aten.zero_, aten.fill_, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones)
+WIDE_PRODUCT = "hpctrain.add_wide_product"
+"""Of the model: a product of half precision, added to an fp32 gradient."""
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -26,6 +28,10 @@ def seconds_of(func, args: tuple, outputs: list[torch.Tensor], device: PretendDe
     those of its rows; what makes a view of memory that was there costs nothing, nor does memory that nobody fills.
     """
     packet = func.overloadpacket
+    if str(packet) == WIDE_PRODUCT:
+        grad, dy, x = args[:3]
+        seconds = device.product_seconds(_name(x), dy.shape[1], dy.shape[0], x.shape[1])
+        return seconds + device.pass_seconds(2 * _num_bytes(grad))
     if (places := _PRODUCTS.get(packet)) is not None:
         a, b = (args[place] for place in places)
         batch = a.shape[0] if a.dim() == 3 else 1

@@ -37,6 +37,11 @@ class FakeStream:
         self._done = self._added = 0
         self._lock = threading.RLock()
 
+    @property
+    def pending(self) -> int:
+        """How many functions are not yet done."""
+        return len(self._queue)
+
     def add(self, function) -> FakeEvent:
         with self._lock:
             self._queue.append(function)
@@ -61,16 +66,38 @@ class FakeStream:
 
 
 class FakeAccelerator(Accelerator):
-    """A device whose memory is the host's. What is given to `later` is done late, as on a device."""
+    """A device whose memory is the host's. What is given to `later` is done late, as on a device.
+
+    As with a driver, each thread has a current device, number 0 at first; work of this one's (number `INDEX`) that is
+    queued by a thread which never said `use` is refused, unless it goes to a stream, which says whose it is.
+    """
+
+    INDEX = 3
 
     def __init__(self, family: str = "fake", kind: str = "cuda"):
         super().__init__(kind, family, torch.device("cpu"), "a fake")
         self._default, self._copies = FakeStream(), [FakeStream(), FakeStream()]
         self._current = threading.local()
+        self._made: list[FakeStream] = []
+        self.use()
+
+    def use(self) -> None:
+        self._current.index = self.INDEX
 
     @property
     def _stream(self) -> FakeStream:
-        return getattr(self._current, "stream", self._default)
+        stream = getattr(self._current, "stream", self._default)
+        if stream is self._default:
+            self._check_current()
+        return stream
+
+    def _check_current(self) -> None:
+        index = getattr(self._current, "index", 0)
+        assert index == self.INDEX, f"thread {threading.current_thread().name} has device {index}, not {self.INDEX}"
+
+    def view_for_mpi(self, data: torch.Tensor):
+        """An MPI that is given memory of a device asks the driver for the thread's current one."""
+        self._check_current()
 
     def later(self, values: torch.Tensor) -> torch.Tensor:
         """Return a tensor that will have these values once the current stream comes to it."""
@@ -87,10 +114,16 @@ class FakeAccelerator(Accelerator):
         return DeviceMemory(1, 0, 0)
 
     def synchronize(self) -> None:
-        self._default.record_event().force()
+        """Of the whole device: all of its streams."""
+        for stream in (self._default, *self._copies, *self._made):
+            stream.record_event().force()
 
     def new_stream(self) -> FakeStream:
-        return FakeStream()
+        self._made.append(FakeStream())
+        return self._made[-1]
+
+    def wait_for(self, event) -> None:
+        self._stream.wait_event(event)
 
     @contextmanager
     def on(self, stream: FakeStream):

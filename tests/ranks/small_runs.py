@@ -68,7 +68,7 @@ class Alone:
     def freeing(self):
         return contextlib.nullcontext()
 
-    def group(self, ranks, name="", overlapped=False):
+    def group(self, ranks, name="", overlapped=False, on_host=False):
         return Communicator(ranks)
 
     def is_near(self, one, other):

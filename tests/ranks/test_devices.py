@@ -9,6 +9,8 @@ import torch
 from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import family_of
+from hpctrain.comm.accelerators.kinds import KINDS
+from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from hpctrain.comm.routes.cuda_aware import probe_direct
 from hpctrain.comm.routes.nccl import load_nccl
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
@@ -26,10 +28,11 @@ class OnGpu(Pretended):
     """Ranks of families a and b have GPUs, those of family c have none."""
 
     def __init__(self, world, families, **settings):
-        from hpctrain.comm.accelerators.cuda import CudaAccelerator
-
         on_gpu = families[world.rank] != "c"
-        device = CudaAccelerator(world.rank % NUM_GPUS, families[world.rank]) if on_gpu else CpuAccelerator("c")
+        device = CpuAccelerator("c")
+        if on_gpu:
+            kind = KINDS["rocm" if torch.version.hip else "cuda"]
+            device = TorchAccelerator(kind, world.rank % NUM_GPUS, families[world.rank])
         device.bind()
         super().__init__(world, families, device=device, **settings)
 

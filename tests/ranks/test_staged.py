@@ -53,19 +53,19 @@ class Pretended:
         }
         mpi = world.raw_mpi
         self.nccl, self.patience, self.rank = None if device else FakeNccl(mpi), world.patience, world.rank
-        self.progress, self._world = Progress(threaded=world.has_threads), world
+        self.progress, self._world = Progress(world.has_threads, self.device.use), world
         devices = Devices(self.device, known)
         topology, preferences = Topology(tuple(places)), Preferences(route, algorithm)
         settings = Settings(topology, preferences, devices=devices)
         self.routes = RouteMaker(mpi, mpi.COMM_WORLD, settings, nccl=self.nccl)
 
-    def group(self, ranks, name: str = "", overlapped: bool = False) -> Communicator:
+    def group(self, ranks, name: str = "", overlapped: bool = False, on_host: bool = False) -> Communicator:
         several = overlapped and len(ranks) > 1
         lane = Lane(ranks, self.backend(ranks), self.progress, self.patience) if several else None
-        return Communicator(ranks, self.backend(ranks), self.patience, lane=lane)
+        return Communicator(ranks, self.backend(ranks, on_host), self.patience, lane=lane)
 
-    def backend(self, ranks) -> Backend | None:
-        made = self.routes.backend(ranks)
+    def backend(self, ranks, on_host: bool = False) -> Backend | None:
+        made = self.routes.backend(ranks, on_host)
         if made and self.nccl and isinstance(made.collectives, StreamedCollectives):
             self.nccl.moves(made.collectives.stream, made.transport.poll)
         return made
@@ -288,6 +288,16 @@ def test_a_group_of_hosts_alone_is_not_changed_by_devices_elsewhere(world):
         comm = pretended.group([0, 1])
         assert comm.route == "shared memory"
         comm.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_group_for_tensors_of_the_host_connects_no_library(world):
+    pretended = Pretended(world, "a" * world.size, native=True)
+    comm = pretended.group(range(world.size), on_host=True)
+    assert comm.route == "shared memory" and not pretended.nccl.calls
+    total = comm.all_reduce(torch.full((3,), 1.0 + world.rank, dtype=torch.float64))
+    assert total.tolist() == [world.size * (world.size + 1) / 2] * 3
+    comm.close()
 
 
 @pytest.mark.ranks(4)

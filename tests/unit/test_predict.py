@@ -333,7 +333,7 @@ def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
     parts = ("weights", "gradients", "moments", "activations", "gathered", "buffers")
     assert sum(stage[part] for part in parts) == stage["total"]
     assert any("families.fast.model: unknown" in guess for guess in summary["assumed_inputs"])
-    assert any("fp32: the only one" in guess for guess in summary["assumed_inputs"])
+    assert any("fp32, the only one" in guess for guess in summary["assumed_inputs"])
     shown = run_command(tmp_path).stdout
     assert "where the time goes" in shown
     assert "bubble" in shown

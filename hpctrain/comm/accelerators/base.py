@@ -4,6 +4,7 @@ Work on a device is queued on *streams* and done later, in order on each; an *ev
 knows nothing of either: it may see a buffer only after an event after the last write to it has passed.
 """
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -48,17 +49,19 @@ class DeviceMemory(NamedTuple):
 class Accelerator(ABC):
     """One rank's device. Methods may be called from any thread; none involves other ranks.
 
-    | kind | device | class           | streams | products measured in              |
-    |------|--------|-----------------|---------|-----------------------------------|
-    | cpu  | host   | CpuAccelerator  | no      | fp32, bf16 (slow without AMX)     |
-    | cuda | NVIDIA | CudaAccelerator | yes     | fp32, bf16                        |
-    | rocm | AMD    | CudaAccelerator | yes     | fp32, bf16                        |
-
-    `torch.xpu` (Intel) and `torch.npu` (Ascend) have the same names as `torch.cuda`: a class each.
+    | kind      | device        | class            | streams | products measured in          |
+    |-----------|---------------|------------------|---------|-------------------------------|
+    | cpu       | host          | CpuAccelerator   | no      | fp32, bf16 (slow without AMX) |
+    | cuda      | NVIDIA        | TorchAccelerator | yes     | fp32, bf16, fp16              |
+    | rocm      | AMD           | TorchAccelerator | yes     | fp32, bf16, fp16              |
+    | xpu, npu  | Intel, Huawei | TorchAccelerator | yes     | fp32, bf16, fp16              |
+    | mps       | Apple         | TorchAccelerator | no      | fp32, bf16, fp16              |
     """
 
     shares_memory = False
     """Whether its memory is that of all ranks of the host together."""
+    measured_dtypes: tuple[str, ...] = ("fp32", "bf16")
+    """Names of the dtypes in which a probe measures products."""
     time_scale = 1.0
     """How many seconds of `now` are one of the device: of pretended ones more than 1."""
 
@@ -73,8 +76,16 @@ class Accelerator(ABC):
     def bind(self) -> None:
         """Make it the device of this process, and make its results the same in every run."""
 
+    def use(self) -> None:  # noqa: B027
+        """Make it the current device of the calling thread. Every thread that queues work or calls MPI does so first;
+        hosts have nothing to set."""
+
     @abstractmethod
     def memory(self) -> DeviceMemory: ...
+
+    def reserved_bytes(self) -> int:
+        """Return what of its memory no plan may fill: context, libraries, fragmentation; nothing on hosts."""
+        return 0
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -127,6 +138,20 @@ class Accelerator(ABC):
     @abstractmethod
     def queued(self) -> Event:
         """Return the place after all that this thread has queued, on the stream that it uses now."""
+
+    def wait_for(self, event: Event) -> None:  # noqa: B027
+        """Let what this thread queues from now on, on the stream that it uses, start after an event. The host goes on.
+        Devices that do everything at once have nothing to wait for."""
+
+    def view_for_mpi(self, data: torch.Tensor) -> object | None:
+        """Return bytes in memory of the device as an array that MPI is given, or None: then it is given the address."""
+        return None
+
+    def finish_queued(self) -> None:
+        """Return when what this thread has queued on its stream is done, whatever other streams still do."""
+        done = self.queued()
+        while not done.query():
+            os.sched_yield()
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:

@@ -1,24 +1,26 @@
 """Which device each rank takes, and what all of them compute well in."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, family_of
-from hpctrain.comm.routes.abilities import ON_HOST, Ability, Devices, combine
-from hpctrain.comm.routes.cuda_aware import probe_direct
+from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, MIG_PATTERN, family_of
+from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind
+from hpctrain.comm.routes.abilities import ON_HOST, Ability, Devices, FamilyAbilities, all_of, combine
+from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring, probe_direct
 from hpctrain.comm.routes.nccl import load_nccl
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Set to 1: several ranks may use one device, for tests and on laptops. NCCL refuses that; messages do not.
 SHARE_VARIABLE = "HPCTRAIN_SHARE_DEVICES"
-KINDS = ("cpu", "cuda", "rocm")
 
 
 def bind_accelerator(world: World) -> Accelerator:
@@ -35,57 +37,110 @@ def bind_accelerator(world: World) -> Accelerator:
     with world.all_or_none():
         if kind != "cpu":
             visible = _visible_devices(kind)
-    everywhere = world.broadcast_object(world.gather_objects(tuple(visible)))
+    everywhere = _of_all(world, tuple(visible))
     accelerator: Accelerator = CpuAccelerator(world.place.family)
     sharing = os.environ.get(SHARE_VARIABLE) == "1"
+    identity, sharers = "", 1
     with world.all_or_none():
         if kind != "cpu":
-            accelerator = _gpu(choose_device(world.topology, everywhere, world.rank, sharing), world.place.family)
+            every = resolved_devices(world.topology, everywhere, sharing)
+            index, identity = every[world.rank]
+            sharers = sum(other == identity for _, other in every.values())
+            accelerator = _device(KINDS[kind], index, world.place.family, sharers)
         accelerator.bind()
     threads_per_core = _threads_per_core(world)
     if isinstance(accelerator, CpuAccelerator):
         accelerator.threads_per_core = threads_per_core
-    devices = _learn_devices(world, accelerator, sharing) if world.topology.has_devices else None
+    devices = learn_devices(world, accelerator, sharers) if world.topology.has_devices else None
     world.configure(accelerator=accelerator, devices=devices)
     return accelerator
 
 
-def _learn_devices(world: World, accelerator: Accelerator, sharing: bool) -> Devices:
+def resolved_devices(topology: Topology, visible: Sequence[Sequence[str]], sharing: bool) -> dict[int, tuple[int, str]]:
+    """Return by rank, of those with devices, the index of its device and a name of that, unique over hosts. Pure.
+
+    Raises TopologyError as `choose_device`.
+    """
+    result = {}
+    for rank, place in enumerate(topology.places):
+        if place.kind != "cpu":
+            index = choose_device(topology, visible, rank, sharing)
+            result[rank] = index, f"{place.host} {visible[rank][index]}"
+    return result
+
+
+def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devices:
     """Find out what each family's devices can do. All ranks must call, with their devices bound.
 
-    Native libraries refuse several ranks on one device (`sharing`).
-
-    The first rank of each host with devices probes MPI, in a child process, which takes seconds.
+    `sharers` is how many ranks use this rank's device. The first rank of each host with devices probes MPI, in a child
+    process, which takes seconds; then ranks that can be given device memory prove it by messages between them.
     """
     places, rank = world.topology.places, world.rank
     native, direct = ON_HOST, None
     if accelerator.kind != "cpu":
-        native = Ability(False, "ranks share devices") if sharing else load_nccl().ability
+        native = native_ability(accelerator, sharers)
         if rank == min(r for r, p in enumerate(places) if p.host == places[rank].host and p.kind != "cpu"):
-            direct = probe_direct(accelerator.kind, accelerator.device.index)
-    result = world.broadcast_object(world.gather_objects((native, direct)))
-    return Devices(accelerator, combine(world.topology, result))
+            direct = asked_direct() or probe_direct(accelerator.kind, accelerator.device.index or 0)
+    families = combine(world.topology, _of_all(world, (native, direct)))
+    if asked_direct() is None:
+        families = confirm_direct(world, accelerator, families)
+    return Devices(accelerator, families)
 
 
-def _visible_devices(kind: str) -> list[str]:
-    if kind not in KINDS:
-        raise TopologyError(f"{DEVICE_VARIABLE}={kind}: no such kind of device; set it to {', '.join(KINDS)} or auto")
-    from hpctrain.comm.accelerators.cuda import visible_devices
+def native_ability(accelerator: Accelerator, sharers: int) -> Ability:
+    """Say whether this rank can use its maker's library of collectives, and why not where it cannot."""
+    kind = KINDS.get(accelerator.kind)
+    if kind is None or not kind.library:
+        return Ability(False, f"no library of collectives is used on {accelerator.kind}")
+    if sharers > 1:
+        return Ability(False, f"{sharers} ranks share a device, which {kind.library} refuses")
+    if re.search(MIG_PATTERN, accelerator.model.lower()):
+        return Ability(False, f"{accelerator.model} is a part of a device (MIG), which {kind.library} refuses")
+    return load_nccl().ability
 
-    if not torch.cuda.is_available() or not (visible := visible_devices()):
-        built = [f"{name} {v}" for name, v in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)) if v]
+
+def confirm_direct(
+    world: World, accelerator: Accelerator, families: Mapping[str, FamilyAbilities]
+) -> dict[str, FamilyAbilities]:
+    """Return the abilities, where a family is `direct` only if messages between processes show it. All ranks must call.
+
+    A message of a rank to itself, which a child process has tried, goes by another road than one between ranks.
+    """
+    result = dict(families)
+    places = world.topology.places
+    for name, family in families.items():
+        members = [rank for rank, place in enumerate(places) if place.family == name]
+        if not family.direct.works or len(members) == 1:
+            continue
+        own = None
+        if world.rank in members:
+            own = exchange_in_ring(world.raw_mpi, world.raw_mpi.COMM_WORLD, accelerator, members, world.rank)
+        every = [each for each in _of_all(world, own) if each is not None]
+        result[name] = replace(family, direct=all_of(every))
+    return result
+
+
+def _visible_devices(name: str) -> list[str]:
+    kind = KINDS.get(name)
+    if kind is None:
+        known = ", ".join(KINDS)
+        raise TopologyError(f"{DEVICE_VARIABLE}={name}: no such kind of device; set it to cpu, {known} or auto")
+    from hpctrain.comm.accelerators.torch_device import visible_devices
+
+    if not (visible := visible_devices(kind)):
+        built = [f"{title} {v}" for title, v in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)) if v]
         raise TopologyError(
-            f"{DEVICE_VARIABLE}={kind}, but torch {torch.__version__}, built for {' and '.join(built) or 'CPUs alone'},"
+            f"{DEVICE_VARIABLE}={name}, but torch {torch.__version__}, built for {' and '.join(built) or 'CPUs alone'},"
             " sees no such device; install torch for the devices of this host, ask the batch system for some"
             f" (--gres=gpu:N), or set {DEVICE_VARIABLE}=cpu"
         )
     return visible
 
 
-def _gpu(index: int, family: str) -> Accelerator:
-    from hpctrain.comm.accelerators.cuda import CudaAccelerator
+def _device(kind: DeviceKind, index: int, family: str, sharers: int) -> Accelerator:
+    from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 
-    result = CudaAccelerator(index, family)
+    result = TorchAccelerator(kind, index, family, sharers)
     if FAMILY_VARIABLE not in os.environ and family_of(result.model) != family:
         raise TopologyError(
             f"this rank was taken for one of family '{family}', but its device {index} is a {result.model}: the host"

@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hpctrain.comm.accelerators.kinds import KINDS, may_be_there, torch_module
+
 # Set for a rank: the kind of device to use, and the name of its family.
 DEVICE_VARIABLE, FAMILY_VARIABLE = "HPCTRAIN_DEVICE", "HPCTRAIN_FAMILY"
-# One of these is there where a driver for GPUs is; where none is, torch need not be asked (it takes a second to load).
-DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 # From a device's name, in lower case, to its family: the first that matches. What is captured is the family, spaces
 # left out; a part of a GPU (MIG) is a family of its own, since it computes and holds less.
@@ -29,31 +29,47 @@ class DetectedDevice(NamedTuple):
     """What a rank says of its device before it takes one."""
 
     kind: str
-    """cpu, cuda or rocm; or what was asked for and may not be there, which `bind_accelerator` finds."""
+    """cpu or one of `KINDS`; or what was asked for and may not be there, which `bind_accelerator` finds."""
     family: str
 
 
 def detect_device(environment: Mapping[str, str] = os.environ) -> DetectedDevice:
     """Return the kind of this process' device and its family. Never raises.
 
-    The kind is HPCTRAIN_DEVICE, else what torch sees; the family HPCTRAIN_FAMILY, else from the device's name.
+    The kind is HPCTRAIN_DEVICE, else what torch sees; the family HPCTRAIN_FAMILY, else from the device's name. Where no
+    driver is, torch is not asked: it takes a second to load.
     """
     asked = environment.get(DEVICE_VARIABLE, "auto")
-    if asked == "cpu" or (asked == "auto" and not any(map(os.path.exists, DRIVER_FILES))):
-        return DetectedDevice("cpu", environment.get(FAMILY_VARIABLE, "cpu"))
+    candidates = [kind for kind in KINDS.values() if asked in (kind.name, "auto") and may_be_there(kind)]
+    if asked in ("cuda", "rocm"):  # torch drives both by the same names: the one that it is built for
+        candidates = [KINDS["cuda"], KINDS["rocm"]]
+    for kind in candidates:
+        if module := torch_module(kind):
+            family = environment.get(FAMILY_VARIABLE)
+            if not family and hasattr(module, "get_device_name"):
+                index = (local_rank(environment) or 0) % module.device_count()
+                family = family_of(module.get_device_name(index))
+            return DetectedDevice(kind.name, family or kind.name)
+    name = "cpu" if asked == "auto" else asked
+    return DetectedDevice(name, environment.get(FAMILY_VARIABLE, name))
 
-    import torch
 
-    if not torch.cuda.is_available():
-        kind = "cpu" if asked == "auto" else asked
-        return DetectedDevice(kind, environment.get(FAMILY_VARIABLE, kind))
+def local_rank(environment: Mapping[str, str]) -> int | None:
+    """Return this process' number among the ranks of its host, by the launcher's variables; None without any. Pure."""
+    return next((int(environment[v]) for v in LOCAL_RANK_VARIABLES if environment.get(v, "").isdigit()), None)
 
-    from hpctrain.comm.accelerators.cuda import gpu_kind
 
-    kind = gpu_kind() if asked in ("auto", "cuda", "rocm") else asked
-    local_rank = next((int(environment[v]) for v in LOCAL_RANK_VARIABLES if v in environment), 0)
-    name = torch.cuda.get_device_name(local_rank % torch.cuda.device_count())
-    return DetectedDevice(kind, environment.get(FAMILY_VARIABLE) or family_of(name))
+def use_device_early(device: DetectedDevice, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Make the device that this rank will likely take the current one, and return its index: before MPI starts, since
+    an MPI that moves device memory looks at that once. None, and nothing done, without a device or a local rank.
+    """
+    number, kind = local_rank(environment), KINDS.get(device.kind)
+    module = torch_module(kind) if kind and number is not None else None
+    if module is None or number is None or not hasattr(module, "set_device"):
+        return None
+    index = number % module.device_count()
+    module.set_device(index)
+    return index
 
 
 def family_of(name: str) -> str:

@@ -59,8 +59,13 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
         f" {at_once} rank{'s' if at_once > 1 else ''} of a host measured at once."
     )
     comments[f"{key}.memory_bytes"] = (
-        "The host's, shared evenly among its ranks." if first.kind == "cpu" else "All of it."
+        "The host's, shared evenly among its ranks." if first.kind == "cpu" else "A rank's share of the device."
     )
+    reserved = max(other.reserved_bytes for other in figures)
+    if reserved:
+        comments[f"{key}.reserved_bytes"] = (
+            "Context and other users, as measured; 1 GiB for a library of collectives and 4% for fragmentation."
+        )
     comments[f"{key}.memory_bytes_per_second"] = "Of a large copy, bytes read and bytes written."
     comments[f"{key}.sustained_flops_per_second"] = "Of the fastest product below."
     comments[f"{key}.products"] = (
@@ -74,6 +79,7 @@ def _family(figures: Sequence[DeviceFigures], at_once: int, key: str, comments: 
         kind=first.kind,
         model=first.model,
         memory_bytes=min(other.memory_bytes for other in figures),
+        reserved_bytes=reserved or None,
         memory_bytes_per_second=_short(statistics.median(other.memory_bytes_per_second for other in figures)),
         host_copy_bytes_per_second=_short(statistics.median(copies)) if copies else None,
         sustained_flops_per_second={dtype: _short(speed) for dtype, speed in best.items()},

@@ -56,6 +56,8 @@ class DeviceFigures(NamedTuple):
     """Of dtype and shape; those that would have taken too long are left out."""
     overlap_slowdown: float | None = None
     """How many times as long it computes while it communicates; None where it does not do both at once."""
+    reserved_bytes: int = 0
+    """Of the memory, what no plan may fill."""
 
 
 class Schedule:
@@ -80,11 +82,11 @@ def measure_device(
     """Measure the device for about so many seconds. All ranks of `comm` must call."""
     on_cpu = accelerator.kind == "cpu"
     memory = accelerator.memory().total // (ranks_on_host if on_cpu else 1)
-    schedule = Schedule(seconds, len(DTYPES) * len(SHAPES) + 2)
+    schedule = Schedule(seconds, len(accelerator.measured_dtypes) * len(SHAPES) + 2)
     speeds = {
         (name, shape): speed
-        for name, dtype in DTYPES.items()
-        for shape, speed in measure_products(comm, accelerator, dtype, memory // SHARE_OF_MEMORY, schedule)
+        for name in accelerator.measured_dtypes
+        for shape, speed in measure_products(comm, accelerator, DTYPES[name], memory // SHARE_OF_MEMORY, schedule)
     }
     most = (COPIED_BYTES_ON_CPUS if on_cpu else COPIED_BYTES) // (SHORT_PART if seconds < SHORT_SECONDS else 1)
     num_bytes = min(most, memory // SHARE_OF_MEMORY // 2)
@@ -93,7 +95,9 @@ def measure_device(
     comm.barrier()
     share = schedule.next_share()
     host_copied = None if on_cpu else num_bytes / host_copy_seconds(accelerator, num_bytes, share)
-    return DeviceFigures(family, accelerator.kind, accelerator.model, memory, copied, host_copied, speeds)
+    reserved = accelerator.reserved_bytes()
+    model = accelerator.model
+    return DeviceFigures(family, accelerator.kind, model, memory, copied, host_copied, speeds, reserved_bytes=reserved)
 
 
 def measure_products(

@@ -50,7 +50,8 @@ def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: 
     on_cpu = accelerator.kind == "cpu"
     size = PRODUCT_SIZE_ON_CPUS if on_cpu else PRODUCT_SIZE
     num_bytes = min(MOVED_BYTES_ON_CPUS if on_cpu else MOVED_BYTES, memory_bytes // SHARE_OF_MEMORY)
-    device, dtype = accelerator.device, max(DTYPES.values(), key=accelerator.products_per_second)
+    measured = [DTYPES[name] for name in accelerator.measured_dtypes]
+    device, dtype = accelerator.device, max(measured, key=accelerator.products_per_second)
     a, b = (torch.empty(size, size, dtype=dtype, device=device).uniform_(-1, 1) for _ in range(2))
     out = torch.empty(size, size, dtype=dtype, device=device)
     moved = torch.zeros(
@@ -62,7 +63,7 @@ def measure_overlap(comm: Communicator, accelerator: Accelerator, memory_bytes: 
         count, start = 0, time.perf_counter()
         while not count or not until():
             torch.mm(a, b, out=out)
-            accelerator.synchronize()
+            accelerator.finish_queued()  # a whole device would wait for the all-reduce too
             count += 1
         return _Computed(count, time.perf_counter() - start)
 

@@ -8,11 +8,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from hpctrain.comm.routes.abilities import Ability
 
+if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Accelerator
+
+# Set to 0: MPI is never given memory of devices; to 1: it is, without a probe, which a launcher may not allow.
+DIRECT_VARIABLE = "HPCTRAIN_DIRECT"
+RING_SIZES, RING_SECONDS, RING_TAG = (1024, 8 << 20), 60.0, 7027
+"""Of the messages between ranks that prove it: one that MPI copies, one that it moves from where it is."""
 CHILD = Path(__file__).with_name("cuda_aware_child.py")
 # Loading torch from a busy file system and starting a device take most of it.
 TIMEOUT_SECONDS = 90.0
@@ -40,6 +51,56 @@ LAUNCHER_PREFIXES = (
     "SLURM_",
     "FLUX_",
 )
+
+
+def asked_direct(environment: Mapping[str, str] = os.environ) -> Ability | None:
+    """Return what HPCTRAIN_DIRECT says; None where it leaves the answer to a probe. Pure."""
+    value = environment.get(DIRECT_VARIABLE, "auto")
+    if value in ("0", "1"):
+        return Ability(value == "1", f"{DIRECT_VARIABLE}={value}")
+    return None
+
+
+def exchange_in_ring(
+    mpi, comm, accelerator: "Accelerator", members: Sequence[int], rank: int, timeout_seconds: float = RING_SECONDS
+) -> Ability:
+    """Send device memory to the next of `members`, receive from the one before, and say whether it arrived as it was.
+
+    All members must call, each as `rank` of `comm`. Nothing waits longer than the timeout; what is then in flight is
+    left there.
+    """
+    place = members.index(rank)
+    after, before = members[(place + 1) % len(members)], members[place - 1]
+    for size in RING_SIZES:
+        sent, received = (_pattern(size, number).to(accelerator.device) for number in (rank, rank + 1))
+        expected = _pattern(size, before)
+        accelerator.synchronize()  # what MPI reads is there, and what it writes is nobody's any more
+        requests = [
+            comm.Irecv(mpi_buffer(mpi, accelerator, received), source=before, tag=RING_TAG),
+            comm.Isend(mpi_buffer(mpi, accelerator, sent), dest=after, tag=RING_TAG),
+        ]
+        deadline = time.monotonic() + timeout_seconds
+        while not mpi.Request.Testall(requests):
+            if time.monotonic() > deadline:
+                requests[0].Cancel()  # nobody may write there later
+                return Ability(False, f"{size} bytes to rank {after} were not there after {timeout_seconds:g} s")
+            time.sleep(1e-4)
+        if not torch.equal(received.cpu(), expected):
+            return Ability(False, f"{size} bytes of rank {before} arrived changed at rank {rank}")
+    sizes = " and ".join(map(str, RING_SIZES))
+    return Ability(True, f"messages of {sizes} bytes between ranks arrived as they were")
+
+
+def _pattern(size: int, seed: int) -> torch.Tensor:
+    return ((torch.arange(size) + 7 * seed) % 251).to(torch.uint8)
+
+
+def mpi_buffer(mpi, accelerator: "Accelerator", part: torch.Tensor):
+    """Return what mpi4py takes for bytes: a CuPy array over the same device memory, or else the address."""
+    view = accelerator.view_for_mpi(part)
+    if view is None:
+        return mpi.buffer.fromaddress(part.data_ptr(), part.numel())
+    return [view, part.numel(), mpi.BYTE]
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What `probe_direct` runs: sends memory of a device to itself. Arguments: kind (cpu, cuda, rocm), index of the device.
+"""What `probe_direct` runs: sends memory of a device to itself. Arguments: kind (cpu, cuda, ...), index of the device.
 
 Run by its path, so that it needs nothing of this package. Says in one line what it did; anything else is a no.
 """
@@ -17,7 +17,8 @@ SIZES = (1024, 8 << 20)
 
 
 def main(kind: str, index: int) -> str:
-    device = torch.device("cpu" if kind == "cpu" else f"cuda:{index}")
+    torch_type = "cuda" if kind == "rocm" else kind
+    device = torch.device("cpu" if kind == "cpu" else f"{torch_type}:{index}")
     comm = MPI.COMM_WORLD
     if comm.size != 1:
         raise SystemExit(f"is one of {comm.size} ranks: the launcher's environment is still there")
@@ -26,7 +27,7 @@ def main(kind: str, index: int) -> str:
             sent = (torch.arange(size, device=device) % 251).to(torch.uint8)
             received = torch.zeros(size, dtype=torch.uint8, device=target)
             if device.type != "cpu":
-                torch.cuda.synchronize(device)
+                torch.get_device_module(torch_type).synchronize()
             pointers = [MPI.buffer.fromaddress(tensor.data_ptr(), size) for tensor in (sent, received)]
             requests = [comm.Irecv(pointers[1], source=0), comm.Isend(pointers[0], dest=0)]
             MPI.Request.Waitall(requests)

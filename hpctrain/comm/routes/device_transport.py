@@ -8,6 +8,7 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.reduction import as_bytes
+from hpctrain.comm.routes.cuda_aware import mpi_buffer
 from hpctrain.comm.routes.staged_messages import Message, PlainMessage, Post, StagedReceive, StagedSend
 from hpctrain.comm.routes.staging import chunk_bytes
 from hpctrain.comm.steps import Ready
@@ -64,8 +65,7 @@ class DeviceTransport:
         return self._enter(("receive", peer), self._message(as_bytes(tensor), peer, post, StagedReceive))
 
     def _pointer(self, part: torch.Tensor):
-        """Return what mpi4py takes for memory of any kind: an address."""
-        return self._mpi.buffer.fromaddress(part.data_ptr(), part.numel())
+        return mpi_buffer(self._mpi, self._accelerator, part)
 
     def _message(self, data: torch.Tensor, peer: int, post: Post, staged: type) -> Message:
         on_device = self._accelerator.is_on_device(data)

@@ -8,7 +8,7 @@ from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
 from hpctrain.comm.routes.abilities import Devices, device_route, message_route
 from hpctrain.comm.routes.device_transport import DeviceTransport
-from hpctrain.comm.routes.nccl import NativeCollectives, load_nccl
+from hpctrain.comm.routes.nccl import NativeCollectives, connect_native, load_nccl
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.routes.transport import HostTransport, Transport
 from hpctrain.comm.settings import Pace, Settings
@@ -31,6 +31,10 @@ class RouteMaker:
         self._parent = parent
         self._topology, self._preferences = settings.topology, settings.preferences
         self._known_devices, self._rehearsal, self._nccl = settings.devices, settings.rehearsal, nccl
+        self._refusal = ""
+        """Why the last group has no native library although its family has one."""
+        self._natives: list[NativeCollectives] = []
+        """Of the last group."""
 
     @property
     def _devices(self) -> Devices:
@@ -45,16 +49,18 @@ class RouteMaker:
         equivalent = self._topology.route(ranks, self._preferences.route).kind == "shared"
         return equivalent and not self._has_devices(ranks)
 
-    def backend(self, ranks: Sequence[int]) -> Backend | None:
-        """Return what the group communicates by; None for a single rank."""
+    def backend(self, ranks: Sequence[int], for_host: bool = False) -> Backend | None:
+        """Return what the group communicates by; None for a single rank. With `for_host` it is for tensors of the host
+        alone, as if no rank had a device: nothing is connected that takes memory of devices."""
         if len(ranks) == 1:
             return None
         on_host = self._topology.ranks_on_host(self.rank)
-        if self._has_devices(ranks):
+        if self._has_devices(ranks) and not for_host:
+            self._refusal, self._natives = "", []
             transport = self._device_transport(ranks)
             inner = self._device_collectives(ranks, transport)
-            collectives = StreamedCollectives(inner, self._devices.accelerator, transport)
-            return Backend(collectives, transport, self._device_reason(ranks), on_host)
+            collectives = StreamedCollectives(inner, self._devices.accelerator, transport, self._natives)
+            return Backend(collectives, transport, self._refusal or self._device_reason(ranks), on_host)
         route, pace = self._topology.route(ranks, self._preferences.route), self._pace()
         transport = self.transport(ranks, pace)
         collectives = self._collectives(ranks, transport, self._preferences.route, pace)
@@ -123,8 +129,11 @@ class RouteMaker:
             own = self._family(self.rank)
             if device_route(own, own)[0] == "native":
                 nccl = self._nccl or load_nccl().module
-                native = NativeCollectives(nccl, transport.comm, self._devices.accelerator)
-                return ByMemory(native, flat, self._devices.accelerator)
+                native = connect_native(nccl, transport.comm, self._devices.accelerator)
+                if isinstance(native, NativeCollectives):
+                    self._natives.append(native)
+                    return ByMemory(native, flat, self._devices.accelerator)
+                self._refusal = native.reason
         hosts = self._topology.domains(ranks, "host")
         domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), None)
         if domains is None:

@@ -1,8 +1,11 @@
 """The vendor's collectives inside a family: NCCL, or RCCL, which has the same interface, through CuPy."""
 
+import ctypes
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,10 @@ SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0", "NCCL_RUNTIME_C
 SEGMENT_BYTES = 64 << 20
 # Set to 0: do without NCCL.
 NATIVE_VARIABLE = "HPCTRAIN_NATIVE"
+LOOK_SECONDS = 0.5
+"""Between two looks for an error that the library noticed by itself, such as a peer that is gone."""
+ABORT_SECONDS = 3.0
+"""How long leaving a communicator in an error may take; one that takes longer is left as it is."""
 
 
 class Library(NamedTuple):
@@ -49,6 +56,71 @@ def load_nccl() -> Library:
     return Library(nccl, Ability(True, f"{name} {version // 10000}.{version // 100 % 100}.{version % 100}"))
 
 
+class Connection:
+    """One communicator of the library, watched by a thread for errors that it notices by itself.
+
+    Without that a peer that is gone shows only when somebody's patience ends: the host waits for its device, and the
+    device for the peer. On an error the communicator is aborted, which ends what waits on the device.
+    """
+
+    def __init__(self, name: str, communicator: Any):
+        self.name, self.communicator = name, communicator
+        self._error: str | None = None
+        self._is_open = True
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name=f"{name} errors", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            try:
+                self.communicator.check_async_error()
+            except Exception as error:  # CuPy's, which is not there to be imported everywhere
+                self._error = str(error)
+                self.abort()
+
+    def check(self) -> None:
+        """Raise CommError where the library has noticed an error since the start."""
+        if self._error is not None:
+            raise CommError(
+                f"{self.name} reports: {self._error}; a rank or its network is gone. NCCL_DEBUG=INFO shows which"
+            )
+
+    def abort(self) -> None:
+        """Leave without the others, whatever is in flight: the communicator is aborted, not destroyed.
+
+        Destroying waits for what is in flight, and the interpreter would do it at its exit to what is left. One whose
+        abort does not end in `ABORT_SECONDS` is therefore never given back.
+        """
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+        self._over.set()
+        ended = threading.Event()
+
+        def work() -> None:
+            with suppress(Exception):  # the process is about to end, and says why elsewhere
+                self.communicator.abort()
+            ended.set()
+
+        threading.Thread(target=work, name=f"{self.name} abort", daemon=True).start()
+        deadline = time.monotonic() + ABORT_SECONDS
+        while not ended.is_set() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if not ended.is_set():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.communicator))
+
+    def destroy(self) -> None:
+        """Give it back in order: all ranks call, and nothing is in flight."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+        self._over.set()
+        self.communicator.destroy()
+
+
 class NativeCollectives:
     """Collectives queued on the stream that the caller's thread uses when it takes the steps; they wait for nothing.
 
@@ -73,15 +145,9 @@ class NativeCollectives:
             torch.uint8: nccl.NCCL_UINT8,
         }
         key = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
-        try:
-            self._comm = nccl.NcclCommunicator(comm.size, key, comm.rank)
-            self._connect()
-        except RuntimeError as error:
-            raise CommError(
-                f"{self.name} cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO shows why,"
-                f" {NATIVE_VARIABLE}=0 does without it"
-            ) from error
-        self._open = True
+        self._comm = nccl.NcclCommunicator(comm.size, key, comm.rank)
+        self.connection = Connection(self.name, self._comm)
+        self._connect()
 
     def _connect(self) -> None:
         """Let every pair meet once: a connection for messages is made by the first of them, and blocks the host."""
@@ -181,16 +247,40 @@ class NativeCollectives:
             if own.size:
                 reduce_in_order(seen, out[start : start + own.size], op)
 
+    def check(self) -> None:
+        """Raise CommError where the library has noticed that a peer or a network is gone."""
+        self.connection.check()
+
     def abandon(self) -> None:
-        """The process is about to end, and the library's communicator with it: aborting it could wait for others."""
-        self._open = False
+        """Leave without the others; what is in flight is aborted, since waiting for it could be for ever."""
+        self.connection.abort()
 
     def close(self) -> None:
         """All ranks must call."""
-        if self._open:
-            self._open = False
-            self._accelerator.synchronize()
-            self._comm.destroy()
+        self._accelerator.synchronize()
+        self.connection.destroy()
+
+
+def connect_native(nccl, comm, accelerator: Accelerator) -> NativeCollectives | Ability:
+    """Return the library's collectives over the ranks of `comm`, or why it refuses them, the same on all of them.
+
+    It refuses several ranks on a device, and parts of one (MIG). All ranks must call, with their devices bound.
+    """
+    made, refusal = None, None
+    try:
+        made = NativeCollectives(nccl, comm, accelerator)
+    except RuntimeError as error:  # CuPy's errors of the library are such
+        refusal = f"{type(error).__name__}: {error}"
+    refusals = [text for text in comm.allgather(refusal) if text is not None]
+    if not refusals:
+        assert made is not None
+        return made
+    if made is not None:
+        made.abandon()
+    name = "RCCL" if accelerator.kind == "rocm" else "NCCL"
+    return Ability(
+        False, f"{name} refuses these {comm.size} ranks ({refusals[0]}; NCCL_DEBUG=INFO shows why), so that MPI is used"
+    )
 
 
 def _are_even(cuts: Sequence[Interval]) -> bool:

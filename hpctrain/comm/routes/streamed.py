@@ -8,6 +8,7 @@ import torch
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.collectives.hierarchical import Collectives
 from hpctrain.comm.routes.device_transport import DeviceTransport
+from hpctrain.comm.routes.nccl import NativeCollectives
 from hpctrain.comm.steps import Pending, Ready, Steps
 from hpctrain.sharding.intervals import Interval
 
@@ -19,7 +20,15 @@ class StreamedCollectives:
     end when the device has done them: what is queued after that, on any stream, finds the result.
     """
 
-    def __init__(self, inner: Collectives, accelerator: Accelerator, transport: DeviceTransport):
+    def __init__(
+        self,
+        inner: Collectives,
+        accelerator: Accelerator,
+        transport: DeviceTransport,
+        natives: Sequence[NativeCollectives] = (),
+    ):
+        """`natives` are those of the vendor's library that `inner` uses: a lost peer shows in them."""
+        self._natives = natives
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self._inner, self._accelerator, self._transport = inner, accelerator, transport
         self.stream = accelerator.new_stream()
@@ -61,11 +70,16 @@ class StreamedCollectives:
         if queued is not None:
             done = self.stream.record_event()
             if not done.query():
-                yield Pending(done.query, "the device")
+                yield Pending(partial(self._look, done.query), "the device")
 
     def _look(self, ready: Ready) -> bool:
-        """Move messages too, whatever it is that is waited for: other ranks may be waiting for them."""
+        """Move messages too, whatever it is that is waited for: other ranks may be waiting for them.
+
+        Raises CommError where a library has noticed that the others are gone.
+        """
         self._transport.poll()
+        for native in self._natives:
+            native.check()
         return ready()
 
     def abandon(self) -> None:

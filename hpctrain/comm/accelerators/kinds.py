@@ -1,0 +1,88 @@
+"""The kinds of devices that torch drives, as data: what differs between makers. Needs no torch.
+
+`TorchAccelerator` is the one class behind all of them; a new maker is one more entry of `KINDS`.
+"""
+
+import importlib
+import os
+import sys
+from importlib.metadata import version
+from types import ModuleType
+from typing import NamedTuple
+
+
+class DeviceKind(NamedTuple):
+    """What one maker's devices are called by torch, by drivers and by libraries."""
+
+    name: str
+    maker: str
+    torch_type: str
+    """What `torch.device` and `torch.get_device_module` call it."""
+    driver_files: tuple[str, ...]
+    """One of these is there where a driver is."""
+    stream_attribute: str = ""
+    """Which attribute of a stream is the driver's handle; empty where streams have none."""
+    library: str = ""
+    """The maker's library of collectives; empty where hpctrain uses none."""
+    uses_cupy: bool = False
+    """Whether CuPy is built for it: it brings the library of collectives and views of device memory for MPI."""
+    plugin: str = ""
+    """The package that adds it to torch; empty where torch has it."""
+    build: str = ""
+    """What the version of a torch that is built for it ends in; empty where it does not say."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that are set where they are not, before the device is used."""
+    has_streams: bool = True
+    pins_memory: bool = True
+    """Whether host buffers can be pinned."""
+
+
+CUDA = DeviceKind(
+    "cuda",
+    "NVIDIA",
+    "cuda",
+    ("/dev/nvidiactl", "/dev/dxg"),
+    stream_attribute="cuda_stream",
+    library="NCCL",
+    uses_cupy=True,
+    # Of cuBLAS: without it, products on several streams may sum in another order from run to run.
+    environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),),
+)
+ROCM = CUDA._replace(name="rocm", maker="AMD", driver_files=("/dev/kfd",), library="RCCL")
+XPU = DeviceKind("xpu", "Intel", "xpu", ("/dev/dri",), stream_attribute="sycl_queue", build="+xpu")
+NPU = DeviceKind("npu", "Huawei", "npu", ("/dev/davinci_manager",), stream_attribute="npu_stream", plugin="torch_npu")
+MPS = DeviceKind(
+    "mps",
+    "Apple",
+    "mps",
+    ("/System/Library/Frameworks/Metal.framework",),
+    has_streams=False,
+    pins_memory=False,
+)
+KINDS = {kind.name: kind for kind in (CUDA, ROCM, XPU, NPU, MPS)}
+"""By the name that jobs, cluster files and HPCTRAIN_DEVICE have for it."""
+
+
+def may_be_there(kind: DeviceKind) -> bool:
+    """Say whether a driver and a torch for a kind may be there; torch is not loaded to find out."""
+    if not any(map(os.path.exists, kind.driver_files)) or (kind is MPS and sys.platform != "darwin"):
+        return False
+    try:
+        return version("torch").endswith(kind.build) and bool(not kind.plugin or version(kind.plugin))
+    except ImportError:  # it is not installed
+        return False
+
+
+def torch_module(kind: DeviceKind) -> ModuleType | None:
+    """Return torch's module of a kind, such as `torch.cuda`, where this torch sees a device of it. Loads torch."""
+    import torch
+
+    if kind.torch_type == "cuda" and bool(torch.version.hip) != (kind is ROCM):
+        return None
+    try:
+        if kind.plugin:
+            importlib.import_module(kind.plugin)
+        module = torch.get_device_module(kind.torch_type)
+        return module if module.device_count() > 0 else None
+    except (AttributeError, ImportError, RuntimeError):
+        return None

@@ -1,0 +1,223 @@
+"""A rank on a device that torch drives: one class for all makers, which differ by an entry of `kinds.KINDS`."""
+
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Stream
+from hpctrain.comm.accelerators.cpu import DONE
+from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
+from hpctrain.config.errors import TopologyError
+
+# Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
+MEASURED_SIZE, MEASURED_PRODUCTS = 4096, 8
+POOLED_STREAMS = 32
+"""How many streams torch has; it hands them out in turn, so that the next one is the first again."""
+LIBRARY_BYTES = 1 << 30
+"""For the buffers of a library of collectives: NCCL takes 0.1 to 0.4 GB for a communicator, and a rank has a few."""
+FRAGMENTATION_SHARE = 0.04
+"""Of a device's memory, that a caching allocator is taken to lose in blocks that do not fit what comes."""
+
+
+class TorchAccelerator(Accelerator):
+    """One device of a kind that torch drives. Made by `bind_accelerator`, which chooses the index."""
+
+    measured_dtypes = ("fp32", "bf16", "fp16")
+
+    def __init__(
+        self, kind: DeviceKind, index: int, family: str, sharers: int = 1, module: Any = None, cupy: Any = None
+    ):
+        """`sharers` is how many ranks use the device. `module` and `cupy` stand for torch's and CuPy, for tests."""
+        module = module or torch_module(kind)
+        if module is None:
+            raise TopologyError(f"torch {torch.__version__} sees no device of kind {kind.name}")
+        name = module.get_device_name(index) if hasattr(module, "get_device_name") else f"{kind.maker} {kind.name}"
+        super().__init__(kind.name, family, torch.device(kind.torch_type, index), name)
+        self._kind, self._index, self._sharers = kind, index, max(1, sharers)
+        self._module, self._given_cupy = module, cupy
+        self._outside = 0
+        self._num_streams = 0
+        # A copy must never come to lie behind an operation that waits for another rank: streams of their own.
+        self._copy_streams = [self._pooled_stream(priority=-1) for _ in range(2)]
+
+    @cached_property
+    def cupy(self) -> Any:
+        """CuPy's module, or None where it is not installed or not built for this kind."""
+        return self._given_cupy or (import_cupy() if self._kind.uses_cupy else None)
+
+    def use(self) -> None:
+        """Make it the current device of the calling thread, for torch, for CuPy and for an MPI that asks the driver."""
+        if hasattr(self._module, "set_device"):
+            self._module.set_device(self._index)
+        if self.cupy is not None:
+            self.cupy.cuda.Device(self._index).use()
+
+    def bind(self) -> None:
+        """Use this device; sum in the same order in every run; run backward passes in the thread that asks for them.
+
+        The last is for MPI: torch's own threads would communicate in backward passes, which an MPI without full
+        support for threads does not allow.
+        """
+        for name, value in self._kind.environment:
+            os.environ.setdefault(name, value)
+        self.use()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.use_deterministic_algorithms(True)  # with `warn_only` attention would be left as it is
+        torch.backends.cudnn.deterministic = True
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        torch.autograd.set_multithreading_enabled(False)
+        self._outside = self._measure_outside()
+
+    def _measure_outside(self) -> int:
+        """Return the bytes that are taken by others than torch's allocator: the driver's context and libraries, once
+        they are loaded; of a shared device those of all its ranks so far."""
+        if not hasattr(self._module, "mem_get_info"):
+            return 0
+        one = torch.ones(64, 64, device=self.device)
+        torch.matmul(one, one)  # loads the library of products
+        self.synchronize()
+        free, total = self._module.mem_get_info(self._index)
+        return max(0, total - free - self._module.memory_reserved(self._index))
+
+    def memory(self) -> DeviceMemory:
+        """`total` is this rank's even share of the device. `used` and `peak` are what torch's allocator has reserved,
+        with what it cannot use: other programs cannot have it either."""
+        module, index = self._module, self._index
+        if hasattr(module, "recommended_max_memory"):
+            used = module.driver_allocated_memory()
+            return DeviceMemory(module.recommended_max_memory() // self._sharers, used, used)
+        if hasattr(module, "mem_get_info"):
+            total = module.mem_get_info(index)[1]
+        else:
+            total = module.get_device_properties(index).total_memory
+        return DeviceMemory(total // self._sharers, module.memory_reserved(index), module.max_memory_reserved(index))
+
+    def reserved_bytes(self) -> int:
+        """Return what of this rank's share no plan may fill: the driver's context and what others use, as measured when
+        the device was bound; buffers of a library of collectives; and what fragmentation is taken to lose."""
+        total = self.memory().total
+        library = LIBRARY_BYTES if self._kind.library and self._sharers == 1 else 0
+        reserved = self._outside // self._sharers + library + int(FRAGMENTATION_SHARE * total)
+        return min(reserved, total // 2)
+
+    def synchronize(self) -> None:
+        """Wait until everything that was queued on any stream is done, collectives included."""
+        self._module.synchronize()
+
+    def release(self) -> None:
+        if hasattr(self._module, "empty_cache"):
+            self._module.empty_cache()
+
+    def _pooled_stream(self, priority: int = 0) -> Any:
+        if not self._kind.has_streams:
+            return SingleStream(self._module)
+        return self._module.Stream(self.device, priority=priority)
+
+    def new_stream(self) -> Stream:
+        """Return a stream that is nobody else's: CuPy's, since those of torch's pool come again after 32.
+
+        Without CuPy there is no library whose operations wait for other ranks on the device, and a stream that two
+        routes share only makes one wait for the other's copies.
+        """
+        self._num_streams += 1
+        if self.cupy is not None and self._kind.has_streams:
+            with self.cupy.cuda.Device(self._index):
+                made = self.cupy.cuda.Stream(non_blocking=True)
+            stream = self._module.ExternalStream(made.ptr, device=self.device)
+            stream.hpctrain_owner = made  # it ends with the last who uses it
+            return stream
+        return self._pooled_stream()
+
+    def on(self, stream: Stream) -> AbstractContextManager:
+        return self._module.stream(stream) if self._kind.has_streams else nullcontext()
+
+    def queued(self) -> Event:
+        return self._current().record_event()
+
+    def wait_for(self, event: Event) -> None:
+        if event is not DONE:
+            self._current().wait_event(event)
+
+    def _current(self) -> Any:
+        return self._module.current_stream(self.device) if self._kind.has_streams else SingleStream(self._module)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        stream = self._copy_streams[self.is_on_device(target)]
+        with self.on(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def stream_address(self) -> int:
+        return getattr(self._current(), self._kind.stream_attribute) if self._kind.stream_attribute else 0
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._kind.pins_memory)
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device.type
+
+    def view_for_mpi(self, data: torch.Tensor) -> Any:
+        """Return device bytes as a CuPy array over the same memory; None without CuPy.
+
+        Nothing is queued and nothing waits, unlike with DLPack: the caller knows that the bytes are there.
+        """
+        if self.cupy is None or not self.is_on_device(data) or not data.numel():
+            return None
+        cuda = self.cupy.cuda
+        memory = cuda.UnownedMemory(data.data_ptr(), data.numel(), data, self._index)
+        return self.cupy.ndarray((data.numel(),), dtype="uint8", memptr=cuda.MemoryPointer(memory, 0))
+
+    def products_per_second(self, dtype: torch.dtype) -> float:
+        a, b = (torch.ones(MEASURED_SIZE, MEASURED_SIZE, dtype=dtype, device=self.device) for _ in range(2))
+        torch.matmul(a, b)
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(MEASURED_PRODUCTS):
+            torch.matmul(a, b)
+        self.synchronize()
+        return MEASURED_PRODUCTS * 2 * MEASURED_SIZE**3 / (time.perf_counter() - start)
+
+
+class SingleStream:
+    """Stands for the one queue of a device without streams."""
+
+    def __init__(self, module: ModuleType):
+        self._module = module
+
+    def wait_event(self, event: Event) -> None:
+        """Do nothing: what is queued comes after what was."""
+
+    def record_event(self) -> Event:
+        if not hasattr(self._module, "Event"):
+            self._module.synchronize()
+            return DONE
+        event = self._module.Event()
+        event.record()
+        return event
+
+
+def import_cupy() -> Any:
+    """Return CuPy's module, or None where it is not there or broken."""
+    try:
+        import cupy  # pyright: ignore[reportMissingImports] - an extra
+    except Exception:  # whatever a broken installation raises
+        return None
+    return cupy
+
+
+def visible_devices(kind: DeviceKind) -> list[str]:
+    """Return an identity of each device of a kind that this process sees, unique on its host; none without torch's."""
+    module = torch_module(kind)
+    if module is None:
+        return []
+    names = []
+    for index in range(module.device_count()):
+        properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        uuid = getattr(properties, "uuid", None)
+        names.append(str(uuid) if uuid else f"device {index}")
+    return names

@@ -1,0 +1,32 @@
+"""Number formats of a job, where families or operators differ, and how losses are scaled for fp16."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hpctrain.config.tables import Table
+
+if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
+    Trained = Operator = str
+else:
+    Trained = Literal["fp32", "bf16", "fp16"]
+    Operator = Literal["linear", "attention", "rotary", "activation", "head"]
+
+
+AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
+
+
+class Precision(Table):
+    """Number formats where they differ from `train.dtype`, and the scale of losses."""
+
+    by_family: dict[str, Trained] = Field(default_factory=dict)
+    """The dtype of some families, such as `{v100 = "fp16"}`; all others have `train.dtype`."""
+    wire: Annotated[Trained | None, AUTO] = None
+    """Of activations and their gradients between tiles of different dtypes; auto: fp32, which loses nothing."""
+    overrides: dict[Operator, Trained] = Field(default_factory=dict)
+    """Operators that compute in another dtype on all families, such as `{attention = "fp32"}`."""
+    loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """Where a family trains in fp16: by what the loss is multiplied in the first step. It is halved when a gradient
+    overflows, and that step changes no weights."""
+    loss_scale_window: Annotated[int, Field(ge=1, strict=True)] = 1000
+    """After so many steps without overflow the scale is doubled."""

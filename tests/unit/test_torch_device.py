@@ -1,0 +1,349 @@
+"""Devices of every maker behind one class, on modules of torch that are not there; and what goes wrong without it."""
+
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.accelerators import bind
+from hpctrain.comm.accelerators.bind import native_ability, resolved_devices
+from hpctrain.comm.accelerators.cpu import DONE, CpuAccelerator
+from hpctrain.comm.accelerators.detect import DetectedDevice, use_device_early
+from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, may_be_there
+from hpctrain.comm.accelerators.torch_device import FRAGMENTATION_SHARE, LIBRARY_BYTES, TorchAccelerator
+from hpctrain.comm.communicator import Communicator, as_tensor
+from hpctrain.comm.lanes import Progress, Work
+from hpctrain.comm.probe import overlap_slowdown
+from hpctrain.comm.probe.overlap_slowdown import measure_overlap
+from hpctrain.comm.routes import cuda_aware
+from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring
+from hpctrain.comm.routes.nccl import Connection, connect_native
+from hpctrain.comm.steps import Pending
+from hpctrain.comm.topology import Place, Topology
+from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.config.errors import CommError
+from tests.ranks.fake_devices import FakeAccelerator
+from tests.unit.fake_torch import GIB, FakeCupy, FakePlace, FakeTorchModule
+
+SOON = Patience(Phase("a test", 20.0, "nothing"))
+
+
+def device(kind=CUDA, index=1, sharers=1, **module) -> tuple[TorchAccelerator, FakeTorchModule]:
+    torch_module = FakeTorchModule(**module)
+    return TorchAccelerator(kind, index, "h200", sharers, torch_module, FakeCupy()), torch_module
+
+
+def test_every_kind_is_an_entry_with_what_differs():
+    assert set(KINDS) == {"cuda", "rocm", "xpu", "npu", "mps"}
+    assert (ROCM.torch_type, ROCM.library, CUDA.library) == ("cuda", "RCCL", "NCCL")
+    for kind in KINDS.values():
+        if kind.plugin:  # which gives torch the name
+            kind = kind._replace(torch_type="privateuseone")
+        made, module = device(kind)
+        assert made.kind == kind.name and made.device.type == kind.torch_type
+        made.use()
+        assert module.current_device() == 1
+        assert made.queued().query() and not made.is_on_device(torch.zeros(1))
+    assert not may_be_there(MPS._replace(driver_files=("/dev/null",), build="+none"))
+
+
+def test_memory_is_what_the_allocator_has_reserved_and_a_share_where_ranks_share():
+    made, module = device()
+    module.reserved, module.peak_reserved = 3 * GIB, 5 * GIB
+    assert made.memory() == (140 * GIB, 3 * GIB, 5 * GIB)
+    made, module = device(sharers=4)
+    assert made.memory().total == 35 * GIB
+
+
+def test_context_library_and_fragmentation_are_reserved():
+    made, _ = device(total=80 * GIB, context=2 * GIB)
+    made._outside = 2 * GIB  # as `bind` measures it on a real device
+    assert made.reserved_bytes() == 2 * GIB + LIBRARY_BYTES + int(FRAGMENTATION_SHARE * 80 * GIB)
+    made, _ = device(total=80 * GIB, sharers=2)
+    made._outside = 2 * GIB
+    assert made.reserved_bytes() == GIB + int(FRAGMENTATION_SHARE * 40 * GIB), "who shares has no library"
+
+
+def test_no_two_of_forty_routes_have_one_stream():
+    made, _ = device()
+    addresses = set()
+    for _ in range(40):
+        with made.on(made.new_stream()):
+            addresses.add(made.stream_address())
+    assert len(addresses) == 40
+
+
+def test_a_new_thread_has_device_0_until_it_uses_its_own():
+    made, module = device(index=1)
+    made.use()
+    seen = []
+    progress = Progress(threaded=True, enter=made.use)
+    queue = progress.add_lane()
+
+    def steps():
+        passed = []
+
+        def looked() -> bool:  # by the thread that moves lanes, and by this one, which has its device
+            if threading.current_thread() is not threading.main_thread():
+                passed.append(module.current_device())
+            return bool(passed)
+
+        yield Pending(looked, "the other thread")
+        seen.extend(passed)
+
+    work = Work(progress, "test", steps(), SOON, lambda: None, lambda: None)
+    progress.submit(queue, work)
+    deadline = time.monotonic() + 20
+    while not work.ended and time.monotonic() < deadline:
+        time.sleep(0.001)
+    progress.close()
+    assert seen and set(seen) == {1}
+
+
+def test_mpi_is_given_device_memory_as_an_array_of_cupy_over_the_same_bytes():
+    made, _ = device()
+    data = torch.arange(10, dtype=torch.uint8)
+    made.is_on_device = lambda tensor: True
+    view = made.view_for_mpi(data)
+    assert isinstance(view, np.ndarray) and view.ctypes.data == data.data_ptr()
+    view[3] = 77
+    assert data[3] == 77
+
+
+def test_arrays_of_other_libraries_are_taken_in_place():
+    array = np.arange(4, dtype=np.float32)
+    assert as_tensor(array).data_ptr() == array.ctypes.data
+    assert torch.equal(Communicator((0,)).all_reduce(array), torch.arange(4.0))
+    with pytest.raises(CommError, match="a list is no tensor"):
+        as_tensor([1, 2])
+
+
+def test_a_waiting_stream_is_not_a_waiting_host():
+    made, module = device()
+    later = FakePlace(passed=False)
+    with made.on(made.new_stream()):
+        made.wait_for(later)
+        assert module.current_stream().waited == [later]
+    made.wait_for(DONE)
+    assert module.current_stream().waited == []
+
+
+class AllReduceInFlight:
+    """A group whose all-reduce takes a while on a stream of its own, whatever the rank computes."""
+
+    is_overlapped = True
+
+    def __init__(self, accelerator: FakeAccelerator, seconds: float):
+        self._accelerator, self._seconds = accelerator, seconds
+        self._stream = accelerator.new_stream()
+
+    def start_all_reduce(self, tensor):
+        end = time.monotonic() + self._seconds
+        event = self._stream.add(lambda: time.sleep(max(0.0, end - time.monotonic())))
+
+        class Moving:
+            @property
+            def ended(self):
+                return time.monotonic() >= end
+
+            def wait(self):
+                event.force()
+
+        return Moving()
+
+    def all_reduce(self, tensor, op="sum"):
+        return tensor
+
+    def barrier(self):
+        pass
+
+
+def test_the_overlap_slowdown_leaves_out_the_wait_for_the_collective_itself():
+    accelerator = FakeAccelerator()
+    accelerator.measured_dtypes = ("fp32",)
+    with patch.multiple(overlap_slowdown, PRODUCT_SIZE=64, MOVED_BYTES=4096):
+        result = measure_overlap(AllReduceInFlight(accelerator, 0.05), accelerator, 1 << 30, 0.3)
+    # A product takes 10 us here. Who waits for the whole device computes one of them in 0.05 s.
+    assert result is not None and result < 50
+
+
+def test_who_computes_waits_for_his_own_stream_alone():
+    accelerator = FakeAccelerator()
+    other = accelerator.new_stream()
+    late = other.add(lambda: None)
+    accelerator.finish_queued()
+    assert other.pending == 1, "nobody looked at the collective's stream"
+    accelerator.synchronize()
+    assert other.pending == 0 and late.query()
+
+
+class Noticing:
+    """A communicator of the library: an error comes by itself, and destroying waits for ever."""
+
+    def __init__(self, error: str | None = None, abort_seconds: float = 0.0):
+        self.error, self.abort_seconds = error, abort_seconds
+        self.aborted = self.destroyed = 0
+
+    def check_async_error(self):
+        if self.error and not self.aborted:
+            raise RuntimeError(self.error)
+
+    def abort(self):
+        self.aborted += 1
+        time.sleep(self.abort_seconds)
+
+    def destroy(self):
+        self.destroyed += 1
+
+
+def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
+    communicator = Noticing("remote process exited or there was a network error")
+    connection = Connection("NCCL", communicator)
+    start = time.monotonic()
+    with pytest.raises(CommError, match="NCCL reports: remote process exited"):
+        while time.monotonic() < start + 20:
+            connection.check()
+            time.sleep(0.01)
+    assert time.monotonic() - start < 5 and communicator.aborted == 1
+    connection.abort()
+    connection.destroy()
+    assert (communicator.aborted, communicator.destroyed) == (1, 0), "it is left once, and never destroyed"
+
+
+def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
+    monkeypatch.setattr("hpctrain.comm.routes.nccl.ABORT_SECONDS", 0.2)
+    communicator = Noticing(abort_seconds=60.0)
+    references = sys.getrefcount(communicator)
+    start = time.monotonic()
+    connection = Connection("NCCL", communicator)
+    connection.abort()
+    assert time.monotonic() - start < 5, "an abort that hangs is not waited for"
+    assert communicator.aborted == 1 and not communicator.destroyed
+    del connection
+    assert sys.getrefcount(communicator) > references, "nor given back at the interpreter's exit"
+
+
+def test_a_library_that_refuses_the_ranks_leaves_them_to_mpi_with_the_reason():
+    def refusing(*_):
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
+
+    nccl = SimpleNamespace(NcclCommunicator=refusing, get_unique_id=lambda: 1)
+    for name in ("SUM", "MAX", "MIN", "FLOAT32", "FLOAT64", "INT32", "INT64", "INT8", "UINT8"):
+        setattr(nccl, f"NCCL_{name}", name)
+    comm = SimpleNamespace(rank=0, size=2, bcast=lambda key: key, allgather=lambda text: [text, text])
+    result = connect_native(nccl, comm, FakeAccelerator())
+    assert isinstance(result, Ability) and not result.works
+    assert "NCCL refuses these 2 ranks" in result.reason and "Duplicate GPU" in result.reason
+
+
+def test_shared_devices_and_parts_of_them_do_without_the_library():
+    made, _ = device(sharers=2)
+    assert native_ability(made, 2) == (False, "2 ranks share a device, which NCCL refuses")
+    made, _ = device(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
+    assert "is a part of a device (MIG)" in native_ability(made, 1).reason
+    made, _ = device(KINDS["xpu"])
+    assert native_ability(made, 1) == (False, "no library of collectives is used on xpu")
+
+
+def test_ranks_share_a_device_only_where_there_are_fewer_devices():
+    topology = Topology(tuple(Place("n1", "a", "cuda") for _ in range(3)))
+    enough, few = [("u0", "u1", "u2")] * 3, [("u0", "u1")] * 3
+    assert resolved_devices(topology, enough, sharing=True) == {0: (0, "n1 u0"), 1: (1, "n1 u1"), 2: (2, "n1 u2")}
+    assert resolved_devices(topology, few, sharing=True)[2] == (0, "n1 u0")
+
+
+def test_direct_can_be_forced_and_forbidden(monkeypatch):
+    assert asked_direct({}) is None and asked_direct({"HPCTRAIN_DIRECT": "auto"}) is None
+    assert asked_direct({"HPCTRAIN_DIRECT": "0"}) == (False, "HPCTRAIN_DIRECT=0")
+    assert asked_direct({"HPCTRAIN_DIRECT": "1"}) == (True, "HPCTRAIN_DIRECT=1")
+
+
+class OtherProcess:
+    """MPI between two processes, of which the other sends `changed` bytes, or none."""
+
+    class Request:
+        @staticmethod
+        def Testall(requests):  # noqa: N802
+            return all(request.done for request in requests)
+
+    BYTE = "byte"
+
+    def __init__(self, changed: bool, silent: bool):
+        self._changed, self._silent = changed, silent
+        self.buffer = SimpleNamespace(fromaddress=lambda address, size: (address, size))
+
+    def Irecv(self, memory, source, tag):  # noqa: N802
+        import ctypes
+
+        data = cuda_aware._pattern(memory[1], source)
+        if self._changed:
+            data[5] += 1
+        if not self._silent:
+            ctypes.memmove(memory[0], data.data_ptr(), memory[1])
+        return SimpleNamespace(done=not self._silent, Cancel=lambda: None)
+
+    def Isend(self, memory, dest, tag):  # noqa: N802
+        return SimpleNamespace(done=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "silent", "expected"),
+    [(False, False, "arrived as they were"), (True, False, "arrived changed"), (False, True, "were not there after")],
+)
+def test_only_messages_between_processes_prove_that_mpi_takes_device_memory(changed, silent, expected):
+    mpi = OtherProcess(changed, silent)
+    result = exchange_in_ring(mpi, mpi, FakeAccelerator(), [3, 5], 3, timeout_seconds=0.1)
+    assert result.works == (not changed and not silent) and expected in result.reason
+
+
+def test_the_device_is_current_before_mpi_starts():
+    code = """
+import hpctrain.comm.world as world
+from hpctrain.comm.accelerators.detect import DetectedDevice
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+order = []
+world.detect_device = lambda: order.append("detected") or DetectedDevice("cpu", "cpu")
+world.use_device_early = lambda device: order.append("used")
+real = MPI.Init_thread
+class Mpi:
+    def __getattr__(self, name):
+        return getattr(MPI, name)
+    def Init_thread(self, level):
+        order.append("mpi")
+        return real(level)
+import sys
+mpi4py.MPI = Mpi()
+sys.modules["mpi4py.MPI"] = mpi4py.MPI
+world.World.start(watched=False)
+assert order == ["detected", "used", "mpi"], order
+MPI.Finalize()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_early_device_is_that_of_the_local_rank(monkeypatch):
+    module = FakeTorchModule(count=4)
+    monkeypatch.setattr("hpctrain.comm.accelerators.detect.torch_module", lambda kind: module)
+    given = DetectedDevice("cuda", "h200")
+    assert use_device_early(given, {"SLURM_LOCALID": "6"}) == 2 == module.current_device()
+    assert use_device_early(given, {}) is None, "without a local rank another one's could be taken"
+    assert use_device_early(DetectedDevice("cpu", "cpu"), {"SLURM_LOCALID": "6"}) is None
+
+
+def test_hosts_reserve_nothing_and_have_nothing_to_set():
+    cpu = CpuAccelerator()
+    cpu.use()
+    cpu.wait_for(DONE)
+    cpu.finish_queued()
+    assert cpu.reserved_bytes() == 0 and cpu.view_for_mpi(torch.zeros(1)) is None
+    assert bind.DTYPES.keys() >= set(cpu.measured_dtypes)
