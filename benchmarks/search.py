@@ -20,7 +20,8 @@ from hpctrain.architectures.registry import presets
 from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
 from hpctrain.config.errors import PlanError
-from hpctrain.config.job import Model, Overlap
+from hpctrain.config.job import Model
+from hpctrain.config.parallelism import Overlap
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.search import search
 from hpctrain.planner.space import by_speed_space, even_space

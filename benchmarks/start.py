@@ -2,7 +2,7 @@
 
 mpirun -n 4 python -m benchmarks.start [JOB] [--fresh-probe] [more of hpctrain train]
 
-Parts are those of rank 0 and do not overlap. `rest` is what no part names: imports of commands, files of the run folder.
+Parts are those of rank 0 and do not overlap. `rest` is what no part names: imports of commands, run folder.
 """
 
 import functools

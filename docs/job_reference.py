@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, PAGE = ROOT / "hpctrain" / "config", ROOT / "docs" / "job.md"
-SOURCES = CONFIG / "job.py", CONFIG / "precision.py"
+SOURCES = CONFIG / "job.py", CONFIG / "precision.py", CONFIG / "parallelism.py"
 SECTIONS = {
     "model": "Model",
     "model.rope_scaling": "RopeScaling",
@@ -35,7 +35,6 @@ TYPES = {
     "TokenCount": "whole number >= 1",
     "SequenceCount": "whole number >= 1",
     "ZeroStage": "`0` `1` `2` `3`",
-    "Switch": "true or false",
     "Timeout": "seconds",
     "FilePath": "path",
     "str": "text",

@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
-from hpctrain.config.tables import Table, explain
+from hpctrain.config.tables import Several, Table, explain
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = 2
@@ -65,8 +65,8 @@ BLOCK = np.dtype("<u4")
 STORED_BLOCK = np.dtype([("offset", "<u8"), ("bytes", "<u4"), ("crc32", "<u4")])
 """A compressed block: where it is in its part, and the CRC-32 of what is stored."""
 
-Whole = Annotated[int, Field(ge=0, strict=True)]
-Crc32 = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
+Whole = Annotated[int, Field(ge=0)]
+Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class SmallFile(Table):
@@ -101,7 +101,7 @@ class Tensor(Table):
 
     name: str
     """With its kind before it, such as `model/norm.weight`."""
-    shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**32, strict=True)], ...], Field(min_length=1, max_length=2)]
+    shape: Annotated[Several[Annotated[int, Field(ge=1, lt=2**32)]], Field(min_length=1, max_length=2)]
 
 
 class Manifest(Table):
@@ -113,12 +113,12 @@ class Manifest(Table):
     data: str
     """The identity of the token file."""
     validation_loss: float | None = None
-    block_bytes: Annotated[int, Field(ge=4, le=1 << 30, multiple_of=4, strict=True)] = BLOCK_BYTES
+    block_bytes: Annotated[int, Field(ge=4, le=1 << 30, multiple_of=4)] = BLOCK_BYTES
     compression: Literal["gzip"] | None = None
     files: dict[str, SmallFile]
-    tensors: tuple[Tensor, ...]
-    parts: tuple[Part, ...]
-    streams: tuple[Stream, ...]
+    tensors: Several[Tensor]
+    parts: Several[Part]
+    streams: Several[Stream]
 
     @property
     def num_bytes(self) -> int:

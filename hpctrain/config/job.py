@@ -12,32 +12,37 @@ from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hpctrain.architectures.description import Description, RotaryScaling, head_size_of
 from hpctrain.architectures.registry import families, presets
 from hpctrain.config.bounds import (
     MOST_NUMBER,
-    MOST_RANKS,
-    MOST_SECONDS,
     Count,
     LayerCount,
-    RankCount,
     SequenceCount,
     Timeout,
     TokenCount,
     WholeNumber,
     Width,
-    ZeroStage,
 )
 from hpctrain.config.errors import JobError, did_you_mean
+from hpctrain.config.parallelism import Overlap, PlanRequest, SearchBudget
 from hpctrain.config.paths import is_file
 from hpctrain.config.precision import Precision
-from hpctrain.config.tables import FilePath, Several, Table, explain, parse_toml, parse_toml_value, read_text, shorten
+from hpctrain.config.tables import (
+    AUTO,
+    FilePath,
+    Several,
+    Table,
+    explain,
+    parse_toml,
+    parse_toml_value,
+    read_text,
+    shorten,
+)
 
 NonNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
-Switch = bool
-AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
 MOST_RATE = 100.0
 """Of learning rates, decay and initial weights: beyond it fp32 overflows in the first step."""
 MOST_NAME_BYTES = 200
@@ -87,7 +92,7 @@ class Model(Table):
     """Number of token ids; auto: that of the token file's tokenizer."""
     max_positions: TokenCount = 1024
     """Longest sequence; the length of the table of learned positions for gpt2."""
-    tie_head: Switch = False
+    tie_head: bool = False
     """Whether the head shares the embedding's weight."""
     rope_base: Annotated[float, Field(gt=1, le=MOST_NUMBER)] = 10000.0
     """Base of the rotary positions (RoPE)."""
@@ -180,7 +185,7 @@ class Data(Table):
     """Share of `tokens` that is kept for validation."""
     sequence_length: TokenCount = 256
     """Tokens of a sequence."""
-    mask_documents: Switch = False
+    mask_documents: bool = False
     """Whether attention and loss stay inside a document, where a sequence holds several; positions restart."""
 
 
@@ -233,94 +238,6 @@ class Train(Table):
         return self
 
 
-class TensorSizes(Table):
-    x: RankCount = 1
-    y: RankCount = 1
-    z: RankCount = 1
-
-
-class PlanRequest(Table):
-    """An even plan in short form; a general one is a file of its own."""
-
-    file: FilePath | None = None
-    """A plan file, relative to the job file. No other key of this section may be given with it."""
-    tensor: Annotated[TensorSizes, BeforeValidator(lambda size: {"y": size} if isinstance(size, int) else size)] = (
-        TensorSizes()
-    )
-    """The tensor grid: x, y and z. A number is y alone: `tensor = 8` is TP8."""
-    pipeline: RankCount = 1
-    """Pipeline stages (PP)."""
-    data: RankCount = 1
-    """Data replicas (DP)."""
-    microbatch: Annotated[SequenceCount | None, AUTO] = None
-    """Sequences of one data replica that go through the pipeline at once; auto: a value with its reason."""
-    recompute: Literal["none", "full"] = "none"
-    zero: ZeroStage = 1
-    """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
-    schedule: Literal["1f1b", "zb-h1"] = "1f1b"
-    """zb-h1: weight passes fill the pipeline's bubble; every stage keeps as many microbatches as the first."""
-    virtual_stages: LayerCount = 1
-    """Tiles of each stage: with several the pipeline is interleaved, and its bubble as many times shorter."""
-
-    @property
-    def num_ranks(self) -> int:
-        return self.tensor.x * self.tensor.y * self.tensor.z * self.pipeline * self.data
-
-    @model_validator(mode="after")
-    def _few_enough(self) -> Self:
-        if self.num_ranks > MOST_RANKS:
-            raise ValueError(
-                f"tensor, pipeline and data ask for {self.num_ranks:,} ranks; lower them to {MOST_RANKS:,}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _file_alone(self) -> Self:
-        fields = type(self).model_fields
-        others = {key for key in self.model_fields_set - {"file"} if getattr(self, key) != fields[key].default}
-        if self.file and others:  # a checkpoint's job has them all, at their defaults
-            raise ValueError(f"plan.file stands alone; remove {', '.join(sorted(others))}")
-        return self
-
-
-class SearchBudget(Table):
-    """How far one rank searches for the plan where it is `auto`, while the others wait."""
-
-    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 10.0
-    """The most that the search takes. Where it ends the search, the plan depends on the speed of this machine."""
-    plans: Count = 2000
-    """How many plans are scored. The best of them are simulated."""
-    must_fit: Switch = True
-    """Whether a plan that is predicted not to fit into memory is refused."""
-
-
-class Overlap(Table):
-    """What goes on between ranks while they compute. Results are the same bits, on or off, but for `forward`."""
-
-    tensor: Annotated[Switch | None, AUTO] = None
-    """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
-    data: Annotated[Switch | None, AUTO] = None
-    """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
-    z: Annotated[Switch | None, AUTO] = None
-    """Gather the weights of the next block over z, and scatter the gradients of the last one, while one computes."""
-    forward: Annotated[Switch | None, AUTO] = None
-    """Compute blocks for the two halves of a rank's rows in turn, each while outputs of the other are summed over the
-    tensor grid, where `tensor` is on. Products and sums of half the rows may have other last bits."""
-    keep_gathered: WholeNumber = 0
-    """How many of a tile's first layers (embedding, blocks) keep their gathered weights until the update: they are
-    gathered once a step."""
-    bucket_bytes: Count = 4 << 20
-    """Gradients (fp32) are summed over their holders in buckets of whole blocks, of at least so many bytes.
-
-    It also decides which rank owns which element, and with it the last bit of the gradient's norm.
-    """
-
-    @property
-    def overlapped_bucket_bytes(self) -> int | None:
-        """The bytes of a bucket whose sum overlaps backward passes; None where `data` is off or `auto`."""
-        return self.bucket_bytes if self.data else None
-
-
 class Checkpoint(Table):
     every: WholeNumber = 0
     """Steps between checkpoints; 0: at the end only."""
@@ -328,7 +245,7 @@ class Checkpoint(Table):
     """How many of the last ones to keep; the oldest are deleted once a newer one is complete."""
     keep_every: WholeNumber = 0
     """Keep those of steps that are a multiple of it too; 0: none."""
-    keep_best: Switch = False
+    keep_best: bool = False
     """Keep the one with the lowest validation loss too, of those that were saved in a step with a validation."""
     resume: Annotated[str, Field(pattern=r"^(auto|latest|step-\d{8,})$")] = "auto"
     """auto: continue from the latest checkpoint, or from the newest intact one where that is damaged; latest: from the
@@ -350,15 +267,15 @@ class Observe(Table):
     """How long in the first step, which allocates memory and starts libraries, and in validation."""
     step_timeout_seconds: Timeout = 600.0
     """How long in every other step."""
-    trace: Switch = False
+    trace: bool = False
     """Whether to keep what every rank did and when, in trace.json of the run folder."""
     trace_steps: Count = 10
     """How many steps are traced, from the start or from where the run continues."""
-    tensorboard: Switch = False
+    tensorboard: bool = False
     """Whether to write event files for TensorBoard, in `tensorboard/` of the run folder."""
     wandb: str | None = None
     """The project of Weights & Biases to log to; None: nothing is logged."""
-    prometheus_file: Path | None = None
+    prometheus_file: FilePath | None = None
     """A text file of the latest metrics, for Prometheus' node_exporter. Relative to the current directory."""
 
 
@@ -367,7 +284,7 @@ class Comm(Table):
     """auto: shared memory in a host; by family and host, then across; or forced, where a group could do otherwise."""
     algorithm: Literal["auto", "exchange", "ring", "doubling"] = "auto"
     """Of collectives over messages; auto: the cheapest by size and by the links of the cluster."""
-    gather_messages: Switch = True
+    gather_messages: bool = True
     """Whether the y ranks of a stage each receive a part over a slow link and gather it. The numbers are equal."""
 
 

@@ -2,18 +2,15 @@
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from hpctrain.config.tables import Table
+from hpctrain.config.tables import AUTO, Table
 
 if TYPE_CHECKING:  # files are checked for these words; the code computes with plain strings
     Trained = Operator = str
 else:
     Trained = Literal["fp32", "bf16", "fp16"]
     Operator = Literal["linear", "attention", "rotary", "activation", "head"]
-
-
-AUTO = BeforeValidator(lambda value: None if value == "auto" else value)  # "auto" in files, None in objects
 
 
 class Precision(Table):
@@ -28,5 +25,5 @@ class Precision(Table):
     loss_scale: Annotated[float, Field(gt=0)] = 65536.0
     """Where a family trains in fp16: by what the loss is multiplied in the first step. It is halved when a gradient
     overflows, and that step changes no weights."""
-    loss_scale_window: Annotated[int, Field(ge=1, strict=True)] = 1000
+    loss_scale_window: Annotated[int, Field(ge=1)] = 1000
     """After so many steps without overflow the scale is doubled."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hpctrain.config.errors import HpctrainError, describe_os_error, did_you_mean
 
@@ -32,6 +32,8 @@ SHOWN_CHARACTERS = 200
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Field(strict=False)]
 """A list of a file; what is in it is strict again."""
+AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
+"""`auto` in files, None in objects."""
 FilePath = Annotated[Path, Field(strict=False)]
 """A path, which is text in a file."""
 

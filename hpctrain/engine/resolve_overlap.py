@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from hpctrain.comm.topology import Topology, places_of
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import HpctrainError
-from hpctrain.config.job import Job, Overlap
+from hpctrain.config.job import Job
+from hpctrain.config.parallelism import Overlap
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup

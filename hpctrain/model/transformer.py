@@ -214,7 +214,8 @@ class Block(LayerModule):
         if self.cache:
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
-        mixed = self.computed_in("attention", lambda *of: attend(*of, attention, first, starts), queries, keys, values)
+        attending = partial(attend, attention=attention, first=first, starts=starts)
+        mixed = self.computed_in("attention", attending, queries, keys, values)
         mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
         return (yield from self._linear(mixed, self.out, into=self.axes.y, out=self.axes.x))
 

@@ -37,6 +37,7 @@ class _SecondsOfPart(Table):
 
 class _BytesOfStage(Table):
     items: list[int]
+    family: str
     predicted_bytes: Positive
     measured_bytes: NonNegative
 

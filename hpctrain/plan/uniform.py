@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.config.errors import LaunchError, PlanError
-from hpctrain.config.job import Job, PlanRequest
+from hpctrain.config.job import Job
+from hpctrain.config.parallelism import PlanRequest
 from hpctrain.plan.checks import check_plan, check_ranks
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan, even_plan

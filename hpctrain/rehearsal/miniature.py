@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from hpctrain.architectures.description import head_size_of, inner_of
 from hpctrain.config.cluster import ITEM_BYTES, Cluster
 from hpctrain.config.errors import PlanError, TopologyError
-from hpctrain.config.job import Job, PlanRequest
+from hpctrain.config.job import Job
+from hpctrain.config.parallelism import PlanRequest
 from hpctrain.config.truth import Truth
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import resolve_plan

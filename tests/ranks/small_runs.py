@@ -16,7 +16,8 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tracing import UNTRACED
 from hpctrain.comm.world import World
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.job import Job, PlanRequest, Train, load_job
+from hpctrain.config.job import Job, Train, load_job
+from hpctrain.config.parallelism import PlanRequest
 from hpctrain.config.truth import Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.layout import Layout

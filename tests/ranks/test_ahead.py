@@ -7,7 +7,7 @@ import pytest
 from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.topology import Preferences
 from hpctrain.config.cluster_file import parse_cluster
-from hpctrain.config.job import Overlap
+from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer

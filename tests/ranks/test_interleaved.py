@@ -7,7 +7,7 @@ import pytest
 import hpctrain.engine.pipeline as pipeline
 from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.topology import Preferences
-from hpctrain.config.job import Overlap
+from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import Truth
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules

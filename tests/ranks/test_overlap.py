@@ -11,7 +11,7 @@ from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measur
 from hpctrain.architectures.description import inner_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Preferences
-from hpctrain.config.job import Overlap
+from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.resolve import Described, Prepared

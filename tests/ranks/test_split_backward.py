@@ -10,7 +10,7 @@ import pytest
 
 import hpctrain.engine.pipeline as pipeline
 from hpctrain.config.cluster_file import parse_cluster
-from hpctrain.config.job import Overlap
+from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan

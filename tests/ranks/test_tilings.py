@@ -10,7 +10,7 @@ import pytest
 from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.topology import Preferences
-from hpctrain.config.job import Overlap
+from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.holders import rank_shards_of

@@ -11,7 +11,7 @@ import pytest
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.topology import Preferences
 from hpctrain.comm.tracing import UNTRACED
-from hpctrain.config.job import Overlap
+from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.observe.trace import SUMMARY, TRACE, RunTrace

@@ -7,7 +7,7 @@ import pytest
 from hpctrain.architectures.description import inner_of
 from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.comm.topology import Preferences
-from hpctrain.config.job import Overlap
+from hpctrain.config.parallelism import Overlap
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid

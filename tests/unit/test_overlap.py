@@ -11,7 +11,8 @@ from benchmarks.overlap_variants import Operation, exposed_seconds, seconds_alon
 from benchmarks.pairs import ratio_of
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.config.errors import PlanError
-from hpctrain.config.job import Job, Model, Overlap
+from hpctrain.config.job import Job, Model
+from hpctrain.config.parallelism import Overlap
 from hpctrain.engine.resolve_overlap import continued, crossings, resolve_forward, resolve_on, resolve_overlap
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.schedule import Instruction, Op, one_f_one_b

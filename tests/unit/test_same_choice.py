@@ -8,7 +8,8 @@ from hpctrain.comm.network import CONCURRENT, ClusterNetwork
 from hpctrain.comm.routes.maker import RouteMaker
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Preferences, Topology, places_of
-from hpctrain.config.job import Job, PlanRequest, TensorSizes
+from hpctrain.config.job import Job
+from hpctrain.config.parallelism import PlanRequest, TensorSizes
 from hpctrain.engine.resolve_overlap import resolve_on
 from hpctrain.jobs.common import ready_miniature
 from hpctrain.plan.role import role_of

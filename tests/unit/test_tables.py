@@ -3,7 +3,8 @@
 import pytest
 
 from hpctrain.config.errors import JobError
-from hpctrain.config.job import Checkpoint, Comm, Data, Job, Model, Observe, PlanRequest, TensorSizes, Train, load_job
+from hpctrain.config.job import Checkpoint, Comm, Data, Job, Model, Observe, Train, load_job
+from hpctrain.config.parallelism import PlanRequest, TensorSizes
 
 SECTIONS = {
     "": Job,

@@ -1,0 +1,105 @@
+"""How a job asks for its plan, for the search that finds one, and for what ranks overlap."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from hpctrain.config.bounds import (
+    MOST_RANKS,
+    MOST_SECONDS,
+    Count,
+    LayerCount,
+    RankCount,
+    SequenceCount,
+    WholeNumber,
+    ZeroStage,
+)
+from hpctrain.config.tables import AUTO, FilePath, Table
+
+
+class TensorSizes(Table):
+    x: RankCount = 1
+    y: RankCount = 1
+    z: RankCount = 1
+
+
+class PlanRequest(Table):
+    """An even plan in short form; a general one is a file of its own."""
+
+    file: FilePath | None = None
+    """A plan file, relative to the job file. No other key of this section may be given with it."""
+    tensor: Annotated[TensorSizes, BeforeValidator(lambda size: {"y": size} if isinstance(size, int) else size)] = (
+        TensorSizes()
+    )
+    """The tensor grid: x, y and z. A number is y alone: `tensor = 8` is TP8."""
+    pipeline: RankCount = 1
+    """Pipeline stages (PP)."""
+    data: RankCount = 1
+    """Data replicas (DP)."""
+    microbatch: Annotated[SequenceCount | None, AUTO] = None
+    """Sequences of one data replica that go through the pipeline at once; auto: a value with its reason."""
+    recompute: Literal["none", "full"] = "none"
+    zero: ZeroStage = 1
+    """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
+    schedule: Literal["1f1b", "zb-h1"] = "1f1b"
+    """zb-h1: weight passes fill the pipeline's bubble; every stage keeps as many microbatches as the first."""
+    virtual_stages: LayerCount = 1
+    """Tiles of each stage: with several the pipeline is interleaved, and its bubble as many times shorter."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor.x * self.tensor.y * self.tensor.z * self.pipeline * self.data
+
+    @model_validator(mode="after")
+    def _few_enough(self) -> Self:
+        if self.num_ranks > MOST_RANKS:
+            raise ValueError(
+                f"tensor, pipeline and data ask for {self.num_ranks:,} ranks; lower them to {MOST_RANKS:,}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _file_alone(self) -> Self:
+        fields = type(self).model_fields
+        others = {key for key in self.model_fields_set - {"file"} if getattr(self, key) != fields[key].default}
+        if self.file and others:  # a checkpoint's job has them all, at their defaults
+            raise ValueError(f"plan.file stands alone; remove {', '.join(sorted(others))}")
+        return self
+
+
+class SearchBudget(Table):
+    """How far one rank searches for the plan where it is `auto`, while the others wait."""
+
+    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 10.0
+    """The most that the search takes. Where it ends the search, the plan depends on the speed of this machine."""
+    plans: Count = 2000
+    """How many plans are scored. The best of them are simulated."""
+    must_fit: bool = True
+    """Whether a plan that is predicted not to fit into memory is refused."""
+
+
+class Overlap(Table):
+    """What goes on between ranks while they compute. Results are the same bits, on or off, but for `forward`."""
+
+    tensor: Annotated[bool | None, AUTO] = None
+    """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
+    data: Annotated[bool | None, AUTO] = None
+    """Sum the gradients of items over their holders while the last microbatch goes back through the items before."""
+    z: Annotated[bool | None, AUTO] = None
+    """Gather the weights of the next block over z, and scatter the gradients of the last one, while one computes."""
+    forward: Annotated[bool | None, AUTO] = None
+    """Compute blocks for the two halves of a rank's rows in turn, each while outputs of the other are summed over the
+    tensor grid, where `tensor` is on. Products and sums of half the rows may have other last bits."""
+    keep_gathered: WholeNumber = 0
+    """How many of a tile's first layers (embedding, blocks) keep their gathered weights until the update: they are
+    gathered once a step."""
+    bucket_bytes: Count = 4 << 20
+    """Gradients (fp32) are summed over their holders in buckets of whole blocks, of at least so many bytes.
+
+    It also decides which rank owns which element, and with it the last bit of the gradient's norm.
+    """
+
+    @property
+    def overlapped_bucket_bytes(self) -> int | None:
+        """The bytes of a bucket whose sum overlaps backward passes; None where `data` is off or `auto`."""
+        return self.bucket_bytes if self.data else None
