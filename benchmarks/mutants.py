@@ -279,7 +279,7 @@ def damaged_binary(kind: str, name: str, data: bytes, count: int, seed: int, rig
     """Yield a binary file with flipped bits, cut short, with blocks swapped, zeroed or moved."""
     dice = random.Random(f"{kind}{name}{seed}")
     hot = min(len(data), 4096)
-    for _ in range(count):
+    for _ in range(count if data else 0):  # a lock file has nothing to damage
         changed = bytearray(data)
         at = dice.randrange(hot) if dice.random() < 0.5 else dice.randrange(len(data))
         match dice.choice("fffffcszga"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.checkpoint.folder import commit, partial_folder
-from hpctrain.checkpoint.format import PIECE, part_name
+from hpctrain.checkpoint.format import RECTANGLE, part_name
 from hpctrain.checkpoint.parts import compress, lay_out, write_stream
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.config.job import Checkpoint, load_job
@@ -53,7 +53,7 @@ def write_checkpoint(
     rng = np.random.default_rng(seed)
     shapes = {f"{kind}/{name}": p.shape for kind in KINDS for name, p in all_parameters(job.model).items()}
     tensors = {name: rng.standard_normal(shape).astype("<f4").round(3) for name, shape in shapes.items()}
-    pieces, values = [[] for _ in range(writers)], [[] for _ in range(writers)]
+    rectangles, values = [[] for _ in range(writers)], [[] for _ in range(writers)]
     for number, tensor in enumerate(tensors.values()):
         dim = number % tensor.ndim  # by rows, or by columns
         edges = np.linspace(0, tensor.shape[dim], writers + 1).astype(int)
@@ -62,7 +62,7 @@ def write_checkpoint(
             band[dim] = (int(edges[writer]), int(edges[writer + 1]))
             if band[dim][0] < band[dim][1]:
                 start = sum(map(len, values[writer]))
-                pieces[writer].append((number, 0, *band, start))
+                rectangles[writer].append((number, 0, *band, start))
                 values[writer].append(tensor[tuple(slice(*each) for each in band[: tensor.ndim])].reshape(-1))
     partial = partial_folder(run, step)
     partial.mkdir(parents=True)
@@ -82,7 +82,7 @@ def write_checkpoint(
             written.append(WrittenStream(part, layout.streams[writer][0].offset, blocks, described))
     plan = resolve_plan(job, 1).plan
     about = {"job": job.model_dump_json(), "plan": dump_plan(plan), "data": "61 tokens", "tokenizer": json.dumps({})}
-    contents = Contents(shapes, [np.array(each, PIECE) for each in pieces], elements, about)
+    contents = Contents(shapes, [np.array(each, RECTANGLE) for each in rectangles], elements, about)
     write_tables(partial, contents, written, step, validation_loss)
     commit(partial, keep or job.checkpoint)
     return tensors

@@ -5,12 +5,12 @@
         step-00000100/
             manifest.json            all that follows, with sizes and checksums; its first line has its own SHA-256
             part-00000.h5 ...        what each writer owns, as flat arrays: one for each rank
-            pieces.bin               which rectangle of which tensor is where in these arrays
+            rectangles.bin           which rectangle of which tensor is where in these arrays
             blocks.bin               the CRC-32 of every block of these arrays
             index.h5                 every tensor whole, as HDF5 virtual datasets over the parts, for h5py
             job.json, plan.toml, cluster.toml, tokenizer.json
 
-hpctrain reads by manifest, pieces and blocks, and never asks HDF5 to parse a file that may be damaged.
+hpctrain reads by manifest, rectangles and blocks, and never asks HDF5 to parse a file that may be damaged.
 `h5py.File("index.h5")["model/blocks.3.attention.q.weight"][:]` is the weight as the unsplit model has it, whatever
 layout wrote it; `optimizer/exp_avg/...` and `optimizer/exp_avg_sq/...` are the moments, all of them fp32 and exact.
 A folder has its final name only if it is complete and synced.
@@ -31,8 +31,8 @@ from hpctrain.config.tables import Several, Table, explain
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = 2
-MANIFEST, PIECES, BLOCKS, INDEX = "manifest.json", "pieces.bin", "blocks.bin", "index.h5"
-TABLES = (PIECES, BLOCKS, INDEX)
+MANIFEST, RECTANGLES, BLOCKS, INDEX = "manifest.json", "rectangles.bin", "blocks.bin", "index.h5"
+TABLES = (RECTANGLES, BLOCKS, INDEX)
 ABOUT = {
     "job": "job.json",
     "plan": "plan.toml",
@@ -50,7 +50,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 FIRST_LINE = '{{"sha256": "{}",\n'
 SHA256_DIGITS = 64
 
-PIECE = np.dtype(
+RECTANGLE = np.dtype(
     [
         ("tensor", "<u4"),
         ("stream", "<u4"),
@@ -85,7 +85,7 @@ class Part(Table):
     """Of everything in the file that is not in a stream: what HDF5 needs."""
 
 
-class Stream(Table):
+class PartStream(Table):
     """What one rank wrote: a dataset of a part, fp32, one dim."""
 
     part: Whole
@@ -118,7 +118,7 @@ class Manifest(Table):
     files: dict[str, SmallFile]
     tensors: Several[Tensor]
     parts: Several[Part]
-    streams: Several[Stream]
+    streams: Several[PartStream]
 
     @property
     def num_bytes(self) -> int:

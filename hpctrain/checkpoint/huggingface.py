@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from hpctrain.architectures.huggingface import HuggingFace, UnknownConfigError
 from hpctrain.architectures.registry import families
 from hpctrain.checkpoint.folder import commit, partial_folder
-from hpctrain.checkpoint.format import PARTIAL, PIECE, part_name
+from hpctrain.checkpoint.format import PARTIAL, RECTANGLE, part_name
 from hpctrain.checkpoint.index import Index
 from hpctrain.checkpoint.parts import lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, make_empty, read_job
@@ -240,7 +240,7 @@ def _write_checkpoint(weights: _Weights, model: Model, folder: Path, out: Path, 
     is_new = not out.exists()
     try:
         attempt(partial, lambda: make_empty(partial))
-        written, pieces, elements, names = [], [], [], list(parameters)
+        written, rectangles, elements, names = [], [], [], list(parameters)
         for number, regions in enumerate(_cut_into_parts(parameters)):
             arrays = [weights.rows(region.name, region.start, region.stop).reshape(-1) for region in regions]
             starts = np.cumsum([0, *(array.size for array in arrays)])
@@ -253,10 +253,10 @@ def _write_checkpoint(weights: _Weights, model: Model, folder: Path, out: Path, 
                 (names.index(region.name), 0, (region.start, region.stop), (0, region.columns), start)
                 for region, start in zip(regions, starts[:-1], strict=True)
             ]
-            pieces.append(np.array(rows, PIECE))
+            rectangles.append(np.array(rows, RECTANGLE))
             elements.append(int(starts[-1]))
         shapes = {f"model/{name}": p.shape for name, p in parameters.items()}
-        contents = Contents(shapes, pieces, elements, _about(model, folder, tokenizer))
+        contents = Contents(shapes, rectangles, elements, _about(model, folder, tokenizer))
         attempt(partial, lambda: write_tables(partial, contents, written, 0))
         return attempt(partial, lambda: commit(partial, Checkpoint(keep=1)))
     except BaseException:

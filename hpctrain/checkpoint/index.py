@@ -14,11 +14,11 @@ from hpctrain.checkpoint.format import (
     BLOCK,
     BLOCKS,
     INDEX,
-    PIECE,
-    PIECES,
+    RECTANGLE,
+    RECTANGLES,
     STORED_BLOCK,
+    PartStream,
     SmallFile,
-    Stream,
     num_blocks,
     part_name,
     read_bytes,
@@ -47,11 +47,11 @@ class Index:
         self.manifest, self.digest = read_manifest(checkpoint)
         self.about = {key: self._file(name).decode() if name in self._files else "" for key, name in ABOUT.items()}
         self.about["data"] = self.manifest.data
-        self._pieces = self._table(PIECES, PIECE)
+        self._rectangles = self._table(RECTANGLES, RECTANGLE)
         self._blocks = self._table(BLOCKS, STORED_BLOCK if self.manifest.compression else BLOCK)
         self._numbers = {tensor.name: number for number, tensor in enumerate(self.manifest.tensors)}
         self._check_tables()
-        self._bounds = np.searchsorted(self._pieces["tensor"], np.arange(len(self.manifest.tensors) + 1))
+        self._bounds = np.searchsorted(self._rectangles["tensor"], np.arange(len(self.manifest.tensors) + 1))
 
     @property
     def step(self) -> int:
@@ -89,14 +89,14 @@ class Index:
         if len(self.manifest.tensors[number].shape) == 1:
             columns = (0, 1)
         result = np.empty((rows[1] - rows[0], columns[1] - columns[0]), "<f4")
-        pieces = self._pieces[self._bounds[number] : self._bounds[number + 1]]
-        low = np.maximum(pieces["rows"][:, 0], rows[0]), np.maximum(pieces["columns"][:, 0], columns[0])
-        high = np.minimum(pieces["rows"][:, 1], rows[1]), np.minimum(pieces["columns"][:, 1], columns[1])
+        rectangles = self._rectangles[self._bounds[number] : self._bounds[number + 1]]
+        low = np.maximum(rectangles["rows"][:, 0], rows[0]), np.maximum(rectangles["columns"][:, 0], columns[0])
+        high = np.minimum(rectangles["rows"][:, 1], rows[1]), np.minimum(rectangles["columns"][:, 1], columns[1])
         filled = 0
         for at in np.flatnonzero((low[0] < high[0]) & (low[1] < high[1])):
             ours = (int(low[0][at]), int(high[0][at])), (int(low[1][at]), int(high[1][at]))
             out = result[slice(*(i - rows[0] for i in ours[0])), slice(*(i - columns[0] for i in ours[1]))]
-            self._read_rectangle(pieces[at], *ours, out)
+            self._read_rectangle(rectangles[at], *ours, out)
             filled += out.size
         if filled != result.size:
             raise DamagedCheckpointError(f"{self.path}: {kind}/{name}: no part has some of its elements; {REMEDY}")
@@ -119,7 +119,7 @@ class Index:
             self._check_coverage()
             self._file(INDEX)
             sources = [(self.manifest.parts[s.part].file, s.dataset, s.elements) for s in self.manifest.streams]
-            check_index(self.path, self.manifest.tensors, sources, self._pieces)
+            check_index(self.path, self.manifest.tensors, sources, self._rectangles)
         for part in range(number, len(self.manifest.parts), count):
             self._check_rest(part)
         first, last = (len(self._blocks) * edge // count for edge in (number, number + 1))
@@ -140,9 +140,9 @@ class Index:
         return max(1, AT_ONCE_BYTES // self.manifest.block_bytes)
 
     @cached_property
-    def _streams_of(self) -> list[list[Stream]]:
+    def _streams_of(self) -> list[list[PartStream]]:
         """By part."""
-        result: list[list[Stream]] = [[] for _ in self.manifest.parts]
+        result: list[list[PartStream]] = [[] for _ in self.manifest.parts]
         for stream in self.manifest.streams:
             result[stream.part].append(stream)
         return result
@@ -175,7 +175,7 @@ class Index:
 
     def _check_tables(self) -> None:
         """Refuse tables whose numbers lead out of each other or out of the parts."""
-        manifest, pieces = self.manifest, self._pieces
+        manifest, rectangles = self.manifest, self._rectangles
 
         def require(holds, what: str) -> None:
             if not holds:
@@ -189,32 +189,34 @@ class Index:
         for stream in manifest.streams:
             require(stream.part < len(manifest.parts) and stream.first_block == begin, "a stream is at no part")
             begin += num_blocks(stream.elements, manifest.block_bytes)
-            room = manifest.parts[stream.part].bytes - stream.offset
-            require(manifest.compression or 4 * stream.elements <= room, "a stream is longer than its part")
+            available = manifest.parts[stream.part].bytes - stream.offset
+            require(manifest.compression or 4 * stream.elements <= available, "a stream is longer than its part")
         require(begin == len(self._blocks), f"has {len(self._blocks)} blocks instead of {begin}")
-        require((np.diff(pieces["tensor"].astype(np.int64)) >= 0).all(), "its pieces are not in order")
-        require(len(pieces) and pieces["tensor"].max() < len(manifest.tensors), "a piece is of no tensor")
-        require(pieces["stream"].max() < len(manifest.streams), "a piece is in no stream")
-        shapes = np.array([(*t.shape, 1)[:2] for t in manifest.tensors], np.int64)[pieces["tensor"]]
-        rows, columns = pieces["rows"].astype(np.int64), pieces["columns"].astype(np.int64)
+        require((np.diff(rectangles["tensor"].astype(np.int64)) >= 0).all(), "its rectangles are not in order")
+        require(len(rectangles) and rectangles["tensor"].max() < len(manifest.tensors), "a rectangle is of no tensor")
+        require(rectangles["stream"].max() < len(manifest.streams), "a rectangle is in no stream")
+        shapes = np.array([(*t.shape, 1)[:2] for t in manifest.tensors], np.int64)[rectangles["tensor"]]
+        rows, columns = rectangles["rows"].astype(np.int64), rectangles["columns"].astype(np.int64)
         is_inside = (rows[:, 0] < rows[:, 1]) & (columns[:, 0] < columns[:, 1])
         is_inside &= (rows[:, 1] <= shapes[:, 0]) & (columns[:, 1] <= shapes[:, 1])
-        require(is_inside.all(), "a piece is not inside its tensor")
+        require(is_inside.all(), "a rectangle is not inside its tensor")
         sizes = (rows[:, 1] - rows[:, 0]) * (columns[:, 1] - columns[:, 0])
-        elements = np.array([s.elements for s in manifest.streams], np.int64)[pieces["stream"]]
-        require((pieces["start"].astype(np.int64) + sizes <= elements).all(), "a piece is longer than its stream")
-        covered = np.bincount(pieces["tensor"], sizes, len(manifest.tensors))
+        elements = np.array([s.elements for s in manifest.streams], np.int64)[rectangles["stream"]]
+        require(
+            (rectangles["start"].astype(np.int64) + sizes <= elements).all(), "a rectangle is longer than its stream"
+        )
+        covered = np.bincount(rectangles["tensor"], sizes, len(manifest.tensors))
         for tensor, count in zip(manifest.tensors, covered, strict=True):
             size = int(np.prod(tensor.shape))
             require(count == size, f"{tensor.name} has {size} elements, and the parts have {int(count)} of them")
 
     def _check_coverage(self) -> None:
-        """Refuse pieces of a tensor that overlap, and so leave others out."""
+        """Refuse rectangles of a tensor that overlap, and so leave others out."""
         for number, tensor in enumerate(self.manifest.tensors):
-            pieces = self._pieces[self._bounds[number] : self._bounds[number + 1]]
-            rows, columns = np.unique(pieces["rows"]), np.unique(pieces["columns"])
+            rectangles = self._rectangles[self._bounds[number] : self._bounds[number + 1]]
+            rows, columns = np.unique(rectangles["rows"]), np.unique(rectangles["columns"])
             taken = np.zeros((len(rows), len(columns)), np.int32)
-            corners = np.searchsorted(rows, pieces["rows"]), np.searchsorted(columns, pieces["columns"])
+            corners = np.searchsorted(rows, rectangles["rows"]), np.searchsorted(columns, rectangles["columns"])
             for (top, bottom), (left, right) in zip(*corners, strict=True):
                 taken[top:bottom, left:right] += 1
             if (taken > 1).any():
@@ -222,11 +224,11 @@ class Index:
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
-    def _read_rectangle(self, piece, rows: tuple[int, int], columns: tuple[int, int], out: np.ndarray) -> None:
-        """Fill `out` with rows x columns of a tensor, which a piece has."""
-        first, left = int(piece["rows"][0]), int(piece["columns"][0])
-        width, taken, stream = int(piece["columns"][1]) - left, columns[1] - columns[0], int(piece["stream"])
-        begin = int(piece["start"]) + columns[0] - left
+    def _read_rectangle(self, rectangle, rows: tuple[int, int], columns: tuple[int, int], out: np.ndarray) -> None:
+        """Fill `out` with rows x columns of a tensor, which a rectangle has."""
+        first, left = int(rectangle["rows"][0]), int(rectangle["columns"][0])
+        width, taken, stream = int(rectangle["columns"][1]) - left, columns[1] - columns[0], int(rectangle["stream"])
+        begin = int(rectangle["start"]) + columns[0] - left
         if taken == width and out.flags.c_contiguous:
             self._read_elements(stream, begin + (rows[0] - first) * width, out.reshape(-1))
             return
@@ -273,7 +275,7 @@ class Index:
 
     def _damage(self, stream: int, block: int) -> DamagedCheckpointError:
         about, size = self.manifest.streams[stream], self.manifest.block_bytes // 4
-        ours = self._pieces[self._pieces["stream"] == stream]
+        ours = self._rectangles[self._rectangles["stream"] == stream]
         counts = (ours["rows"][:, 1] - ours["rows"][:, 0]).astype(np.int64)
         counts *= ours["columns"][:, 1] - ours["columns"][:, 0]
         start = ours["start"].astype(np.int64)
@@ -299,7 +301,7 @@ class Index:
                 f"{self.path / about.file}: is damaged: what HDF5 needs has another CRC-32; {REMEDY}"
             )
 
-    def _extents(self, stream: Stream) -> Iterator[Extent]:
+    def _extents(self, stream: PartStream) -> Iterator[Extent]:
         if not self.manifest.compression:
             yield Extent(stream.offset, 4 * stream.elements)
             return

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.folder import commit, partial_folder
-from hpctrain.checkpoint.format import BLOCK_BYTES, KINDS, PIECE, Part, part_name
+from hpctrain.checkpoint.format import BLOCK_BYTES, KINDS, RECTANGLE, Part, part_name
 from hpctrain.checkpoint.parts import PartLayout, compress, lay_out, write_stream
 from hpctrain.checkpoint.state import attempt, tensors_of
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
@@ -44,14 +44,14 @@ class Copy(NamedTuple):
 class OwnState:
     """What this rank saves: the same for every checkpoint of a run."""
 
-    pieces: np.ndarray
+    rectangles: np.ndarray
     copies: tuple[Copy, ...]
     elements: int
 
 
 def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnState:
     """Lay out what a rank owns as one stream: weights first, then each moment."""
-    pieces, copies, start = [], [], 0
+    rectangles, copies, start = [], [], 0
     for kind in KINDS:
         for shard in shards:
             for region in shard.group.regions(shard.owned):
@@ -60,14 +60,14 @@ def own_state(shards: list[Shard], tensor_numbers: Mapping[str, int]) -> OwnStat
                 for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
                     at = taken.shift(region.at.start - region.elements.start)
                     number = tensor_numbers[f"{kind}/{region.parameter.name}"]
-                    pieces.append((number, 0, tuple(rows), (columns.start, columns.stop), start))
+                    rectangles.append((number, 0, tuple(rows), (columns.start, columns.stop), start))
                     last = copies[-1] if copies else None
                     if last and last.kind == kind and last.shard is shard and last.at.stop == at.start:
                         copies[-1] = last._replace(at=Interval(last.at.start, at.stop))
                     else:
                         copies.append(Copy(kind, shard, at, start))
                     start += at.size
-    return OwnState(np.array(pieces, PIECE), tuple(copies), start)
+    return OwnState(np.array(rectangles, RECTANGLE), tuple(copies), start)
 
 
 @dataclass
@@ -128,8 +128,8 @@ class Saver:
         self._own = own_state(shards, {name: number for number, name in enumerate(shapes)})
         described = {"job": job.model_dump_json(indent=1), "plan": dump_plan(plan), **about}
         counts = world.broadcast_object(world.gather_objects(self._own.elements))
-        pieces = world.gather_objects(self._own.pieces)
-        self._contents = Contents(shapes, pieces, counts, described) if world.rank == 0 else None
+        rectangles = world.gather_objects(self._own.rectangles)
+        self._contents = Contents(shapes, rectangles, counts, described) if world.rank == 0 else None
         self._num_bytes = 4 * sum(counts)
         self._is_compressed = job.checkpoint.compression != "none"
         self._part, members = self._part_of(counts)
@@ -150,8 +150,8 @@ class Saver:
         for rank, count in enumerate(counts):
             if count:
                 groups.setdefault(world.topology.places[rank].host if by_node else rank, []).append(rank)
-        found = ((number, tuple(ranks)) for number, ranks in enumerate(groups.values()) if own in ranks)
-        return next(found, (0, ()))
+        own_group = ((number, tuple(ranks)) for number, ranks in enumerate(groups.values()) if own in ranks)
+        return next(own_group, (0, ()))
 
     @property
     def is_writing(self) -> bool:

@@ -42,11 +42,11 @@ def attempt(where: Path, work: Callable[[], T], num_bytes: int | None = None) ->
     try:
         return work()
     except OSError as error:
-        room = ""
+        sizes = ""
         if num_bytes is not None:
-            room = f" ({num_bytes:,} bytes are to be written{_describe_free(where)})"
+            sizes = f" ({num_bytes:,} bytes are to be written{_describe_free(where)})"
         raise CheckpointError(
-            f"{where}: cannot be written: {describe_os_error(error)}{room}; earlier checkpoints are untouched,"
+            f"{where}: cannot be written: {describe_os_error(error)}{sizes}; earlier checkpoints are untouched,"
             " free space or choose another --run"
         ) from None
 
@@ -100,7 +100,7 @@ def load_weights(world: World, checkpoint: Path, model: Model, shards: list[Shar
 
 
 def read_region(index: Index, kind: str, region: StoredRegion) -> torch.Tensor:
-    """Return the elements of a piece, fp32, from the whole parameter; padding is zero."""
+    """Return the elements of a rectangle, fp32, from the whole parameter; padding is zero."""
     values = torch.zeros(region.at.size)
     for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
         result = index.read(kind, region.parameter.name, rows, (columns.start, columns.stop))

@@ -1,4 +1,4 @@
-"""What one rank writes besides the parts: the tables of pieces and blocks, the index for h5py, the manifest."""
+"""What one rank writes besides the parts: the tables of rectangles and blocks, the index for h5py, the manifest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from hpctrain.checkpoint.format import (
     BLOCKS,
     INDEX,
     MANIFEST,
-    PIECE,
-    PIECES,
+    RECTANGLE,
+    RECTANGLES,
     STORED_BLOCK,
     Manifest,
     Part,
-    Stream,
+    PartStream,
     Tensor,
     dump_manifest,
     part_name,
@@ -44,7 +44,7 @@ class Contents:
 
     shapes: Mapping[str, tuple[int, ...]]
     """Of all tensors, by their names with the kind before them."""
-    pieces_by_rank: Sequence[np.ndarray]
+    rectangles_by_rank: Sequence[np.ndarray]
     """In order of ranks; the numbers of tensors are those of `shapes`, those of streams are not set yet."""
     elements: Sequence[int]
     """Of each rank's stream; 0: it writes none."""
@@ -60,13 +60,13 @@ class Contents:
         return tuple(Tensor(name=name, shape=shape) for name, shape in self.shapes.items())
 
     @cached_property
-    def pieces(self) -> np.ndarray:
-        """All pieces, sorted by tensor and then by place."""
-        parts = [self.pieces_by_rank[rank].copy() for rank in self.writers]
+    def rectangles(self) -> np.ndarray:
+        """All rectangles, sorted by tensor and then by place."""
+        parts = [self.rectangles_by_rank[rank].copy() for rank in self.writers]
         for number, part in enumerate(parts):
             part["stream"] = number
-        pieces = np.concatenate(parts) if parts else np.zeros(0, PIECE)
-        return pieces[np.lexsort((pieces["columns"][:, 0], pieces["rows"][:, 0], pieces["tensor"]))]
+        rectangles = np.concatenate(parts) if parts else np.zeros(0, RECTANGLE)
+        return rectangles[np.lexsort((rectangles["columns"][:, 0], rectangles["rows"][:, 0], rectangles["tensor"]))]
 
     def index(self, parts: Sequence[int]) -> bytes:
         """Return the bytes of the index; `parts` are those of the streams. They are made once."""
@@ -75,7 +75,7 @@ class Contents:
                 (part_name(part), stream_name(rank), self.elements[rank])
                 for rank, part in zip(self.writers, parts, strict=True)
             ]
-            self._index = make_index(self.tensors, sources, self.pieces)
+            self._index = make_index(self.tensors, sources, self.rectangles)
         return self._index
 
     _index: bytes | None = None
@@ -98,11 +98,13 @@ def write_tables(
     of_writers = [each for each in written if each is not None]
     for rank, each in zip(contents.writers, of_writers, strict=True):
         elements, name = contents.elements[rank], stream_name(rank)
-        streams.append(Stream(part=each.part, dataset=name, elements=elements, offset=each.offset, first_block=begin))
+        streams.append(
+            PartStream(part=each.part, dataset=name, elements=elements, offset=each.offset, first_block=begin)
+        )
         begin += len(each.blocks)
     blocks = np.concatenate([each.blocks for each in of_writers])
     data = {
-        PIECES: contents.pieces.tobytes(),
+        RECTANGLES: contents.rectangles.tobytes(),
         BLOCKS: blocks.tobytes(),
         INDEX: contents.index([each.part for each in of_writers]),
         **{name: text.encode() for key, name in ABOUT.items() if (text := about.get(key))},

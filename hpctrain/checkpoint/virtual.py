@@ -11,14 +11,14 @@ from hpctrain.checkpoint.format import INDEX, Tensor
 from hpctrain.config.errors import DamagedCheckpointError
 
 
-def make_index(tensors: Sequence[Tensor], sources: Sequence[tuple[str, str, int]], pieces: np.ndarray) -> bytes:
+def make_index(tensors: Sequence[Tensor], sources: Sequence[tuple[str, str, int]], rectangles: np.ndarray) -> bytes:
     """Return the bytes of an index file.
 
-    `sources` are the streams: file, dataset, number of elements. `pieces` are sorted by tensor.
+    `sources` are the streams: file, dataset, number of elements. `rectangles` are sorted by tensor.
     """
     parents = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     parents.set_create_intermediate_group(True)
-    bounds = np.searchsorted(pieces["tensor"], np.arange(len(tensors) + 1))
+    bounds = np.searchsorted(rectangles["tensor"], np.arange(len(tensors) + 1))
     flat = [(file.encode(), name.encode(), h5py.h5s.create_simple((count,))) for file, name, count in sources]
     with h5py.File("index", "w", driver="core", backing_store=False, libver="latest") as index:
         for number, tensor in enumerate(tensors):
@@ -26,8 +26,8 @@ def make_index(tensors: Sequence[Tensor], sources: Sequence[tuple[str, str, int]
             properties.set_obj_track_times(False)
             properties.set_fill_value(np.array(np.nan, "<f4"))
             space = h5py.h5s.create_simple(tensor.shape)
-            for piece in pieces[bounds[number] : bounds[number + 1]].tolist():
-                _, stream, *corners, start = piece
+            for rectangle in rectangles[bounds[number] : bounds[number + 1]].tolist():
+                _, stream, *corners, start = rectangle
                 corner, counts = _rectangle(len(tensor.shape), *corners)
                 file, name, source = flat[stream]
                 space.select_hyperslab(corner, counts)
@@ -45,14 +45,14 @@ def _rectangle(num_dims: int, rows: Sequence[int], columns: Sequence[int]) -> tu
 
 
 def check_index(
-    folder: Path, tensors: Sequence[Tensor], sources: Sequence[tuple[str, str, int]], pieces: np.ndarray
+    folder: Path, tensors: Sequence[Tensor], sources: Sequence[tuple[str, str, int]], rectangles: np.ndarray
 ) -> None:
-    """Refuse an index, whose bytes are known to be whole, that shows something else than the pieces.
+    """Refuse an index, whose bytes are known to be whole, that shows something else than the rectangles.
 
     Raises DamagedCheckpointError.
     """
     path = folder / INDEX
-    bounds = np.searchsorted(pieces["tensor"], np.arange(len(tensors) + 1))
+    bounds = np.searchsorted(rectangles["tensor"], np.arange(len(tensors) + 1))
     try:
         with h5py.File(io.BytesIO(path.read_bytes()), "r") as index:
             for number, tensor in enumerate(tensors):
@@ -60,7 +60,7 @@ def check_index(
                 if not isinstance(dataset, h5py.Dataset) or dataset.shape != tensor.shape or dataset.dtype != "<f4":
                     raise DamagedCheckpointError(f"{path}: does not show {tensor.name} as it is in the checkpoint")
                 expected = set()
-                for _, stream, *corners, start in pieces[bounds[number] : bounds[number + 1]].tolist():
+                for _, stream, *corners, start in rectangles[bounds[number] : bounds[number + 1]].tolist():
                     corner, counts = _rectangle(len(tensor.shape), *corners)
                     size = int(np.prod(counts))
                     expected.add((sources[stream][:2], corner, counts, start, size))

@@ -29,7 +29,7 @@ def run(world, job, folder, interrupt_after=None, resume=False):
 
 
 def layouts(size: int) -> list[dict]:
-    """One with everything that makes pieces: z-shards, shared heads, pipeline, data."""
+    """One with everything that makes rectangles: z-shards, shared heads, pipeline, data."""
     return {
         2: [{"tensor": {"z": 2}}, {"pipeline": 2}],
         4: [{"tensor": {"y": 4}}, {"tensor": {"x": 2, "z": 2}}],

@@ -11,7 +11,7 @@ from benchmarks.mutations import PLAN, Case, classify
 from benchmarks.sandbox import FAILED, Ended
 
 KINDS = ("job", "plan", "cluster", "tokens.h5", "tokens.bin", "records.jsonl", "records.parquet", "tokenizer.json")
-KINDS += ("csv", "run folder", "arguments")
+KINDS += ("csv", "run folder", "checkpoint", "arguments")
 
 
 @pytest.mark.timeout(240)

@@ -376,9 +376,9 @@ def test_other_software_is_predicted_on_unlike_families_in_one_pipeline():
         predicted(interleave=4)
 
 
-def test_the_command_refuses_devices_that_have_no_dtype_in_common(tmp_path):
+def test_the_command_refuses_a_family_that_has_no_dtype_to_train_in(tmp_path):
     families = dict(CLUSTER.families)
-    families["slow"] = families["slow"].model_copy(update={"peak_flops_per_second": {"fp16": 1e9}})
+    families["slow"] = families["slow"].model_copy(update={"peak_flops_per_second": {"fp8": 1e9}})
     result = run_command(tmp_path, cluster=CLUSTER.model_copy(update={"families": families}))
     assert isinstance(result.exception, TopologyError)
-    assert "families fast, slow have no dtype in common to train in (bf16 or fp32)" in str(result.exception)
+    assert "family slow has no dtype to train in (bf16 or fp16 or fp32); set its peak_flops" in str(result.exception)
