@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from hpctrain.checkpoint.format import latest_checkpoint
+from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.config.precision import Precision
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.tiling import Plan, Tile
