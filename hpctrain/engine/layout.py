@@ -68,10 +68,9 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, device: torch.device)
     sets = dict.fromkeys(shard_group.ranks for shard_group in role.shards.shard_groups)
     made = {ranks: world.group(ranks, "data", overlapped=bool(overlap.data)) for ranks in sets}
     groups = [made[shard_group.ranks] for shard_group in role.shards.shard_groups]
-    families = {rank: tile.family for tile in plan.first_tiles for rank in tile.ranks}
-    own = families[world.rank]
+    own = role.tiles[0].family
     dtype = DTYPES[job.dtype_of(own)]
-    wires = {need.peer: DTYPES[job.wire_dtype(own, families[need.peer])] for need in role.channels}
+    wires = {need.peer: DTYPES[job.wire_dtype(own, plan.tile_of(need.peer).family)] for need in role.channels}
     channels = {
         (need.peer, need.item): world.channel(
             need.peer, need.elements * wires[need.peer].itemsize, need.depth, f"before item {need.item}"
@@ -79,7 +78,7 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, device: torch.device)
         for need in role.channels
     }
     kept = [i for tile in role.tiles for layer in layers(tile.items)[: overlap.keep_gathered] for i in range(*layer)]
-    held = [{job.dtype_of(families[rank]) for rank in shard_group.ranks} for shard_group in role.shards.shard_groups]
+    held = [{job.dtype_of(plan.tile_of(rank).family) for rank in group.ranks} for group in role.shards.shard_groups]
     exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in held]
     store = Store(groups, role.shards, axes, dtype, device, kept, exchanged)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights

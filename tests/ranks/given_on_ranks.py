@@ -1,6 +1,7 @@
 """Hypothesis on N ranks: rank 0 draws and broadcasts, all ranks run, and the verdict is agreed before shrinking."""
 
 import functools
+import traceback
 
 from hypothesis import given, settings
 
@@ -49,6 +50,7 @@ def _attempt(body, world, example) -> Exception | None:
     try:
         body(world, example)
     except Exception as error:
+        traceback.print_exc()  # at once: the other ranks may wait for this one, and then nothing else is printed
         return error
     return None
 

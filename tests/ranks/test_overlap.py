@@ -11,6 +11,7 @@ from benchmarks.overlap_variants import VARIANTS, compare, compare_pairs, measur
 from hpctrain.architectures.description import inner_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.topology import Preferences
+from hpctrain.comm.world import World
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
@@ -188,7 +189,7 @@ def test_each_axis_moves_the_bytes_of_its_formula(world, tokens, on, recompute, 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, tokens, monkeypatch):
-    monkeypatch.setattr(world, "settings", replace(world.settings, accelerator=None))
+    own = World(world.raw_mpi, False, world.topology.places, world.patience.phase.seconds, watched=False)
     job = make_job(tokens, "llama", {"tensor": {"y": 2}})
     source, training, validation = open_datasets(job.data, job.train.seed)
     plan = resolve_plan(job, 2).plan
@@ -198,7 +199,7 @@ def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, token
     started = []
     trained = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self, *args: started.append(self) or trained(self, *args))
-    summary = compare_pairs(world, prepared, 4)
+    summary = compare_pairs(own, prepared, 4)
     assert list(summary["overlaps"]) == ["nothing", "tensor", "forward"], "there are no replicas and there is no z"
     assert summary["same_bits"]
     for each in summary["overlaps"].values():
@@ -211,6 +212,7 @@ def test_pairs_of_steps_have_a_ratio_its_interval_and_the_same_bits(world, token
     assert of_one == [other, exposed, exposed, other] * 3, "by turns, and who is first changes"
     concurrent = [trainer.layout.axes.y.is_overlapped for trainer in dict.fromkeys(started)]
     assert concurrent == [False, False, True, False, True, False]
+    own.close()
 
 
 DEVICE = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 5e8})
