@@ -101,7 +101,7 @@ class World:
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
         place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), device.family, device.kind)
-        return cls(MPI, ours, MPI.COMM_WORLD.allgather(place), timeout_seconds, watched)
+        return cls(MPI, ours, _places(MPI, place), timeout_seconds, watched)
 
     def configure(self, **changes) -> None:
         """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
@@ -406,3 +406,23 @@ class World:
         if not everywhere:
             message += f"\n  on rank {self.rank} of {self.size}, host {self.place.host}; all ranks are stopped"
         return trace + message
+
+
+def _places(mpi, own: Place) -> list[Place]:
+    """Return where all ranks are. All ranks must call.
+
+    A host is where ranks share memory as MPI sees it, which may be less than what has one name: each node of Slurm is
+    a host to MPICH, and so is each container. Further hosts of a name have the first of their ranks behind it.
+    """
+    comm = mpi.COMM_WORLD
+    sharing = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    leader = sharing.bcast(comm.rank)
+    sharing.Free()
+    gathered = comm.allgather((own, leader))
+    first: dict[str, int] = {}
+    for place, leader in gathered:
+        first.setdefault(place.host, leader)
+    return [
+        place if first[place.host] == leader else place._replace(host=f"{place.host}:{leader}")
+        for place, leader in gathered
+    ]

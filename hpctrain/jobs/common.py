@@ -98,7 +98,6 @@ def launch_plan(
     nodes: int | None,
     ranks_per_node: int | None,
     run_path: Path | None,
-    in_slurm: bool,
 ) -> LaunchPlan:
     """Check a job, its cluster and its plan, and return what is to be written for its start.
 
@@ -135,9 +134,7 @@ def launch_plan(
         notes.append(f"plan: {plan.describe()}, the job's own")
     elif cluster:
         notes.append("plan: searched for when the job starts, with the nodes that it then has")
-    return LaunchPlan(
-        job.name, run, components, launch_files(job, plan, cluster, components, in_slurm), arguments, tuple(notes)
-    )
+    return LaunchPlan(job.name, run, components, launch_files(job, plan, cluster, components), arguments, tuple(notes))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def command(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, host
     The hosts are listed in the order of the cluster file's nodes. Modules, virtual environments and variables of a
     family are in the cluster file, [families.NAME.launch].
     """
-    prepared = launch_plan(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, in_slurm=False)
+    prepared = launch_plan(job, overrides, cluster, plan, nodes, ranks_per_node, run_path)
     if implementation is None:
         kind = mpi_library().kind
         implementation = "mpich" if kind == "cray" else kind

@@ -48,7 +48,7 @@ def command(
     """
     if time and not TIME.fullmatch(time):
         raise LaunchError(f"--time {time!r}: no time as Slurm writes it; give 30:00, 12:00:00 or 2-00:00:00")
-    prepared = launch_plan(job, overrides, cluster, plan, nodes, ranks_per_node, run_path, in_slurm=True)
+    prepared = launch_plan(job, overrides, cluster, plan, nodes, ranks_per_node, run_path)
     mpi = mpi or _interface()
     batch = BatchJob(
         name=prepared.name,

@@ -27,7 +27,7 @@ FOLDER = "launch"
 
 
 def launch_files(
-    job: Job, plan: Plan | None, cluster: Cluster | None, components: Sequence[Component], in_slurm: bool
+    job: Job, plan: Plan | None, cluster: Cluster | None, components: Sequence[Component]
 ) -> dict[str, str]:
     """Return the texts of the files, by their names in the run folder."""
     files = {
@@ -39,7 +39,7 @@ def launch_files(
     if plan:
         files[f"{FOLDER}/plan.toml"] = dump_plan(plan)
     for number, component in enumerate(components):
-        files[f"{FOLDER}/rank-{number}.sh"] = rank_script(component, in_slurm)
+        files[f"{FOLDER}/rank-{number}.sh"] = rank_script(component)
     return files
 
 

@@ -16,15 +16,13 @@ if ! command -v module > /dev/null; then
 fi"""
 
 
-def rank_script(component: Component, in_slurm: bool) -> str:
+def rank_script(component: Component) -> str:
     """Return the script of a component's ranks; all texts of the cluster file are quoted.
 
     Of several families on a node a rank takes its own by its number on the node.
     """
     title = f"# Starts one rank of {component.describe()}. Arguments: those of hpctrain."
     lines = ["#!/bin/bash", title, "set -eo pipefail"]
-    if in_slurm:  # several slurmd of one host are several hosts to Slurm
-        lines += ['if [ -n "$SLURMD_NODENAME" ]; then export HPCTRAIN_HOST="$SLURMD_NODENAME"; fi']
     if len(component.devices) == 1:
         lines += _set_up(component, next(iter(component.devices)))
     else:

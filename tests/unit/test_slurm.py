@@ -113,7 +113,7 @@ def test_no_text_of_a_cluster_file_changes_what_a_rank_runs(recorder, tmp_path_f
     program.chmod(0o755)
     launch = Launch(environment={"MINE": value}, venv=str(venv), modules=(f"m{module}",))
     component = Component(1, {family: 2}, {family: launch})
-    write_files(base, {"rank.sh": launch_files(JOB, None, None, (component,), True)["launch/rank-0.sh"]})
+    write_files(base, {"rank.sh": launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]})
     code, calls = recorder.run(base / "rank.sh", *arguments)
     assert code == 0
     assert calls[0][0::2] == ("module", ["load", f"m{module}"])
@@ -169,7 +169,7 @@ def test_every_ready_cluster_has_a_script(name):
     text = batch_script(components, BatchJob(name, Path("/run"), Path("/")))
     assert text.count("hetjob") == len(components) - 1
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0
-    for script in launch_files(JOB, None, None, components, True).values():
+    for script in launch_files(JOB, None, None, components).values():
         if script.startswith("#!"):
             assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).returncode == 0
 
@@ -207,7 +207,7 @@ def test_families_that_share_a_node_share_its_component(recorder, tmp_path):
     assert component.gres == {"gpu": 2, "gpu:v100": 1}
     text = batch_script((component,), BatchJob("n", tmp_path, tmp_path))
     assert "#SBATCH --nodes=1-3" in text and "#SBATCH --gres=gpu:2,gpu:v100:1" in text
-    script = launch_files(JOB, None, None, (component,), True)["launch/rank-0.sh"]
+    script = launch_files(JOB, None, None, (component,))["launch/rank-0.sh"]
     script = script.replace('exec "$HPCTRAIN_PROGRAM"', f"exec {shlex.quote(str(recorder.folder / 'hpctrain'))}")
     (recorder.folder / "hpctrain").write_text(
         (recorder.folder / "hpctrain").read_text().replace("sys.argv[1:]]", '[os.environ["HPCTRAIN_FAMILY"]]]')
