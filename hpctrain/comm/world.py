@@ -101,7 +101,7 @@ class World:
                 " Use the mpirun that came with this MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
             )
         place = Place(os.environ.get(HOST_VARIABLE, socket.gethostname()), device.family, device.kind)
-        return cls(MPI, ours, _places(MPI, place), timeout_seconds, watched)
+        return cls(MPI, ours, gather_places(MPI, place), timeout_seconds, watched)
 
     def configure(self, **changes) -> None:
         """Change some of the `Settings` of groups that are made from now on. All ranks must call."""
@@ -408,7 +408,7 @@ class World:
         return trace + message
 
 
-def _places(mpi, own: Place) -> list[Place]:
+def gather_places(mpi, own: Place) -> list[Place]:
     """Return where all ranks are. All ranks must call.
 
     A host is where ranks share memory as MPI sees it, which may be less than what has one name: each node of Slurm is
