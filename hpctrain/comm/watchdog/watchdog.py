@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,17 +127,22 @@ class Watchdog:
 
     def _end_without_launcher(self) -> NoReturn:
         """End this rank; the first one of the host says why. MPI's own abort needs the daemon that is gone."""
+        try:
+            self._report_lost_launcher()
+        finally:  # standard error may be a pipe that ended with the daemon
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("it was killed")
+
+    def _report_lost_launcher(self) -> None:
+        record_exit(CommError.exit_code)
         host = self._hosts[self._rank]
         if self._hosts.index(host) == self._rank:
             text = (
                 f"CommError: on host {host} process {self._launcher} is gone, which the launcher had started the ranks"
+                " with; its ranks are stopped, start the same command again"
             )
-            text += " with; its ranks are stopped, start the same command again"
             self._recorder.close(error=text)
             print(f"hpctrain: {text}", file=sys.stderr, flush=True)
-        record_exit(CommError.exit_code)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("it was killed")
 
     def _is_overdue(self) -> bool:
         """Say whether an operation takes too long; a new one starts the appeals anew."""
@@ -210,7 +216,8 @@ class Watchdog:
             return None  # what was slow has come
         report, summary = self._report(answers, phases[0])
         self._recorder.close(error=f"CommError: {summary}; {phases[0]}")
-        print(report, file=sys.stderr, flush=True)
+        with suppress(OSError):  # whoever read it may be gone
+            print(report, file=sys.stderr, flush=True)
         time.sleep(HEARD_SECONDS)
         return self._abort(CommError.exit_code)
 
