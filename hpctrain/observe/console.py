@@ -1,4 +1,4 @@
-"""What a run shows a person: its choices, a line of progress, and where everything is at the end."""
+"""What a run shows a person: its choices, its progress, and where everything is at the end."""
 
 import sys
 import time
@@ -87,16 +87,16 @@ class Console:
         parts = progress_parts(metrics, ranks, until, self._smooth_speed, left)
         if self._rich.is_terminal:
             if "validation_loss" in metrics:
-                self.say(fit([f"step {metrics['step']}", *parts[1:3]], self._rich.width))
-            self._show(fit(parts, self._rich.width - 1))
+                self.say(GAP.join([f"step {metrics['step']}", *parts[1:3]]))
+            self._show("\n".join(wrap(parts, self._rich.width - 1)))
         elif is_logged or metrics["step"] == until:
             self.say(GAP.join(parts))
 
-    def _show(self, line: str) -> None:
+    def _show(self, lines: str) -> None:
         if self._live is None:
             self._live = Live(console=self._rich, auto_refresh=False)
             self._live.start()
-        self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
+        self._live.update(Text(lines, no_wrap=True, overflow="crop"), refresh=True)
 
     def close_line(self) -> None:
         """End the line that is kept up to date, so that others can be printed after it."""
@@ -175,13 +175,16 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,}:{minutes % 60:02} h"
 
 
-def fit(parts: Sequence[str], width: int) -> str:
-    """Return as many parts as one line has space for, the first ones first, and never less than the first."""
-    line = parts[0]
+def wrap(parts: Sequence[str], width: int) -> list[str]:
+    """Return lines of whole parts, none wider than `width` unless a single part is."""
+    lines = [parts[0]]
     for part in parts[1:]:
-        if len(line) + len(GAP) + len(part) <= width:
-            line += GAP + part
-    return line[:width]
+        joined = lines[-1] + GAP + part
+        if len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return lines
 
 
 def _smooth(mean: float, value: float) -> float:

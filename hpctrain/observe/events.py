@@ -5,7 +5,6 @@ events.jsonl     one line an event: `time` (seconds since 1970), `event` (its ki
 """
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -31,13 +30,15 @@ def note_event(folder: Path, event: str, step: int, text: str, **more: object) -
 
 
 def read_events(folder: Path) -> list[dict]:
-    """Return the events of a run folder, the oldest first; a line that a crash cut short is left out."""
+    """Return the events of a run folder, the oldest first, without lines that are damaged or cut short."""
     path, events = folder / EVENTS, []
-    for line in path.read_text().split(os.linesep) if path.is_file() else ():
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int):
+            events.append(event)
     return events
 
 

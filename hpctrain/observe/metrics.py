@@ -31,7 +31,7 @@ class RankFigures(NamedTuple):
 
     memory_peak_bytes: float
     memory_share: float
-    """The peak over what the device has."""
+    """The peak over what the device has for this rank; of a host's memory, an even share."""
     parts: tuple[float, ...] = (float("nan"),) * len(EXPOSED)
     """Seconds by part (`EXPOSED`); not a number where a device computes by itself."""
 
@@ -109,6 +109,7 @@ class RunMetrics:
         self._world, self._accelerator, self._meter = world, accelerator, meter
         self._used, self._write = tuple(used), write
         self._knows_parts = accelerator.shares_memory or accelerator.overrun is not None
+        self._sharers = world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else 1
         self._pending: deque[tuple[dict, PendingNumbers]] = deque()
         self.latest: dict = {}
         """Of the last step whose figures have come, on rank 0."""
@@ -126,7 +127,7 @@ class RunMetrics:
 
     def _figures(self) -> RankFigures:
         memory, scale = self._accelerator.memory(), self._accelerator.time_scale
-        figures = RankFigures(memory.peak, memory.peak / memory.total)
+        figures = RankFigures(memory.peak, memory.peak * self._sharers / memory.total)
         if not (self._knows_parts and self._meter.steps):
             return figures
         parts = self._meter.steps[-1]

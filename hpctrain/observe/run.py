@@ -68,7 +68,7 @@ class RunFolder:
         """
         file, damaged = self.path / METRICS, self.path / (METRICS + ".damaged")
         with writing(self.path):
-            lines, mistakes = _parse_metrics(file)
+            lines, mistakes = parse_metrics(file)
             if mistakes:
                 file.replace(damaged)
             partial = self.path / (METRICS + ".partial")
@@ -104,7 +104,7 @@ def read_metrics(path: Path) -> list[dict]:
     A last line that a crash cut short is left out. Raises JobError for any other line that is damaged.
     """
     try:
-        lines, mistakes = _parse_metrics(path / METRICS)
+        lines, mistakes = parse_metrics(path / METRICS)
     except OSError as error:
         raise JobError(f"{path / METRICS}: cannot be read: {describe_os_error(error)}") from None
     if mistakes:
@@ -112,7 +112,7 @@ def read_metrics(path: Path) -> list[dict]:
     return lines
 
 
-def _parse_metrics(file: Path) -> tuple[list[dict], list[str]]:
+def parse_metrics(file: Path) -> tuple[list[dict], list[str]]:
     """Return the lines of a file of metrics that are whole, and a message for each that is damaged. Raises OSError."""
     if not is_file(file):
         return [], []

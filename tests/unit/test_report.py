@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from hpctrain.comm.watchdog.flight import record_path
 from hpctrain.comm.watchdog.recorder import Recorder
-from hpctrain.config.errors import JobError
+from hpctrain.config.errors import HpctrainError, JobError
 from hpctrain.config.job import load_job
 from hpctrain.jobs.plan import command as plan_command
 from hpctrain.observe.events import note_failure, read_events
@@ -100,8 +100,7 @@ def in_files(folder, source):
     return [value for tree in trees if (value := dig(tree, path)) is not None]
 
 
-def test_every_number_is_that_of_its_file(run, page):
-    assert len(page.numbers) > 30
+def check_numbers(run, page):
     for source, value, shown in page.numbers:
         assert value in in_files(run, source), source
         digits = NUMBER.search(shown)
@@ -109,6 +108,32 @@ def test_every_number_is_that_of_its_file(run, page):
         unit = shown[digits.end() :].strip().split(" ")[0]
         read = float(digits[0].replace(",", "")) * UNITS.get(unit, 1)
         assert read == pytest.approx(abs(value), rel=0.006, abs=0.0006), f"{source}: {value} is shown as {shown}"
+
+
+def test_every_number_is_that_of_its_file(run, page):
+    assert len(page.numbers) > 30
+    check_numbers(run, page)
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("metrics.jsonl", '"step": 6, "loss": 6.1', '"step": 6, "loss": 6.2'),
+        ("drift.json", '"measured_seconds": ', '"measured_seconds": 1'),
+        ("events.jsonl", '"overrun": 0.004', '"overrun": 0.04'),
+        ("resolved.toml", "steps = 200", "steps = 201"),
+        ("traffic.json", '"step": 3', '"step": 4'),
+        ("timeline.json", '"step": 3', '"step": 4'),
+    ],
+)
+def test_a_number_that_is_not_in_its_file_is_noticed(run, page, tmp_path, file, before, after):
+    other = shutil.copytree(run, tmp_path / "a")
+    check_numbers(other, page)
+    text = (other / file).read_text()
+    assert before in text
+    (other / file).write_text(text.replace(before, after))
+    with pytest.raises(AssertionError, match=re.escape(f"a/{file}")):
+        check_numbers(other, page)
 
 
 def value_at(svg, axis, pixel):
@@ -119,7 +144,7 @@ def value_at(svg, axis, pixel):
 
 def test_curves_go_through_the_metrics(run, page):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for key in ("loss", "step_seconds"):
+    for key in ("loss", "tokens_per_second"):
         curve, svg = next((a, svg) for tag, a, svg in page.shapes if a["data-from"] == f"a/metrics.jsonl:{key}")
         points = [tuple(map(float, point.split(","))) for point in curve["points"].split()]
         drawn = [(value_at(svg, "x", x), value_at(svg, "y", y)) for x, y in points]
@@ -137,7 +162,7 @@ def test_bars_are_as_long_as_what_they_stand_for(run, page):
         predicted, measured = step_stacks(record, group)
         for part in EXPOSED:
             assert measured.parts[part] == pytest.approx(fmean(ranks[f"{part}_seconds"][rank] for rank in group.ranks))
-            assert predicted.parts[part] == record.forecast.exposed[group.tile][part]
+            assert record.forecast and predicted.parts[part] == record.forecast.exposed[group.tile][part]
         for stack in (predicted, measured):
             assert isinstance(stack, StackedBar)
             for part, seconds in stack.parts.items():
@@ -230,8 +255,50 @@ def test_what_a_run_did_not_write_is_left_out_with_a_reason(tmp_path):
     text = render_report(read_runs([path]))
     for part in ("No step was logged", "A step is predicted to take", "Nothing is known of what ranks sent"):
         assert part in text
-    with pytest.raises(JobError, match="not a run folder with resolved.toml"):
+    assert "The run has not begun: " in text
+    with pytest.raises(JobError, match=r"has no resolved.toml, so it is no run folder, or one of an older version"):
         read_run(tmp_path, "x")
+
+
+DAMAGED = [
+    ("timeline.json", "{", "timeline.json is damaged or of another version"),
+    ("timeline.json", '{"step": 3, "grids": [{"rank": 9, "spans": []}]}', "rank 9 is none of the plan&#39;s 4"),
+    ("timeline.json", '{"step": 3, "grids": [{"rank": 0, "spans": [["forward", 0, 0, "x", 1]]}]}', "timeline.json"),
+    ("traffic.json", '{"step": 3, "groups": [{"ranks": "0-99999"}]}', "traffic.json"),
+    ("traffic.json", "[]", "traffic.json"),
+    ("ranks.json", '{"step": 3, "memory_peak_bytes": [1]}', "has 1 ranks, and the plan 4"),
+    ("drift.json", '{"cluster": 3}', "drift.json: is damaged"),
+    ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n', "metrics.jsonl: 1 lines are damaged or of another version"),
+    ("metrics.jsonl", '{"step": 1\n', "metrics.jsonl, line 1: is damaged"),
+    ("events.jsonl", '{"event": "start", "step": 0, "time": 1.0}\n', "events.jsonl: 1 lines are damaged"),
+    ("events.jsonl", "\x00\n[]\n3\n", ""),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "said"), DAMAGED)
+def test_what_is_damaged_is_left_out_and_named(run, tmp_path, file, content, said):
+    path = shutil.copytree(run, tmp_path / "a")
+    (path / file).write_text(content)
+    text = render_report(read_runs([path]))
+    assert said in text and ("Left out: " in text) == bool(said)
+    note_failure(path, path / "flight")  # which reads the events too
+
+
+@pytest.mark.parametrize("file", ["resolved.toml", "plan.toml", "cluster.toml"])
+def test_without_what_it_was_to_do_there_is_one_error(run, tmp_path, file):
+    path = shutil.copytree(run, tmp_path / "a")
+    (path / file).write_text("nonsense = 3\n")
+    with pytest.raises(HpctrainError, match=file):
+        read_run(path, "a")
+
+
+def test_a_loss_that_is_no_number_is_not_drawn(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "a")
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["loss"] = float("nan")
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = render_report(read_runs([path]))
+    assert "did not fall: it went from " in text and "nan," not in text
 
 
 def test_a_long_curve_keeps_its_extremes():

@@ -99,6 +99,7 @@ def memory_bars(run: RunRecord, width: int) -> Svg | None:
     shown = {part for _, stacks in lines for each in stacks for part, size in each.parts.items() if size}
     entries = [(MEMORY[part], part) for part in MEMORY if part in shown]
     entries += [("pk", "measured peak")] if "peak" in shown else []
+    entries.append(("limitkey", "capacity of a device"))
 
     def capacity(group: TileGroup) -> float | None:
         family = run.cluster.families.get(group.tile.family)
@@ -150,7 +151,10 @@ def _bars(
                         x(so_far), at, wide, BAR - 2, f"box {classes[part]}", name, data_from=f"{stack.source}:{part}"
                     )
                     so_far += value
-            svg.text(x(so_far) + 5, at + 11, show(so_far), "tick")
+            text, label_at = show(so_far), x(so_far) + 5
+            if limit in near and label_at - 5 <= x(limit) <= label_at + text_width(text):
+                label_at = x(limit) + 5  # the line of the capacity must not cross it
+            svg.text(label_at, at + 11, text, "tick")
         if limit in near:
             svg.line(x(limit), top + 14, x(limit), top + 18 + len(stacks) * BAR, "limit")
         top += height

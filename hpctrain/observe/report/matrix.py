@@ -122,7 +122,7 @@ def matrix_picture(run: RunRecord, width: int) -> Svg | None:
             data_from=f"{run.name}/traffic.json:{a},{b}", data_value=repr(float(size)),
         )  # fmt: skip
         if cell >= 40:
-            shade = "on" if strength > 0.55 else "key"
+            shade = "" if strength < 0.55 else "on" if fabrics[where] == "f0" else "onlight"
             svg.text(
                 at[0] + cell / 2, at[1] + cell / 2 + 4, show_traffic(size).replace(" ", ""), f"tiny {shade}", "middle"
             )

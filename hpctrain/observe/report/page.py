@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from hpctrain import __version__
-from hpctrain.observe.events import FAILURE, START
+from hpctrain.observe.events import FAILURE, SAVE, START, STRAGGLER
 from hpctrain.observe.report import words
 from hpctrain.observe.report.bars import memory_bars, step_bars
 from hpctrain.observe.report.curves import loss_curve, speed_curve
@@ -20,8 +20,8 @@ from hpctrain.observe.report.tiles import tiles_picture
 from hpctrain.observe.report.timeline import timeline
 from hpctrain.plan.tiling import Plan
 
-WIDE, HALF, NARROW = 960, 470, 342
-"""Pixels of pictures: of one run, of two side by side, on a phone."""
+WIDE, HALF, NARROW = 840, 470, 342
+"""Pixels of pictures: of one run (readable on paper too), of two side by side, on a phone."""
 MOST_EVENTS = 60
 """Of one run; the first and the last are shown."""
 
@@ -135,13 +135,14 @@ def _events(run: RunRecord) -> list[dict]:
             "step": event["step"],
             "kind": "planned again" if event["event"] == START and event.get("planned_again") else event["event"],
             "text": event["text"],
-            "is_bad": event["event"] in (FAILURE, "straggler"),
+            "is_bad": event["event"] in (FAILURE, STRAGGLER),
         }
         for event in run.events
     ]
     if failure := _failure(run):
         text = "; ".join(failure["causes"])
-        rows.append({"after": "", "step": "", "kind": failure["state"], "text": text, "is_bad": not failure["is_live"]})
+        kind = "in progress" if run.is_live else FAILURE
+        rows.append({"after": "", "step": "", "kind": kind, "text": text, "is_bad": not run.is_live})
     if len(rows) > MOST_EVENTS:
         half = MOST_EVENTS // 2
         skipped = {"after": "", "step": "", "kind": "", "is_bad": False}
@@ -158,5 +159,6 @@ def _failure(run: RunRecord) -> dict | None:
         "state": state,
         "causes": diagnosis.sentences,
         "table": "\n".join(diagnosis.table),
-        "is_live": state.startswith("in flight"),
+        "is_live": run.is_live,
+        "saved_step": next((event["step"] for event in reversed(run.events) if event["event"] == SAVE), None),
     }

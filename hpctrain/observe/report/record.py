@@ -1,6 +1,5 @@
 """Reads a run folder for its report."""
 
-import json
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,14 +9,23 @@ from hpctrain.comm.watchdog.diagnosis import Diagnosis, post_mortem
 from hpctrain.comm.watchdog.flight import FOLDER
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import load_cluster
-from hpctrain.config.errors import HpctrainError, JobError
+from hpctrain.config.errors import HpctrainError, JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
+from hpctrain.config.paths import is_file
 from hpctrain.observe import drift
-from hpctrain.observe.events import END, START, read_events
+from hpctrain.observe.events import END, EVENTS, START, read_events
 from hpctrain.observe.live import RANKS
-from hpctrain.observe.run import CLUSTER, PLAN, RESOLVED, read_metrics
+from hpctrain.observe.report.saved import (
+    SavedEvent,
+    SavedMetrics,
+    SavedRanks,
+    SavedTimeline,
+    SavedTraffic,
+    check_lines,
+    read_saved,
+)
+from hpctrain.observe.run import CLUSTER, METRICS, PLAN, RESOLVED, parse_metrics
 from hpctrain.observe.sample import TIMELINE, TRAFFIC
-from hpctrain.observe.trace import SUMMARY
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
@@ -40,9 +48,10 @@ class RunRecord:
     timeline: dict | None
     traffic: dict | None
     ranks: dict | None
-    trace: dict | None
     ending: tuple[str, Diagnosis] | None
     """How it stands where it did not end in order, by its flight records."""
+    left_out: tuple[str, ...] = ()
+    """Files and lines that are damaged or of another version, a sentence for each."""
 
     @cached_property
     def forecast(self) -> Forecast | None:
@@ -63,6 +72,11 @@ class RunRecord:
         return self.events[-1] if self.events and self.events[-1]["event"] == END else {}
 
     @property
+    def is_live(self) -> bool:
+        """Whether the run still trains."""
+        return not self.end and self.ending is not None and self.ending[0].startswith("in flight")
+
+    @property
     def is_rehearsed(self) -> bool:
         return bool(self.start.get("rehearsed"))
 
@@ -72,24 +86,43 @@ class RunRecord:
 
 
 def read_run(path: Path, name: str) -> RunRecord:
-    """Read a run folder. Raises JobError where it is none, and other errors of hpctrain where its files are broken."""
+    """Read a run folder. Raises JobError where it is none, and other errors of hpctrain where its files are broken.
+
+    Without what a run measured there still is a report: such a file is left out if it is damaged.
+    """
     for file in (RESOLVED, PLAN, CLUSTER):
-        if not (path / file).is_file():
-            raise JobError(f"{path}: not a run folder with {file}; name the folder that was given as --run")
+        if not is_file(path / file):
+            raise JobError(
+                f"{path}: has no {file}, so it is no run folder, or one of an older version; name a folder that was"
+                " given as --run"
+            )
+    plan, left_out = load_plan(path / PLAN), []
+    try:
+        metrics, mistakes = parse_metrics(path / METRICS)
+    except OSError as error:
+        metrics, mistakes = [], [f"{path / METRICS} cannot be read: {describe_os_error(error)}"]
+    if mistakes:
+        left_out.append(mistakes[0] + (f" (and {len(mistakes) - 1:,} lines more)" if mistakes[1:] else ""))
+    try:
+        compared = drift.read(path)
+    except JobError as error:
+        compared = None
+        left_out.append(str(error))
+    size = len(plan.ranks)
     return RunRecord(
         path,
         name,
         load_job(str(path / RESOLVED)),
-        load_plan(path / PLAN),
+        plan,
         load_cluster(path / CLUSTER),
-        read_metrics(path),
-        read_events(path),
-        drift.read(path),
-        _read_json(path / TIMELINE),
-        _read_json(path / TRAFFIC),
-        _read_json(path / RANKS),
-        _read_json(path / SUMMARY),
+        check_lines(METRICS, metrics, SavedMetrics, left_out),
+        check_lines(EVENTS, read_events(path), SavedEvent, left_out),
+        compared,
+        read_saved(path / TIMELINE, SavedTimeline, size, left_out),
+        read_saved(path / TRAFFIC, SavedTraffic, size, left_out),
+        read_saved(path / RANKS, SavedRanks, size, left_out),
         post_mortem(path / FOLDER, time.time()),
+        tuple(left_out),
     )
 
 
@@ -99,10 +132,3 @@ def read_runs(paths: list[Path]) -> list[RunRecord]:
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
-
-
-def _read_json(path: Path) -> dict | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
-        return None

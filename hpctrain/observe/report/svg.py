@@ -108,10 +108,11 @@ class Svg:
 def axis_x(
     svg: Svg, scale: PixelScale, y: float, top: float, show: Callable[[float], str], title: str, base: int = 10
 ) -> None:
-    """Draw the lower axis: a line up to `top` for each tick, its text, and below it what the axis is."""
+    """Draw the lower axis: a line up to `top` for each tick that has a text, and below it what the axis is."""
     for value in scale.ticks(base=base):
-        svg.line(scale(value), top, scale(value), y)
-        svg.text(scale(value), y + 15, show(value), "tick", "middle")
+        if shown := show(value):
+            svg.line(scale(value), top, scale(value), y)
+            svg.text(scale(value), y + 15, shown, "tick", "middle")
     svg.line(scale.start, y, scale.stop, y, "axis")
     svg.text((scale.start + scale.stop) / 2, y + 31, title, "label", "middle")
 

@@ -94,8 +94,7 @@ def timeline(run: RunRecord, width: int) -> Svg | None:
 
 
 def _lane(svg: Svg, x: PixelScale, at: float, bars: Sequence[Bar], source: str) -> None:
-    begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
-    svg.rect(x(begin), at, x(end) - x(begin), LANE - 2, "box k-idle")
+    svg.rect(x.start, at, x(max(bar.end for bar in bars)) - x.start, LANE - 2, "box k-idle")
     drawn = [(kind, list(_merged(x, [bar for bar in bars if bar.kind == kind]))) for kind in NAMES]
     for kind, boxes in drawn:
         svg.boxes(boxes, at, LANE - 2, f"box k-{kind}", data_from=source)

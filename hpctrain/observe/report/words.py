@@ -44,17 +44,12 @@ def verdict(run: RunRecord) -> Markup | str:
     done = run.metrics[-1]["step"] if run.metrics else 0
     if run.end:
         done = run.end["step"]
-        state = (
-            "is done"
-            if done >= steps
-            else f"was stopped by {run.end['stopped_by']}"
-            if run.end["stopped_by"]
-            else "paused"
-        )
-    elif run.ending and run.ending[0].startswith("in flight"):
-        state = "is running"
+        by = run.end.get("stopped_by")
+        state = "is done" if done >= steps else f"was stopped by {by}" if by else "paused"
+    elif run.is_live:
+        state = "is in progress"
     else:
-        state = "failed"
+        state = "failed" if run.events or run.ending else "has not begun"
     begin = join(
         f"{state}: ", number(done, f"{done:,}", f"{run.name}/metrics.jsonl:step"), " of ",
         number(steps, f"{steps:,}", f"{run.name}/resolved.toml:train.steps"), " steps",
@@ -113,7 +108,7 @@ def loss(runs: Sequence[RunRecord]) -> tuple[Markup | str, str]:
         return "Losses of the runs by step", note
     run = runs[0]
     if not run.metrics:
-        return "No step was logged", "The run ended before its first step was complete."
+        return "No step was logged", "The first step is not complete."
     first, last = run.metrics[0], run.metrics[-1]
     source = f"{run.name}/metrics.jsonl:loss"
     fell = "fell" if last["loss"] < first["loss"] else "did not fall: it went"
@@ -125,15 +120,18 @@ def loss(runs: Sequence[RunRecord]) -> tuple[Markup | str, str]:
 
 
 def speed(runs: Sequence[RunRecord]) -> tuple[Markup | str, str]:
-    note = "Dashed: what each start predicted. The first step of a start also allocates memory, and takes longer."
+    note = "The first step of a start also allocates memory, and takes longer."
     if len(runs) > 1:
-        return "Seconds of each step of the runs", note
+        return "Tokens per second of the runs, by step", note
     run = runs[0]
     if not run.metrics:
         return "No step was logged", ""
     if not run.drift:
-        return "Seconds of each step", note
-    measured, predicted = run.drift["measured_seconds"], run.drift["predicted_seconds"]
+        last = run.metrics[-1]["step_seconds"]
+        return join(
+            "The last step took ", number(last, show_seconds(last), f"{run.name}/metrics.jsonl:step_seconds")
+        ), note
+    measured = run.drift["measured_seconds"]
     source = f"{run.name}/drift.json"
     low, high = run.drift["interval_seconds"]
     inside = "within" if low <= measured <= high else "outside"
@@ -142,7 +140,6 @@ def speed(runs: Sequence[RunRecord]) -> tuple[Markup | str, str]:
         " the predicted ", number(low, show_seconds(low), f"{source}:interval_seconds.0"), " to ",
         number(high, show_seconds(high), f"{source}:interval_seconds.1"),
     )  # fmt: skip
-    del predicted
     return title, note
 
 
@@ -180,6 +177,10 @@ def parts(run: RunRecord) -> tuple[Markup | str, str]:
     note = (
         "Predicted above measured (one logged step, mean over the ranks of a line)."
         " Waiting belongs to what is waited for."
+        + (
+            " The table has the communication of a rank by axis: what computing hides, and what it waits for."
+            * bool(axis_rows(run))
+        )
     )
     if not stacks:
         return "Where a step goes is not known", "The devices compute by themselves, and the step cannot be predicted."
@@ -200,14 +201,17 @@ def axis_rows(run: RunRecord) -> list[tuple[Markup | str, ...]]:
     keys = ("communication_seconds", "hidden_seconds", "exposed_seconds")
     source = f"{run.name}/traffic.json:axes"
     return [
-        (axis, *(number(each[key], show_seconds(each[key]), f"{source}.{axis}.{key}") for key in keys))
+        (
+            "all ranks" if axis == "everyone" else axis,
+            *(number(each[key], show_seconds(each[key]), f"{source}.{axis}.{key}") for key in keys),
+        )
         for axis, each in axes.items()
     ]
 
 
 def memory(run: RunRecord) -> tuple[Markup | str, str]:
     """Say which ranks are the fullest."""
-    note = "Predicted parts above the measured peak. The line is the capacity of a device, where it is in sight."
+    note = "Predicted parts above the measured peak."
     filled = []
     for group in groups_of(run):
         family = run.cluster.families.get(group.tile.family)
