@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 import tomllib
+from html import unescape
 from html.parser import HTMLParser
 from statistics import fmean
 
@@ -351,12 +352,35 @@ def test_a_plan_is_drawn_into_a_page(tmp_path):
     assert text.count('class="tile ') == 2 * len(PLAN.tiles) and PLAN.describe() in text
 
 
+LOOK = """<script>
+const seen = [...document.querySelectorAll("svg")].filter(svg => svg.getBoundingClientRect().width > 0);
+const texts = seen.map(svg => [...svg.querySelectorAll("text")].map(text => [text, text.getBoundingClientRect()]));
+const outside = seen.flatMap((svg, i) => {
+  const box = svg.getBoundingClientRect();
+  return texts[i].filter(([_, at]) => at.left < box.left - 1 || at.right > box.right + 1 || at.bottom > box.bottom + 1);
+});
+const overlapping = texts.flatMap(all => all.flatMap(([one, a], i) => all.slice(i + 1).filter(([other, b]) =>
+  Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+  Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)));
+const page = document.documentElement;
+page.dataset.look = JSON.stringify({
+  pictures: seen.length, outside: outside.map(([text]) => text.textContent),
+  overlapping: overlapping.map(([text]) => text.textContent), tooWide: page.scrollWidth > page.clientWidth,
+});
+</script></body>"""
+CHROMIUM = "chromium --headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-component-update"
+CHROMIUM += " --disable-background-networking --disable-sync --disable-dev-shm-usage --enable-logging=stderr --dump-dom"
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
-def test_a_browser_shows_it_without_errors(run, tmp_path):
-    (tmp_path / "r.html").write_text(render_report(read_runs([run])))
-    options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    more = f"--disable-component-update --disable-sync --user-data-dir={tmp_path / 'profile'} --enable-logging=stderr"
-    shown = ["--dump-dom", f"file://{tmp_path / 'r.html'}"]
-    command = ["chromium", *options.split(), *more.split(), *shown]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("<svg") == 14 and "CONSOLE" not in done.stderr
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_browser_shows_it_without_errors(run, tmp_path, width):
+    """Without messages on its console, nothing cut off, no text on another one; 500 pixels have the phone's layout."""
+    (tmp_path / "r.html").write_text(render_report(read_runs([run])).replace("</body>", LOOK))
+    more = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", f"file://{tmp_path / 'r.html'}"]
+    done = subprocess.run([*CHROMIUM.split(), *more], capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr
+    look = re.search(r'data-look="([^"]*)"', done.stdout)
+    assert look, done.stderr
+    seen = json.loads(unescape(look[1]))
+    assert seen == {"pictures": 7, "outside": [], "overlapping": [], "tooWide": False}
