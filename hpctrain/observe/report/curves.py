@@ -20,6 +20,8 @@ from hpctrain.observe.report.svg import (
 HEIGHT, TOP, BOTTOM, LEFT = 250, 34, 40, 58
 MOST_POINTS = 600
 """Of one curve: more than there are pixels."""
+MOST_MARKS = 60
+"""Validations of one run; of more every second one is shown, or every third, and so on."""
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -91,7 +93,7 @@ def _curve(
         svg.polyline(points, f"curve s{number % 8}", data_from=f"{source}:{key}")
         if len(points) == 1:
             svg.circle(*points[0], 3, f"f{number % 8}")
-        for step, value in thinned(marks[number]):
+        for step, value in marks[number][:: -(-len(marks[number]) // MOST_MARKS) or 1]:
             svg.circle(
                 x(step), y(value), 3.5, f"dot s{number % 8}", f"step {step}: {value:.4f}", data_from=f"{source}:{dots}"
             )

@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from hpctrain import __version__
-from hpctrain.observe.events import FAILURE, SAVE, START, STRAGGLER
+from hpctrain.observe.events import FAILURE, SAVE, STRAGGLER, VALIDATE
 from hpctrain.observe.report import words
 from hpctrain.observe.report.bars import memory_bars, step_bars
 from hpctrain.observe.report.curves import loss_curve, speed_curve
@@ -125,20 +125,27 @@ def _curves(runs: Sequence[RunRecord], draw, anchor: str, name: str, describe) -
 
 
 def _events(run: RunRecord) -> list[dict]:
-    """Return rows of events: the time since the first, the step, the kind and the text."""
+    """Return rows of events: the time since the first, the step, the kind and the text.
+
+    Validations are in the curve of losses; of several checkpoints without anything else between them the last is shown.
+    """
     if not run.events:
         return []
-    begin = run.events[0]["time"]
-    rows = [
-        {
+    begin, rows, num_saves = run.events[0]["time"], [], 0
+    for event in run.events:
+        if (kind := event["event"]) == VALIDATE:
+            continue
+        num_saves = num_saves + 1 if kind == SAVE else 0
+        if num_saves > 1:
+            rows.pop()
+        row = {
             "after": show_seconds(event["time"] - begin),
             "step": event["step"],
-            "kind": "planned again" if event["event"] == START and event.get("planned_again") else event["event"],
-            "text": event["text"],
-            "is_bad": event["event"] in (FAILURE, STRAGGLER),
+            "kind": "planned again" if event.get("planned_again") else kind,
+            "text": f"{num_saves} checkpoints; the last: {event['text']}" if num_saves > 1 else event["text"],
+            "is_bad": kind in (FAILURE, STRAGGLER),
         }
-        for event in run.events
-    ]
+        rows.append(row)
     if failure := _failure(run):
         text = "; ".join(failure["causes"])
         kind = "in progress" if run.is_live else FAILURE

@@ -112,7 +112,8 @@ def axis_x(
     for value in scale.ticks(base=base):
         if shown := show(value):
             svg.line(scale(value), top, scale(value), y)
-            svg.text(scale(value), y + 15, shown, "tick", "middle")
+            inside = min(scale(value), scale.stop + 12 - text_width(shown) / 2)
+            svg.text(inside, y + 15, shown, "tick", "middle")
     svg.line(scale.start, y, scale.stop, y, "axis")
     svg.text((scale.start + scale.stop) / 2, y + 31, title, "label", "middle")
 

@@ -12,6 +12,8 @@ LEFT, BOTTOM = 46, 40
 MOST_BOXES = 60
 """Of more tiles, equal ones that lie one below the other share a box."""
 LINE = 15
+SLIM = 60
+"""Pixels: a narrower box has its text from top to bottom."""
 
 
 class Box(NamedTuple):
@@ -64,6 +66,12 @@ def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
         if len(box.tiles) > 1 and (bottom - top) / len(box.tiles) >= 3:
             for other in box.tiles[1:]:
                 svg.line(left, y(other.rows.start), right, y(other.rows.start), "seam")
+        if right - left < SLIM < bottom - top:
+            middle, start = (left + right) / 2 + 4, top + 6
+            turned = f"rotate(90 {middle - 8:.1f} {start:.1f})"
+            if right - left > LINE:
+                svg.text(middle - 8, start, clip(" · ".join(lines), bottom - top - 12), "ontile", transform=turned)
+            continue
         for number, line in enumerate(_fitted(lines, right - left - 12, int((bottom - top - 4) / LINE))):
             if shown := clip(line, right - left - 12):
                 svg.text(left + 6, top + 15 + number * LINE, shown, "ontile strong" if not number else "ontile")

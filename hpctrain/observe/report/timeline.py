@@ -28,6 +28,8 @@ NAMES = {
 }
 LANE, GAP, BOTTOM = 15, 16, 40
 MOST_LINES = 24
+MOST_EDGED = 40
+"""Boxes of one kind in a lane; more would be all edges."""
 THIN = 2.0
 """Pixels; thinner boxes of one kind next to each other become one."""
 
@@ -97,7 +99,7 @@ def _lane(svg: Svg, x: PixelScale, at: float, bars: Sequence[Bar], source: str) 
     svg.rect(x.start, at, x(max(bar.end for bar in bars)) - x.start, LANE - 2, "box k-idle")
     drawn = [(kind, list(_merged(x, [bar for bar in bars if bar.kind == kind]))) for kind in NAMES]
     for kind, boxes in drawn:
-        svg.boxes(boxes, at, LANE - 2, f"box k-{kind}", data_from=source)
+        svg.boxes(boxes, at, LANE - 2, f"{'box' if len(boxes) <= MOST_EDGED else 'fine'} k-{kind}", data_from=source)
     for bar in bars:
         middle, wide = (x(bar.begin) + x(bar.end)) / 2, x(bar.end) - x(bar.begin)
         if bar.microbatch >= 0 and wide > 8 * len(str(bar.microbatch + 1)) + 4:

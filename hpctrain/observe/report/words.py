@@ -248,6 +248,10 @@ def traffic(run: RunRecord) -> tuple[Markup | str, Markup | str]:
     )
 
 
+MOST_STAGES = 8
+"""Whose memory is in the table; of more stages these are the fullest."""
+
+
 def prediction_rows(run: RunRecord) -> list[dict]:
     """Return a row for each figure that was predicted and measured."""
     if not run.drift:
@@ -269,7 +273,9 @@ def prediction_rows(run: RunRecord) -> list[dict]:
                 "off": f"{(after - before) / run.drift['predicted_seconds']:+.1%} of the step",
             }
         )
-    for index, each in enumerate(run.drift.get("memory", ())):
+    stages = list(enumerate(run.drift.get("memory", ())))
+    fullest = sorted(stages, key=lambda stage: -stage[1]["predicted_bytes"])[:MOST_STAGES]
+    for index, each in sorted(fullest, key=lambda stage: stage[0]):
         before, after = each["predicted_bytes"], each["measured_bytes"]
         rows.append(
             {
