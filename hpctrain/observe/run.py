@@ -32,6 +32,8 @@ NUMBERS = ("loss", "validation_loss", "grad_norm")
 RESOLVED = "resolved.toml"
 PLAN = "plan.toml"
 CLUSTER = "cluster.toml"
+OF_ONE_PLAN = ("drift.json", "ranks.json", "timeline.json", "traffic.json")
+"""Measured with the plan of the folder; a start with another one removes them."""
 
 
 def default_run_folder(name: str) -> Path:
@@ -56,9 +58,13 @@ class RunFolder:
 
     def describe(self, job: Job, plan: Plan, reasons: dict[str, str], cluster: Cluster) -> None:
         """Save the resolved job, the plan and what they are for. Raises TrainingError where the disk refuses."""
+        dumped, before = dump_plan(plan), self.path / PLAN
         with writing(self.path):
+            if is_file(before) and before.read_bytes() != dumped.encode():
+                for name in OF_ONE_PLAN:
+                    (self.path / name).unlink(missing_ok=True)
             (self.path / CLUSTER).write_text(dump_cluster(cluster))
-            (self.path / PLAN).write_text(dump_plan(plan))
+            before.write_text(dumped)
             (self.path / RESOLVED).write_text(dump_job(job, reasons, PLAN))
 
     def rewind_metrics(self, step: int) -> str | None:

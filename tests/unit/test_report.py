@@ -26,6 +26,7 @@ from hpctrain.observe.report.matrix import IN_NODE, bytes_between, fabric_totals
 from hpctrain.observe.report.page import render_report
 from hpctrain.observe.report.record import read_run, read_runs
 from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
+from hpctrain.observe.run import OF_ONE_PLAN, RunFolder
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.simulate import EXPOSED
@@ -230,6 +231,15 @@ def test_several_runs_are_shown_next_to_each_other(run, tmp_path):
     for source, value, _ in both.numbers:
         assert value in in_files(run if source.startswith("a/") else other, source), source
     assert read_runs([run, run])[0].name != "a", "equal names are told apart by their paths"
+
+
+def test_a_start_with_another_plan_removes_what_was_measured_with_the_last(tmp_path):
+    path = make_run(tmp_path / "a", JOB, PLAN, CLUSTER)
+    RunFolder(path).describe(JOB, PLAN, {}, CLUSTER)
+    assert all((path / name).is_file() for name in OF_ONE_PLAN)
+    RunFolder(path).describe(JOB, plan_of(pipeline=1, data=4), {}, CLUSTER)
+    assert not any((path / name).is_file() for name in OF_ONE_PLAN)
+    assert "A step is predicted to take" in render_report(read_runs([path]))
 
 
 def test_a_run_that_failed_says_why(tmp_path):
