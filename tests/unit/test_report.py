@@ -18,7 +18,7 @@ from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.config.errors import HpctrainError, JobError
 from hpctrain.config.job import load_job
 from hpctrain.jobs.plan import command as plan_command
-from hpctrain.observe.events import note_failure, read_events
+from hpctrain.observe.events import SAVE, STRAGGLER, note_event, note_failure, read_events
 from hpctrain.observe.report.bars import StackedBar, step_stacks
 from hpctrain.observe.report.curves import MOST_POINTS, thinned
 from hpctrain.observe.report.groups import groups_of
@@ -233,6 +233,17 @@ def test_several_runs_are_shown_next_to_each_other(run, tmp_path):
     assert read_runs([run, run])[0].name != "a", "equal names are told apart by their paths"
 
 
+def test_events_without_anything_new_are_not_repeated(tmp_path):
+    path = make_run(tmp_path / "a", JOB, PLAN, CLUSTER, ends=False)
+    for step in (10, 20, 30):
+        note_event(path, SAVE, step, f"step-{step} written in 1 s")
+    note_event(path, STRAGGLER, 31, "rank 1 computes long")
+    text = render_report(read_runs([path]))
+    assert "4 checkpoints; the last: step-30 written in 1 s" in text and "step-20" not in text
+    assert '<tr class="bad"><td class="figure">' in text and "rank 1 computes long" in text
+    assert "validation loss 6.5" not in text, "it is in the curve"
+
+
 def test_a_start_with_another_plan_removes_what_was_measured_with_the_last(tmp_path):
     path = make_run(tmp_path / "a", JOB, PLAN, CLUSTER)
     RunFolder(path).describe(JOB, PLAN, {}, CLUSTER)
@@ -277,6 +288,7 @@ DAMAGED = [
     ("timeline.json", '{"step": 3, "grids": [{"rank": 0, "spans": [["forward", 0, 0, "x", 1]]}]}', "timeline.json"),
     ("traffic.json", '{"step": 3, "groups": [{"ranks": "0-99999"}]}', "traffic.json"),
     ("traffic.json", "[]", "traffic.json"),
+    ("events.jsonl", '{"event": "end", "step": 0, "time": 1.0, "text": "", "overrun": null}\n', "overrun: "),
     ("ranks.json", '{"step": 3, "memory_peak_bytes": [1]}', "has 1 ranks, and the plan 4"),
     ("drift.json", '{"cluster": 3}', "drift.json: is damaged"),
     ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n', "metrics.jsonl: 1 lines are damaged or of another version"),

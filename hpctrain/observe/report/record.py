@@ -11,7 +11,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import load_cluster
 from hpctrain.config.errors import HpctrainError, JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
-from hpctrain.config.paths import is_file
+from hpctrain.config.paths import is_file, is_folder
 from hpctrain.observe import drift
 from hpctrain.observe.events import END, EVENTS, START, read_events
 from hpctrain.observe.live import RANKS
@@ -90,6 +90,8 @@ def read_run(path: Path, name: str) -> RunRecord:
 
     Without what a run measured there still is a report: such a file is left out if it is damaged.
     """
+    if not is_folder(path):
+        raise JobError(f"{path}: there is no such folder; name one that was given as --run")
     for file in (RESOLVED, PLAN, CLUSTER):
         if not is_file(path / file):
             raise JobError(

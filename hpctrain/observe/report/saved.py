@@ -42,7 +42,7 @@ Column = Annotated[list[NonNegative | None], AfterValidator(_has_all_ranks)]
 
 
 class Saved(Table):
-    """A table that may have more keys than a report shows."""
+    """A table that may have more keys than a report shows. A default only says that a key may be missing."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,8 +67,8 @@ class SavedMetrics(Saved):
     validation_loss: Loss = 0.0
     step_seconds: Positive
     tokens_per_second: Positive
-    mfu: Positive | None = None
-    fraction_of_sum: Positive | None = None
+    mfu: Positive = 1.0
+    fraction_of_sum: Positive = 1.0
     memory_share: SavedSpread | None = None
     slowest: SavedSlowest | None = None
 
@@ -90,11 +90,11 @@ class SavedEvent(Saved):
     ranks: int = 0
     planned_again: bool = False
     rehearsed: bool = False
-    predicted_seconds: Positive | None = None
+    predicted_seconds: Positive = 1.0
     reasons: dict[str, str] = Field(default_factory=dict)
     stopped_by: str | None = None
-    overrun: NonNegative | None = None
-    yardstick: SavedYardstick | None = None
+    overrun: NonNegative = 0.0
+    yardstick: SavedYardstick = Field(default_factory=SavedYardstick)
 
 
 class SavedGrid(Saved):
