@@ -99,7 +99,6 @@ def memory_bars(run: RunRecord, width: int) -> Svg | None:
     shown = {part for _, stacks in lines for each in stacks for part, size in each.parts.items() if size}
     entries = [(MEMORY[part], part) for part in MEMORY if part in shown]
     entries += [("pk", "measured peak")] if "peak" in shown else []
-    entries.append(("limitkey", "capacity of a device"))
 
     def capacity(group: TileGroup) -> float | None:
         family = run.cluster.families.get(group.tile.family)
@@ -121,13 +120,14 @@ def _bars(
     lines = [(group, stacks) for group, stacks in lines if stacks]
     if not lines:
         return None
-    head = legend_height(width - 8, entries) + 10
     left = label_width(["predicted "], width) + 6
     heights = [len(stacks) * BAR + 30 for _, stacks in lines]
     totals = [sum(stack.parts.values()) for _, stacks in lines for stack in stacks]
     limits = [limit for group, _ in lines if (limit := capacity(group))]
     # A capacity that is many times what is used would leave nothing to see: it is said in words alone.
     near = [limit for limit in limits if limit <= 4 * max(totals)]
+    entries = [*entries, *([("limitkey", "capacity of a device")] if near else [])]
+    head = legend_height(width - 8, entries) + 10
     x = PixelScale(0, max([*totals, *near]) * 1.02, left, width - 76)
     bottom = head + sum(heights)
     svg = Svg(width, bottom + BOTTOM, title, data_x=x)

@@ -90,7 +90,8 @@ def _curve(
             ends = (x(max(first, x.low)), y(value)), (x(min(last, x.high)), y(value))
             svg.polyline(ends, f"curve dash s{number % 8}", data_from=f"{run.name}/events.jsonl:predicted_seconds")
         points = [(x(step), y(value)) for step, value in thinned(curves[number])]
-        svg.polyline(points, f"curve s{number % 8}", data_from=f"{source}:{key}")
+        wide = "curve wide-stroke" if len(runs) > 1 and not number else "curve"  # seen below an equal one
+        svg.polyline(points, f"{wide} s{number % 8}", data_from=f"{source}:{key}")
         if len(points) == 1:
             svg.circle(*points[0], 3, f"f{number % 8}")
         for step, value in marks[number][:: -(-len(marks[number]) // MOST_MARKS) or 1]:

@@ -105,7 +105,7 @@ def facts(run: RunRecord) -> list[Fact]:
 def loss(runs: Sequence[RunRecord]) -> tuple[Markup | str, str]:
     note = "Validation losses are circles." if any("validation_loss" in m for run in runs for m in run.metrics) else ""
     if len(runs) > 1:
-        return "Losses of the runs by step", note
+        return _compare_losses(runs), note
     run = runs[0]
     if not run.metrics:
         return "No step was logged", "The first step is not complete."
@@ -117,6 +117,17 @@ def loss(runs: Sequence[RunRecord]) -> tuple[Markup | str, str]:
         number(last["loss"], f"{last['loss']:.3f}", source), " nats",
     )  # fmt: skip
     return title, note
+
+
+def _compare_losses(runs: Sequence[RunRecord]) -> str:
+    """Say how far apart the losses of runs are, in the steps that all of them logged."""
+    by_step = [{line["step"]: line["loss"] for line in run.metrics} for run in runs]
+    common = set.intersection(*(set(losses) for losses in by_step))
+    if not common:
+        return "Losses of the runs, which have no step in common"
+    apart = max(max(losses[step] for losses in by_step) - min(losses[step] for losses in by_step) for step in common)
+    how = f"differ by at most {apart:.2g} nats" if apart else "are equal"
+    return f"The losses {how} in the {len(common):,} steps that all runs logged"
 
 
 def speed(runs: Sequence[RunRecord]) -> tuple[Markup | str, str]:
@@ -222,11 +233,17 @@ def memory(run: RunRecord) -> tuple[Markup | str, str]:
         return "Memory is not known", ""
     measured, share, group = max(filled, key=lambda each: each[:2])
     how = "use" if measured else "are predicted to use"
-    if run.cluster.families[group.tile.family].kind == "cpu":
+    family_name = group.tile.family
+    family = run.cluster.families[family_name]
+    if family.kind == "cpu":
         note += (
             " A CPU rank's peak is its whole process: Python, torch and buffers of MPI are in it, and no part above."
         )
-    return f"The fullest ranks ({group.label}, {group.tile.family}) {how} {show_percent(share)} of their memory", note
+    source = f"{run.name}/cluster.toml:families.{family_name}.memory_bytes"
+    return join(
+        f"The fullest ranks ({group.label}, {family_name}) {how} {show_percent(share)} of ",
+        number(family.memory_bytes, show_bytes(family.memory_bytes), source),
+    ), note  # fmt: skip
 
 
 def traffic(run: RunRecord) -> tuple[Markup | str, Markup | str]:
