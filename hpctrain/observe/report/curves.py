@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from hpctrain.observe.events import START
+from hpctrain.observe.events import START, STRAGGLER
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import (
     PixelScale,
@@ -81,11 +81,7 @@ def _curve(
     axis_y(svg, y, LEFT, width - 14, show_count, title)
     for number, run in enumerate(runs):
         source = f"{run.name}/metrics.jsonl"
-        for event in run.events:
-            if event["event"] == START and x.low < event["step"] <= x.high:
-                svg.line(x(event["step"]), y.stop, x(event["step"]), y.start, "restart")
-                again = f"planned again, {event['ranks']:,} ranks" if event.get("planned_again") else "started again"
-                svg.text(x(event["step"]) + 3, y.stop + 11, again, "tick")
+        _mark_events(svg, run, x, y)
         for first, last, value in predicted[number]:
             ends = (x(max(first, x.low)), y(value)), (x(min(last, x.high)), y(value))
             svg.polyline(ends, f"curve dash s{number % 8}", data_from=f"{run.name}/events.jsonl:predicted_seconds")
@@ -99,6 +95,22 @@ def _curve(
                 x(step), y(value), 3.5, f"dot s{number % 8}", f"step {step}: {value:.4f}", data_from=f"{source}:{dots}"
             )
     return svg
+
+
+def _mark_events(svg: Svg, run: RunRecord, x: PixelScale, y: PixelScale) -> None:
+    """Draw a line for each start after the first and each straggler, with what it is above it, where there is space."""
+    free = LEFT + 40.0  # the axis is named there
+    for event in run.events:
+        kind, at = event["event"], x(event["step"])
+        if kind not in (START, STRAGGLER) or not x.low < event["step"] <= x.high:
+            continue
+        svg.line(at, y.stop - 4, at, y.start, "restart" if kind == START else "straggler")
+        again = f"planned again, {event.get('ranks', 0):,} ranks" if event.get("planned_again") else "started again"
+        text = again if kind == START else f"rank {event.get('rank', '?')} slow"
+        left = min(at, x.stop - text_width(text))
+        if left >= free:
+            svg.text(left, y.stop - 8, text, "tick" if kind == START else "bad")
+            free = left + text_width(text) + 6
 
 
 def _points(run: RunRecord, key: str) -> list[tuple[int, float]]:
