@@ -41,25 +41,25 @@ Column = Annotated[list[NonNegative | None], AfterValidator(_has_all_ranks)]
 """A figure of every rank; None where a device does not know it."""
 
 
-class Saved(Table):
+class SavedTable(Table):
     """A table that may have more keys than a report shows. A default only says that a key may be missing."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class SavedSpread(Saved):
+class SavedSpread(SavedTable):
     max: NonNegative
     max_rank: int
 
 
-class SavedSlowest(Saved):
+class SavedSlowest(SavedTable):
     rank: int
     computing_seconds: NonNegative
     waiting_seconds: NonNegative
     waits_for: str
 
 
-class SavedMetrics(Saved):
+class SavedMetrics(SavedTable):
     """A line of metrics.jsonl."""
 
     step: int
@@ -73,14 +73,14 @@ class SavedMetrics(Saved):
     slowest: SavedSlowest | None = None
 
 
-class SavedYardstick(Saved):
+class SavedYardstick(SavedTable):
     predicted_alone: dict[str, float | None] = Field(default_factory=dict)
     fraction_of_sum: float = 0.0
     speedup_over_best_family: float = 0.0
     speedup_over_even: float = 0.0
 
 
-class SavedEvent(Saved):
+class SavedEvent(SavedTable):
     """A line of events.jsonl, with what starts and ends have."""
 
     time: float
@@ -97,20 +97,20 @@ class SavedEvent(Saved):
     yardstick: SavedYardstick = Field(default_factory=SavedYardstick)
 
 
-class SavedGrid(Saved):
+class SavedGrid(SavedTable):
     rank: Rank
     spans: list[tuple[str, int, int, float, float]]
     """Kind, virtual stage, micro-batch, begin and end of an instruction."""
 
 
-class SavedTimeline(Saved):
+class SavedTimeline(SavedTable):
     """timeline.json"""
 
     step: int
     grids: list[SavedGrid] = Field(min_length=1)
 
 
-class SavedSend(Saved):
+class SavedSend(SavedTable):
     """Of traffic.json: what one rank sent to another."""
 
     group: str
@@ -121,7 +121,7 @@ class SavedSend(Saved):
     calls: int
 
 
-class SavedCollective(Saved):
+class SavedCollective(SavedTable):
     """Of traffic.json: what a group of ranks moved together."""
 
     group: str
@@ -131,13 +131,13 @@ class SavedCollective(Saved):
     calls: int
 
 
-class SavedAxis(Saved):
+class SavedAxis(SavedTable):
     communication_seconds: NonNegative
     hidden_seconds: NonNegative
     exposed_seconds: NonNegative
 
 
-class SavedTraffic(Saved):
+class SavedTraffic(SavedTable):
     """traffic.json"""
 
     step: int
@@ -145,7 +145,7 @@ class SavedTraffic(Saved):
     axes: dict[str, SavedAxis] = Field(default_factory=dict)
 
 
-class SavedRanks(Saved):
+class SavedRanks(SavedTable):
     """ranks.json"""
 
     step: int
