@@ -51,14 +51,15 @@ def main(steps, repeat):
         page = run / "report.html"
         timed = folder / "timed.html"
         timed.write_text(page.read_text().replace("</body>", OPENED))
-        laid_out, whole = [], []
+        laid_out, whole, empty = [], [], []
         for number in range(repeat):
             profile = f"--user-data-dir={folder / f'profile-{number}'}"
             dom = _chromium(profile, "--dump-dom", f"file://{timed}")
             laid_out.append(float(re.findall(r'data-opened="([\d.]+)"', dom)[0]) / 1e3)
-            begun = time.monotonic()
-            _chromium(profile, f"--screenshot={folder / 'picture.png'}", f"file://{page}")
-            whole.append(time.monotonic() - begun)
+            for address, seconds in ((f"file://{page}", whole), ("about:blank", empty)):
+                begun = time.monotonic()
+                _chromium(profile, f"--screenshot={folder / 'picture.png'}", address)
+                seconds.append(time.monotonic() - begun)
         summary = {
             "ranks": len(plan.ranks),
             "logged_steps": steps,
@@ -66,6 +67,7 @@ def main(steps, repeat):
             "seconds_to_write": round(written, 2),
             "seconds_until_laid_out": round(statistics.median(laid_out), 3),
             "seconds_from_start_of_chromium_to_a_picture": round(statistics.median(whole), 2),
+            "the_same_for_an_empty_page": round(statistics.median(empty), 2),
         }
         print(json.dumps(summary, indent=1))
 
