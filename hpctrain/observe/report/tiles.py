@@ -49,8 +49,9 @@ def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
     entries = [(classes[family], family) for family in used]
     head = legend_height(width - 8, entries) + 26
     cuts = len({bound for box in boxes for bound in box.rows}) - 1
-    tall = min(520, max(150, 62 * cuts))
     x = PixelScale(0, num_items, LEFT, width - 14)
+    is_slim = any(x(box.tiles[0].items.stop) - x(box.tiles[0].items.start) < SLIM for box in boxes)
+    tall = min(520, max(270 if is_slim else 150, 62 * cuts))
     y = PixelScale(0, plan.rows, head, head + tall)
     svg = Svg(width, head + tall + BOTTOM, f"tiles of the plan {plan.describe()}")
     legend(svg, 8, 2, width - 8, entries)
