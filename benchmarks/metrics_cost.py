@@ -4,8 +4,10 @@
 
 Every second step is logged. Counted are, in logged steps, on each rank: `figures`, which are gathered, and on rank 0
 written to metrics.jsonl, events.jsonl and ranks.json; `tracers`, which say where time goes; and `progress`, the line.
-Waiting for a core in there counts too, so on a busy machine the share is an upper bound. The last figure compares both
-kinds of steps from end to end, with the standard error of the ratio.
+
+Processor seconds are those of the counted code over those of the rank's process. Wall seconds have waits for a core in
+them: with more ranks than cores, that time is another rank's step. The last figure compares both kinds of steps from
+end to end, with the standard error of the ratio.
 """
 
 import json
@@ -13,9 +15,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -26,14 +28,22 @@ FIRST = 4
 """Steps that do not count: they allocate memory, and the third is sampled for the report. Even, as step 1 is logged."""
 
 
+class Spent(NamedTuple):
+    """Seconds so far."""
+
+    wall: float
+    processor: float
+
+
 class Stopwatch:
-    """Adds up the seconds in which watched methods run, by label; inner ones within outer ones are counted once."""
+    """Adds up the time in which watched methods run, by label; inner ones within outer ones are counted once."""
 
     def __init__(self):
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.spent: dict[str, Spent] = {}
         self._lock, self._local = threading.Lock(), threading.local()
 
     def watch(self, label: str, owner: type, *names: str) -> None:
+        self.spent[label] = Spent(0.0, 0.0)
         for name in names:
             setattr(owner, name, self._timed(label, getattr(owner, name)))
 
@@ -41,13 +51,15 @@ class Stopwatch:
         def timed(*arguments, **options):
             if getattr(self._local, "is_inside", False):
                 return method(*arguments, **options)
-            self._local.is_inside, begun = True, time.perf_counter()
+            self._local.is_inside, wall, processor = True, time.perf_counter(), time.thread_time()
             try:
                 return method(*arguments, **options)
             finally:
                 self._local.is_inside = False
+                processor, wall = time.thread_time() - processor, time.perf_counter() - wall
                 with self._lock:
-                    self.seconds[label] += time.perf_counter() - begun
+                    before = self.spent[label]
+                    self.spent[label] = Spent(before.wall + wall, before.processor + processor)
 
         return timed
 
@@ -78,34 +90,53 @@ def main(job, overrides, steps):
 
         def step_is_done(self, seconds):
             last(self, seconds)
-            ends.append((time.perf_counter(), dict(stopwatch.seconds)))
+            ends.append({"step": Spent(time.perf_counter(), time.process_time()), **stopwatch.spent})
 
         Expectation.step_is_done = step_is_done
         with tempfile.TemporaryDirectory() as folder:
             TrainingRun(world, parsed, Path(world.broadcast_object(folder)) / "run").train()
-        seconds = [end - begin for (begin, _), (end, _) in pairwise(ends)]  # of steps 2, 3, ...
-        spent = [
-            {key: after[key] - before.get(key, 0.0) for key in after} for (_, before), (_, after) in pairwise(ends)
-        ]
-        logged, others = seconds[FIRST + 1 :: 2], seconds[FIRST::2]
-        spent_in_logged = spent[FIRST + 1 :: 2]
-        percent = {
-            label: 100 * sum(each[label] for each in spent_in_logged) / sum(logged) for label in stopwatch.seconds
-        }
-        shares = world.gather_objects(percent)
+        shares = world.gather_objects(_shares(ends))
         if world.rank == 0:
-            summary = {"ranks": world.size, "steps": len(ends), **_summary(logged, others, shares)}
+            others = (
+                [max(sum(each[kind].values()) for each in shares[1:]) for kind in Spent._fields] if shares[1:] else []
+            )
+            summary = {
+                "ranks": world.size,
+                "steps": len(ends),
+                "percent_of_a_logged_step_on_rank_0": shares[0],
+                "in_all": {kind: round(sum(shares[0][kind].values()), 3) for kind in Spent._fields},
+                "most_of_another_rank": dict(zip(Spent._fields, others, strict=False)),
+                **_compare(ends),
+            }
             print(json.dumps(summary, indent=1), flush=True)
 
 
-def _summary(logged: list[float], others: list[float], shares: list[dict[str, float]]) -> dict:
-    """Return what shares of ranks, in percent, and seconds of logged and of other steps come to."""
-    ratios = [a / b for a, b in zip(logged, others, strict=False)]
+def _intervals(ends: list[dict[str, Spent]], first: int) -> list[dict[str, Spent]]:
+    """Return what was spent in every second step, from the `first` that counts (0 or 1)."""
+    each = [
+        {label: Spent(*(b - a for a, b in zip(before[label], spent, strict=True))) for label, spent in after.items()}
+        for before, after in pairwise(ends)
+    ]  # of steps 2, 3, ...
+    return each[FIRST + first :: 2]
+
+
+def _shares(ends: list[dict[str, Spent]]) -> dict[str, dict[str, float]]:
+    """Return by kind of time and label the percentage of logged steps."""
+    logged = _intervals(ends, 1)
+    total = {label: [sum(kind) for kind in zip(*(each[label] for each in logged), strict=True)] for label in logged[0]}
+    whole = total.pop("step")
     return {
-        "step_ms": round(1e3 * statistics.median(logged), 1),
-        "percent_of_rank_0": {label: round(share, 3) for label, share in shares[0].items()},
-        "percent_of_rank_0_in_all": round(sum(shares[0].values()), 3),
-        "most_percent_of_another_rank": round(max((sum(each.values()) for each in shares[1:]), default=0.0), 3),
+        kind: {label: round(100 * seconds[number] / whole[number], 3) for label, seconds in total.items()}
+        for number, kind in enumerate(Spent._fields)
+    }
+
+
+def _compare(ends: list[dict[str, Spent]]) -> dict[str, float]:
+    """Return the wall seconds of logged steps over those of the steps before them."""
+    pairs = zip(_intervals(ends, 1), _intervals(ends, 0), strict=False)
+    ratios = [logged["step"].wall / other["step"].wall for logged, other in pairs]
+    return {
+        "step_ms": round(1e3 * statistics.median(each["step"].wall for each in _intervals(ends, 1)), 1),
         "logged_over_not_logged": round(statistics.median(ratios), 4),
         "standard_error": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 4),
     }

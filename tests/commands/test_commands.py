@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 
 from hpctrain.observe.run import read_metrics
 from tests.started import BIN
+from tests.unit.report_page import Page, check_numbers
 
 
 def last_line(done) -> dict:
@@ -38,6 +40,20 @@ def test_train_says_what_it_did_and_where_things_are(whole_run, folder):
     assert [m["step"] for m in metrics] == list(range(1, 7))
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert ["validation_loss" in m for m in metrics] == [False, False, True] * 2
+
+
+@pytest.mark.timeout(60)
+def test_a_report_shows_the_numbers_of_a_real_run(hpctrain, whole_run, folder):
+    done = hpctrain("report", "runs/whole", "--out", "whole.html", cwd=folder)
+    assert done.code == 0 and "open it in a browser" in done.out, done.err
+    page = Page((folder / "whole.html").read_text())
+    check_numbers(folder / "runs/whole", page)
+    sources = {source.partition(":")[0] for source, _, _ in page.numbers}
+    files = "metrics.jsonl", "drift.json", "timeline.json", "traffic.json", "resolved.toml", "cluster.toml", "forecast"
+    assert {f"whole/{file}" for file in files} <= sources
+    assert "of 6 steps" in re.sub("<[^>]*>", "", (folder / "whole.html").read_text())
+    missing = hpctrain("report", "runs/nowhere", cwd=folder)
+    assert missing.code == 11 and missing.err.count("\n") == 1 and "there is no such folder" in missing.err
 
 
 @pytest.mark.timeout(60)
