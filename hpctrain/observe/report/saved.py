@@ -113,22 +113,17 @@ class SavedTimeline(SavedTable):
 class SavedSend(SavedTable):
     """Of traffic.json: what one rank sent to another."""
 
-    group: str
-    operation: str
     sender: Rank = Field(alias="from")
     to: Rank
     tensor_bytes: int
-    calls: int
 
 
 class SavedCollective(SavedTable):
     """Of traffic.json: what a group of ranks moved together."""
 
-    group: str
     operation: str
     ranks: Ranks
     tensor_bytes: int
-    calls: int
 
 
 class SavedAxis(SavedTable):
