@@ -39,15 +39,19 @@ class RankFigures(NamedTuple):
         return [self.memory_peak_bytes, self.memory_share, *self.parts]
 
 
+def median(values: np.ndarray) -> float:
+    """Return the median, without what the first call of `np.median` loads between two steps: 6 ms."""
+    ordered, size = np.sort(values), len(values)
+    return float(ordered[(size - 1) // 2] + ordered[size // 2]) / 2
+
+
 def spread(values: np.ndarray) -> dict[str, float]:
     """Return the least, the median and the most of a figure by rank, and which ranks have them."""
-    order = np.argsort(values, kind="stable")
-    least, most, size = int(order[0]), int(np.argmax(values)), len(values)
+    least, most = int(np.argmin(values)), int(np.argmax(values))
     return {
         "min": float(values[least]),
         "min_rank": least,
-        "median": float(values[order[(size - 1) // 2]] + values[order[size // 2]])
-        / 2,  # np.median's first call is slow
+        "median": median(values),
         "max": float(values[most]),
         "max_rank": most,
     }

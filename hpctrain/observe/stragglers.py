@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpctrain.observe.metrics import median
 from hpctrain.plan.tiling import Plan
 
 SLOW_FACTOR = 1.3
@@ -48,7 +49,7 @@ class StragglerWatch:
         seconds = np.array(compute_seconds)
         factor = np.ones(len(seconds))
         for ranks in self._peers:
-            factor[ranks] = seconds[ranks] / (np.sort(seconds[ranks])[len(ranks) // 2] or 1.0)
+            factor[ranks] = seconds[ranks] / (median(seconds[ranks]) or 1.0)
         if len(self._first) < STEPS_IN_A_ROW:
             self._first.append(seconds)
         elif len(self._alone):
