@@ -51,8 +51,10 @@ class Console:
         self._since: float | None = None
 
     def say(self, text: str) -> None:
-        if self._speaks:
-            self._rich.print(text, soft_wrap=not self._rich.is_terminal)  # files keep whole lines
+        if self._speaks and self._rich.is_terminal:
+            self._rich.print(text)
+        elif self._speaks:
+            print(text, file=self._rich.file, flush=True)  # files keep whole lines
 
     def start(
         self, job: Job, plan: Plan, reasons: dict[str, str], source, steps_done: int, checkpoint, run: Path
