@@ -74,7 +74,10 @@ class Connection:
     def _watch(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
             try:
-                self.communicator.check_async_error()
+                with self._lock:  # nobody gives it back while it is looked at
+                    if not self._is_open:
+                        return
+                    self.communicator.check_async_error()
             except Exception as error:  # CuPy's, which is not there to be imported everywhere
                 self._error = str(error)
                 self.abort()
