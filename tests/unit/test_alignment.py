@@ -1,9 +1,11 @@
 """`align` passes what is right in every dtype, and names an operator that is wrong."""
 
+import json
 import math
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.autograd import Function
 
 from hpctrain.architectures.registry import presets
@@ -14,6 +16,7 @@ from hpctrain.config.precision import Precision
 from hpctrain.engine import alignment
 from hpctrain.engine.alignment import Case, Compared, align_rank, error_bound, mean_relative_difference
 from hpctrain.jobs.align import format_alignment, summarise
+from hpctrain.jobs.compare import command as compare_runs
 from hpctrain.model import functions
 from hpctrain.model.operators import Rounding, operators
 
@@ -167,3 +170,22 @@ def test_the_worst_rank_is_the_one_that_is_reported():
 def test_losses_are_compared_by_their_mean_relative_difference():
     assert mean_relative_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.05)
     assert mean_relative_difference([math.nan], [1.0]) == math.inf
+
+
+def test_runs_are_compared_by_their_mean(tmp_path):
+    """One step in ten is 4 % off: too far for the largest difference, and near on the mean."""
+    for name, factor in (("a", 1.0), ("b", 1.04)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": 2.0 * (factor if step == 3 else 1.0)}) for step in range(1, 11)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    runs = [str(tmp_path / name) for name in "ab"]
+
+    def compared(*options: str):
+        return CliRunner().invoke(compare_runs, [*runs, *options])
+
+    assert compared("--tolerance", "0.015").exit_code == 1
+    done = compared("--tolerance", "0.015", "--mean", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["mean_difference"] == pytest.approx(0.04 / 1.04 / 10)
+    assert compared("--tolerance", "0.003", "--mean").exit_code == 1
+    assert compared("--exact", "--mean").exit_code == 2
