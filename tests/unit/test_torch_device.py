@@ -395,3 +395,23 @@ def test_messages_between_families_are_tried_before_they_are_direct(monkeypatch,
     assert not result[refused].direct.works and "messages between a and b" in result[refused].direct.reason
     assert result["ab".replace(refused, "")].direct.works
     assert message_route(result["a"], result["b"])[0] == "staged"
+
+
+def test_threads_that_look_at_the_library_and_abort_it_have_the_ranks_device(monkeypatch):
+    monkeypatch.setattr("hpctrain.comm.routes.nccl.LOOK_SECONDS", 0.001)
+    made, module = device(index=1)
+    seen: list[tuple[str, int]] = []
+
+    class Seeing(Noticing):
+        def check_async_error(self):
+            seen.append(("look", module.current_device()))
+
+        def abort(self):
+            seen.append(("abort", module.current_device()))
+
+    connection = Connection("NCCL", Seeing(), made.use)
+    deadline = time.monotonic() + 20
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.001)
+    connection.abort()
+    assert set(seen) == {("look", 1), ("abort", 1)}
