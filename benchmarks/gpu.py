@@ -99,7 +99,7 @@ def write_job(setting: Setting, name: str, **train: object) -> Path:
     tokens = setting.folder / ("small.bin" if setting.is_small or name == "parity" else "tokens.bin")
     small = setting.is_small or name == "parity"
     if not tokens.exists():
-        generate_tokens(tokens, 512 if small else 32768, 60_000 if small else 2_000_000)
+        generate_tokens(tokens, 512 if small else 32000, 60_000 if small else 2_000_000)
     model = "\n".join(f"{key} = {value}" for key, value in SMALL.items()) if small else 'preset = "llama-1b"'
     model += '\narchitecture = "llama"' if small else ""
     length = 64 if small else 2048
@@ -161,7 +161,7 @@ def routes(setting: Setting) -> dict:
         shared = ["HPCTRAIN_SHARE_DEVICES=1", *(["HPCTRAIN_DEVICE=cuda"] if setting.has_gpu else HOST), *variables]
         words = launch((2, shared, [*HPCTRAIN, "doctor", "--json", "--folder", str(setting.folder)]))
         try:
-            doctor = run_json(["timeout", "60", *words], setting.folder)
+            doctor = run_json(["timeout", "38", *words], setting.folder)
             result[name] = {key: doctor.get(key) for key in ("routes", "links", "exit_code")}
         except SectionError as error:
             result[name] = {"failed": str(error)}
@@ -188,6 +188,7 @@ def parity(setting: Setting) -> dict:
         words = [*HPCTRAIN, "compare", str(setting.folder / one), str(setting.folder / other), *how, "--json"]
         return run_json(words, setting.folder, (0, 1))
 
+    os.environ["HPCTRAIN_DIRECT"] = "0"  # which saves the probe at each start
     for name in ("cpu", "gpu", "mixed", "again", "resumed"):
         shutil.rmtree(setting.folder / name, ignore_errors=True)
     run(["env", *HOST, *started("cpu", mixed=False)], setting.folder)
@@ -271,6 +272,7 @@ def families(setting: Setting) -> dict:
     job = write_job(setting, "parity", dtype="fp32", steps=6, global_batch=16)
     command = [*HPCTRAIN, "bench", "train", str(job), "--steps", "2" if setting.short else "5", "--json"]
     hosts = (1, HOST, command)
+    os.environ["HPCTRAIN_DIRECT"] = "0"
     speeds = {
         "cpu": run_json(launch(hosts), setting.folder)["tokens_per_second"],
         "gpu": run_json(launch((1, setting.family, command)), setting.folder)["tokens_per_second"],
