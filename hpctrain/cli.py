@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "show what is in a run, a checkpoint, a plan, a job, a cluster or a token file",
     "report": "write what runs did as one HTML file",
     "compare": "compare the losses, and on request the weights, of two runs",
+    "align": "compare every operator of a job with float64, on every family; start it with mpirun or srun",
     "doctor": "check this machine: versions, ranks, devices, and by which routes they communicate",
     "catalogue": "list the ready clusters, and the accelerators and networks that a cluster file may name",
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from tomllib import TOMLDecodeError
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -216,7 +216,8 @@ class Train(Table):
     dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, AUTO] = None
     """Of weights in use and activations; auto: by family, bf16 or fp16 where it is clearly faster, else fp32.
 
-    Master weights, moments and sums of gradients are always fp32.
+    Master weights, moments and sums of gradients are always fp32. "fp8" is short for bf16 with
+    `precision.overrides = {linear = "fp8"}`.
     """
     validate_every: WholeNumber = 0
     """Steps between validations; 0: at the end only."""
@@ -303,6 +304,19 @@ class Job(Table):
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     observe: Observe = Observe()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_for_fp8(cls, tree: Any) -> Any:
+        """Replace `train.dtype = "fp8"` by what it is short for; what the file says of `linear` itself counts."""
+        train = tree.get("train") if isinstance(tree, dict) else None
+        if not isinstance(train, dict) or train.get("dtype") != "fp8":
+            return tree
+        precision = tree.get("precision", {})
+        overrides = precision.get("overrides", {}) if isinstance(precision, dict) else None
+        if isinstance(overrides, dict):  # else that is the mistake to report
+            precision = precision | {"overrides": {"linear": "fp8"} | overrides}
+        return tree | {"train": train | {"dtype": "bf16"}, "precision": precision}
 
     def dtype_of(self, family: str) -> str:
         """Return the dtype that ranks of a family compute in. The job is resolved."""

@@ -11,6 +11,7 @@ from hpctrain.comm.solo import Solo
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
+from hpctrain.model.scaled_products import FP8
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
 from hpctrain.plan.holders import RankShards
@@ -82,7 +83,8 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, device: torch.device)
     exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in held]
     store = Store(groups, role.shards, axes, dtype, device, kept, exchanged)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
-    pinned = {operator: DTYPES[name] for operator, name in job.precision.overrides.items()}
+    dtypes = DTYPES | {"fp8": FP8}
+    pinned = {operator: dtypes[name] for operator, name in job.precision.overrides.items()}
     stages = tuple(Stage(job.model, tile, axes, store, world.tracer, in_halves, pinned) for tile in role.tiles)
     return Layout(
         plan,

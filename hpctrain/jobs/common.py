@@ -212,7 +212,7 @@ def miniature_of(reference: str, job: Job, cores: int = 1, time_scale: float | N
     path = locate_cluster(reference)
     cluster, truth = load_cluster(path), load_truth(path)
     if truth is None or not is_finished(cluster, truth) or truth.width_scale > 1:
-        job = _with_any_vocabulary(job)
+        job = with_any_vocabulary(job)
     return miniature(cluster, truth, job, cores, time_scale)
 
 
@@ -246,7 +246,7 @@ def generate_tokens(path: Path, vocab_size: int, num_tokens: int = 200_000) -> N
         raise JobError(f"{path}: cannot be written: {describe_os_error(error)}") from None
 
 
-def _with_any_vocabulary(job: Job) -> Job:
+def with_any_vocabulary(job: Job) -> Job:
     """Return the job with a vocabulary size, its preset's where it has no token file. Raises JobError."""
     preset = presets().get(job.model.preset or "", {}).get("vocab_size")
     if job.model.vocab_size is None and not exists(job.data.tokens):

@@ -23,14 +23,18 @@ DIFFERENT_EXIT_CODE = 1
     type=FiniteRange(0),
     help="Largest relative difference of the losses.",
 )
+@click.option("--mean", is_flag=True, help="The tolerance is of the mean relative difference of the losses instead.")
 @click.option("--exact", is_flag=True, help="Losses, gradient norms, weights and moments must agree bit for bit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
-def command(run_a, run_b, tolerance, exact, as_json):
+def command(run_a, run_b, tolerance, mean, exact, as_json):
     """Compare the losses of two runs step by step; exit code 1 if they differ by more than the tolerance.
 
-    Both must have logged the same steps. With --exact the latest checkpoints are compared too, every parameter and
+    Both must have logged the same steps. Runs on different devices or in different dtypes are compared by their mean:
+    --mean --tolerance 0.015. With --exact the latest checkpoints are compared too, every parameter and
     moment whole, whatever layouts wrote them.
     """
+    if mean and exact:
+        raise click.UsageError("--exact compares bits, and --mean means; leave one of them out")
     losses = [_losses(path) for path in (run_a, run_b)]
     if losses[0].keys() != losses[1].keys():
         only = sorted(losses[0].keys() ^ losses[1].keys())
@@ -42,15 +46,18 @@ def command(run_a, run_b, tolerance, exact, as_json):
         key: _relative(losses[0][key], losses[1][key]) for key in losses[0] if exact or key[1] != "grad_norm"
     }
     worst = max(differences, key=differences.__getitem__)
+    of_losses = [difference for key, difference in differences.items() if key[1] == "loss"]
+    mean_difference = sum(of_losses) / len(of_losses) if of_losses else 0.0
     summary = {
         "steps": len({step for step, _ in differences}),
         "largest_difference": differences[worst],
+        "mean_difference": mean_difference,
         "at_step": worst[0],
         "of": worst[1],
         "values": [loss[worst] for loss in losses],
         "tolerance": 0.0 if exact else tolerance,
     }
-    same = differences[worst] <= summary["tolerance"]
+    same = (mean_difference if mean else differences[worst]) <= summary["tolerance"]
     if exact:
         summary["different_parameters"] = _different_parameters(run_a, run_b)
         same = same and not summary["different_parameters"]
@@ -59,7 +66,8 @@ def command(run_a, run_b, tolerance, exact, as_json):
         print(json.dumps(summary))
     else:
         a, b = summary["values"]
-        print(f"{summary['steps']} steps; largest relative difference {differences[worst]:.3g}")
+        figures = f"largest relative difference {differences[worst]:.3g}, mean of the losses' {mean_difference:.3g}"
+        print(f"{summary['steps']} steps; {figures}")
         print(f"  {worst[1]} at step {worst[0]}: {a!r} and {b!r}")
         if exact:
             print(

@@ -16,6 +16,7 @@ from hpctrain.architectures.description import Attention, Norm
 from hpctrain.comm.reduction import HALF
 from hpctrain.model.axes import Axis
 from hpctrain.model.products import add_wide_product
+from hpctrain.model.scaled_products import add_scaled_product, forward_product, input_gradient
 from hpctrain.model.units import Weight
 
 
@@ -56,11 +57,15 @@ class _Linear(Function):
         into: Axis,
         out: Axis,
         ends: list[Callable[[], None]] | None,
+        in_8_bits: bool,
     ):
-        ctx.weights, ctx.biases, ctx.out = weights, biases, out
+        ctx.weights, ctx.biases, ctx.out, ctx.in_8_bits = weights, biases, out, in_8_bits
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        parts = [x_NI @ w.data.to(x_NI.dtype).t() for w in weights]
+        if in_8_bits:
+            parts = [forward_product(x_NI, w.data) for w in weights]
+        else:
+            parts = [x_NI @ w.data.to(x_NI.dtype).t() for w in weights]
         y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if ends is None:
             into.all_reduce(y_NO)
@@ -82,17 +87,22 @@ class _Linear(Function):
         (x_NI,) = ctx.saved_tensors
         dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
         parts = dy_NO.split([w.data.shape[0] for w in ctx.weights], dim=1)
-        dx_NI = parts[0] @ ctx.weights[0].data.to(dy_NO.dtype)
-        for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
-            dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
+        if ctx.in_8_bits:
+            dx_NI = input_gradient(parts[0], ctx.weights[0].data)
+            for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
+                dx_NI += input_gradient(part, weight.data)
+        else:
+            dx_NI = parts[0] @ ctx.weights[0].data.to(dy_NO.dtype)
+            for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
+                dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
         summed = ctx.out.start_all_reduce(dx_NI)
         for weight, part in zip(ctx.weights, parts, strict=True):
-            weight.accumulate(add_product, part, x_NI)
+            weight.accumulate(add_scaled_product if ctx.in_8_bits else add_product, part, x_NI)
         if ctx.biases:
             for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
                 bias.accumulate(add_sum, part)
         summed.wait()
-        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None
+        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
 
 
 def _add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
@@ -109,14 +119,15 @@ def linear(
     into: Axis,
     out: Axis,
     ends: list[Callable[[], None]] | None = None,
+    in_8_bits: bool = False,
 ) -> torch.Tensor:
     """Apply one or several weights to the same input; outputs lie side by side in the last dim.
 
     x: [..., I]; result: [..., O], O the sum over `weights`. Ranks of `into` (forward) and `out` (backward) must call.
     With `ends` the sum over `into` is only started: the result is there, and may be used, when what is appended to it
-    has been called.
+    has been called. With `in_8_bits` the operands of all three products are rounded to fp8.
     """
-    return _Linear.apply(x, weights, biases, into, out, ends)
+    return _Linear.apply(x, weights, biases, into, out, ends, in_8_bits)
 
 
 class _RmsNorm(Function):

@@ -27,6 +27,7 @@ from hpctrain.model.functions import (
     rotate,
 )
 from hpctrain.model.head_loss import head_loss, tokens_at_once
+from hpctrain.model.scaled_products import FP8
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -185,11 +186,13 @@ class Block(LayerModule):
         return hidden
 
     def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis) -> Passing:
-        given = x.to(self._pinned.get("linear", x.dtype))
+        pinned = self._pinned.get("linear", x.dtype)
+        in_8_bits = pinned == FP8
+        given = x if in_8_bits else x.to(pinned)
         if not self.in_halves:
-            return linear(given, *layer, into=into, out=out).to(x.dtype)
+            return linear(given, *layer, into=into, out=out, in_8_bits=in_8_bits).to(x.dtype)
         ends = []
-        result = linear(given, *layer, into=into, out=out, ends=ends)
+        result = linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
         if into.size > 1:
             yield
         ends[0]()

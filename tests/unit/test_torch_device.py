@@ -22,7 +22,7 @@ from hpctrain.comm.lanes import Progress, Work
 from hpctrain.comm.probe import overlap_slowdown
 from hpctrain.comm.probe.overlap_slowdown import measure_overlap
 from hpctrain.comm.routes import cuda_aware
-from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.routes.abilities import Ability, FamilyAbilities, message_route
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring
 from hpctrain.comm.routes.nccl import Connection, connect_native
 from hpctrain.comm.steps import Pending
@@ -347,3 +347,71 @@ def test_hosts_reserve_nothing_and_have_nothing_to_set():
     cpu.finish_queued()
     assert cpu.reserved_bytes() == 0 and cpu.view_for_mpi(torch.zeros(1)) is None
     assert bind.DTYPES.keys() >= set(cpu.measured_dtypes)
+
+
+def test_a_communicator_is_not_given_back_while_it_is_looked_at(monkeypatch):
+    monkeypatch.setattr("hpctrain.comm.routes.nccl.LOOK_SECONDS", 0.001)
+    looking, freed_under_look = threading.Event(), []
+
+    class Slow(Noticing):
+        def check_async_error(self):
+            looking.set()
+            time.sleep(0.1)
+            freed_under_look.append(self.destroyed)
+
+    communicator = Slow()
+    connection = Connection("NCCL", communicator)
+    assert looking.wait(20)
+    connection.destroy()
+    assert communicator.destroyed == 1
+    time.sleep(0.2)
+    assert not any(freed_under_look), "a handle that is freed under a look is a segmentation fault"
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_messages_between_families_are_tried_before_they_are_direct(monkeypatch, sizes):
+    """Each family works by itself, and not with the other: one of them is not given to MPI."""
+    places = [Place("n1", name, "cuda") for name, size in zip("ab", sizes, strict=True) for _ in range(size)]
+    tried = []
+
+    def exchange(mpi, comm, accelerator, members, rank):
+        tried.append(list(members))
+        inside = len({places[member].family for member in members}) == 1
+        return Ability(inside, "arrived as they were" if inside else "8388608 bytes arrived changed")
+
+    monkeypatch.setattr(bind, "exchange_in_ring", exchange)
+    world = SimpleNamespace(
+        topology=Topology(tuple(places)),
+        rank=0,
+        raw_mpi=SimpleNamespace(COMM_WORLD=None),
+        gather_objects=lambda value: [value or Ability(True, "of others")],
+        broadcast_object=lambda value: value,
+    )
+    yes = Ability(True, "a probe sent it")
+    families = {name: FamilyAbilities(name, "cuda", Ability(False, "-"), yes) for name in "ab"}
+    result = bind.confirm_direct(world, FakeAccelerator(), families)
+    assert [0, sizes[0]] in tried, "the first ranks of both"
+    refused = "a" if sizes[0] == 1 else "b"
+    assert not result[refused].direct.works and "messages between a and b" in result[refused].direct.reason
+    assert result["ab".replace(refused, "")].direct.works
+    assert message_route(result["a"], result["b"])[0] == "staged"
+
+
+def test_threads_that_look_at_the_library_and_abort_it_have_the_ranks_device(monkeypatch):
+    monkeypatch.setattr("hpctrain.comm.routes.nccl.LOOK_SECONDS", 0.001)
+    made, module = device(index=1)
+    seen: list[tuple[str, int]] = []
+
+    class Seeing(Noticing):
+        def check_async_error(self):
+            seen.append(("look", module.current_device()))
+
+        def abort(self):
+            seen.append(("abort", module.current_device()))
+
+    connection = Connection("NCCL", Seeing(), made.use)
+    deadline = time.monotonic() + 20
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.001)
+    connection.abort()
+    assert set(seen) == {("look", 1), ("abort", 1)}

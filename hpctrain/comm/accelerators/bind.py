@@ -1,5 +1,6 @@
 """Which device each rank takes, and what all of them compute well in."""
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -104,19 +105,29 @@ def confirm_direct(
 ) -> dict[str, FamilyAbilities]:
     """Return the abilities, where a family is `direct` only if messages between processes show it. All ranks must call.
 
-    A message of a rank to itself, which a child process has tried, goes by another road than one between ranks.
+    A message of a rank to itself, which a child process has tried, goes by another road than one between ranks. Of two
+    families between whose first ranks messages fail, one is not `direct`: the one that has no messages of its own to
+    show, or else the later one.
     """
     result = dict(families)
-    places = world.topology.places
-    for name, family in families.items():
-        members = [rank for rank, place in enumerate(places) if place.family == name]
-        if not family.direct.works or len(members) == 1:
-            continue
+    members = {name: world.topology.ranks_of(name) for name in families}
+
+    def exchanged(ranks: Sequence[int]) -> Ability:
         own = None
-        if world.rank in members:
-            own = exchange_in_ring(world.raw_mpi, world.raw_mpi.COMM_WORLD, accelerator, members, world.rank)
-        every = [each for each in _of_all(world, own) if each is not None]
-        result[name] = replace(family, direct=all_of(every))
+        if world.rank in ranks:
+            own = exchange_in_ring(world.raw_mpi, world.raw_mpi.COMM_WORLD, accelerator, ranks, world.rank)
+        return all_of([each for each in _of_all(world, own) if each is not None])
+
+    for name, family in families.items():
+        if family.direct.works and len(members[name]) > 1:
+            result[name] = replace(family, direct=exchanged(members[name]))
+    for one, other in itertools.combinations(families, 2):
+        if result[one].direct.works and result[other].direct.works:
+            across = exchanged([members[one][0], members[other][0]])
+            if not across.works:
+                name = one if len(members[one]) == 1 else other
+                reason = f"messages between {one} and {other}: {across.reason}"
+                result[name] = replace(result[name], direct=Ability(False, reason))
     return result
 
 

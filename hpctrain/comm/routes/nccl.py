@@ -4,7 +4,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -63,8 +63,10 @@ class Connection:
     device for the peer. On an error the communicator is aborted, which ends what waits on the device.
     """
 
-    def __init__(self, name: str, communicator: Any):
-        self.name, self.communicator = name, communicator
+    def __init__(self, name: str, communicator: Any, enter: Callable[[], None] | None = None):
+        """`enter` makes the rank's device the current one of each thread that uses the library here: otherwise each
+        rank would open a context on device 0."""
+        self.name, self.communicator, self._enter = name, communicator, enter or _nothing
         self._error: str | None = None
         self._is_open = True
         self._lock = threading.Lock()
@@ -72,9 +74,13 @@ class Connection:
         threading.Thread(target=self._watch, name=f"{name} errors", daemon=True).start()
 
     def _watch(self) -> None:
+        self._enter()
         while not self._over.wait(LOOK_SECONDS):
             try:
-                self.communicator.check_async_error()
+                with self._lock:  # nobody gives it back while it is looked at
+                    if not self._is_open:
+                        return
+                    self.communicator.check_async_error()
             except Exception as error:  # CuPy's, which is not there to be imported everywhere
                 self._error = str(error)
                 self.abort()
@@ -101,6 +107,7 @@ class Connection:
 
         def work() -> None:
             with suppress(Exception):  # the process is about to end, and says why elsewhere
+                self._enter()
                 self.communicator.abort()
             ended.set()
 
@@ -119,6 +126,10 @@ class Connection:
             self._is_open = False
         self._over.set()
         self.communicator.destroy()
+
+
+def _nothing() -> None:
+    pass
 
 
 class NativeCollectives:
@@ -146,7 +157,7 @@ class NativeCollectives:
         }
         key = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
         self._comm = nccl.NcclCommunicator(comm.size, key, comm.rank)
-        self.connection = Connection(self.name, self._comm)
+        self.connection = Connection(self.name, self._comm, accelerator.use)
         self._connect()
 
     def _connect(self) -> None:

@@ -128,12 +128,12 @@ class Watchdog:
     def _end_without_launcher(self) -> NoReturn:
         """End this rank; the first one of the host says why. MPI's own abort needs the daemon that is gone."""
         try:
-            self._report_missing_launcher()
+            self._report_absent_launcher()
         finally:  # standard error may be a pipe that ended with the daemon
             os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("it was killed")
 
-    def _report_missing_launcher(self) -> None:
+    def _report_absent_launcher(self) -> None:
         record_exit(CommError.exit_code)
         host = self._hosts[self._rank]
         if self._hosts.index(host) == self._rank:

@@ -1,0 +1,382 @@
+"""One command for a machine with one GPU: what is right, and how fast, section by section.
+
+    python -m benchmarks.gpu --folder gpu-results             # all, at most 25 minutes
+    python -m benchmarks.gpu --folder gpu-results --part 1    # or one of three parts
+
+Each section is a process of its own with a time limit, and prints one JSON line as it ends, which is also appended to
+`results.jsonl` of the folder. What is `done` there is not repeated: start the same command again after an interruption.
+A machine without a GPU runs to the end too, on small models; `could_not` of each line says what that leaves out.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = "results.jsonl"
+HPCTRAIN = [sys.executable, "-m", "hpctrain"]
+PARTS = (1, 2, 3)
+NO_GPU = "no GPU that torch sees: run on the CPU, with a small model"
+SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128, "vocab_size": 512}
+
+
+class SectionError(Exception):
+    """A command of a section failed; the text says which, and its last words."""
+
+
+class Setting(NamedTuple):
+    """What a section runs on."""
+
+    folder: Path
+    has_gpu: bool
+    short: bool
+
+    @property
+    def is_small(self) -> bool:
+        return self.short or not self.has_gpu
+
+    @property
+    def family(self) -> list[str]:
+        """Return the variables of a rank with the GPU; of one that stands for it where there is none."""
+        return ["HPCTRAIN_DEVICE=cuda"] if self.has_gpu else ["HPCTRAIN_DEVICE=cpu", "HPCTRAIN_FAMILY=other"]
+
+
+HOST = ["HPCTRAIN_DEVICE=cpu"]
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() > 0
+
+
+def mpirun() -> str | None:
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def launch(*parts: tuple[int, Sequence[str], Sequence[str]]) -> list[str]:
+    """Return the command line of ranks: of each part their number, their variables, and their command."""
+    starter = mpirun()
+    if starter is None:
+        raise SectionError("no mpirun beside this Python or on the PATH; pip install mpich")
+    words: list[str] = [starter]
+    for number, variables, command in parts:
+        words += [":"] if len(words) > 1 else []
+        words += ["-n", str(number), "env", *variables, *command]
+    return words
+
+
+def run(words: Sequence[str], cwd: Path, accepted: Sequence[int] = (0,), **variables: str) -> str:
+    """Return what a command printed. Raises SectionError."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(list(words), cwd=cwd, capture_output=True, text=True, env=environment)
+    if done.returncode not in accepted:
+        last = "; ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
+        raise SectionError(f"{' '.join(words[-8:])}: exit code {done.returncode}: {last[-600:]}")
+    return done.stdout
+
+
+def run_json(words: Sequence[str], cwd: Path, accepted: Sequence[int] = (0,), **variables: str) -> dict:
+    lines = [line for line in run(words, cwd, accepted, **variables).splitlines() if line.startswith("{")]
+    if not lines:
+        raise SectionError(f"{' '.join(words[-8:])}: printed no JSON")
+    return json.loads(lines[-1])
+
+
+def write_job(setting: Setting, name: str, **train: object) -> Path:
+    """Write a job of llama-1b, or a small one, with generated tokens; return its file."""
+    from hpctrain.jobs.common import generate_tokens
+
+    tokens = setting.folder / ("small.bin" if setting.is_small or name == "parity" else "tokens.bin")
+    small = setting.is_small or name == "parity"
+    if not tokens.exists():
+        generate_tokens(tokens, 512 if small else 32000, 60_000 if small else 2_000_000)
+    model = "\n".join(f"{key} = {value}" for key, value in SMALL.items()) if small else 'preset = "llama-1b"'
+    model += '\narchitecture = "llama"' if small else ""
+    length = 64 if small else 2048
+    settings = {"steps": 6, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2} | train
+    keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    path = setting.folder / f"{name}.toml"
+    path.write_text(f"""[model]
+{model}
+[data]
+tokens = "{tokens}"
+validation_fraction = 0.0
+sequence_length = {length}
+[train]
+{keys}
+""")
+    return path
+
+
+def versions(setting: Setting) -> dict:
+    doctor = run_json([*HPCTRAIN, "doctor", "--json", "--folder", str(setting.folder)], setting.folder, range(256))
+    result = {"doctor": {key: doctor.get(key) for key in ("versions", "mpi", "ranks", "exit_code")}}
+    result["findings"] = [each for each in doctor["findings"] if each["verdict"] != "ok"]
+    if setting.has_gpu and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv,noheader"]
+        result["nvidia_smi"] = run(query, setting.folder).strip()
+    return result
+
+
+def operators(setting: Setting) -> dict:
+    """Every operator against float64, forward and backward, twice."""
+    job = write_job(setting, "operators")
+    dtypes = [word for dtype in ("fp32", "bf16", "fp16") for word in ("--dtype", dtype)]
+    few = ["--tokens", "32"] if setting.short else []
+    layers = [] if setting.is_small else ["--set", "model.num_layers=1"]
+    words = [*HPCTRAIN, "align", str(job), *dtypes, *few, *layers, "--json"]
+    summary = run_json(words, setting.folder, (0, 1))
+    worst: dict[str, dict] = {}
+    for entry in summary["operators"]:
+        share = entry["error"] / entry["bound"] if entry["error"] is not None and entry["bound"] else 0.0
+        if share >= worst.get(entry["dtype"], {"share_of_bound": -1.0})["share_of_bound"]:
+            worst[entry["dtype"]] = {"share_of_bound": share} | {k: entry[k] for k in ("operator", "result", "error")}
+    return {
+        "aligned": summary["aligned"],
+        "worst": worst,
+        "beyond": [entry for entry in summary["operators"] if entry["beyond"]],
+        "not_the_same_bits_twice": [
+            f"{entry['operator']} {entry['result']} {entry['dtype']}"
+            for entry in summary["operators"]
+            if not entry["repeats"]
+        ],
+    }
+
+
+def routes(setting: Setting) -> dict:
+    """What two ranks that share the device get by each route; the library of collectives by itself."""
+    result: dict = {}
+    asked: dict[str, list[str]] = {"auto": [], "staged": ["HPCTRAIN_DIRECT=0"], "direct": ["HPCTRAIN_DIRECT=1"]}
+    for name, variables in asked.items():
+        shared = ["HPCTRAIN_SHARE_DEVICES=1", *(["HPCTRAIN_DEVICE=cuda"] if setting.has_gpu else HOST), *variables]
+        words = launch((2, shared, [*HPCTRAIN, "doctor", "--json", "--folder", str(setting.folder)]))
+        try:
+            doctor = run_json(["timeout", "38", *words], setting.folder)
+            result[name] = {key: doctor.get(key) for key in ("routes", "links", "exit_code")}
+        except SectionError as error:
+            result[name] = {"failed": str(error)}
+        if not setting.has_gpu:
+            break  # all are the same without devices
+    native = [sys.executable, "-m", "benchmarks.gpu_inside", "native"]
+    result["native"] = run_json(native, setting.folder) if setting.has_gpu else None
+    return result
+
+
+def parity(setting: Setting) -> dict:
+    """One job on the CPU, on the GPU, and on both in a pipeline; the last one again, and interrupted."""
+    job = write_job(setting, "parity", dtype="fp32", steps=6)
+    train = [*HPCTRAIN, "train", str(job), "--set", "checkpoint.every=3"]
+    both = ["--set", "plan.pipeline=2"]
+
+    def started(name: str, *more: str, mixed: bool = True) -> list[str]:
+        command = [*train, "--run", str(setting.folder / name), *more]
+        if not mixed:
+            return command
+        return launch((1, HOST, [*command, *both]), (1, setting.family, [*command, *both]))
+
+    def compared(one: str, other: str, *how: str) -> dict:
+        words = [*HPCTRAIN, "compare", str(setting.folder / one), str(setting.folder / other), *how, "--json"]
+        return run_json(words, setting.folder, (0, 1))
+
+    os.environ["HPCTRAIN_DIRECT"] = "0"  # which saves the probe at each start
+    for name in ("cpu", "gpu", "mixed", "again", "resumed"):
+        shutil.rmtree(setting.folder / name, ignore_errors=True)
+    run(["env", *HOST, *started("cpu", mixed=False)], setting.folder)
+    run(["env", *setting.family, *started("gpu", mixed=False)], setting.folder)
+    for name in ("mixed", "again"):
+        run(started(name), setting.folder)
+    run(started("resumed", "--stop-after", "3"), setting.folder)
+    run(started("resumed"), setting.folder)
+    return {
+        "gpu_to_cpu": compared("cpu", "gpu"),
+        "mixed_to_cpu": compared("cpu", "mixed"),
+        "repeated": compared("mixed", "again", "--exact"),
+        "resumed": compared("mixed", "resumed", "--exact"),
+    }
+
+
+def training(setting: Setting) -> dict:
+    """Tokens/s by microbatch, and the share of the measured peak; plain PyTorch in the same run."""
+    sizes = [1, 2] if setting.is_small else [4, 8]
+    steps = "1" if setting.short else "3"
+    plain = [sys.executable, "-m", "benchmarks.gpu_inside", "plain"]
+    result: dict = {"by_microbatch": []}
+    for size in sizes:
+        job = write_job(setting, "training", global_batch=2 * size, dtype="fp32" if not setting.has_gpu else "bf16")
+        words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.microbatch={size}", "--steps", steps, "--json"]
+        entry: dict = {"microbatch": size}
+        for side, command in (
+            ("hpctrain", words),
+            ("plain", [*plain, str(job), "--microbatch", str(size), "--steps", steps]),
+        ):
+            try:
+                entry[side] = run_json(command, setting.folder)["tokens_per_second"]
+            except SectionError as error:
+                entry[f"{side}_failed"] = str(error)
+        if "hpctrain" in entry and "plain" in entry:
+            entry["of_plain"] = entry["hpctrain"] / entry["plain"]
+        result["by_microbatch"].append(entry)
+    job = setting.folder / "training.toml"
+    figures = run_json([sys.executable, "-m", "benchmarks.gpu_inside", "peak", str(job)], setting.folder)
+    speeds = [entry["hpctrain"] for entry in result["by_microbatch"] if "hpctrain" in entry]
+    if speeds:
+        result["mfu_of_measured_peak"] = max(speeds) * figures["flops_per_token"] / figures["peak_flops_per_second"]
+    return result | figures
+
+
+def kernels(setting: Setting) -> dict:
+    job = write_job(setting, "kernels", global_batch=4, dtype="bf16" if setting.has_gpu else "fp32")
+    return run_json([sys.executable, "-m", "benchmarks.gpu_inside", "kernels", str(job)], setting.folder)
+
+
+def fused(setting: Setting) -> dict:
+    job = write_job(setting, "fused", dtype="bf16" if setting.has_gpu else "fp32")
+    return run_json([sys.executable, "-m", "benchmarks.gpu_inside", "fused", str(job)], setting.folder)
+
+
+def prediction(setting: Setting) -> dict:
+    """A probe of this machine, a profile of the job, and its predicted step beside a measured one."""
+    job = write_job(setting, "predicted", global_batch=8, dtype="bf16" if setting.has_gpu else "fp32")
+    cluster, plan = setting.folder / "cluster.toml", setting.folder / "plan.toml"
+    seconds = ("2", "4") if setting.short else ("15", "40")
+    run([*HPCTRAIN, "probe", "--out", str(cluster), "--force", "--seconds", seconds[0]], setting.folder)
+    profile = [*HPCTRAIN, "probe", "--job", str(job), "--cluster", str(cluster), "--refresh", "--seconds", seconds[1]]
+    run(profile, setting.folder)
+    run([*HPCTRAIN, "plan", "search", str(job), "--cluster", str(cluster), "--out", str(plan)], setting.folder)
+    words = [*HPCTRAIN, "predict", str(job), "--cluster", str(cluster), "--plan", str(plan), "--json"]
+    predicted = run_json(words, setting.folder)
+    words = [*HPCTRAIN, "bench", "train", str(job), "--set", f"plan.file={plan}", "--json"]
+    measured = sorted(run_json(words, setting.folder)["step_seconds"])
+    middle = measured[len(measured) // 2]
+    return {
+        "predicted_seconds": predicted["step_seconds"],
+        "interval_seconds": predicted["interval_seconds"],
+        "measured_seconds": measured,
+        "predicted_to_measured": predicted["step_seconds"] / middle,
+        "assumed_inputs": predicted["assumed_inputs"],
+    }
+
+
+def families(setting: Setting) -> dict:
+    """CPU ranks and a GPU rank as two families, and each alone: the fraction of the sum."""
+    job = write_job(setting, "parity", dtype="fp32", steps=6, global_batch=16)
+    command = [*HPCTRAIN, "bench", "train", str(job), "--steps", "2" if setting.short else "5", "--json"]
+    hosts = (1, HOST, command)
+    os.environ["HPCTRAIN_DIRECT"] = "0"
+    speeds = {
+        "cpu": run_json(launch(hosts), setting.folder)["tokens_per_second"],
+        "gpu": run_json(launch((1, setting.family, command)), setting.folder)["tokens_per_second"],
+    }
+    both = run_json(launch(hosts, (1, setting.family, command)), setting.folder)
+    return speeds | {
+        "both": both["tokens_per_second"],
+        "plan": both["plan"],
+        "fraction_of_the_sum": both["tokens_per_second"] / sum(speeds.values()),
+    }
+
+
+def checkpoints(setting: Setting) -> dict:
+    job = write_job(setting, "checkpoints", global_batch=2, dtype="bf16" if setting.has_gpu else "fp32")
+    return run_json([sys.executable, "-m", "benchmarks.gpu_inside", "checkpoints", str(job)], setting.folder)
+
+
+class Section(NamedTuple):
+    """A part of the benchmark with a time limit."""
+
+    part: int
+    limit_seconds: int
+    work: Callable[[Setting], dict]
+    without_gpu: str
+    """What a machine without a GPU cannot do of it."""
+
+
+SECTIONS = {
+    "versions": Section(1, 60, versions, "driver, CuPy and NCCL are not looked at"),
+    "operators": Section(1, 120, operators, "the operators are those of the CPU"),
+    "routes": Section(1, 130, routes, "no native, direct or staged route: ranks have host memory"),
+    "parity": Section(1, 180, parity, "both families are CPUs"),
+    "training": Section(2, 310, training, "no llama-1b in bf16; the peak is that of one core"),
+    "kernels": Section(2, 90, kernels, "operations of the host instead of kernels; a host is always busy"),
+    "fused": Section(2, 110, fused, "no kernels of Triton: torch.compile makes C++"),
+    "prediction": Section(3, 200, prediction, "the prediction is of a CPU"),
+    "families": Section(3, 180, families, "both families are CPUs"),
+    "checkpoints": Section(3, 120, checkpoints, "a small model, from host memory"),
+}
+
+
+def is_done(folder: Path, name: str) -> bool:
+    path = folder / RESULTS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return any(each["section"] == name and each["status"] == "done" for each in map(json.loads, lines))
+
+
+def run_section(name: str, options: argparse.Namespace, gpu: bool) -> dict:
+    """Run a section in a process of its own; return its line. What it started ends with it."""
+    section = SECTIONS[name]
+    words = [sys.executable, "-m", "benchmarks.gpu", "--folder", str(options.folder), "--inside", name]
+    words += ["--short"] if options.short else []
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    limit, start = options.limit or section.limit_seconds, time.monotonic()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **pipes) as child:
+        try:
+            out, errors = child.communicate(timeout=limit)
+            status = "done" if child.returncode == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            out, errors = child.communicate()
+            status = "timeout"
+    line = {"section": name, "part": section.part, "status": status, "seconds": round(time.monotonic() - start, 1)}
+    line["could_not"] = [] if gpu else [NO_GPU, section.without_gpu]
+    if status == "done":
+        return line | {"result": json.loads(out.splitlines()[-1])}
+    why = f"was not done after {limit} s" if status == "timeout" else " ".join(errors.strip().splitlines()[-1:])
+    line["could_not"].append(why[-800:])
+    return line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        "benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=Path("gpu-results"), help="for results and runs")
+    parser.add_argument("--part", type=int, choices=PARTS, help="one of three parts")
+    parser.add_argument("--section", action="append", choices=list(SECTIONS), help="may be repeated")
+    parser.add_argument("--short", action="store_true", help="small models and few steps, also on a GPU")
+    parser.add_argument("--limit", type=float, help="seconds of a section, instead of its own limit")
+    parser.add_argument("--inside", choices=list(SECTIONS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.folder = options.folder.absolute()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    gpu = has_gpu()
+    if options.inside:
+        try:
+            print(json.dumps(SECTIONS[options.inside].work(Setting(options.folder, gpu, options.short))))
+        except SectionError as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+    statuses = []
+    for name, section in SECTIONS.items():
+        wanted = not options.section or name in options.section
+        if wanted and options.part in (None, section.part) and not is_done(options.folder, name):
+            line = run_section(name, options, gpu)
+            statuses.append(line["status"])
+            with open(options.folder / RESULTS, "a") as results:
+                results.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+    return 0 if all(status == "done" for status in statuses) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

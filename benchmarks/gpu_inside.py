@@ -1,0 +1,287 @@
+"""What `benchmarks.gpu` measures inside one process: kernels, plain PyTorch, the library of collectives, checkpoints.
+
+    python -m benchmarks.gpu_inside plain JOB --microbatch 4
+
+Each prints one JSON line last. On a machine without a GPU they measure the host.
+
+Shapes: B sequences, S positions, E hidden size, H heads, K key/value heads, D head size.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpctrain.cli import main
+from hpctrain.config.job import Job, Model, load_job
+from hpctrain.jobs.common import started_world, with_vocabulary
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CLASSES = {
+    "attention": ("flash", "attention", "fmha"),
+    "products": ("gemm", "cutlass", "nvjet", "aten::mm", "aten::addmm", "aten::bmm", "cublas"),
+    "optimizer": ("adam", "foreach", "multi_tensor"),
+    "collectives": ("nccl",),
+    "copies": ("memcpy", "copy", "memset"),
+    "reductions": ("reduce", "softmax", "norm", "sum"),
+}
+"""Of kernels, by what their names contain: the first that fits. All others are element-wise."""
+
+
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median seconds of a call, after three that warm it up."""
+    taken = []
+    for number in range(repeats + 3):
+        synchronize()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        taken += [time.perf_counter() - start] if number >= 3 else []
+    return statistics.median(taken)
+
+
+class PlainBlock(nn.Module):
+    """A block of Llama as its users write it in PyTorch."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        block = model.description.blocks[0]
+        self.of, hidden, inner = block.attention, model.hidden_size, block.mlp.inner
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden, eps=self.of.norm.epsilon) for _ in range(2))
+        self.qkv = nn.Linear(hidden, self.of.query_size + 2 * self.of.key_size, bias=False)
+        self.out = nn.Linear(self.of.query_size, hidden, bias=False)
+        self.up, self.down = nn.Linear(hidden, 2 * inner, bias=False), nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x_BSE: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        heads = [self.of.heads, self.of.kv_heads, self.of.kv_heads]
+        qkv = self.qkv(self.norms[0](x_BSE)).unflatten(-1, (sum(heads), self.of.head_size)).transpose(1, 2)
+        q, k, v = qkv.split(heads, dim=1)
+        q, k = (self.rotate(each, cos_SD, sin_SD) for each in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads[0] != heads[1])
+        x_BSE = x_BSE + self.out(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.up(self.norms[1](x_BSE)).chunk(2, dim=-1)
+        return x_BSE + self.down(F.silu(gate) * up)
+
+    @staticmethod
+    def rotate(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        first, second = x_BHSD.chunk(2, dim=-1)
+        return (x_BHSD * cos_SD + torch.cat((-second, first), dim=-1) * sin_SD).to(x_BHSD.dtype)
+
+
+class PlainLlama(nn.Module):
+    """Llama in plain PyTorch; returns its mean loss."""
+
+    def __init__(self, model: Model, length: int):
+        super().__init__()
+        self.embedding = nn.Embedding(model.num_ids, model.hidden_size)
+        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
+        self.norm = nn.RMSNorm(model.hidden_size, eps=1e-5)
+        self.head = nn.Linear(model.hidden_size, model.num_ids, bias=False)
+        size = model.description.blocks[0].attention.head_size
+        angles_SD = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
+        self.register_buffer("cos", torch.cat([angles_SD.cos()] * 2, dim=-1))
+        self.register_buffer("sin", torch.cat([angles_SD.sin()] * 2, dim=-1))
+
+    def forward(self, ids_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        x_BSE = self.embedding(ids_BS)
+        for block in self.blocks:
+            x_BSE = block(x_BSE, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x_BSE)).flatten(0, 1).float(), targets_BS.flatten())
+
+
+@click.group()
+def command():
+    """Measure one thing of this process' device."""
+
+
+@command.command()
+@click.argument("job")
+@click.option("--microbatch", type=int, default=2)
+@click.option("--steps", type=int, default=3)
+def plain(job: str, microbatch: int, steps: int):
+    """Tokens/s of plain PyTorch: torch.compile, autocast, fused AdamW; two microbatches a step, as the job's batch."""
+    given = with_vocabulary(load_job(job))
+    model, length, dtype = given.model, given.data.sequence_length, DTYPES[given.train.dtype or "fp32"]
+    torch.manual_seed(1)
+    network = PlainLlama(model, length).to(DEVICE)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+    compiled = torch.compile(network) if DEVICE.type == "cuda" else network
+    count = given.train.global_batch // microbatch
+    ids = torch.randint(0, model.num_ids, (count, microbatch, length + 1), device=DEVICE)
+
+    def step() -> None:
+        for each in ids:
+            with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
+                loss = compiled(each[:, :-1], each[:, 1:])
+            (loss / count).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    print(json.dumps({"tokens_per_second": ids[:, :, 1:].numel() / seconds_of(step, steps)}))
+
+
+def flops_per_token(job: Job) -> float:
+    """Return operations of a token, forward and backward: 6 a weight of a product, and causal attention."""
+    model = job.model
+    of = model.description.blocks[0]
+    attention, hidden = of.attention, model.hidden_size
+    block = hidden * (2 * attention.query_size + 2 * attention.key_size + of.mlp.up_size + of.mlp.inner)
+    scores = 2 * job.data.sequence_length * attention.query_size / 2
+    return 6 * (model.num_layers * (block + scores) + hidden * model.num_ids)
+
+
+@command.command()
+@click.argument("job")
+def peak(job: str):
+    """FLOP/s of the fastest large product in the job's dtype, and what a token of the job takes."""
+    given = with_vocabulary(load_job(job))
+    dtype = DTYPES[given.train.dtype or "fp32"]
+    speeds = {}
+    for size in (2048, 4096, 8192) if DEVICE.type == "cuda" else (256, 512):
+        a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
+        speeds[size] = 2 * size**3 / seconds_of(lambda a=a, b=b: a @ b, 10)
+    print(json.dumps({"peak_flops_per_second": max(speeds.values()), "flops_per_token": flops_per_token(given)}))
+
+
+@command.command()
+@click.argument("job")
+def kernels(job: str):
+    """Seconds of a step by class of kernel, their number, and the share of time that the device is busy."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = DEVICE.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    with started_world() as world:
+        trainer, training = _trainer(world, job)
+        for _ in range(2):
+            trainer.step(training)
+        synchronize()
+        with profile(activities=activities) as profiled:
+            start = time.perf_counter()
+            trainer.step(training)
+            synchronize()
+            wall = time.perf_counter() - start
+    seconds, counts = dict.fromkeys((*CLASSES, "element-wise"), 0.0), dict.fromkeys((*CLASSES, "element-wise"), 0)
+    for event in profiled.key_averages():
+        name = event.key.lower()
+        kind = next((k for k, parts in CLASSES.items() if any(part in name for part in parts)), "element-wise")
+        seconds[kind] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) * 1e-6
+        counts[kind] += event.count
+    result = {"step_seconds": wall, "seconds": seconds, "counts": counts, "busy": sum(seconds.values()) / wall}
+    print(json.dumps(result))
+
+
+def _trainer(world, reference: str):
+    from hpctrain.comm.accelerators.bind import bind_accelerator
+    from hpctrain.engine.resolve import prepare_run
+    from hpctrain.engine.trainer import Trainer
+
+    prepared = prepare_run(world, load_job(reference, ["plan.microbatch=2"]))
+    trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)
+    trainer.initialise()
+    return trainer, prepared.training
+
+
+@command.command()
+@click.argument("job")
+def fused(job: str):
+    """Seconds of element-wise operators, forward and backward: the model's own, and torch.compile on pure functions."""
+    from hpctrain.engine.alignment import Case
+    from hpctrain.model.operators import operators
+
+    given = with_vocabulary(load_job(job))
+    dtype, names = DTYPES[given.train.dtype or "fp32"], ("norm", "rotary", "activation")
+    result: dict[str, dict] = {}
+    positions = given.data.sequence_length
+    for operator in operators(given.model, 4, positions):
+        if operator.name not in names:
+            continue
+        case = Case(operator)
+        inputs = case.inputs(DEVICE, dtype)
+        values = {k: v.to(DEVICE, dtype, copy=True).requires_grad_() for k, v in case.values.items()}
+        weights = {k: v.to(DEVICE, dtype).requires_grad_() for k, v in case.weights.items()}
+        gradient = case.gradient.to(DEVICE, dtype)
+        measured: dict[str, float | str] = {
+            "own_seconds": seconds_of(lambda case=case, inputs=inputs: case.compute(inputs))
+        }
+        if operator.name != "rotary":  # its reference is of complex numbers on the host
+            compiled = torch.compile(operator.reference)
+
+            def both(compiled=compiled, values=values, weights=weights, gradient=gradient) -> None:
+                compiled(values, weights, {}).backward(gradient)
+
+            try:
+                compiled_seconds = seconds_of(both)
+                own = seconds_of(lambda case=case, inputs=inputs: case.compute(inputs))
+                measured |= {"compiled_seconds": compiled_seconds, "own_to_compiled": own / compiled_seconds}
+            except Exception as error:  # no compiler, or a torch that cannot
+                measured["compiled_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        result[operator.name] = measured
+    print(json.dumps(result))
+
+
+@command.command()
+def native():
+    """The library of collectives with this rank alone: it starts, sums, and is left in order and in an error."""
+    from hpctrain.comm.routes.nccl import Connection, load_nccl
+
+    library = load_nccl()
+    result: dict = {"works": library.ability.works, "reason": library.ability.reason}
+    if library.ability.works:
+        nccl, data = library.module, torch.arange(1 << 24, dtype=torch.float32, device=DEVICE)
+        expected, stream = data.clone(), torch.cuda.current_stream().cuda_stream
+        for end in ("destroy", "abort"):
+            connection = Connection("NCCL", nccl.NcclCommunicator(1, nccl.get_unique_id(), 0))
+            at, key = data.data_ptr(), (data.numel(), nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
+            connection.communicator.allReduce(at, at, *key, stream)
+            synchronize()
+            result["is_exact"] = torch.equal(data, expected)
+            start = time.perf_counter()
+            getattr(connection, end)()
+            result[f"{end}_seconds"] = time.perf_counter() - start
+    print(json.dumps(result))
+
+
+@command.command()
+@click.argument("job")
+def checkpoints(job: str):
+    """Seconds to write a checkpoint and to read it back, and its bytes."""
+    with started_world() as world, tempfile.TemporaryDirectory(dir=Path(job).parent) as name:
+        trainer, training = _trainer(world, job)
+        trainer.step(training)
+        start = time.perf_counter()
+        saved = trainer.save(Path(name), {})
+        written = time.perf_counter()
+        assert saved is not None, "nothing failed"
+        trainer.resume(saved)
+        read = time.perf_counter()
+        size = sum(each.stat().st_size for each in saved.rglob("*") if each.is_file())
+        print(
+            json.dumps(
+                {
+                    "bytes": size,
+                    "write_seconds": written - start,
+                    "read_seconds": read - written,
+                    "write_bytes_per_second": size / (written - start),
+                    "read_bytes_per_second": size / (read - written),
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    main(command)

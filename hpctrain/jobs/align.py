@@ -1,0 +1,242 @@
+"""`hpctrain align`: compare every operator of a job on every family with float64."""
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.config.dtypes import TRAINED_DTYPES
+from hpctrain.config.job import Job
+from hpctrain.engine.phases import phases_of
+from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange
+from hpctrain.jobs.common import load_job_on, override_option, started_world, with_any_vocabulary
+
+if TYPE_CHECKING:
+    from hpctrain.engine.alignment import Compared, RankAlignment
+
+BEYOND_EXIT_CODE = 1
+MOST_DEVIATION = 1e6
+"""Of inputs: with larger ones float64 would overflow too."""
+MOST_MEAN_DIFFERENCE = 0.015
+"""Of the first losses in a family's dtype from those in fp32: 1.5 %."""
+
+LARGEST = {"fp16": 65504.0}
+"""Of the dtypes whose numbers end where those of models may not."""
+
+
+@click.command("align")
+@click.argument("job")
+@override_option
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(TRAINED_DTYPES),
+    help="May be repeated. Default: each family's own in JOB, or all three where JOB leaves it open.",
+)
+@click.option("--tokens", default=128, show_default=True, type=COUNT, help="Of the inputs, in two rows.")
+@click.option(
+    "--deviation",
+    default=1.0,
+    show_default=True,
+    type=FiniteRange(min=0, max=MOST_DEVIATION, min_open=True),
+    help="Standard deviation of the inputs. With larger ones only overflow counts: it shows where fp16 ends.",
+)
+@click.option(
+    "--steps",
+    default=0,
+    show_default=True,
+    type=NONE_OR_MORE,
+    help="Also train so many steps on one rank of each family, and compare the losses.",
+)
+@click.option(
+    "--tolerance",
+    default=MOST_MEAN_DIFFERENCE,
+    show_default=True,
+    type=FiniteRange(0),
+    help="Largest mean relative difference of these losses from those in fp32.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(job, overrides, dtypes, tokens, deviation, steps, tolerance, as_json):
+    """Compare every operator of JOB, forward and backward, with float64 on each family's devices.
+
+    \b
+    hpctrain align tiny                              this process alone, in fp32, bf16 and fp16
+    mpirun -n 4 hpctrain align my.toml               every rank's device, in its family's dtype
+    mpirun -n 4 hpctrain align my.toml --steps 20    and the losses of the first steps
+
+    All ranks get the same inputs. An error is the largest difference of a result over the largest number of the
+    float64 result; its bound follows from the dtype, and from how often values are rounded and how long sums are
+    (docs/accelerators.md). What is beyond its bound comes with the line to type, if computing it in fp32 mends it. Exit
+    code 1 where something is beyond a bound, overflows, or trains to other losses.
+    """
+    code = 0
+    with started_world() as world:
+        parsed = load_job_on(world, job, overrides)
+        with world.all_or_none():
+            parsed = with_any_vocabulary(parsed)
+
+        from hpctrain.comm.accelerators.bind import bind_accelerator
+        from hpctrain.engine.alignment import align
+
+        accelerator = bind_accelerator(world)
+        world.enter(phases_of(parsed.observe).first_step)
+        own = _dtypes_of(parsed, accelerator.family, dtypes)
+        rows = min(2, tokens)
+        positions = min(tokens // rows, parsed.data.sequence_length)
+        every = align(world, accelerator, parsed, own, rows, positions, deviation, steps)
+        summary = summarise(every, tolerance) | {"rows": rows, "positions": positions, "deviation": deviation}
+        code = 0 if summary["aligned"] else BEYOND_EXIT_CODE
+        if world.rank == 0:
+            print(json.dumps(summary) if as_json else format_alignment(summary), flush=True)
+    sys.exit(code)
+
+
+def _dtypes_of(job: Job, family: str, asked: Sequence[str]) -> tuple[str, ...]:
+    if asked:
+        return tuple(dict.fromkeys(asked))
+    own = job.precision.by_family.get(family, job.train.dtype)
+    return (own,) if own else TRAINED_DTYPES
+
+
+def summarise(every: "Sequence[RankAlignment]", tolerance: float) -> dict:
+    """Return what all ranks saw as plain data: of each family, dtype, operator and result the worst rank. Pure."""
+    worst: dict[tuple[str, str, str, str], tuple[RankAlignment, Compared]] = {}
+    mended = {(each.rank, of.dtype, of.operator, of.result): of for each in every for of in each.mended}
+    for each in every:
+        for of in each.compared:
+            key = each.family, of.dtype, of.operator, of.result
+            if key not in worst or _badness(of) > _badness(worst[key][1]):
+                worst[key] = each, of
+    entries = []
+    for each, of in worst.values():
+        entry = of._asdict() | {"family": each.family, "rank": each.rank, "host": each.host, "beyond": of.is_beyond}
+        entry["overflow"] = of.overflow._asdict() if of.overflow else None
+        if of.is_beyond:
+            again = mended.get((each.rank, of.dtype, of.operator, of.result))
+            entry["mended_error"] = again.error if again else None
+            entry["override"] = f"precision.overrides.{of.pin}=fp32" if again and not again.is_beyond else None
+        entries.append({name: _finite(value) for name, value in entry.items()})
+    losses = {(each.family, dtype): of for each in every for dtype, of in each.losses.items()}
+    compared_losses = _compare_losses(losses, tolerance)
+    return {
+        "families": _families(every),
+        "operators": entries,
+        "losses": compared_losses,
+        "aligned": not any(entry["beyond"] for entry in entries) and all(of["aligned"] for of in compared_losses),
+    }
+
+
+def _badness(of: "Compared") -> tuple[bool, float]:
+    return of.is_beyond, of.error / of.bound if of.bound else of.error
+
+
+def _finite(value):
+    """JSON has no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _families(every: "Sequence[RankAlignment]") -> dict[str, dict]:
+    counts = Counter((each.family, each.model) for each in every)
+    return {family: {"model": model, "ranks": count} for (family, model), count in counts.items()}
+
+
+def _compare_losses(losses: Mapping[tuple[str, str], Sequence[float]], tolerance: float) -> list[dict]:
+    """Return how far the losses of each family and dtype are from those of rank 0 in fp32."""
+    from hpctrain.engine.alignment import REFERENCE_DTYPE, mean_relative_difference
+
+    result = []
+    reference = next((of for (_, dtype), of in losses.items() if dtype == REFERENCE_DTYPE), ())
+    for (family, dtype), of in losses.items():
+        difference = mean_relative_difference(of, reference)
+        result.append(
+            {
+                "family": family,
+                "dtype": dtype,
+                "steps": len(of),
+                "losses": [_finite(loss) for loss in of],
+                "mean_relative_difference": _finite(difference),
+                "tolerance": tolerance,
+                "aligned": difference <= tolerance,
+            }
+        )
+    return result
+
+
+def format_alignment(summary: Mapping) -> str:
+    """Return a table of operators by family and dtype, what is beyond its bound, and the lines to type."""
+    columns = list(dict.fromkeys((entry["family"], entry["dtype"]) for entry in summary["operators"]))
+    cells: dict[str, dict[tuple[str, str], dict]] = {}
+    for entry in summary["operators"]:
+        row = cells.setdefault(entry["operator"], {})
+        column = entry["family"], entry["dtype"]
+        if column not in row or _share(entry) > _share(row[column]):
+            row[column] = entry
+    models = ", ".join(f"{of['ranks']} x {name} ({of['model']})" for name, of in summary["families"].items())
+    lines = [
+        f"{len(cells)} operators, {summary['rows']} rows of {summary['positions']} positions, on {models}",
+        "worst relative error against float64, and its share of the bound, of outputs and gradients:",
+        f"{'operator':16}" + "".join(f" {f'{family} {dtype}':>20}" for family, dtype in columns),
+    ]
+    for operator, row in cells.items():
+        lines.append(f"{operator:16}" + "".join(f" {_format_cell(row.get(column)):>20}" for column in columns))
+    overrides = {}
+    for entry in summary["operators"]:
+        if entry["beyond"]:
+            lines.append(_format_beyond(entry))
+            if entry["override"]:
+                overrides[entry["override"]] = None
+        elif not entry["repeats"]:
+            where = f"{entry['family']} in {entry['dtype']}"
+            lines.append(f"not the same bits twice: {entry['operator']}, {entry['result']}, on {where}")
+    if overrides:
+        lines.append("within its bound in fp32; to compute it so: " + " ".join(f"--set {each}" for each in overrides))
+    for of in summary["losses"]:
+        difference = of["mean_relative_difference"]
+        figure = "not finite" if difference is None else f"{difference:.2e}"
+        lines.append(
+            f"losses of {of['steps']} steps on {of['family']} in {of['dtype']}: mean relative difference from fp32"
+            f" {figure}{'' if of['aligned'] else ', beyond ' + format(of['tolerance'], 'g')}"
+        )
+    lines.append("aligned" if summary["aligned"] else "not aligned")
+    return "\n".join(lines)
+
+
+def _share(entry: Mapping) -> tuple[bool, float]:
+    error = math.inf if entry["error"] is None else entry["error"]
+    if entry["bound"] is None:  # only overflow counts
+        return entry["beyond"], 0.0
+    return entry["beyond"], error / entry["bound"] if entry["bound"] else error
+
+
+def _format_cell(entry: Mapping | None) -> str:
+    if entry is None:
+        return "-"
+    if entry["overflow"]:
+        return "overflow !"
+    share = _share(entry)[1]
+    return f"{entry['error']:.1e} {share:.0%} !" if entry["beyond"] else f"{entry['error']:.1e} {share:.0%}"
+
+
+def _format_beyond(entry: Mapping) -> str:
+    where = f"{entry['family']} in {entry['dtype']}, rank {entry['rank']} on {entry['host']}"
+    what = f"{entry['operator']}, {entry['result']}"
+    remedy = "; no dtype mends that: the operator, the device or its library is wrong"
+    if overflow := entry["overflow"]:
+        largest = LARGEST.get(entry["dtype"], math.inf)
+        if abs(overflow["expected"]) > largest:
+            remedy = (
+                f", beyond the largest number of {entry['dtype']}, {largest:g}; to train this family in another dtype:"
+                f" --set precision.by_family.{entry['family']}=fp32"
+            )
+        text = (
+            f"overflow: {what}, on {where}: {overflow['count']} are not finite; the first at"
+            f" {list(overflow['at'])}, in float64 {overflow['expected']:.3g}"
+        )
+    else:
+        text = f"beyond the bound: {what}, on {where}: error {entry['error']:.2e}, bound {entry['bound']:.2e}"
+    return text if entry["override"] else text + remedy

@@ -1,0 +1,45 @@
+"""Every section of the benchmark for a GPU, in short form on whatever this machine has."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import NO_GPU, RESULTS, SECTIONS, has_gpu
+
+ROOT = Path(__file__).parents[2]
+CHECKS = {
+    "versions": lambda result: "torch" in result["doctor"]["versions"],
+    "operators": lambda result: result["aligned"] and set(result["worst"]) == {"fp32", "bf16", "fp16"},
+    "routes": lambda result: result["auto"]["exit_code"] == 0,
+    "parity": lambda result: all(of["same"] for of in result.values()),
+    "training": lambda result: result["mfu_of_measured_peak"] > 0 and "failed" not in str(result),
+    "kernels": lambda result: result["counts"]["products"] > 0 and result["busy"] > 0,
+    "prediction": lambda result: result["predicted_to_measured"] > 0,
+    "families": lambda result: result["fraction_of_the_sum"] > 0,
+    "checkpoints": lambda result: result["bytes"] > 0,
+}
+"""By section, what its figures must show on any machine."""
+
+
+def benchmark(folder: Path, *arguments: str) -> tuple[int, list[Mapping]]:
+    words = [sys.executable, "-m", "benchmarks.gpu", "--folder", str(folder), "--short", *arguments]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert not done.stderr, done.stderr
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_runs_to_its_end_without_a_gpu_and_is_not_repeated(tmp_path, name):
+    code, (line,) = benchmark(tmp_path, "--section", name)
+    assert (code, line["section"], line["status"]) == (0, name, "done"), line
+    if not has_gpu():
+        assert line["could_not"] == [NO_GPU, SECTIONS[name].without_gpu]
+    assert [json.loads(text) for text in (tmp_path / RESULTS).read_text().splitlines()] == [line]
+    assert benchmark(tmp_path, "--section", name) == (0, []), "what is done is not repeated"
+    check = CHECKS.get(name)
+    assert check is None or check(line["result"]), line["result"]

@@ -1,0 +1,191 @@
+"""`align` passes what is right in every dtype, and names an operator that is wrong."""
+
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.autograd import Function
+
+from hpctrain.architectures.registry import presets
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.config.dtypes import TRAINED_DTYPES
+from hpctrain.config.job import Job, Model
+from hpctrain.config.precision import Precision
+from hpctrain.engine import alignment
+from hpctrain.engine.alignment import Case, Compared, align_rank, error_bound, mean_relative_difference
+from hpctrain.jobs.align import format_alignment, summarise
+from hpctrain.jobs.compare import command as compare_runs
+from hpctrain.model import functions
+from hpctrain.model.operators import Rounding, operators
+
+SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 211, "max_positions": 64}
+
+
+def small_job(**more) -> Job:
+    model = SMALL | {"architecture": "llama", "num_kv_heads": 2, "ffn_size": 96} | more
+    return Job.model_validate(
+        {"name": "a", "model": model, "data": {"tokens": "t.bin", "sequence_length": 32}, "train": {"steps": 1}}
+    )
+
+
+def beyond(job: Job, dtypes=TRAINED_DTYPES, deviation: float = 1.0) -> dict[str, set[str]]:
+    """Return by dtype which results are beyond their bounds."""
+    compared = align_rank(CpuAccelerator(), job, dtypes, 2, 32, deviation).compared
+    result = {dtype: set() for dtype in dtypes}
+    for each in compared:
+        if each.is_beyond:
+            result[each.dtype].add(f"{each.operator} {each.result}")
+    return result
+
+
+@pytest.mark.parametrize(
+    "preset", ["tiny-gpt2", "llama-3.2-1b", "gemma2-2b", "gemma3-1b", "qwen3-0.6b", "starcoder2-3b"]
+)
+def test_every_operator_of_every_architecture_is_within_its_bounds(preset):
+    sizes = {"num_layers": 2, "hidden_size": 128, "head_size": 16, "ffn_size": 128, "vocab_size": 300, "window": 20}
+    given = presets()[preset]
+    model = Model.model_validate(given | {k: v for k, v in sizes.items() if k != "window" or given.get("window")})
+    names = [operator.name for operator in operators(model, 2, 32)]
+    assert len(names) == len(set(names)) >= 13
+    job = small_job().model_copy(update={"model": model})
+    assert beyond(job) == {dtype: set() for dtype in TRAINED_DTYPES}
+
+
+def test_blocks_that_differ_are_operators_of_their_own():
+    model = Model.model_validate(presets()["gemma2-2b"] | {"vocab_size": 300})
+    names = [operator.name for operator in operators(model, 1, 8)]
+    assert {"attention 1", "attention 2", "logit_cap"} <= set(names), "with a window and without"
+
+
+class _HalfGradient(Function):
+    """The identity, but its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy / 2
+
+
+def test_a_wrong_operator_is_named_in_the_dtype_in_which_it_is_wrong(monkeypatch):
+    right = functions.attend
+
+    def wrong(queries, keys, values, attention, **more):
+        if queries.dtype == torch.bfloat16:  # as a kernel would that forgets the last position
+            keys = torch.cat([keys[:, :, :-1], keys[:, :, -2:-1]], dim=2)
+        return right(queries, keys, values, attention, **more)
+
+    monkeypatch.setattr(functions, "attend", wrong)
+    result = beyond(small_job())
+    assert result["fp32"] == result["fp16"] == set()
+    assert result["bf16"] and {name.split()[0] for name in result["bf16"]} == {"attention"}
+    every = [align_rank(CpuAccelerator(), small_job(), ("bf16",), 2, 32)]
+    text = format_alignment(summarise(every, 0.015) | {"rows": 2, "positions": 32})
+    assert "--set precision.overrides.attention=fp32" in text and "not aligned" in text
+
+
+def test_a_wrong_gradient_is_named_although_the_output_is_right(monkeypatch):
+    right = functions.gated
+    monkeypatch.setattr(functions, "gated", lambda both, kind: right(_HalfGradient.apply(both), kind))
+    assert beyond(small_job(), ("fp32",)) == {"fp32": {"activation d x"}}
+
+
+def test_gradients_of_weights_that_are_rounded_before_they_are_added_are_beyond_the_bound(monkeypatch):
+    def rounded(grad, dy, x, fresh):
+        functions.add_part(grad, (dy.t() @ x).to(dy.dtype), fresh)
+
+    monkeypatch.setattr(functions, "add_product", rounded)
+    result = beyond(small_job())
+    assert result["fp32"] == set()
+    for dtype in ("bf16", "fp16"):
+        assert {"attention.qkv d weight", "ffn.down d weight"} <= result[dtype]
+
+
+def test_products_of_operands_with_10_bits_are_beyond_the_bound_of_fp32(monkeypatch):
+    """Tensor cores take so many of fp32 operands where they may (TF32)."""
+    right = functions.linear
+
+    def short(x, weights, biases, into, out):
+        return right(x * (1 + 2**-11), weights, biases, into, out)
+
+    monkeypatch.setattr(functions, "linear", short)
+    assert "ffn.down output" in beyond(small_job(), ("fp32",))["fp32"]
+
+
+def test_overflow_is_located_with_what_it_should_be():
+    compared = align_rank(CpuAccelerator(), small_job(), ("fp16", "bf16"), 2, 32, deviation=400.0).compared
+    overflows = {each.operator: each for each in compared if each.overflow}
+    assert {each.dtype for each in overflows.values()} == {"fp16"} and "activation" in overflows
+    overflow = overflows["activation"].overflow
+    assert overflow is not None and overflow.count and len(overflow.at) == 3 and abs(overflow.expected) > 65504
+    every = [align_rank(CpuAccelerator("v100"), small_job(), ("fp16",), 2, 32, deviation=400.0, host="n1")]
+    text = format_alignment(summarise(every, 0.015) | {"rows": 2, "positions": 32})
+    assert "overflow: activation, output, on v100 in fp16, rank 0 on n1" in text
+    assert "--set precision.by_family.v100=fp32" in text
+
+
+def test_a_pinned_operator_is_nearer_to_float64():
+    job = small_job()
+    pinned = job.model_copy(update={"precision": Precision(overrides={"attention": "fp32", "head": "fp32"})})
+
+    def error(of: Job, operator: str, result: str) -> float:
+        compared = align_rank(CpuAccelerator(), of, ("bf16",), 2, 32).compared
+        return next(each.error for each in compared if (each.operator, each.result) == (operator, result))
+
+    # Of what is fp32 in the end: other results are rounded to bf16 again.
+    assert error(pinned, "head.loss", "d table") < 0.01 * error(job, "head.loss", "d table")
+    assert beyond(pinned, ("bf16",)) == {"bf16": set()}
+
+
+def test_bounds_follow_from_the_dtype_and_the_length():
+    assert error_bound(Rounding(1, 0), torch.bfloat16, 1.0) == pytest.approx(2 * 2**-8)
+    assert error_bound(Rounding(0, 400), torch.bfloat16, 1.0) == pytest.approx(2 * 20 * 2**-24)
+    assert error_bound(Rounding(0, 0), torch.float32, 1.0) == 0
+
+
+def test_inputs_depend_on_names_alone_and_are_numbers_of_every_dtype():
+    (one, *_), (two, *_) = (operators(small_job().model, 2, 16) for _ in range(2))
+    assert Case(one).digest() == Case(two).digest()
+    values = alignment.draw("a", "b", (1000,), 1.0)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(values.to(dtype).float(), values)
+    assert not torch.equal(values, alignment.draw("a", "c", (1000,), 1.0))
+
+
+def test_the_worst_rank_is_the_one_that_is_reported():
+    def of(rank: int, error: float):
+        compared = Compared("norm", "output", "bf16", error, 1e-2, 1e3, None, True, None)
+        return alignment.RankAlignment(rank, f"n{rank}", "h200", "H200", {}, [compared], [])
+
+    summary = summarise([of(0, 1e-3), of(1, math.nan), of(2, 2e-3)], 0.015)
+    assert not summary["aligned"]
+    assert [(entry["rank"], entry["beyond"]) for entry in summary["operators"]] == [(1, True)]
+    assert summary["families"] == {"h200": {"model": "H200", "ranks": 3}}
+
+
+def test_losses_are_compared_by_their_mean_relative_difference():
+    assert mean_relative_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.05)
+    assert mean_relative_difference([math.nan], [1.0]) == math.inf
+
+
+def test_runs_are_compared_by_their_mean(tmp_path):
+    """One step in ten is 4 % off: too far for the largest difference, and near on the mean."""
+    for name, factor in (("a", 1.0), ("b", 1.04)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": 2.0 * (factor if step == 3 else 1.0)}) for step in range(1, 11)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    runs = [str(tmp_path / name) for name in "ab"]
+
+    def compared(*options: str):
+        return CliRunner().invoke(compare_runs, [*runs, *options])
+
+    assert compared("--tolerance", "0.015").exit_code == 1
+    done = compared("--tolerance", "0.015", "--mean", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["mean_difference"] == pytest.approx(0.04 / 1.04 / 10)
+    assert compared("--tolerance", "0.003", "--mean").exit_code == 1
+    assert compared("--exact", "--mean").exit_code == 2
