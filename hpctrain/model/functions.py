@@ -6,6 +6,7 @@ accumulation over microbatches costs no pass of its own, and may be left for lat
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -64,14 +65,14 @@ class _Linear(Function):
         y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if ends is None:
             into.all_reduce(y_NO)
-            _add_biases(y_NO, biases)
+            add_biases(y_NO, biases)
         else:
             later_NO = y_NO.data  # of which autograd does not see that it is not yet there
             summed = into.start_all_reduce(later_NO)
 
             def end() -> None:
                 summed.wait()
-                _add_biases(later_NO, biases)
+                add_biases(later_NO, biases)
 
             ends.append(end)
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
@@ -95,7 +96,8 @@ class _Linear(Function):
         return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None
 
 
-def _add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
+def add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
+    """Add biases that lie side by side to each token's output, in place."""
     at = 0
     for bias in biases:
         y_NO[:, at : at + bias.data.numel()] += bias.data
@@ -234,30 +236,30 @@ def embed(anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int,
 class _AddPositions(Function):
     @staticmethod
     def forward(ctx, x, table: Weight, first: int, places: torch.Tensor | None):
-        ctx.table, ctx.places = table, places
+        ctx.table, ctx.places, ctx.first = table, places, first
         return x + table.data[slice(first, first + x.shape[1]) if places is None else places]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         if ctx.places is None:
-            ctx.table.accumulate(add_first, dy)
+            ctx.table.accumulate(partial(add_consecutive, first=ctx.first), dy)
         else:
             ctx.table.accumulate(add_rows, dy, ctx.places, torch.zeros_like(ctx.places, dtype=torch.bool))
         return dy, None, None, None
 
 
-def add_first(grad: torch.Tensor, dy: torch.Tensor, fresh: bool) -> None:
-    """Add dy, [rows, positions, features], summed over rows, to the first positions' gradients."""
+def add_consecutive(grad: torch.Tensor, dy: torch.Tensor, fresh: bool, first: int) -> None:
+    """Add dy, [rows, positions, features], summed over rows, to the gradients of positions `first`, `first` + 1, ..."""
     if fresh:
         grad.zero_()
-    grad[: dy.shape[1]] += dy.sum(0, dtype=torch.float32)
+    grad[first : first + dy.shape[1]] += dy.sum(0, dtype=torch.float32)
 
 
 def add_positions(x: torch.Tensor, table: Weight, first: int = 0, places: torch.Tensor | None = None) -> torch.Tensor:
     """Add learned positions, [positions, hidden / x], to x: [rows, positions, hidden / x].
 
-    They are `first`, `first` + 1, ... (0, 1, ... where a gradient is wanted), or `places`, int64 [rows, positions].
+    They are `first`, `first` + 1, ..., or `places`, int64 [rows, positions].
     """
     return _AddPositions.apply(x, table, first, places)
 

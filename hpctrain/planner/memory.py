@@ -215,7 +215,17 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, again: bool
         overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and layer.start else 2)
     has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
     mask = setup.positions**2 if has_mask else 0
-    return again * kept + overlapped + mask
+    return again * kept + overlapped + mask + _whole_hidden_states(setup, grid, layer, again)
+
+
+def _whole_hidden_states(setup: Setup, grid: TensorGrid, layer: Interval, again: bool) -> float:
+    """Return the bytes of hidden states of all positions that are there while a layer goes back, for one row of a rank,
+    where y cuts positions: a product's input, or of what was computed `again` all inputs, and the gradient of one."""
+    if not grid.sequence_parallel:
+        return 0.0
+    whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
+    inputs = sum(branch is not None for branch in setup.branches(layer)) if again and setup.is_block(layer) else 1
+    return inputs * whole + whole
 
 
 def _is_recomputed(setup: Setup, tile: Tile, layer: Interval) -> bool:
@@ -231,7 +241,7 @@ def inner_bytes(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
 
 def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
     """Return the bytes of what a rank of a grid sends, or receives, of `rows` rows of its own."""
-    return rows * setup.positions * setup.model.hidden_size // grid.x * setup.item_bytes
+    return rows * setup.positions * setup.model.hidden_size // grid.x // grid.position_parts * setup.item_bytes
 
 
 def largest_message_bytes(setup: Setup, tile: Tile) -> int:
@@ -290,7 +300,7 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) 
     For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
     """
     model, stack, b = setup.model, setup.stack, setup.item_bytes
-    cut = grid.y if stack.sequence_parallel else 1
+    cut = setup.position_parts(grid)
     hidden = setup.positions * model.hidden_size / grid.x
     if layer == EMBEDDING:
         return setup.positions * (2 * INDEX_BYTES + 1)  # ids, and where they are; it makes the first block's input
@@ -299,22 +309,22 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) 
     if layer == setup.head:
         logits = setup.positions * padded_vocabulary(model, grid) / grid.y
         return (
-            hidden * 2 * b
+            hidden * 2 * b / grid.position_parts
             + logits * 4
             + setup.positions * (2 * INDEX_BYTES + 2)
-            + _norm_statistics(setup, model.description.norm)
+            + _norm_statistics(setup, model.description.norm) / grid.position_parts
         )
     return sum(_branch_kept(setup, grid, branch, recompute, hidden) for branch in setup.branches(layer) if branch)
 
 
 def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, hidden: float) -> float:
     stack, b = setup.stack, setup.item_bytes
-    cut = grid.y if stack.sequence_parallel else 1
+    cut = setup.position_parts(grid)
     norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
     # With fused attention the input, normed, too; queries, keys, values, mixed; gate and up. Else also two masks.
     kept = b * (1 + len(norms)) * hidden / cut if stack.flash else (2 * b + 1) * hidden / cut
     if stack.flash:
-        kept += sum(_norm_statistics(setup, norm) for norm in norms)
+        kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
     if isinstance(branch, Mlp):
         inner = setup.positions * branch.inner / grid.y
         return kept + b * inner * ((3 if branch.gated else 2) if stack.flash else stack.kept_inner)

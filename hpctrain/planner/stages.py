@@ -17,7 +17,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import PassWork, Setup, layer_cost, layer_elements
+from hpctrain.planner.cost import Setup, layer_cost, layer_elements
 from hpctrain.planner.memory import (
     GRADIENT_BYTES,
     MASTER_BYTES,
@@ -31,6 +31,7 @@ from hpctrain.planner.memory import (
 )
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import pass_cost
+from hpctrain.planner.work import PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING, layers
@@ -105,17 +106,25 @@ class StageCosts:
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self._crowd = lru_cache(None)(self._all_ranks)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
-        self.grids = [self._grids(pool) for pool in pools]
+        self.grids = [self._grids(number) for number in range(len(self.pools))]
 
-    def _grids(self, pool: Pool) -> list[TensorGrid]:
-        """Return the grids that have room on a node of the pool and cut the model."""
+    def _grids(self, number: int) -> list[TensorGrid]:
+        """Return the grids that have headroom on a node of a pool and cut the model, where y cuts positions too.
+
+        One that does not is also there where it is faster: the other one needs less memory, and sends less.
+        """
         result = []
-        for grid in pool.grids():
+        for grid in self.pools[number].grids():
             try:
                 check_grid(self.setup.model, grid)
             except PlanError:
                 continue
-            result.append(grid)
+            if grid.y == 1 or self.setup.positions % grid.y or self.setup.stack.sequence_parallel:
+                result.append(grid)
+                continue
+            cut = grid._replace(sequence_parallel=True)
+            whole_seconds, cut_seconds = (self.seconds(number, each, BLOCK, 1, "none").both for each in (grid, cut))
+            result += [cut] if cut_seconds <= whole_seconds else [grid, cut]
         return result
 
     def layers(self, ends: tuple[bool, bool]) -> list[Interval]:
