@@ -37,6 +37,8 @@ from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING, layers
 from hpctrain.sharding.parameters import check_grid
 
+COMPARED_ROWS = 1, 8
+"""Positions of several rows are put in order, those of one are."""
 AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
 
 
@@ -109,7 +111,7 @@ class StageCosts:
         self.grids = [self._grids(number) for number in range(len(self.pools))]
 
     def _grids(self, number: int) -> list[TensorGrid]:
-        """Return the grids that have headroom on a node of a pool and cut the model, where y cuts positions too.
+        """Return the grids that have room on a node of a pool and cut the model, where y cuts positions too.
 
         One that does not is also there where it is faster: the other one needs less memory, and sends less.
         """
@@ -123,8 +125,12 @@ class StageCosts:
                 result.append(grid)
                 continue
             cut = grid._replace(sequence_parallel=True)
-            whole_seconds, cut_seconds = (self.seconds(number, each, BLOCK, 1, "none").both for each in (grid, cut))
-            result += [cut] if cut_seconds <= whole_seconds else [grid, cut]
+            passes = [
+                tuple(seconds for rows in COMPARED_ROWS for seconds in self.seconds(number, each, BLOCK, rows, "none"))
+                for each in (cut, grid)
+            ]
+            is_faster = all(own <= other for own, other in zip(*passes, strict=True))
+            result += [cut] if is_faster else [grid, cut]
         return result
 
     def layers(self, ends: tuple[bool, bool]) -> list[Interval]:
