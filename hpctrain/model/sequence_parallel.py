@@ -52,7 +52,7 @@ def start_scatter(whole: torch.Tensor, y: Axis) -> tuple[torch.Tensor, PendingWo
     rows, positions, features = whole.shape
     parts = whole.view(rows, y.size, positions // y.size, features).transpose(0, 1).contiguous()
     own = torch.empty_like(parts[0])
-    return own, y.start_reduce_scatter(parts, own)
+    return own, y.start_reduce_scatter(parts, own.data)  # autograd does not see that it is not yet there
 
 
 def _products(x_NI: torch.Tensor, weights: list[Weight]) -> torch.Tensor:
@@ -164,11 +164,11 @@ class _ScatteringLinear(Function):
         ctx.save_for_backward(x_NI)
         y_NO = _products(x_NI, weights)
         own, scattering = start_scatter(y_NO.view(*x.shape[:-1], y_NO.shape[1]), into)
-        later = own.data  # of which autograd does not see that it is not yet there
+        later_NO = own.data.view(-1, own.shape[-1])
 
         def end() -> None:
             scattering.wait()
-            add_biases(later.view(-1, later.shape[-1]), biases)
+            add_biases(later_NO, biases)
 
         if ends is None:
             end()

@@ -215,17 +215,29 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, again: bool
         overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and layer.start else 2)
     has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
     mask = setup.positions**2 if has_mask else 0
-    return again * kept + overlapped + mask + _whole_hidden_states(setup, grid, layer, again)
+    if grid.sequence_parallel and layer != EMBEDDING:
+        overlapped = _whole_hidden_states(setup, grid, layer, again, in_halves, overlapped)
+    return again * kept + overlapped + mask
 
 
-def _whole_hidden_states(setup: Setup, grid: TensorGrid, layer: Interval, again: bool) -> float:
-    """Return the bytes of hidden states of all positions that are there while a layer goes back, for one row of a rank,
-    where y cuts positions: a product's input, or of what was computed `again` all inputs, and the gradient of one."""
-    if not grid.sequence_parallel:
-        return 0.0
+def _whole_hidden_states(
+    setup: Setup, grid: TensorGrid, layer: Interval, again: bool, has_rows: bool, gradients: float
+) -> float:
+    """Return the bytes that a block or the head computes with where y cuts positions, for one row of a rank.
+
+    They are `gradients`, and hidden states of all positions: a product's input, or of what was computed `again` all
+    inputs, and the gradient of one. With several rows (`has_rows`) both are there twice, while their positions are put
+    in order or taken apart. By then half of the gradients are gone.
+    """
     whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
-    inputs = sum(branch is not None for branch in setup.branches(layer)) if again and setup.is_block(layer) else 1
-    return inputs * whole + whole
+    if layer == setup.head:
+        return gradients + (2.5 if has_rows else 1.5) * whole
+    if again:
+        inputs = sum(branch is not None for branch in setup.branches(layer))
+        return gradients + (inputs + 1) * whole * (1 - 1 / grid.y)
+    if has_rows:
+        return gradients / 2 + (2 if goes_in_halves(setup, grid) else 4) * whole
+    return gradients + 2 * whole * (1 - 1 / grid.y)
 
 
 def _is_recomputed(setup: Setup, tile: Tile, layer: Interval) -> bool:

@@ -265,7 +265,7 @@ class StageCosts:
         computing = layer_computing(self.setup, grid, BLOCK, recompute != "none", in_halves)
         computing += inner_bytes(self.setup, grid, BLOCK) if splits else 0.0
         if ends[1]:  # what the head has kept is gone when a block goes back
-            head = layer_computing(self.setup, grid, self.head, recompute != "none")
+            head = layer_computing(self.setup, grid, self.head, recompute != "none", in_halves)
             left = layer_deferred(self.setup, grid, self.head) if splits else 0.0
             computing = max(head, computing - others[-1] + left)
         return BlockLine(sum(others), block), computing
