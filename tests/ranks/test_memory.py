@@ -27,6 +27,12 @@ LAYOUTS = {
     "y": {"tensor": {"y": 4}},
     "y, sequence parallel": {"tensor": {"y": 4}, "sequence_parallel": True},
     "y, sequence parallel, recompute": {"tensor": {"y": 2}, "data": 2, "recompute": "full", "sequence_parallel": True},
+    "y, sequence parallel, a row at once": {
+        "tensor": {"y": 2},
+        "pipeline": 2,
+        "microbatch": 1,
+        "sequence_parallel": True,
+    },
     "y, sequence parallel, pipeline": {"tensor": {"y": 2}, "pipeline": 2, "microbatch": 4, "sequence_parallel": True},
     "x": {"tensor": {"x": 2}, "data": 2},
     "x, recompute": {"tensor": {"x": 2}, "pipeline": 2, "recompute": "full", "microbatch": 4},
