@@ -110,9 +110,9 @@ def one_rank(world, tokens, model: str) -> list[float]:
     return world.broadcast_object(losses(Alone(), job_of(tokens, model), STEPS, plan=whole))
 
 
-def curve(world, job, plan: Plan) -> list[float]:
+def curve(world, job, plan: Plan, steps: int = STEPS) -> list[float]:
     with world.freeing():
-        return losses(world, job, STEPS, plan=plan)
+        return losses(world, job, steps, plan=plan)
 
 
 @pytest.mark.ranks(2, 4, 8)
@@ -137,7 +137,7 @@ def test_twenty_steps_are_those_of_one_rank(world, tokens, model, tiling, monkey
 def test_what_is_overlapped_changes_no_bit_but_halves_of_rows_last_ones(world, tokens, name):
     plan = plan_of(name, 4)
     off, on, halves = (
-        curve(world, job_of(tokens, "llama", overlap=Overlap(tensor=on, data=on, z=on, forward=forward)), plan)
+        curve(world, job_of(tokens, "llama", overlap=Overlap(tensor=on, data=on, z=on, forward=forward)), plan, 4)
         for on, forward in ((False, False), (True, False), (True, True))
     )
     assert on == off
