@@ -1,6 +1,6 @@
 """Scores the predictor against rehearsals of clusters that nothing was fitted to.
 
-    python -m benchmarks.rehearsals [--steps 3] [--only KIND]
+    python -m benchmarks.rehearsals [--steps 3] [--only KIND] [--layout TEXT]
 
 Each kind of cluster has four pretended devices. The predictor is told what a probe would have found: the speed of
 products by shape, memory, links; never what pretended devices really do with a shape that was not measured. For each
@@ -25,6 +25,7 @@ SHAPES = [(m, k, n) for m in (64, 256, 1024) for k in (128, 256, 1024) for n in 
 LAYOUTS = (
     ("pipeline 2 x data 2", ("plan.pipeline=2", "plan.data=2")),
     ("y 2 x data 2", ("plan.tensor.y=2", "plan.data=2")),
+    ("y 2 x pipeline 2, sequence parallel", ("plan.tensor.y=2", "plan.sequence_parallel=true", "plan.pipeline=2")),
     ("z 2 x pipeline 2", ("plan.tensor.z=2", "plan.pipeline=2")),
     ("pipeline 4, recomputing", ("plan.pipeline=4", "plan.recompute=full")),
 )
@@ -74,10 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2, help="steps that are timed, after one that is not")
     parser.add_argument("--only", choices=list(KINDS), help="one kind of cluster")
+    parser.add_argument("--layout", default="", help="only layouts whose names have this text")
     arguments = parser.parse_args()
     times, memories = [], []
     for kind in [arguments.only] if arguments.only else KINDS:
-        for name, layout in LAYOUTS:
+        for name, layout in (each for each in LAYOUTS if arguments.layout in each[0]):
             with tempfile.TemporaryDirectory() as folder:
                 result = rehearse(kind, layout, arguments.steps, Path(folder))
             off = [each["predicted_bytes"] / each["measured_bytes"] - 1 for each in result["memory"]]
@@ -85,7 +87,7 @@ def main() -> None:
             times.append(abs(step))
             memories += off
             print(
-                f"{kind:14} {name:26} {result['measured_seconds']:7.3f} s, predicted {step:+6.1%};"
+                f"{kind:14} {name:35} {result['measured_seconds']:7.3f} s, predicted {step:+6.1%};"
                 f" memory {', '.join(f'{by:+.1%}' for by in off)}; overrun {result['overrun']:.1%}; most in"
                 f" {result['drifted']}",
                 flush=True,

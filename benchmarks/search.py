@@ -2,6 +2,7 @@
 
     python -m benchmarks.search
     python -m benchmarks.search --table       the searched plan beside the one by speed, the even one and the bound
+    python -m benchmarks.search --sequence-parallel      even plans that cut positions over y, and that do not
 
 Clusters are made of the catalogue's accelerators and networks: 8 devices a node, with a NIC each; families on different
 fabrics reach each other by Ethernet. Each case runs in a process of its own, on one core.
@@ -22,10 +23,13 @@ from hpctrain.config.device_catalogue import ACCELERATORS, NETWORKS
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Model
 from hpctrain.config.parallelism import Overlap
+from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.space import by_speed_space, even_space
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.sharding.grid import TensorGrid
 
 PER_NODE = 8
 BETWEEN = "Ethernet-25"
@@ -140,12 +144,40 @@ def print_table() -> None:
         print(f"| {num_devices:,} | {count} | {preset} | {' | '.join(summary)} |", flush=True)
 
 
+LAYOUTS = ((4, 8, 32), (8, 8, 16), (8, 4, 32), (8, 1, 128))
+"""Tensor y, pipeline and data of even plans on 1,024 devices."""
+
+
+def print_sequence_parallel() -> None:
+    """Print even plans of llama-70b on 1,024 H100 with and without sequence parallelism, and the searched one."""
+    case = Case((("H100", "NDR", 128),), "llama-70b", 8192, 1024, math.inf)
+    print("| plan | step | MFU | compute | tensor | bubble | largest memory |\n|---|--:|--:|--:|--:|--:|--:|")
+    for (y, pipeline, data), is_cut in itertools.product(LAYOUTS, (False, True)):
+        grid, microbatches = TensorGrid(y=y, sequence_parallel=is_cut), case.global_batch // data
+        plan = even_plan(case.setup.model.num_items, grid, pipeline, data, microbatches, data, family="H100")
+        _print_prediction(f"{grid} x PP{pipeline} x DP{data}", predict(case.setup, plan, case.cluster))
+    best = search(case.setup, case.global_batch, case.cluster).best
+    _print_prediction(f"searched: {best.plan.describe()}", best.prediction)
+
+
+def _print_prediction(name: str, prediction: Prediction) -> None:
+    parts = (f"{prediction.breakdown_seconds[part]:.2f} s" for part in ("compute", "tensor", "bubble"))
+    needed = max(stage.memory.total for stage in prediction.memory) / 1e9
+    fits = "" if prediction.fits else ", does not fit"
+    shown = f"{prediction.step_seconds:.2f} s", f"{prediction.mfu:.1%}", *parts, f"{needed:.1f} GB{fits}"
+    print(f"| {name} | {' | '.join(shown)} |", flush=True)
+
+
 def main() -> None:
     """Run all cases, or one, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, help="in this process")
     parser.add_argument("--table", action="store_true", help="beside other plans")
+    parser.add_argument("--sequence-parallel", action="store_true", help="even plans with it and without")
     arguments = parser.parse_args()
+    if arguments.sequence_parallel:
+        print_sequence_parallel()
+        return
     if arguments.table:
         print_table()
         return

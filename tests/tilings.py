@@ -72,6 +72,7 @@ def tilings(
         if not fitting:  # take one rank, and leave the others out
             fitting = [TensorGrid()]
         grid = draw(st.sampled_from(fitting))
+        grid = grid._replace(sequence_parallel=grid.y > 1 and draw(st.booleans()))
         members = tuple(itertools.islice(ranks, grid.size))
         options = {
             "zero": draw(st.integers(0, 1)),

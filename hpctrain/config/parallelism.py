@@ -32,6 +32,9 @@ class PlanRequest(Table):
         TensorSizes()
     )
     """The tensor grid: x, y and z. A number is y alone: `tensor = 8` is TP8."""
+    sequence_parallel: bool = False
+    """Cut hidden states by positions over y, outside of attention and feed-forward parts: norms, activations that are
+    kept and messages between stages are a y-th as large."""
     pipeline: RankCount = 1
     """Pipeline stages (PP)."""
     data: RankCount = 1

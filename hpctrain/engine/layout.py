@@ -65,7 +65,8 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, device: torch.device)
     role = role_of(job.model, job.data.sequence_length, plan, world.rank, overlap.bucket_bytes, near)
     everyone = world.group(plan.ranks, "everyone", on_host=True)
     x, y = (world.group(role.axes[axis], axis, overlapped=bool(overlap.tensor)) for axis in "xy")
-    axes = Axes(x, y, world.group(role.axes["z"], "z", overlapped=bool(overlap.z)))
+    z = world.group(role.axes["z"], "z", overlapped=bool(overlap.z))
+    axes = Axes(x, y, z, role.tiles[0].tensor.sequence_parallel)
     sets = dict.fromkeys(shard_group.ranks for shard_group in role.shards.shard_groups)
     made = {ranks: world.group(ranks, "data", overlapped=bool(overlap.data)) for ranks in sets}
     groups = [made[shard_group.ranks] for shard_group in role.shards.shard_groups]

@@ -9,8 +9,8 @@ import torch
 from hpctrain.comm.channel import Channel
 from hpctrain.engine.layout import Layout
 from hpctrain.plan.schedule import EXPECTED_AHEAD, RECEIVING, Instruction, Op
-from hpctrain.plan.transfers import RowShape, Transfer, owned_slice
-from hpctrain.sharding.intervals import cut_evenly
+from hpctrain.plan.transfers import RowShape, Transfer, owned_positions, owned_slice
+from hpctrain.sharding.intervals import Interval, cut_evenly
 
 
 class SlotKey(NamedTuple):
@@ -47,10 +47,12 @@ class Messages:
     """
 
     def __init__(self, layout: Layout, hidden_size: int, positions: int, device: torch.device):
-        self._layout, self._positions, self._device = layout, positions, device
+        self._layout, self._row_length, self._device = layout, positions, device
         tile = layout.tiles[0]  # rows and pieces of them are those of all
         self.rows = tile.rows_at(layout.coordinate[2])
-        self._tokens, self._features = owned_slice(tile, layout.rank, RowShape(positions, hidden_size))
+        row = RowShape(positions, hidden_size)
+        self._tokens, self._features = owned_slice(tile, layout.rank, row)
+        self._positions = owned_positions(tile, layout.rank, row)
         self.given: dict[SlotKey, torch.Tensor] = {}
         """Activations, later gradients, that are there for tiles of this rank."""
         self._to_come: deque[Instruction] = deque()
@@ -76,7 +78,7 @@ class Messages:
             return None
         items = self._layout.tiles[virtual_stage].items
         item = items.start if forward else items.stop
-        shape = (self.rows.size, self._positions, self._features.size)
+        shape = (self.rows.size, self._positions.size, self._features.size)
         value = torch.empty(shape, dtype=self._layout.dtype, device=self._device)
         parts = []
         for transfer in result:
@@ -122,6 +124,16 @@ class Messages:
             self._layout.channels[transfer.receiver, item].send(self._part(value, transfer).to(wire).contiguous())
 
     def _part(self, value: torch.Tensor, transfer: Transfer) -> torch.Tensor:
-        """Return what of a value, rows x positions x features, a message carries: tokens x features."""
+        """Return what of a value, rows x positions x features, a message carries."""
         tokens, features = transfer.tokens.shift(-self._tokens.start), transfer.features.shift(-self._features.start)
-        return value.flatten(0, 1)[slice(*tokens), slice(*features)]
+        if self._positions.size == self._row_length and transfer.cut is None:
+            return value.flatten(0, 1)[slice(*tokens), slice(*features)]
+        length = self._row_length
+        first = tokens.start // length
+        if transfer.cut is None:
+            rows = Interval(first, first + 1)
+            positions = Interval(tokens.start - first * length, tokens.stop - first * length)
+        else:
+            rows, positions = Interval(first, tokens.stop // length), transfer.cut.positions
+        positions = positions.shift(-self._positions.start)
+        return value[slice(*rows), slice(*positions), slice(*features)]

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 from hpctrain.config.job import Train
 from hpctrain.engine.layout import Layout
 from hpctrain.model.axes import PendingWork
+from hpctrain.model.regions import CutRegions, ShardedRegions
 from hpctrain.model.shard import Shard, make_shard
 from hpctrain.sharding.intervals import Interval
 
@@ -56,6 +57,15 @@ class Optimizer:
             for each in shard.group.regions(shard.owned)
             if each.counts
         ]
+        self._partial_grads = [
+            shard.of(shard.grads, each.at)
+            for shard in self.shards
+            if layout.axes.sequence_parallel and not isinstance(shard.group, CutRegions | ShardedRegions)
+            for each in shard.group.regions(shard.updated)
+            if each.parameter.is_whole_on_y
+        ]
+        """Of what y does not cut, where each y has gone through its own positions alone. Holders of regions sum it with
+        the rest."""
         self._in_flight: dict[int, PendingWork] = {}
         """By number of the shard, what was started and not waited for."""
 
@@ -105,6 +115,13 @@ class Optimizer:
         for work in self._in_flight.values():
             work.wait()
         self._in_flight.clear()
+        if self._partial_grads:
+            packed = torch.cat([grad.view(-1) for grad in self._partial_grads])
+            self._layout.axes.y.all_reduce(packed)
+            sizes = [grad.numel() for grad in self._partial_grads]
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - as torch's own optimizers do
+                self._partial_grads, list(packed.split(sizes))
+            )
 
     def squared_norm(self) -> torch.Tensor | None:
         """Return this rank's part of the squared global norm, fp64 on its device: each element of the model is counted

@@ -62,3 +62,5 @@ class Axes:
     x: Axis
     y: Axis
     z: Axis
+    sequence_parallel: bool = False
+    """Whether hidden states are cut by positions over y, outside of attention and feed-forward parts."""

@@ -6,6 +6,7 @@ accumulation over microbatches costs no pass of its own, and may be left for lat
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,40 @@ def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, fresh: bool) -> None:
     add_part(grad_O, dy_NO.sum(0, dtype=torch.float32), fresh)
 
 
+def products(x_NI: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> torch.Tensor:
+    """Return x W^T, [N, O], O the sum over `weights`."""
+    if in_8_bits:
+        parts = [forward_product(x_NI, weight.data) for weight in weights]
+    else:
+        parts = [x_NI @ weight.data.to(x_NI.dtype).t() for weight in weights]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def split_outputs(dy_NO: torch.Tensor, weights: list[Weight]) -> tuple[torch.Tensor, ...]:
+    """Return the columns of each weight's outputs."""
+    return dy_NO.split([weight.data.shape[0] for weight in weights], dim=1)
+
+
+def input_gradients(dy_NO: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> torch.Tensor:
+    """Return dy W, [N, I], summed over `weights`."""
+    parts = split_outputs(dy_NO, weights)
+    if in_8_bits:
+        dx_NI = input_gradient(parts[0], weights[0].data)
+        for weight, part in zip(weights[1:], parts[1:], strict=True):
+            dx_NI += input_gradient(part, weight.data)
+        return dx_NI
+    dx_NI = parts[0] @ weights[0].data.to(dy_NO.dtype)
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
+    return dx_NI
+
+
+def add_weight_gradients(dy_NO: torch.Tensor, x_NI: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> None:
+    """Add dy^T x to the gradient of each weight."""
+    for weight, part in zip(weights, split_outputs(dy_NO, weights), strict=True):
+        weight.accumulate(add_scaled_product if in_8_bits else add_product, part, x_NI)
+
+
 class _Linear(Function):
     """y = x W^T + b where W is cut by `into` over its input and by `out` over its output (Agarwal's 3D product).
 
@@ -62,21 +97,17 @@ class _Linear(Function):
         ctx.weights, ctx.biases, ctx.out, ctx.in_8_bits = weights, biases, out, in_8_bits
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        if in_8_bits:
-            parts = [forward_product(x_NI, w.data) for w in weights]
-        else:
-            parts = [x_NI @ w.data.to(x_NI.dtype).t() for w in weights]
-        y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        y_NO = products(x_NI, weights, in_8_bits)
         if ends is None:
             into.all_reduce(y_NO)
-            _add_biases(y_NO, biases)
+            add_biases(y_NO, biases)
         else:
             later_NO = y_NO.data  # of which autograd does not see that it is not yet there
             summed = into.start_all_reduce(later_NO)
 
             def end() -> None:
                 summed.wait()
-                _add_biases(later_NO, biases)
+                add_biases(later_NO, biases)
 
             ends.append(end)
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
@@ -86,18 +117,9 @@ class _Linear(Function):
     def backward(ctx, dy):
         (x_NI,) = ctx.saved_tensors
         dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
-        parts = dy_NO.split([w.data.shape[0] for w in ctx.weights], dim=1)
-        if ctx.in_8_bits:
-            dx_NI = input_gradient(parts[0], ctx.weights[0].data)
-            for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
-                dx_NI += input_gradient(part, weight.data)
-        else:
-            dx_NI = parts[0] @ ctx.weights[0].data.to(dy_NO.dtype)
-            for weight, part in zip(ctx.weights[1:], parts[1:], strict=True):
-                dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
+        dx_NI = input_gradients(dy_NO, ctx.weights, ctx.in_8_bits)
         summed = ctx.out.start_all_reduce(dx_NI)
-        for weight, part in zip(ctx.weights, parts, strict=True):
-            weight.accumulate(add_scaled_product if ctx.in_8_bits else add_product, part, x_NI)
+        add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
         if ctx.biases:
             for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
                 bias.accumulate(add_sum, part)
@@ -105,7 +127,8 @@ class _Linear(Function):
         return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
 
 
-def _add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
+def add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
+    """Add biases that lie side by side to each token's output, in place."""
     at = 0
     for bias in biases:
         y_NO[:, at : at + bias.data.numel()] += bias.data
@@ -245,30 +268,30 @@ def embed(anchor: torch.Tensor, ids: torch.Tensor, table: Weight, first_id: int,
 class _AddPositions(Function):
     @staticmethod
     def forward(ctx, x, table: Weight, first: int, places: torch.Tensor | None):
-        ctx.table, ctx.places = table, places
+        ctx.table, ctx.places, ctx.first = table, places, first
         return x + table.data[slice(first, first + x.shape[1]) if places is None else places]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         if ctx.places is None:
-            ctx.table.accumulate(add_first, dy)
+            ctx.table.accumulate(partial(add_consecutive, first=ctx.first), dy)
         else:
             ctx.table.accumulate(add_rows, dy, ctx.places, torch.zeros_like(ctx.places, dtype=torch.bool))
         return dy, None, None, None
 
 
-def add_first(grad: torch.Tensor, dy: torch.Tensor, fresh: bool) -> None:
-    """Add dy, [rows, positions, features], summed over rows, to the first positions' gradients."""
+def add_consecutive(grad: torch.Tensor, dy: torch.Tensor, fresh: bool, first: int) -> None:
+    """Add dy, [rows, positions, features], summed over rows, to the gradients of positions `first`, `first` + 1, ..."""
     if fresh:
         grad.zero_()
-    grad[: dy.shape[1]] += dy.sum(0, dtype=torch.float32)
+    grad[first : first + dy.shape[1]] += dy.sum(0, dtype=torch.float32)
 
 
 def add_positions(x: torch.Tensor, table: Weight, first: int = 0, places: torch.Tensor | None = None) -> torch.Tensor:
     """Add learned positions, [positions, hidden / x], to x: [rows, positions, hidden / x].
 
-    They are `first`, `first` + 1, ... (0, 1, ... where a gradient is wanted), or `places`, int64 [rows, positions].
+    They are `first`, `first` + 1, ..., or `places`, int64 [rows, positions].
     """
     return _AddPositions.apply(x, table, first, places)
 

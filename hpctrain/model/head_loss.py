@@ -12,8 +12,9 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from hpctrain.model.axes import Axis
+from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.functions import add_product
+from hpctrain.model.sequence_parallel import gathered, start_scatter
 from hpctrain.model.units import Weight
 
 LOGITS_BYTES = 256 << 20
@@ -27,12 +28,12 @@ def tokens_at_once(num_tokens: int, columns: int) -> int:
 
 class _HeadLoss(Function):
     @staticmethod
-    def forward(ctx, hidden, weight: Weight, targets, first_id: int, num_ids: int, cap: float | None, axes):
-        x_NI = hidden.reshape(-1, hidden.shape[-1])
+    def forward(ctx, hidden, weight: Weight, targets, first_id: int, num_ids: int, cap: float | None, axes: Axes):
+        x_NI = _all_tokens(hidden, axes)
         targets_N = targets.reshape(-1)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         logs_N = torch.empty(x_NI.shape[0], device=hidden.device)
-        y: Axis = axes[1]
+        y: Axis = axes.y
         for at in _chunks(x_NI, weight):
             logits_NV = _logits(x_NI[at], weight, num_ids, cap, axes)
             top_N = y.all_reduce(logits_NV.amax(dim=1), "max").unsqueeze(1)
@@ -42,19 +43,20 @@ class _HeadLoss(Function):
             logs = sums[0].log()
             loss += (logs - sums[1]).masked_fill_(ignored_N, 0).sum(dtype=torch.float64)
             logs_N[at] = logs + top_N.squeeze(1)
-        ctx.save_for_backward(x_NI, targets_N, logs_N)
+        ctx.save_for_backward(hidden, targets_N, logs_N)
         ctx.weight, ctx.first_id, ctx.num_ids, ctx.cap, ctx.axes = weight, first_id, num_ids, cap, axes
-        ctx.shape = hidden.shape
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss):
-        x_NI, targets_N, logs_N = ctx.saved_tensors
+        hidden, targets_N, logs_N = ctx.saved_tensors
         weight: Weight = ctx.weight
+        axes: Axes = ctx.axes
+        x_NI = _all_tokens(hidden, axes)
         dx_NI = torch.empty_like(x_NI)
         for at in _chunks(x_NI, weight):
-            logits_NV = _logits(x_NI[at], weight, ctx.num_ids, ctx.cap, ctx.axes)
+            logits_NV = _logits(x_NI[at], weight, ctx.num_ids, ctx.cap, axes)
             local_N, absent_N, ignored_N = _places(targets_N[at], ctx.first_id, ctx.num_ids)
             slope_NV = None if ctx.cap is None else 1 - (logits_NV / ctx.cap).square_()
             grad_NV = logits_NV.sub_(logs_N[at].unsqueeze(1)).exp_()
@@ -64,10 +66,21 @@ class _HeadLoss(Function):
             grad_NV *= torch.where(ignored_N, 0.0, d_loss).to(grad_NV.dtype).unsqueeze(1)
             d_logits_NV = grad_NV.to(x_NI.dtype)
             summed = d_logits_NV @ weight.data.to(x_NI.dtype)
-            ctx.axes[1].all_reduce(summed)
+            if not axes.sequence_parallel:
+                axes.y.all_reduce(summed)
             dx_NI[at] = summed
             weight.accumulate(add_product, d_logits_NV, x_NI[at])
-        return dx_NI.view(ctx.shape), None, None, None, None, None, None
+        dx = dx_NI.view(*hidden.shape[:1], -1, hidden.shape[-1])
+        if axes.sequence_parallel:
+            dx, scattering = start_scatter(dx, axes.y)
+            scattering.wait()
+        return dx, None, None, None, None, None, None
+
+
+def _all_tokens(hidden: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """Return the hidden states of all positions, also where each y has its own alone, as [N, I]."""
+    whole = gathered(hidden, axes.y) if axes.sequence_parallel else hidden
+    return whole.reshape(-1, hidden.shape[-1])
 
 
 def _chunks(x_NI: torch.Tensor, weight: Weight) -> Iterator[slice]:
@@ -75,9 +88,9 @@ def _chunks(x_NI: torch.Tensor, weight: Weight) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, x_NI.shape[0], size))
 
 
-def _logits(x_NI: torch.Tensor, weight: Weight, num_ids: int, cap: float | None, axes: tuple[Axis, Axis]):
+def _logits(x_NI: torch.Tensor, weight: Weight, num_ids: int, cap: float | None, axes: Axes):
     """Return the logits of some tokens in fp32, minus infinity in padded columns."""
-    product_NV = axes[0].all_reduce(x_NI @ weight.data.to(x_NI.dtype).t())
+    product_NV = axes.x.all_reduce(x_NI @ weight.data.to(x_NI.dtype).t())
     if cap is not None:
         product_NV = product_NV.div_(cap).tanh_().mul_(cap)
     logits_NV = product_NV.float()
@@ -101,9 +114,11 @@ def head_loss(
     first_id: int,
     num_ids: int,
     cap: float | None,
-    axes: tuple[Axis, Axis],
+    axes: Axes,
 ) -> torch.Tensor:
     """Return the sum over tokens of -log p(target), fp64 scalar, of normed hidden states [rows, positions, I].
+
+    Hidden states have the positions of this y alone where the axes say so; targets are those of all positions.
 
     As `linear` over axes x and y, `capped` where `cap` is set, and `cross_entropy`. All ranks of both axes must call.
     """

@@ -58,7 +58,8 @@ class PackedRegions:
         """Return what this rank adds to the sum of gradients, packed: zeros where another copy in the tile does."""
         packed = grads.new_zeros(self.size)
         for region, at, scattered in self._views(grads):
-            if region.parameter.counts_at(self._axes.x.rank, self._axes.y.rank):
+            has_part = self._axes.sequence_parallel and region.parameter.is_whole_on_y
+            if region.parameter.counts_at(self._axes.x.rank, 0 if has_part else self._axes.y.rank):
                 packed[slice(*at)].view(scattered.shape).copy_(scattered)
         return packed
 

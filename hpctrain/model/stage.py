@@ -79,6 +79,8 @@ class Stage:
         self.layers: list[LayerModule] = [
             make_layer(model, items, axes, store, in_halves, pinned) for items in layers(tile.items)
         ]
+        for layer in self.layers:
+            layer.keeps_whole_inputs = tile.recompute == "full"
 
     @property
     def is_first(self) -> bool:

@@ -1,6 +1,7 @@
 """The layers of a transformer on a tensor grid: embedding, blocks or one branch of them, head.
 
-Shapes, all of them this rank's part: hidden states [rows / z, positions, hidden / x], the same on all y; queries, keys,
+Shapes, all of them this rank's part: hidden states [rows / z, positions, hidden / x], the same on all y, or their
+positions cut by y where the axes are sequence parallel (see `sequence_parallel.py`); queries, keys,
 values and the inner width of the feed-forward part are cut by y and the same on all x. Blocks take the residual stream
 cut by x to heads cut by y and back, so that nothing is redistributed in between.
 """
@@ -28,6 +29,7 @@ from hpctrain.model.functions import (
 )
 from hpctrain.model.head_loss import head_loss, tokens_at_once
 from hpctrain.model.scaled_products import FP8
+from hpctrain.model.sequence_parallel import gathering_linear, scattering_embed, scattering_linear, start_gather
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -86,6 +88,9 @@ class LayerModule:
         self.description = model.description
         self.items, self._store = items, store
         self.name = name_layer(items, model.num_items)
+        self.keeps_whole_inputs = False
+        """Whether all positions of a product's input are kept for its backward pass, where y cuts them: what is
+        computed again goes back at once."""
         self._names = {item: [p.name for p in item_parameters(model, item)] for item in range(*items)}
 
     def forward(self, value: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
@@ -117,6 +122,18 @@ class LayerModule:
     def norm_weights(self, name: str) -> list:
         return [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
 
+    def gathering_linear(
+        self, x: torch.Tensor, layer: list[list], ends: list | None = None, in_8_bits: bool = False
+    ) -> Passing:
+        """Apply a layer to an input whose positions y cuts. With `ends` it pauses while these are gathered."""
+        parts, work = start_gather(x.detach(), self.axes.y)
+        if ends is not None:
+            yield
+        work.wait()
+        weights, biases = layer
+        axes = self.axes.x, self.axes.y
+        return gathering_linear(x, parts, weights, biases, *axes, ends, self.keeps_whole_inputs, in_8_bits)
+
     def vocabulary(self) -> tuple[int, int]:
         """Return the first token id of this rank's part and the number of ids in it that are not padding."""
         padded = padded_vocabulary(self.model, TensorGrid(y=self.axes.y.size))
@@ -136,13 +153,17 @@ class Embedding(LayerModule):
         """The position of the first id: another than 0 where text is written with a cache."""
 
     def forward(self, ids: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = embed(self.anchor, ids, self.table, self.vocabulary()[0], self.axes.y)
+        y, is_cut = self.axes.y, self.axes.sequence_parallel
+        hidden = (scattering_embed if is_cut else embed)(self.anchor, ids, self.table, self.vocabulary()[0], y)
         if self.description.embedding_scale != 1.0:
             hidden = hidden * self.description.embedding_scale
         if not self.positions:
             return hidden
+        first = y.rank * hidden.shape[1] if is_cut else 0
         places = None if more is None else torch.arange(ids.shape[1], device=ids.device) - more
-        return add_positions(hidden, self.positions[0], self.first(), places)
+        if places is not None:
+            places = places[:, first : first + hidden.shape[1]]
+        return add_positions(hidden, self.positions[0], self.first() + first, places)
 
 
 class Block(LayerModule):
@@ -189,20 +210,25 @@ class Block(LayerModule):
         pinned = self._pinned.get("linear", x.dtype)
         in_8_bits = pinned == FP8
         given = x if in_8_bits else x.to(pinned)
-        if not self.in_halves:
-            return linear(given, *layer, into=into, out=out, in_8_bits=in_8_bits).to(x.dtype)
-        ends = []
-        result = linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
+        ends = [] if self.in_halves else None
+        if not self.axes.sequence_parallel:
+            result = linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
+        elif out is self.axes.y:
+            result = yield from self.gathering_linear(given, layer, ends, in_8_bits)
+        else:
+            result = scattering_linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
+        if ends is None:
+            return result.to(x.dtype)
         if into.size > 1:
             yield
         ends[0]()
         return result.to(x.dtype)
 
     def attention(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> Passing:
-        rows, positions, _ = x.shape
         attention, size = self.attention_of, self.attention_of.head_size
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = yield from self._linear(x, self.qkv, into=self.axes.x, out=self.axes.y)
+        rows, positions, _ = qkv.shape
         qkv = qkv.view(rows, positions, sum(heads), size)
         queries_keys, values = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
         if attention.head_norm:
@@ -210,7 +236,7 @@ class Block(LayerModule):
             normed = [head_norm(part, weight, attention.head_norm) for part, weight in pairs]
             queries_keys = torch.cat(normed, dim=2)
         if attention.rotary:
-            tables = self.rotary_tables(x, attention.rotary)
+            tables = self.rotary_tables(qkv, attention.rotary)
             queries_keys = self.computed_in("rotary", lambda each: rotate(each, *tables), queries_keys)
         queries, keys, values = (part.transpose(1, 2) for part in (*queries_keys.split(heads[:2], dim=2), values))
         first = 0
@@ -270,7 +296,10 @@ class Head(LayerModule):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
         normed = self._normed(hidden)
-        logits = linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
+        if self.axes.sequence_parallel:
+            (logits,) = alternating([self.gathering_linear(normed, [self.table, []])])
+        else:
+            logits = linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
         return logits if self.description.logit_cap is None else capped(logits, self.description.logit_cap)
 
     def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
@@ -278,8 +307,7 @@ class Head(LayerModule):
         (table,) = self.table
         if tokens_at_once(more.numel(), table.data.shape[0]) < more.numel():
             normed = self._normed(hidden)
-            axes = self.axes.x, self.axes.y
-            return head_loss(normed, table, more, *self.vocabulary(), self.description.logit_cap, axes)
+            return head_loss(normed, table, more, *self.vocabulary(), self.description.logit_cap, self.axes)
         return cross_entropy(self.logits(hidden), more, *self.vocabulary(), self.axes.y)
 
 

@@ -7,6 +7,7 @@ from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.plan.holders import check_zero
 from hpctrain.plan.tiling import Plan, joined
+from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, tiles_exactly
 from hpctrain.sharding.parameters import check_grid
 
@@ -16,13 +17,26 @@ SHOWN_RANKS = 16
 def check_plan(job: Job, plan: Plan, where: str) -> None:
     """Refuse a plan that cannot run this job; `where` is what the message calls it. Raises PlanError."""
     check_tiling(plan, job.model.num_items)
-    for tile in plan.tiles:
+    for number, tile in enumerate(plan.tiles):
         check_grid(job.model, tile.tensor)
+        check_positions(job.data.sequence_length, tile.tensor, f"{where}: tile {number}")
     check_zero(plan, where)
     if plan.microbatches * plan.rows != job.train.global_batch:
         raise PlanError(
             f"{where}: microbatches {plan.microbatches} x rows {plan.rows} = {plan.microbatches * plan.rows}, but"
             f" train.global_batch is {job.train.global_batch}; make them equal"
+        )
+
+
+def check_positions(sequence_length: int, grid: TensorGrid, where: str) -> None:
+    """Refuse a tensor grid that cannot cut the positions of a row. Raises PlanError with the numbers."""
+    if grid.sequence_parallel and grid.y == 1:
+        raise PlanError(f"{where}: sequence_parallel cuts positions over y, and tensor y = 1; remove it, or raise y")
+    if sequence_length % grid.position_parts:
+        raise PlanError(
+            f"{where}: sequence_parallel cuts the {sequence_length} positions of data.sequence_length into"
+            f" {grid.position_parts} parts (tensor y), which does not divide them; set data.sequence_length to a"
+            f" multiple of {grid.position_parts}, or sequence_parallel to false"
         )
 
 

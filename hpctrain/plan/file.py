@@ -36,6 +36,7 @@ class _TileTable(Table):
     rows: Annotated[tuple[Row, Row], Field(strict=False)]
     ranks: Several[Rank]
     tensor: _GridTable = _GridTable()
+    sequence_parallel: bool = False
     family: str = "cpu"
     recompute: Literal["none", "full"] = "none"
     zero: ZeroStage = 1
@@ -69,7 +70,7 @@ def parse_plan(text: str, path: str) -> Plan:
             Interval(*t.items),
             Interval(*t.rows),
             t.ranks,
-            TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z),
+            TensorGrid(t.tensor.x, t.tensor.y, t.tensor.z, t.sequence_parallel),
             t.family,
             t.recompute,
             t.zero,
@@ -101,5 +102,6 @@ def dump_plan(plan: Plan) -> str:
             f"zero = {tile.zero}",
         ]
         lines += [f"{key} = {value}" for key in ("state_share", "row_chunks") if (value := getattr(tile, key)) != 1]
+        lines += ["sequence_parallel = true"] if grid.sequence_parallel else []
         lines += [f"extra_warmup = {tile.extra_warmup}"] if tile.extra_warmup else []
     return "\n".join(lines) + "\n"

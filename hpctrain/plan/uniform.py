@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from hpctrain.config.errors import LaunchError, PlanError
 from hpctrain.config.job import Job
 from hpctrain.config.parallelism import PlanRequest
-from hpctrain.plan.checks import check_plan, check_ranks
+from hpctrain.plan.checks import check_plan, check_positions, check_ranks
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -80,8 +80,9 @@ def families_of(plan: Plan, families: Sequence[str]) -> list[str]:
 
 
 def _draw(job: Job, request: PlanRequest) -> Resolved:
-    grid = TensorGrid(request.tensor.x, request.tensor.y, request.tensor.z)
+    grid = TensorGrid(request.tensor.x, request.tensor.y, request.tensor.z, request.sequence_parallel)
     check_grid(job.model, grid)
+    check_positions(job.data.sequence_length, grid, "plan")
     batch = job.train.global_batch
     if batch % request.data:
         raise PlanError(

@@ -86,7 +86,8 @@ class _Messages:
         source_of = {sender: source for source in sources for sender in source.ranks}
         arriving: dict[Tile, float] = {}
         stack = self._setup.stack
-        parts = tile.tensor.y if stack.sequence_parallel else 1  # what is cut over y is sent so, and not gathered
+        # What software of its own cuts over y is sent so, and not gathered; of our engine the grids say it.
+        parts = tile.tensor.y if stack.sequence_parallel else 1
         how = forward, self._network.is_near if stack.gathers_parts and parts == 1 else everywhere
         for transfer in receives(self._plan, tile, rank, row, *how):
             source = source_of[transfer.sender]

@@ -5,8 +5,7 @@ are cut by x over one dim and by y over the other; blocks go from features cut b
 With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
@@ -16,6 +15,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.stack import HPCTRAIN, BytePasses, Stack
+from hpctrain.planner.work import Exchange, MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import block_of, is_attention
@@ -25,86 +25,6 @@ RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
 CAPPED_SCORES_PASSED = 18, 24
 """Times that scores are read or written, forward and backward, where a cap keeps them out of fused attention."""
-
-
-class MatrixProduct(NamedTuple):
-    """`batch` products [m, k] @ [k, n] at once, of which only `share` is computed."""
-
-    m: int
-    k: int
-    n: int
-    batch: int = 1
-    share: float = 1.0
-    fused: float | None = None
-    """Inside a kernel that keeps its result to itself: the share of a large product's speed at which that computes."""
-
-
-class Exchange(NamedTuple):
-    """A collective over an axis of the tensor grid, or over the holders of the weights ("data")."""
-
-    axis: str
-    operation: str
-    num_bytes: int
-    """Of the whole tensor."""
-    is_output: bool = False
-    """Whether it sums the output of a layer that is cut over its input."""
-    behind: MatrixProduct | None = None
-    """What is computed meanwhile in a backward pass, where the software overlaps them."""
-    overlapped: "PassWork | None" = None
-    """What is computed meanwhile of the other half of the rows, where they are computed in halves."""
-
-
-class ItemPass(NamedTuple):
-    """A pass over an item, by which a profile of the job is looked up."""
-
-    item: str
-    """`embedding`, `block` or `head`."""
-    direction: int
-    """0: forward, 1: backward."""
-    rows: int
-    """Of the rank."""
-    work: "PassWork"
-    """What of the pass is done."""
-
-
-@dataclass
-class PassWork:
-    """What a rank does in one pass over one layer."""
-
-    products: list[MatrixProduct] = field(default_factory=list)
-    passed_bytes: float = 0.0
-    operations: int = 0
-    exchanges: list[Exchange] = field(default_factory=list)
-    passes: tuple[ItemPass, ...] = field(default=(), compare=False, repr=False)
-    """Which passes it is made of: one, or also what is computed again."""
-
-    @classmethod
-    def joined(cls, works: "Iterable[PassWork]") -> Self:
-        """Return all of them as one, in their order."""
-        result = cls()
-        for work in works:
-            result.products += work.products
-            result.passed_bytes += work.passed_bytes
-            result.operations += work.operations
-            result.exchanges += work.exchanges
-            result.passes += work.passes
-        return result
-
-    def as_pass(self, item: str, direction: int, rows: int) -> Self:
-        """Return it as a pass over an item, or as a part of one."""
-        return replace(self, passes=(ItemPass(item, direction, rows, self),))
-
-    def seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
-        """Return what computing takes, by the device's best source: a profile of the job, else the formula."""
-        seconds = self.formula_seconds(device, dtype, stack)
-        return seconds * device.profiled.ratio(self.passes) if device.profiled and self.passes else seconds
-
-    def formula_seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
-        """Return what computing takes by products and bytes: the longer of the device's time and its host's."""
-        computed = sum(device.product_seconds(dtype, p.m, p.k, p.n, p.batch, p.fused) * p.share for p in self.products)
-        computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
-        dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
-        return max(computed, (len(self.products) + self.operations) * dispatch)
 
 
 @dataclass(frozen=True)
@@ -169,6 +89,10 @@ class Setup:
             None if is_attention(layer.stop - 1) else block.mlp,
         )
 
+    def position_parts(self, grid: TensorGrid) -> int:
+        """Return into how many parts y cuts the positions of hidden states, as the grid says or the software does."""
+        return grid.y if self.stack.sequence_parallel else grid.position_parts
+
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
@@ -223,13 +147,13 @@ def layer_cost(
     """
     if recompute not in RECOMPUTE:
         raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
-    is_block = setup.is_block(layer)
+    is_block, regathers = setup.is_block(layer), recompute != "full"
     if is_block and rows > 1 and goes_in_halves(setup, grid):
-        cost, core = _in_halves(setup, grid, layer, rows)
+        cost, core = _in_halves(setup, grid, layer, rows, regathers)
     elif is_block:
-        cost, core, _ = _block(setup, grid, layer, rows)
+        cost, core, _ = _block(setup, grid, layer, rows, regathers)
     else:
-        cost, core = (_embedding if layer.start == 0 else _head)(setup, grid, rows), PassWork()
+        cost, core = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
     again = PassWork()
     if recompute == "full" and (is_block or setup.stack.recomputes_ends):
         again = cost.forward
@@ -245,12 +169,14 @@ def goes_in_halves(setup: Setup, grid: TensorGrid) -> bool:
     return "forward" in setup.overlaps and grid.cuts_weights
 
 
-def _in_halves(setup: Setup, grid: TensorGrid, layer: Interval, rows: int) -> tuple[LayerCost, PassWork]:
+def _in_halves(
+    setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers: bool
+) -> tuple[LayerCost, PassWork]:
     """Return what `_block` does, where each half of the rows is computed while outputs of the other are summed.
 
     The halves take turns: what one computes up to its next sum overlaps the other's last one.
     """
-    blocks = [_block(setup, grid, layer, half) for half in (rows - rows // 2, rows // 2)]
+    blocks = [_block(setup, grid, layer, half, regathers) for half in (rows - rows // 2, rows // 2)]
     cut = _joining_halves(setup, grid, rows)
     backward = PassWork.joined((*(block.cost.backward_input for block in blocks), cut))
     weight = PassWork.joined(block.cost.backward_weight for block in blocks)
@@ -267,7 +193,8 @@ def _in_halves(setup: Setup, grid: TensorGrid, layer: Interval, rows: int) -> tu
 
 def _joining_halves(setup: Setup, grid: TensorGrid, rows: int) -> PassWork:
     """Return what it takes to put the halves of the residual stream side by side."""
-    return PassWork(passed_bytes=2 * rows * setup.positions * (setup.model.hidden_size // grid.x) * setup.item_bytes)
+    features = setup.model.hidden_size // grid.x / grid.position_parts
+    return PassWork(passed_bytes=2 * rows * setup.positions * features * setup.item_bytes)
 
 
 def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, cost: LayerCost) -> LayerCost:
@@ -309,10 +236,44 @@ def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str
     return LayerCost(forward, backward, PassWork([of_weight], setup.passes.weight * into * out, added))
 
 
+def _gathering_linear(setup: Setup, rows: int, into: int, out: int, grid: TensorGrid, regathers: bool) -> LayerCost:
+    """Return the passes of a layer whose input is cut by positions over y, and whose weight is [out / y, in / x].
+
+    The input is gathered, and again for the gradient of the weight, if it `regathers`, while that of the input is made.
+    """
+    tokens, num_bytes = rows * setup.positions, setup.item_bytes
+    cost = _linear(setup, tokens, into, out, ("x", "y"), {"x": grid.x, "y": 1})
+    of_input, of_weight = cost.backward_input.products[0], cost.backward_weight.products[0]
+    whole = tokens * into * num_bytes
+    cost.forward.exchanges.insert(0, Exchange("y", "all_gather", whole))
+    if regathers:
+        cost.backward_input.exchanges.append(Exchange("y", "all_gather", whole, behind=of_input))
+    cost.backward_input.exchanges.append(Exchange("y", "reduce_scatter", whole, behind=of_weight))
+    cost.forward.passed_bytes += _joining(rows, whole)
+    cost.backward_input.passed_bytes += (1 + regathers) * _joining(rows, whole)
+    return cost
+
+
+def _scattering_linear(setup: Setup, rows: int, into: int, out: int, grid: TensorGrid) -> LayerCost:
+    """Return the passes of a layer whose weight is [out / x, in / y], and whose output is cut by positions over y."""
+    tokens, num_bytes = rows * setup.positions, setup.item_bytes
+    cost = _linear(setup, tokens, into, out, ("y", "x"), {"x": grid.x, "y": 1})
+    whole = tokens * out * num_bytes
+    cost.forward.exchanges.append(Exchange("y", "reduce_scatter", whole, is_output=True))
+    cost.backward_input.exchanges.insert(0, Exchange("y", "all_gather", whole))
+    for work in (cost.forward, cost.backward_input):
+        work.passed_bytes += _joining(rows, whole)
+    return cost
+
+
+def _joining(rows: int, num_bytes: int) -> float:
+    """Return the bytes passed over to put the positions of several rows in order, or to take them apart."""
+    return 2.0 * num_bytes if rows > 1 else 0.0
+
+
 def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> LayerCost:
     features = setup.model.hidden_size // grid.x
-    if setup.stack.sequence_parallel:
-        tokens = -(-tokens // grid.y)
+    tokens = -(-tokens // setup.position_parts(grid))
     statistics = 2 if norm.has_bias else 1
     passes = setup.passes.norm
     forward, backward = (PassWork(passed_bytes=tokens * features * each) for each in passes)
@@ -336,11 +297,11 @@ def heads_on(attention: Attention, grid: TensorGrid) -> tuple[int, int]:
     return attention.heads // grid.y * size, max(1, attention.kv_heads // grid.y) * size
 
 
-def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int) -> _BlockCost:
-    """Return what a block costs, or one branch of it."""
+def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers: bool = True) -> _BlockCost:
+    """Return what a block costs, or one branch of it; see `_gathering_linear`."""
     attention, mlp = setup.branches(layer)
-    branches = [_attention_branch(setup, grid, attention, rows)] if attention else []
-    branches += [_mlp_branch(setup, grid, mlp, rows)] if mlp else []
+    branches = [_attention_branch(setup, grid, attention, rows, regathers)] if attention else []
+    branches += [_mlp_branch(setup, grid, mlp, rows, regathers)] if mlp else []
     parts = [part for branch in branches for part in branch.parts]
     segments = [PassWork()]
     for part in parts:
@@ -365,37 +326,43 @@ class _Branch(NamedTuple):
     core: PassWork = PassWork()
 
 
-def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int) -> _Branch:
+def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, regathers: bool) -> _Branch:
     passes, tokens = setup.passes, rows * setup.positions
     query, key = heads_on(attention, grid)
     rotary = tokens * (query + key) if attention.rotary else 0
     normed = tokens * (query + key) if attention.head_norm else 0
     core, core_backward = _attention(setup, attention, rows, grid)
-    work = _branch(setup, grid, attention, rows, (query + 2 * key, query))
+    work = _branch(setup, grid, attention, rows, (query + 2 * key, query), regathers)
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), core]
     backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
     return work._replace(backward_input=backward_input, core=core)
 
 
-def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int) -> _Branch:
+def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: bool) -> _Branch:
     inner, up = mlp.inner // grid.y, mlp.up_size // grid.y
-    work = _branch(setup, grid, mlp, rows, (up, inner))
+    work = _branch(setup, grid, mlp, rows, (up, inner), regathers)
     forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
     work.parts.insert(1, forward)
     return work._replace(backward_input=PassWork.joined((work.backward_input, backward)))
 
 
-def _branch(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, rows: int, features: tuple[int, int]) -> _Branch:
+def _branch(
+    setup: Setup, grid: TensorGrid, branch: Attention | Mlp, rows: int, features: tuple[int, int], regathers: bool
+) -> _Branch:
     """Return what a branch costs but for what is between its linear layers, the first of which has so many `features`
     out and the second so many in."""
     stack, passes = setup.stack, setup.passes
     tokens, hidden = rows * setup.positions, setup.model.hidden_size // grid.x
     sizes, (out, into) = {"x": grid.x, "y": grid.y}, features
     norm = _norm(setup, grid, tokens, branch.norm)
-    first = _linear(setup, tokens, hidden, out, ("x", "y"), sizes)
-    second = _linear(setup, tokens, into, hidden, ("y", "x"), sizes)
-    residual = tokens * hidden / (grid.y if stack.sequence_parallel else 1)
+    if grid.sequence_parallel:
+        first = _gathering_linear(setup, rows, hidden, out, grid, regathers)
+        second = _scattering_linear(setup, rows, into, hidden, grid)
+    else:
+        first = _linear(setup, tokens, hidden, out, ("x", "y"), sizes)
+        second = _linear(setup, tokens, into, hidden, ("y", "x"), sizes)
+    residual = tokens * hidden / setup.position_parts(grid)
     ends = [PassWork(passed_bytes=residual * each / 2) for each in passes.residual]  # half of a block's
     costs = [norm, first, second]
     if branch.out_norm:
@@ -441,25 +408,33 @@ def seen_share(attention: Attention, positions: int) -> float:
     return window / positions - (window / positions) ** 2 / 2
 
 
-def _embedding(setup: Setup, grid: TensorGrid, rows: int) -> LayerCost:
+def _embedding(setup: Setup, grid: TensorGrid, rows: int, _regathers: bool) -> LayerCost:
     tokens, features = rows * setup.positions, setup.model.hidden_size // grid.x
     num_bytes = tokens * features * setup.item_bytes
     forward, weight = (
         PassWork(passed_bytes=3 * num_bytes, operations=3),
         PassWork(passed_bytes=5 * num_bytes, operations=3),
     )
-    if grid.y > 1:
+    if grid.sequence_parallel:
+        forward.exchanges.append(Exchange("y", "reduce_scatter", num_bytes))
+        weight.exchanges.append(Exchange("y", "all_gather", num_bytes))
+        forward.passed_bytes += _joining(rows, num_bytes)
+        weight.passed_bytes += _joining(rows, num_bytes)
+    elif grid.y > 1:
         forward.exchanges.append(Exchange("y", "all_reduce", num_bytes))
     return _labelled("embedding", rows, LayerCost(forward, PassWork(), weight))
 
 
-def _head(setup: Setup, grid: TensorGrid, rows: int) -> LayerCost:
+def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCost:
     model, passes = setup.model, setup.passes
     tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
     vocabulary += -vocabulary % setup.stack.vocabulary_multiple
     norm = _norm(setup, grid, tokens, model.description.norm)
-    sizes = {"x": grid.x, "y": grid.y}
-    linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
+    if grid.sequence_parallel:
+        linear = _gathering_linear(setup, rows, model.hidden_size // grid.x, vocabulary, grid, regathers)
+    else:
+        sizes = {"x": grid.x, "y": grid.y}
+        linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
     forward = PassWork.joined((norm.forward, linear.forward))
     backward = PassWork.joined((norm.backward_input, linear.backward_input))
     for i, work in enumerate((forward, backward)):

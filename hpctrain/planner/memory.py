@@ -215,7 +215,31 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, again: bool
         overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and layer.start else 2)
     has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
     mask = setup.positions**2 if has_mask else 0
+    if grid.sequence_parallel and layer != EMBEDDING:
+        overlapped = _whole_hidden_states(setup, grid, layer, again, in_halves, overlapped)
     return again * kept + overlapped + mask
+
+
+def _whole_hidden_states(
+    setup: Setup, grid: TensorGrid, layer: Interval, again: bool, has_rows: bool, gradients: float
+) -> float:
+    """Return the bytes that a block or the head computes with where y cuts positions, for one row of a rank.
+
+    They are `gradients`, and hidden states of all positions: a product's input, or of what was computed `again` all
+    inputs, and the gradient of one. With several rows (`has_rows`) some are there twice, while their positions are put
+    in order or taken apart, when half of the gradients are gone; how often is fitted to tests/ranks/test_memory.py.
+    """
+    whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
+    if layer == setup.head:  # at the loss, or after it, when a cast of the logits' gradient may be there
+        logits = setup.positions * padded_vocabulary(setup.model, grid) / grid.y
+        cast = logits * setup.item_bytes if setup.item_bytes < MASTER_BYTES else 0.0
+        return max(gradients, cast + (6 if has_rows else 3) * whole * (1 - 1 / grid.y))
+    if again:
+        inputs = sum(branch is not None for branch in setup.branches(layer))
+        return gradients + (inputs + 1) * whole * (1 - 1 / grid.y)
+    if has_rows:
+        return gradients / 2 + (1.4 if goes_in_halves(setup, grid) else 2.75) * whole
+    return gradients + 2 * whole * (1 - 1 / grid.y)
 
 
 def _is_recomputed(setup: Setup, tile: Tile, layer: Interval) -> bool:
@@ -231,7 +255,7 @@ def inner_bytes(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
 
 def message_bytes(setup: Setup, grid: TensorGrid, rows: int) -> int:
     """Return the bytes of what a rank of a grid sends, or receives, of `rows` rows of its own."""
-    return rows * setup.positions * setup.model.hidden_size // grid.x * setup.item_bytes
+    return rows * setup.positions * setup.model.hidden_size // grid.x // grid.position_parts * setup.item_bytes
 
 
 def largest_message_bytes(setup: Setup, tile: Tile) -> int:
@@ -290,7 +314,7 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) 
     For a Megatron block with nothing recomputed: s b h (10 + 24 / t + 5 a s / h t) (Korthikanti et al. 2022).
     """
     model, stack, b = setup.model, setup.stack, setup.item_bytes
-    cut = grid.y if stack.sequence_parallel else 1
+    cut = setup.position_parts(grid)
     hidden = setup.positions * model.hidden_size / grid.x
     if layer == EMBEDDING:
         return setup.positions * (2 * INDEX_BYTES + 1)  # ids, and where they are; it makes the first block's input
@@ -299,22 +323,22 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) 
     if layer == setup.head:
         logits = setup.positions * padded_vocabulary(model, grid) / grid.y
         return (
-            hidden * 2 * b
+            hidden * 2 * b / grid.position_parts
             + logits * 4
             + setup.positions * (2 * INDEX_BYTES + 2)
-            + _norm_statistics(setup, model.description.norm)
+            + _norm_statistics(setup, model.description.norm) / grid.position_parts
         )
     return sum(_branch_kept(setup, grid, branch, recompute, hidden) for branch in setup.branches(layer) if branch)
 
 
 def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, hidden: float) -> float:
     stack, b = setup.stack, setup.item_bytes
-    cut = grid.y if stack.sequence_parallel else 1
+    cut = setup.position_parts(grid)
     norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
     # With fused attention the input, normed, too; queries, keys, values, mixed; gate and up. Else also two masks.
     kept = b * (1 + len(norms)) * hidden / cut if stack.flash else (2 * b + 1) * hidden / cut
     if stack.flash:
-        kept += sum(_norm_statistics(setup, norm) for norm in norms)
+        kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
     if isinstance(branch, Mlp):
         inner = setup.positions * branch.inner / grid.y
         return kept + b * inner * ((3 if branch.gated else 2) if stack.flash else stack.kept_inner)

@@ -16,13 +16,14 @@ from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals
 from hpctrain.planner.assumed import list_assumed_inputs
-from hpctrain.planner.cost import Exchange, PassWork, Setup, layer_cost, model_flops, update_seconds
+from hpctrain.planner.cost import Setup, layer_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, memory_of, waiting_share
 from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.simulate import simulate
+from hpctrain.planner.work import Exchange, PassWork
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters

@@ -13,11 +13,12 @@ from dataclasses import replace
 
 from hpctrain.config.cluster import Cluster, Profile
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import ItemPass, Setup, layer_cost
+from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.curves import Curve, describe_training
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.work import ItemPass
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import count_parameters

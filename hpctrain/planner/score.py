@@ -352,7 +352,9 @@ class Scorer:
         costs, into = self.costs, target.choice.grid
         each = min(rank_rows(source.choice, rows), rank_rows(target.choice, rows))
         num_bytes = each * costs.setup.positions * (self._model.hidden_size // into.x) * costs.setup.item_bytes
-        has_parts = self.costs.setup.stack.gathers_parts and into.y > 1
+        num_bytes //= into.position_parts
+        is_cut = into.sequence_parallel or source.choice.grid.sequence_parallel
+        has_parts = self.costs.setup.stack.gathers_parts and into.y > 1 and not is_cut
         return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes, has_parts)
 
     def _message_between(

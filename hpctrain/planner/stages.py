@@ -17,7 +17,7 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import PassWork, Setup, layer_cost, layer_elements
+from hpctrain.planner.cost import Setup, layer_cost, layer_elements
 from hpctrain.planner.memory import (
     GRADIENT_BYTES,
     MASTER_BYTES,
@@ -31,11 +31,14 @@ from hpctrain.planner.memory import (
 )
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import pass_cost
+from hpctrain.planner.work import PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING, layers
 from hpctrain.sharding.parameters import check_grid
 
+COMPARED_ROWS = 1, 8
+"""Positions of several rows are put in order, those of one are."""
 AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
 
 
@@ -105,17 +108,29 @@ class StageCosts:
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self._crowd = lru_cache(None)(self._all_ranks)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
-        self.grids = [self._grids(pool) for pool in pools]
+        self.grids = [self._grids(number) for number in range(len(self.pools))]
 
-    def _grids(self, pool: Pool) -> list[TensorGrid]:
-        """Return the grids that have room on a node of the pool and cut the model."""
+    def _grids(self, number: int) -> list[TensorGrid]:
+        """Return the grids that have room on a node of a pool and cut the model, where y cuts positions too.
+
+        One that does not is also there where it is faster: the other one needs less memory, and sends less.
+        """
         result = []
-        for grid in pool.grids():
+        for grid in self.pools[number].grids():
             try:
                 check_grid(self.setup.model, grid)
             except PlanError:
                 continue
-            result.append(grid)
+            if grid.y == 1 or self.setup.positions % grid.y or self.setup.stack.sequence_parallel:
+                result.append(grid)
+                continue
+            cut = grid._replace(sequence_parallel=True)
+            passes = [
+                tuple(seconds for rows in COMPARED_ROWS for seconds in self.seconds(number, each, BLOCK, rows, "none"))
+                for each in (cut, grid)
+            ]
+            is_faster = all(own <= other for own, other in zip(*passes, strict=True))
+            result += [cut] if is_faster else [grid, cut]
         return result
 
     def layers(self, ends: tuple[bool, bool]) -> list[Interval]:
@@ -250,7 +265,7 @@ class StageCosts:
         computing = layer_computing(self.setup, grid, BLOCK, recompute != "none", in_halves)
         computing += inner_bytes(self.setup, grid, BLOCK) if splits else 0.0
         if ends[1]:  # what the head has kept is gone when a block goes back
-            head = layer_computing(self.setup, grid, self.head, recompute != "none")
+            head = layer_computing(self.setup, grid, self.head, recompute != "none", in_halves)
             left = layer_deferred(self.setup, grid, self.head) if splits else 0.0
             computing = max(head, computing - others[-1] + left)
         return BlockLine(sum(others), block), computing

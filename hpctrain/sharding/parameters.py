@@ -76,6 +76,14 @@ class Parameter:
         """Say whether several y hold the same head, so that their gradients have to be summed."""
         return 0 < self.heads < grid.y
 
+    @property
+    def is_whole_on_y(self) -> bool:
+        """Whether every y has all of it that its x has: norms, biases of outputs, learned positions.
+
+        They act on hidden states. Where these are cut by positions, each y has the gradient of its positions alone.
+        """
+        return "y" not in self.split
+
     def counts_at(self, x: int, y: int) -> bool:
         """Say whether the copy at (x, y) is the one that counts, where x or y do not cut this parameter.
 

@@ -130,8 +130,10 @@ def every_arrangement(families: list[str]) -> set:
 
 def every_choice(model: Model, cluster: Cluster, family: str, space: Space):
     nodes = [nodes for nodes in cluster.nodes if family in nodes.devices]
-    for x, y, z in itertools.product(range(1, 9), repeat=3):
-        grid = TensorGrid(x, y, z)
+    for x, y, z, is_cut in itertools.product(*[range(1, 9)] * 3, (False, True)):
+        if is_cut and y == 1:
+            continue
+        grid = TensorGrid(x, y, z, is_cut)
         places = sum(n.count * (n.devices[family] // grid.size) for n in nodes)
         try:
             check_grid(model, grid)

@@ -11,13 +11,22 @@ from hpctrain.config.job import Model
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.role import role_of
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.plan.transfers import RowShape, everywhere, gathers, owned_slice, receives, sends
+from hpctrain.plan.transfers import (
+    RowShape,
+    Transfer,
+    everywhere,
+    gathers,
+    owned_positions,
+    owned_slice,
+    receives,
+    sends,
+)
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-POSITIONS, HIDDEN = 2, 12
+POSITIONS, HIDDEN = 6, 12
 ROW = RowShape(POSITIONS, HIDDEN)
-GRIDS = st.builds(TensorGrid, *[st.integers(1, 3)] * 3)
+GRIDS = st.builds(TensorGrid, *[st.integers(1, 3)] * 3, st.booleans())
 
 
 @st.composite
@@ -33,6 +42,27 @@ def two_stage_plans(draw) -> Plan:
     return Plan(tuple(tiles), 6, rows)
 
 
+def cells(plan: Plan, tokens: Interval, features: Interval, positions: Interval | None) -> np.ndarray:
+    """Which elements of an activation, [tokens, features], are of some tokens, at some positions of each row."""
+    result = np.zeros((plan.rows * POSITIONS, HIDDEN), int)
+    result[slice(*tokens), slice(*features)] = 1
+    if positions:
+        at = np.arange(plan.rows * POSITIONS) % POSITIONS
+        result[(at < positions.start) | (at >= positions.stop)] = 0
+    return result
+
+
+def cells_of(plan: Plan, piece: Transfer) -> np.ndarray:
+    result = cells(plan, piece.tokens, piece.features, piece.cut and piece.cut.positions)
+    assert result.sum() == piece.num_elements
+    return result
+
+
+def held_by(plan: Plan, rank: int) -> np.ndarray:
+    tile = plan.tile_of(rank)
+    return cells(plan, *owned_slice(tile, rank, ROW), owned_positions(tile, rank, ROW))
+
+
 @pytest.mark.parametrize("forward", [True, False])
 @given(plan=two_stage_plans())
 def test_every_rank_receives_its_part_exactly_once(forward, plan):
@@ -41,17 +71,12 @@ def test_every_rank_receives_its_part_exactly_once(forward, plan):
         if not (plan.upstream(tile) if forward else plan.downstream(tile)):
             continue
         for rank in tile.ranks:
-            tokens, features = owned_slice(tile, rank, ROW)
             count = np.zeros((plan.rows * POSITIONS, HIDDEN), int)
             for piece in receives(plan, tile, rank, ROW, forward):
                 assert piece.receiver == rank
-                sender_tokens, sender_features = owned_slice(plan.tile_of(piece.sender), piece.sender, ROW)
-                assert sender_tokens.intersect(piece.tokens) == piece.tokens
-                assert sender_features.intersect(piece.features) == piece.features
-                count[slice(*piece.tokens), slice(*piece.features)] += 1
-            expected = np.zeros_like(count)
-            expected[slice(*tokens), slice(*features)] = 1
-            assert np.array_equal(count, expected)
+                assert (cells_of(plan, piece) <= held_by(plan, piece.sender)).all()
+                count += cells_of(plan, piece)
+            assert np.array_equal(count, held_by(plan, rank))
 
 
 def of_hosts(size: int):
@@ -80,14 +105,11 @@ def test_where_pieces_are_gathered_each_element_comes_once_to_all_y_together(for
         for x, z in itertools.product(range(tile.tensor.x), range(tile.tensor.z)):
             together = [tile.rank_at(x, y, z) for y in range(tile.tensor.y)]
             assert all(near(together[0], rank) for rank in together)
-            tokens, features = owned_slice(tile, together[0], ROW)
             count = np.zeros((plan.rows * POSITIONS, HIDDEN), int)
             for rank in together:
                 for piece in receives(plan, tile, rank, ROW, forward, near):
-                    count[slice(*piece.tokens), slice(*piece.features)] += 1
-            expected = np.zeros_like(count)
-            expected[slice(*tokens), slice(*features)] = 1
-            assert np.array_equal(count, expected)
+                    count += cells_of(plan, piece)
+            assert np.array_equal(count, held_by(plan, together[0]))
 
 
 @pytest.mark.parametrize(("source_y", "target_y"), [(1, 4), (2, 4), (4, 4), (4, 2), (3, 2)])
@@ -107,6 +129,21 @@ def test_one_copy_goes_over_the_slow_link_and_all_senders_share_it(source_y, tar
     pieces = [bytes_sent(rank, near) for rank in source.ranks]
     assert whole == target_y * 12 * POSITIONS * HIDDEN and sum(pieces) == 12 * POSITIONS * HIDDEN
     assert max(pieces) == min(pieces)
+
+
+@pytest.mark.parametrize(("source_y", "target_y"), [(2, 2), (3, 3), (2, 3), (3, 1), (1, 2)])
+def test_what_y_cuts_by_positions_is_sent_once_and_never_gathered(source_y, target_y):
+    size = max(source_y, target_y)
+    source = Tile(Interval(0, 2), Interval(0, 4), tuple(range(source_y)), TensorGrid(1, source_y, 1, source_y > 1))
+    into = tuple(range(size, size + target_y))
+    target = Tile(Interval(2, 4), Interval(0, 4), into, TensorGrid(1, target_y, 1, target_y > 1))
+    plan, near = Plan((source, target), 1, 4, unused=tuple(range(source_y, size))), of_hosts(size)
+    for forward, tile, others in ((True, target, source), (False, source, target)):
+        assert not gathers(plan, tile, forward, near)
+        pieces = [piece for rank in tile.ranks for piece in receives(plan, tile, rank, ROW, forward, near)]
+        assert sum(piece.num_elements for piece in pieces) == 4 * POSITIONS * HIDDEN
+        if source_y == target_y:
+            assert [(p.sender, p.receiver) for p in pieces] == list(zip(others.ranks, tile.ranks, strict=True))
 
 
 def test_a_single_row_is_cut_too_and_far_y_are_sent_it_whole():

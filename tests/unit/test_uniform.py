@@ -1,11 +1,14 @@
 """From what a job asks for to a plan: uniform layouts, and errors with the numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import load_job
-from hpctrain.plan.file import dump_plan
+from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.uniform import resolve_plan
+from hpctrain.sharding.grid import TensorGrid
 
 
 def job(*overrides: str):
@@ -30,6 +33,17 @@ def test_a_pipeline_gets_enough_microbatches():
         (["plan.microbatch=5"], 1, "not divisible by plan.microbatch 5; set one of [1, 2, 4, 8, 16, 32]"),
         (["plan.tensor.z=4", "plan.microbatch=2"], 4, "tensor z = 4 splits the 2 sequences of a microbatch"),
         (["plan.pipeline=5"], 5, "pipeline = 5 stages need as many blocks, the model has 4"),
+        (
+            ["plan.tensor=2", "plan.sequence_parallel=true", "data.sequence_length=31"],
+            2,
+            "sequence_parallel cuts the 31 positions of data.sequence_length into 2 parts (tensor y), which does not"
+            " divide them; set data.sequence_length to a multiple of 2, or sequence_parallel to false",
+        ),
+        (
+            ["plan.data=2", "plan.sequence_parallel=true"],
+            2,
+            "sequence_parallel cuts positions over y, and tensor y = 1; remove it, or raise y",
+        ),
         (["plan.tensor.x=2"], 4, "is for 2 ranks, but 4 were started; start it with mpirun -n 2"),
     ],
 )
@@ -37,6 +51,15 @@ def test_what_does_not_fit_is_refused_with_the_numbers(overrides, ranks, message
     with pytest.raises(HpctrainError) as caught:
         resolve_plan(job(*overrides), ranks)
     assert message in str(caught.value)
+
+
+def test_what_cuts_positions_is_written_by_tile_and_read_again(tmp_path):
+    plan = resolve_plan(job("plan.tensor=2", "plan.sequence_parallel=true", "plan.pipeline=2"), 4).plan
+    assert plan.describe().startswith("TP2+SP x PP2 x DP1")
+    first, second = plan.tiles
+    mixed = replace(plan, tiles=(first, replace(second, tensor=TensorGrid(y=2))))
+    assert dump_plan(mixed).count("sequence_parallel = true") == 1
+    assert parse_plan(dump_plan(mixed), "plan.toml") == mixed
 
 
 def test_a_plan_knows_the_families_of_the_ranks_and_refuses_others(tmp_path):

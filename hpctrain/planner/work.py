@@ -1,0 +1,88 @@
+"""The work of a pass over a layer: products, bytes passed over, what is exchanged. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.stack import Stack
+
+
+class MatrixProduct(NamedTuple):
+    """`batch` products [m, k] @ [k, n] at once, of which only `share` is computed."""
+
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+    share: float = 1.0
+    fused: float | None = None
+    """Inside a kernel that keeps its result to itself: the share of a large product's speed at which that computes."""
+
+
+class Exchange(NamedTuple):
+    """A collective over an axis of the tensor grid, or over the holders of the weights ("data")."""
+
+    axis: str
+    operation: str
+    num_bytes: int
+    """Of the whole tensor."""
+    is_output: bool = False
+    """Whether it sums the output of a layer that is cut over its input."""
+    behind: MatrixProduct | None = None
+    """What is computed meanwhile in a backward pass, where the software overlaps them."""
+    overlapped: "PassWork | None" = None
+    """What is computed meanwhile of the other half of the rows, where they are computed in halves."""
+
+
+class ItemPass(NamedTuple):
+    """A pass over an item, by which a profile of the job is looked up."""
+
+    item: str
+    """`embedding`, `block` or `head`."""
+    direction: int
+    """0: forward, 1: backward."""
+    rows: int
+    """Of the rank."""
+    work: "PassWork"
+    """What of the pass is done."""
+
+
+@dataclass
+class PassWork:
+    """What a rank does in one pass over one layer."""
+
+    products: list[MatrixProduct] = field(default_factory=list)
+    passed_bytes: float = 0.0
+    operations: int = 0
+    exchanges: list[Exchange] = field(default_factory=list)
+    passes: tuple[ItemPass, ...] = field(default=(), compare=False, repr=False)
+    """Which passes it is made of: one, or also what is computed again."""
+
+    @classmethod
+    def joined(cls, works: "Iterable[PassWork]") -> Self:
+        """Return all of them as one, in their order."""
+        result = cls()
+        for work in works:
+            result.products += work.products
+            result.passed_bytes += work.passed_bytes
+            result.operations += work.operations
+            result.exchanges += work.exchanges
+            result.passes += work.passes
+        return result
+
+    def as_pass(self, item: str, direction: int, rows: int) -> Self:
+        """Return it as a pass over an item, or as a part of one."""
+        return replace(self, passes=(ItemPass(item, direction, rows, self),))
+
+    def seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
+        """Return what computing takes, by the device's best source: a profile of the job, else the formula."""
+        seconds = self.formula_seconds(device, dtype, stack)
+        return seconds * device.profiled.ratio(self.passes) if device.profiled and self.passes else seconds
+
+    def formula_seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
+        """Return what computing takes by products and bytes: the longer of the device's time and its host's."""
+        computed = sum(device.product_seconds(dtype, p.m, p.k, p.n, p.batch, p.fused) * p.share for p in self.products)
+        computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
+        dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
+        return max(computed, (len(self.products) + self.operations) * dispatch)
