@@ -16,7 +16,7 @@ from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
 from hpctrain.model import functions, head_loss
-from hpctrain.model.axes import Axis
+from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.transformer import rotary_frequencies
 from hpctrain.model.units import Weight
 
@@ -293,7 +293,7 @@ def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None) -> S
         return functions.cross_entropy(values["logits"], numbers["targets"], 0, ids, _alone())
 
     def by_parts(values: Tensors, weights: Mapping[str, Weight], numbers: Tensors) -> torch.Tensor:
-        axes = _alone(), _alone()
+        axes = Axes(_alone(), _alone(), _alone())
         return head_loss.head_loss(values["x"], weights["table"], numbers["targets"], 0, ids, cap, axes)
 
     entropy = Operator(

@@ -145,7 +145,8 @@ def test_products_in_fp8_follow_one_rank_on_all_layouts(world, tokens, dtype):
     difference = largest_relative_difference(of(expected, "loss"), of(exact, "loss"))
     assert 1e-6 < difference < FP8_TOLERANCE, "it is rounded, and trains"
     tolerance = FP8_LAYOUT_TOLERANCE if dtype == "fp32" else HALF_TOLERANCE
-    for layout in LAYOUTS[world.size]:
+    cut = {"tensor": {"y": 2}, "data": world.size // 2, "sequence_parallel": True}
+    for layout in [*LAYOUTS[world.size], cut]:
         job = job_in(tokens, dtype, layout, precision)
         result = curve(world, job)
         assert largest_relative_difference(of(result, "loss"), of(expected, "loss")) < tolerance, layout
