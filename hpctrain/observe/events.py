@@ -5,7 +5,6 @@ events.jsonl     one line an event: `time` (seconds since 1970), `event` (its ki
 """
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -31,14 +30,23 @@ def note_event(folder: Path, event: str, step: int, text: str, **more: object) -
 
 
 def read_events(folder: Path) -> list[dict]:
-    """Return the events of a run folder, the oldest first; a line that a crash cut short is left out."""
+    """Return the events of a run folder, the oldest first; a line that is damaged, or cut short, is left out."""
     path, events = folder / EVENTS, []
-    for line in path.read_text().split(os.linesep) if path.is_file() else ():
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if _is_event(event):
+            events.append(event)
     return events
+
+
+def _is_event(event: object) -> bool:
+    if not isinstance(event, dict):
+        return False
+    is_typed = isinstance(event.get("event"), str) and isinstance(event.get("text"), str)
+    return is_typed and type(event.get("step")) is int and type(event.get("time")) in (int, float)
 
 
 def note_failure(folder: Path, flight: Path) -> None:
