@@ -30,16 +30,23 @@ def note_event(folder: Path, event: str, step: int, text: str, **more: object) -
 
 
 def read_events(folder: Path) -> list[dict]:
-    """Return the events of a run folder, the oldest first, without lines that are damaged or cut short."""
+    """Return the events of a run folder, the oldest first; a line that is damaged, or cut short, is left out."""
     path, events = folder / EVENTS, []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int):
+        if _is_event(event):
             events.append(event)
     return events
+
+
+def _is_event(event: object) -> bool:
+    if not isinstance(event, dict):
+        return False
+    is_typed = isinstance(event.get("event"), str) and isinstance(event.get("text"), str)
+    return is_typed and type(event.get("step")) is int and type(event.get("time")) in (int, float)
 
 
 def note_failure(folder: Path, flight: Path) -> None:
