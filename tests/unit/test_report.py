@@ -230,8 +230,7 @@ DAMAGED = [
     ("drift.json", '{"cluster": 3}', "drift.json: is damaged"),
     ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n', "metrics.jsonl: 1 lines are damaged or of another version"),
     ("metrics.jsonl", '{"step": 1\n', "metrics.jsonl, line 1: is damaged"),
-    ("events.jsonl", '{"event": "start", "step": 0, "time": 1.0}\n', "events.jsonl: 1 lines are damaged"),
-    ("events.jsonl", "\x00\n[]\n3\n", ""),
+    ("events.jsonl", '\x00\n[]\n3\n{"event": "start", "step": 0, "time": 1.0}\n', ""),
 ]
 
 
