@@ -2,16 +2,16 @@
 
 python -m benchmarks.faults kills --count 100      a rank, all ranks or mpirun, at any moment of a run
 python -m benchmarks.faults flips --count 600      single bytes of every file; cut, missing, swapped, mixed, forged ones
-python -m benchmarks.faults disk                   a disk that is full at every page of a checkpoint (needs root)
+python -m benchmarks.faults disk                   disks that are full, read-only, or refuse any call (needs root)
 """
 
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,41 +23,17 @@ import click
 import numpy as np
 from click.testing import CliRunner
 
+from benchmarks.disks import disks
+from benchmarks.short_runs import compare, start, write_job
 from hpctrain.checkpoint.choose import choose_checkpoint, verify_alone
 from hpctrain.checkpoint.folder import complete_checkpoints, latest_checkpoint
-from hpctrain.checkpoint.format import MANIFEST, seal
+from hpctrain.checkpoint.format import INDEX, MANIFEST, seal
 from hpctrain.checkpoint.index import Index
 from hpctrain.config.errors import CheckpointError
+from tests.checkpoints import FORGED, forge_index, write_checkpoint
+from tests.ranks.small_runs import Alone
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.checkpoints import FORGED, write_checkpoint  # noqa: E402
-from tests.ranks.small_runs import Alone, make_job, make_trainer, write_tokens  # noqa: E402
-from tests.started import BIN  # noqa: E402
-
-JOB = """
-[model]
-architecture = "llama"
-num_layers = 2
-hidden_size = 32
-num_heads = 4
-max_positions = 32
-vocab_size = 61
-[data]
-tokens = "tokens.bin"
-sequence_length = 32
-[train]
-steps = {steps}
-global_batch = 4
-dtype = "fp32"
-[plan]
-data = {ranks}
-[checkpoint]
-every = 1
-"""
 KILLED = ("rank", "all", "mpirun")
-PAGE = 4096
 
 
 # ---- kills ----
@@ -66,11 +42,10 @@ PAGE = 4096
 def kills(count: int, ranks: int, steps: int, folder: Path, seed: int = 0) -> dict:
     """Kill runs at random moments until there were `count` kills, start each again to its end; return what became."""
     rng = random.Random(seed)
-    write_tokens(folder / "tokens.bin")
-    (folder / "job.toml").write_text(JOB.format(steps=steps, ranks=ranks))
+    write_job(folder, ranks, steps)
     reference = folder / "reference"
     since = time.monotonic()
-    assert _start(folder, reference, ranks).wait() == 0, "the reference run fails"
+    assert start(folder, reference, ranks).wait() == 0, "the reference run fails"
     whole_seconds = time.monotonic() - since
     result = {"kills": Counter(), "bit_equal": 0, "runs": 0, "litter_in_run": 0, "failures": []}
     number = 0
@@ -79,7 +54,7 @@ def kills(count: int, ranks: int, steps: int, folder: Path, seed: int = 0) -> di
         run = folder / f"run{number}"
         number += 1
         for _ in range(min(8, count - sum(result["kills"].values()))):
-            process, who = _start(folder, run, ranks), rng.choice(KILLED)
+            process, who = start(folder, run, ranks), rng.choice(KILLED)
             deadline = time.monotonic() + rng.uniform(0.3, 1.0) * whole_seconds
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -89,27 +64,17 @@ def kills(count: int, ranks: int, steps: int, folder: Path, seed: int = 0) -> di
             if process.wait() == 0:
                 break
             _wait_for_ranks(run)
-        finished = _start(folder, run, ranks, subprocess.PIPE)
+        finished = start(folder, run, ranks, err=subprocess.PIPE)
         _, err = finished.communicate()
-        same = subprocess.run(
-            [BIN / "hpctrain", "compare", reference, run, "--exact"], capture_output=True, text=True, cwd=folder
-        )
+        difference = compare(folder, reference, run)
         result["runs"] += 1
-        result["bit_equal"] += same.returncode == 0
-        if finished.returncode or same.returncode:
-            result["failures"].append(f"{run.name}: {err[-300:]} {same.stdout[-200:]}{same.stderr[-200:]}")
+        result["bit_equal"] += not difference
+        if finished.returncode or difference:
+            result["failures"].append(f"{run.name}: {err[-300:]} {difference}")
         result["litter_in_run"] += len([*run.rglob("*.partial")])
         shutil.rmtree(run)
     result["segments_left"] = len(_segments()) - len(before)
     return result
-
-
-def _start(folder: Path, run: Path, ranks: int, err=subprocess.DEVNULL) -> subprocess.Popen:
-    command = [BIN / "mpirun", "-n", str(ranks), BIN / "hpctrain", "train", "job.toml", "--run", run, "--sample", "0"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=err, text=True, start_new_session=True, env=environment
-    )
 
 
 def _kill(process: subprocess.Popen, who: str, rng: random.Random) -> None:
@@ -198,18 +163,21 @@ def flips(count: int, folder: Path, seed: int = 0) -> dict:
             with _restored(file):
                 shutil.copy(one / file.name, file)
                 _observe(result["mixed"], run, two, tensors, older)
-    a, b = two / "part-00000.h5", two / "part-00001.h5"
-    with _restored(a), _restored(b):
-        data = a.read_bytes()
-        a.write_bytes(b.read_bytes())
-        b.write_bytes(data)
-        _observe(result["swapped"], run, two, tensors, older)
+    for a, b in itertools.combinations(files[:-1], 2):
+        with _restored(a), _restored(b):
+            data = a.read_bytes()
+            a.write_bytes(b.read_bytes())
+            b.write_bytes(data)
+            _observe(result["swapped"], run, two, tensors, older)
     for change in FORGED.values():
         with _restored(two / MANIFEST):
             contents = json.loads((two / MANIFEST).read_bytes())["contents"]
             change(contents)
             (two / MANIFEST).write_bytes(seal(contents))
             _observe(result["forged"], run, two, tensors, older)
+    with _restored(two / MANIFEST), _restored(two / INDEX):
+        forge_index(two, "model/norm.weight")
+        _observe(result["forged"], run, two, tensors, older)
     verify_alone(two)
     return result
 
@@ -260,70 +228,6 @@ def _raises(work: Callable, kind: type[Exception]) -> bool:
     return False
 
 
-# ---- disks ----
-
-
-def full_disk(folder: Path, every: int = 1) -> dict:
-    """Save the second of two checkpoints on disks that are full after each of its pages; return what became of it."""
-    tokens = write_tokens(folder / "tokens.bin")
-    trainer = make_trainer(Alone(), make_job(tokens, "llama"))
-    trainer.initialise()
-    mount = folder / "disk"
-    mount.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", mount], check=True)
-    result = {"sizes": 0, "refused": 0, "written": 0, "first_stays": 0, "says_bytes": 0, "litter": 0}
-    try:
-        trainer.save(mount / "run", {})
-        used = [int(os.statvfs(mount).f_blocks - os.statvfs(mount).f_bfree)]
-        trainer.steps_done = 1
-        trainer.save(mount / "run", {})
-        used.append(int(os.statvfs(mount).f_blocks - os.statvfs(mount).f_bfree))
-        shutil.rmtree(mount / "run/checkpoints/step-00000001")
-        shutil.rmtree(mount / "run/checkpoints/step-00000000")
-        trainer.steps_done = 0
-        trainer.save(mount / "run", {})
-        first = latest_checkpoint(mount / "run")
-        trainer.steps_done = 1
-        for pages in range(used[0], used[1] + 16, every):
-            subprocess.run(["mount", "-o", f"remount,size={pages * PAGE}", mount], check=True)
-            result["sizes"] += 1
-            try:
-                trainer.save(mount / "run", {})
-                result["written"] += 1
-                break
-            except CheckpointError as error:
-                result["refused"] += 1
-                words = ("No space left", "bytes are to be written", "are free")
-                result["says_bytes"] += all(each in str(error) for each in words)
-            verify_alone(first)
-            result["first_stays"] += latest_checkpoint(mount / "run") == first
-            result["litter"] += len(list((mount / "run/checkpoints").glob("*.partial")))
-        result["refusals_by_kind"] = {
-            "read-only": _refused(trainer, mount, 30),
-            "quota": _refused(trainer, mount, 122),
-        }
-    finally:
-        subprocess.run(["umount", mount], check=True)
-    return result
-
-
-def _refused(trainer, mount: Path, number: int) -> str:
-    """Return what a save says where every write is refused with an error number."""
-    import hpctrain.checkpoint.saving as saving
-
-    def refuse(*_):
-        raise OSError(number, os.strerror(number))
-
-    write, saving.write_stream = saving.write_stream, refuse
-    try:
-        trainer.save(mount / "run", {})
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        saving.write_stream = write
-    return "was written"
-
-
 # ---- command ----
 
 
@@ -352,9 +256,9 @@ def flips_command(count):
 
 @command.command("disk")
 def disk_command():
-    """Fill the disk at every page of a checkpoint."""
+    """Fill the disk at every page of a checkpoint, refuse every call, and both under training."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        print(json.dumps(full_disk(Path(folder)), indent=1))
+        print(json.dumps(disks(Path(folder)), indent=1))
 
 
 if __name__ == "__main__":

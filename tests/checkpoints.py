@@ -1,12 +1,15 @@
 """Small checkpoints that tests write without ranks, and what can happen to them."""
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import numpy as np
 
 from hpctrain.checkpoint.folder import commit, partial_folder
-from hpctrain.checkpoint.format import RECTANGLE, part_name
+from hpctrain.checkpoint.format import INDEX, MANIFEST, RECTANGLE, part_name, seal
 from hpctrain.checkpoint.parts import compress, lay_out, write_stream
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.config.job import Checkpoint, load_job
@@ -32,6 +35,25 @@ FORGED = {
     "a word": lambda m: m.update(step="five"),
 }
 """Changes to the contents of a manifest, which then gets a right checksum again."""
+
+
+def forge(checkpoint: Path, change: Callable[[dict], object]) -> None:
+    """Change the contents of a manifest and give it a right checksum again."""
+    contents = json.loads((checkpoint / MANIFEST).read_bytes())["contents"]
+    change(contents)
+    (checkpoint / MANIFEST).write_bytes(seal(contents))
+
+
+def forge_index(checkpoint: Path, tensor: str) -> None:
+    """Show zeros for a tensor in the index for h5py, and correct all checksums."""
+    path = checkpoint / INDEX
+    with h5py.File(path, "a") as index:
+        shape = index[tensor].shape
+        del index[tensor]
+        index[tensor] = np.zeros(shape, "<f4")
+    data = path.read_bytes()
+    about = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    forge(checkpoint, lambda manifest: manifest["files"].update({INDEX: about}))
 
 
 def small_job(*changes: str):

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from hpctrain.checkpoint.format import (
     step_folder,
     write_synced,
 )
-from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
+from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
 from hpctrain.config.job import Checkpoint
 
-CHECKPOINTS, LATEST = "checkpoints", "latest"
+CHECKPOINTS, LATEST, OLD = "checkpoints", "latest", ".old"
 POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
 LITTER = re.compile(r"step-\d{8,}(\.old)?\.partial")
 
@@ -114,40 +115,64 @@ def candidates(run: Path, resume: str) -> list[Path]:
 
 
 def tidy(run: Path) -> None:
-    """Remove what a killed run left of checkpoints that were not complete. For the one who has locked the folder."""
+    """Remove what a killed run left of checkpoints that were not complete. For the one who has locked the folder.
+
+    A complete one that was about to be replaced or deleted gets its name back.
+    """
     folder = run / CHECKPOINTS
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if LITTER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-    (folder / (LATEST + PARTIAL)).unlink(missing_ok=True)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        with suppress(OSError):  # on a disk that is read-only now it stays, and the next save says what is wrong
+            if path.name == LATEST + PARTIAL:
+                path.unlink()
+            elif LITTER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                final = path.with_name(path.name.removesuffix(PARTIAL).removesuffix(OLD))
+                if path.name.endswith(OLD + PARTIAL) and (path / MANIFEST).is_file() and not final.exists():
+                    path.rename(final)
+                else:
+                    shutil.rmtree(path)
 
 
 def commit(partial: Path, keeping: Checkpoint) -> Path:
     """Give a complete checkpoint its final name, move `latest` to it, remove what is not kept; return its path.
 
-    Raises OSError.
+    Raises OSError: then `latest` and what it names are as before; CheckpointError where only the removing failed.
     """
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     folder, digest = final.parent, read_manifest(partial)[1]
     sync_folder(partial)
-    if final.exists():
-        _remove(final)
-    partial.rename(final)
-    sync_folder(folder)
-    pointer = folder / (LATEST + PARTIAL)
+    pointer, replaced = folder / (LATEST + PARTIAL), None
     try:
-        write_synced(pointer, f"{final.name} {digest}\n".encode())
+        write_synced(pointer, f"{final.name} {digest}\n".encode())  # all that needs room, before anything is renamed
+        if final.exists():
+            replaced = _set_aside(final)
+        partial.rename(final)
+        sync_folder(folder)
         pointer.replace(folder / LATEST)
     except OSError:
         pointer.unlink(missing_ok=True)
+        if replaced and not final.exists():
+            replaced.rename(final)
         raise
     sync_folder(folder)
-    there = complete_checkpoints(folder.parent)
-    kept = kept_steps([_look_at(path) for path in there], _look_at(final).step, keeping)
+    try:
+        if replaced:
+            _delete(replaced)
+        _delete_others(final, keeping)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final}: is complete, but older checkpoints cannot be deleted: {describe_os_error(error)}; delete them,"
+            " or keep more (checkpoint.keep)"
+        ) from None
+    return final
+
+
+def _delete_others(newest: Path, keeping: Checkpoint) -> None:
+    """Delete the checkpoints that are not kept. Raises OSError."""
+    there = complete_checkpoints(newest.parents[1])
+    kept = kept_steps([_look_at(path) for path in there], _look_at(newest).step, keeping)
     for path in there:
         if _look_at(path).step not in kept:
-            _remove(path)
-    return final
+            _delete(_set_aside(path))
 
 
 def _look_at(checkpoint: Path) -> Kept:
@@ -173,11 +198,17 @@ def kept_steps(there: Sequence[Kept], newest: int, keeping: Checkpoint) -> set[i
     return kept
 
 
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint that under its final name is always whole, even if this is interrupted."""
-    doomed = checkpoint.with_name(checkpoint.name + ".old" + PARTIAL)
+def _set_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint that is to be deleted: under its final name it is always whole. Return its new path."""
+    doomed = checkpoint.with_name(checkpoint.name + OLD + PARTIAL)
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
+    return doomed
+
+
+def _delete(doomed: Path) -> None:
+    """Delete what was set aside, the manifest first: without it `tidy` does not take it for a whole one."""
+    (doomed / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(doomed)
 
 

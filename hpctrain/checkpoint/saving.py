@@ -154,6 +154,11 @@ class Saver:
         return next(own_group, (0, ()))
 
     @property
+    def own_bytes(self) -> int:
+        """What this rank writes of weights and moments."""
+        return 4 * self._own.elements
+
+    @property
     def is_writing(self) -> bool:
         """Whether this rank's thread is at work."""
         return self._background is not None and self._background.is_running

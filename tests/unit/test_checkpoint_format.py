@@ -1,21 +1,20 @@
 """Checkpoints on disk: read by anyone whole or in slices, refused where a byte is not as it was written."""
 
-import hashlib
+import errno
 import itertools
-import json
 import shutil
 
 import h5py
 import numpy as np
 import pytest
 
+from benchmarks.disks import every_call
 from hpctrain.checkpoint.choose import verify_alone
 from hpctrain.checkpoint.folder import Kept, candidates, complete_checkpoints, kept_steps, latest_checkpoint, tidy
-from hpctrain.checkpoint.format import MANIFEST, seal
 from hpctrain.checkpoint.index import Index
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError
 from hpctrain.config.job import Checkpoint
-from tests.checkpoints import FORGED, write_checkpoint
+from tests.checkpoints import FORGED, forge, forge_index, write_checkpoint
 
 
 @pytest.fixture
@@ -110,13 +109,6 @@ def test_parts_of_other_checkpoints_are_found(run):
     assert "part-0000" in damaged_by(one)
 
 
-def forge(path, change):
-    """Change the manifest and give it a right checksum again."""
-    contents = json.loads((path / MANIFEST).read_bytes())["contents"]
-    change(contents)
-    (path / MANIFEST).write_bytes(seal(contents))
-
-
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_manifest_is_refused(run, name):
     write_checkpoint(run)
@@ -130,12 +122,7 @@ def test_an_index_that_shows_something_else_is_refused(run):
     """With right checksums: a program that reads it with h5py would see other weights."""
     write_checkpoint(run)
     path = latest_checkpoint(run)
-    with h5py.File(path / "index.h5", "a") as index:
-        del index["model/embedding.weight"]
-        index["model/embedding.weight"] = np.zeros((61, 48), "<f4")
-    data = (path / "index.h5").read_bytes()
-    about = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    forge(path, lambda m: m["files"].update({"index.h5": about}))
+    forge_index(path, "model/embedding.weight")
     assert "index.h5: " in damaged_by(path)
 
 
@@ -201,3 +188,35 @@ def test_what_a_run_continues_from(run):
     assert names("auto")[0] == "step-00000003"
     with pytest.raises(DamagedCheckpointError, match="latest: is missing"):
         names("latest")
+
+
+def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(run):
+    """Killed between the two renames; one whose deletion had begun is gone for good."""
+    tensors = write_checkpoint(run, 1, seed=1)
+    folder = run / "checkpoints"
+    (folder / "step-00000001").rename(folder / "step-00000001.old.partial")
+    shutil.copytree(folder / "step-00000001.old.partial", folder / "step-00000002.old.partial")
+    (folder / "step-00000002.old.partial/manifest.json").unlink()
+    (folder / "latest.partial").touch()
+    tidy(run)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
+    verify_alone(latest_checkpoint(run))
+    write_checkpoint(run, 1, seed=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
+    with Index(latest_checkpoint(run)) as index:
+        name = "embedding.weight"
+        assert not np.array_equal(index.whole("model", name), tensors[f"model/{name}"]), "the new one replaced it"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_whatever_call_of_a_save_is_refused_the_latest_is_intact(tmp_path, number):
+    result = every_call(tmp_path, number)
+    calls = result["calls"]
+    assert calls > 20
+    assert result == {
+        "calls": calls,
+        "refused": calls,
+        "names_path": calls,
+        "an_intact_latest": calls,
+        "litter_after_start": 0,
+    }
