@@ -71,9 +71,10 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
     """
     with world.all_or_none(), Index(checkpoint) as index:
         for shard in shards:
-            for region in shard.group.regions(shard.group.stored):
-                shard.group.weights_at(region.at).copy_(read_region(index, "model", region))
+            _load_weights(index, shard)
             for kind, tensor in tensors_of(shard).items():
+                if kind == KINDS[0]:
+                    continue
                 for region in shard.group.regions(shard.updated):
                     shard.of(tensor, region.at).copy_(read_region(index, kind, region))
         return index.step
@@ -93,10 +94,17 @@ def load_weights(world: World, checkpoint: Path, model: Model, shards: list[Shar
                     f" {getattr(ours, key)} in the job, which starts from it (train.start_from); set it to the same"
                 )
         for shard in shards:
-            for region in shard.group.regions(shard.group.stored):
-                shard.group.weights_at(region.at).copy_(read_region(index, "model", region))
-            for region in shard.group.regions(shard.updated):
-                shard.of(shard.master, region.at).copy_(read_region(index, "model", region))
+            _load_weights(index, shard)
+
+
+def _load_weights(index: Index, shard: Shard) -> None:
+    """Fill weights and masters of a shard; what is in both is read once."""
+    for region in shard.group.regions(shard.group.stored):
+        values = read_region(index, KINDS[0], region)
+        shard.group.weights_at(region.at).copy_(values)
+        both = region.at.intersect(shard.updated)
+        if both.size:
+            shard.of(shard.master, both).copy_(values[slice(*both.shift(-region.at.start))])
 
 
 def read_region(index: Index, kind: str, region: StoredRegion) -> torch.Tensor:
