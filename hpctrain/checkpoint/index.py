@@ -4,6 +4,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hpctrain.checkpoint.format import (
     RECTANGLE,
     RECTANGLES,
     STORED_BLOCK,
+    Part,
     PartStream,
     SmallFile,
     num_blocks,
@@ -24,11 +26,13 @@ from hpctrain.checkpoint.format import (
     read_bytes,
     read_manifest,
 )
-from hpctrain.checkpoint.parts import Extent, decompress, gaps
+from hpctrain.checkpoint.parts import Extent, checksums, decompress, gaps
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
 
 AT_ONCE_BYTES = 8 << 20
 """Of blocks that are read together."""
+MOST_UNCHECKED = 4
+"""So many times these bytes may be read and not be checked yet."""
 REMEDY = 'use an older checkpoint: checkpoint.resume = "auto" finds the newest intact one'
 
 
@@ -44,6 +48,8 @@ class Index:
         self.bytes_read = 0
         """From parts, so far."""
         self._handles: dict[int, int] = {}
+        self._checks: list[tuple[int, int, Future]] = []
+        """Stream, first block, CRC-32s, of what was read and is being checked."""
         self.manifest, self.digest = read_manifest(checkpoint)
         self.about = {key: self._file(name).decode() if name in self._files else "" for key, name in ABOUT.items()}
         self.about["data"] = self.manifest.data
@@ -67,6 +73,9 @@ class Index:
         for handle in self._handles.values():
             os.close(handle)
         self._handles.clear()
+        if "_checker" in self.__dict__:
+            self._checker.shutdown()
+            del self._checker
 
     # ---- what is there -----------------------------------------------------------------------------------------
 
@@ -80,24 +89,33 @@ class Index:
     def shape(self, name: str, kind: str = "model") -> tuple[int, ...]:
         return self.manifest.tensors[self._number(f"{kind}/{name}")].shape
 
-    def read(self, kind: str, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
-        """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat.
+    def read(
+        self,
+        kind: str,
+        name: str,
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat; in `out`, if it is given.
 
-        What is read of the parts is what the slice needs, up to whole blocks.
+        What is read of the parts is what the slice needs, up to whole blocks. Where it raises, `out` is of no use.
         """
         number = self._number(f"{kind}/{name}")
         if len(self.manifest.tensors[number].shape) == 1:
             columns = (0, 1)
-        result = np.empty((rows[1] - rows[0], columns[1] - columns[0]), "<f4")
+        result = np.empty((rows[1] - rows[0]) * (columns[1] - columns[0]), "<f4") if out is None else out
+        result = result.reshape(rows[1] - rows[0], columns[1] - columns[0])
         rectangles = self._rectangles[self._bounds[number] : self._bounds[number + 1]]
         low = np.maximum(rectangles["rows"][:, 0], rows[0]), np.maximum(rectangles["columns"][:, 0], columns[0])
         high = np.minimum(rectangles["rows"][:, 1], rows[1]), np.minimum(rectangles["columns"][:, 1], columns[1])
         filled = 0
         for at in np.flatnonzero((low[0] < high[0]) & (low[1] < high[1])):
             ours = (int(low[0][at]), int(high[0][at])), (int(low[1][at]), int(high[1][at]))
-            out = result[slice(*(i - rows[0] for i in ours[0])), slice(*(i - columns[0] for i in ours[1]))]
-            self._read_rectangle(rectangles[at], *ours, out)
-            filled += out.size
+            part = result[slice(*(i - rows[0] for i in ours[0])), slice(*(i - columns[0] for i in ours[1]))]
+            self._read_rectangle(rectangles[at], *ours, part)
+            filled += part.size
+        self._await_checks()
         if filled != result.size:
             raise DamagedCheckpointError(f"{self.path}: {kind}/{name}: no part has some of its elements; {REMEDY}")
         return result.reshape(-1)
@@ -127,7 +145,8 @@ class Index:
             begin, end = each.first_block, each.first_block + num_blocks(each.elements, self.manifest.block_bytes)
             low, high = max(begin, first), min(end, last)
             for start in range(low, high, self._at_once):
-                self._read_blocks(stream, start - begin, min(start + self._at_once, high) - begin)
+                self._verify_blocks(stream, start - begin, min(start + self._at_once, high) - begin)
+        self._await_checks()
 
     # ---- tables ------------------------------------------------------------------------------------------------
 
@@ -241,28 +260,42 @@ class Index:
             target[:] = np.lib.stride_tricks.as_strided(values, target.shape, (4 * width, 4), writeable=False)
 
     def _read_elements(self, stream: int, start: int, out: np.ndarray) -> None:
-        """Fill flat fp32 `out` from a stream."""
-        size, view = self.manifest.block_bytes, out.data.cast("B")
+        """Fill flat fp32 `out` from a stream; it is checked after `_await_checks`."""
+        about, size, view = self.manifest.streams[stream], self.manifest.block_bytes, out.data.cast("B")
         low, high = 4 * start, 4 * start + len(view)
         for block in range(low // size, -(-high // size), self._at_once):
             last = min(block + self._at_once, -(-high // size))
+            begin, end = block * size, min(last * size, 4 * about.elements)
+            if low <= begin and end <= high and not self.manifest.compression:
+                target = view[begin - low : end - low]
+                self._pread_into(about.part, about.offset + begin, target, about.offset + high)
+                self._start_check(stream, block, target)
+                continue
             data = self._read_blocks(stream, block, last)
-            begin, end = max(low, block * size), min(high, last * size)
+            begin, end = max(low, begin), min(high, last * size)
             view[begin - low : end - low] = memoryview(data)[begin - block * size : end - block * size]
+
+    def _verify_blocks(self, stream: int, first: int, last: int) -> None:
+        """Read some blocks of a stream; they are checked after `_await_checks`."""
+        about, size = self.manifest.streams[stream], self.manifest.block_bytes
+        if self.manifest.compression:
+            self._read_blocks(stream, first, last)
+            return
+        begin, end = first * size, min(last * size, 4 * about.elements)
+        target = np.empty(end - begin, np.uint8).data.cast("B")
+        self._pread_into(about.part, about.offset + begin, target, about.offset + 4 * about.elements)
+        self._start_check(stream, first, target)
 
     def _read_blocks(self, stream: int, first: int, last: int) -> bytes | bytearray:
         """Return the contents of some blocks of a stream, checked."""
         about, size = self.manifest.streams[stream], self.manifest.block_bytes
-        rows = self._blocks[about.first_block + first : about.first_block + last]
         if not self.manifest.compression:
             begin, end = first * size, min(last * size, 4 * about.elements)
             plain = self._pread(about.part, Extent(about.offset + begin, end - begin))
-            view = memoryview(plain)
-            for number, crc32 in enumerate(rows.tolist()):
-                if zlib.crc32(view[number * size : (number + 1) * size]) != crc32:
-                    raise self._damage(stream, first + number)
+            self._check(stream, first, checksums(memoryview(plain), size))
             return plain
         result = bytearray()
+        rows = self._blocks[about.first_block + first : about.first_block + last]
         for number, (offset, num_bytes, crc32) in enumerate(rows.tolist()):
             data = self._pread(about.part, Extent(offset, num_bytes))
             if zlib.crc32(data) != crc32:
@@ -272,6 +305,32 @@ class Index:
             except (zlib.error, ValueError):
                 raise self._damage(stream, first + number) from None
         return result
+
+    @cached_property
+    def _checker(self) -> ThreadPoolExecutor:
+        """Checks what was read while the next is being read."""
+        return ThreadPoolExecutor(1, "checksums")
+
+    def _start_check(self, stream: int, first: int, data: memoryview) -> None:
+        size = self.manifest.block_bytes
+        if len(data) < AT_ONCE_BYTES // 8:
+            self._check(stream, first, checksums(data, size))
+            return
+        if len(self._checks) >= MOST_UNCHECKED:
+            self._await_checks()
+        self._checks.append((stream, first, self._checker.submit(checksums, data, size)))
+
+    def _await_checks(self) -> None:
+        checks, self._checks = self._checks, []
+        for stream, first, result in checks:
+            self._check(stream, first, result.result())
+
+    def _check(self, stream: int, first: int, crcs: list[int]) -> None:
+        """Refuse blocks of a stream, from a first one on, that have other CRC-32s than theirs."""
+        begin = self.manifest.streams[stream].first_block + first
+        for number, expected in enumerate(self._blocks[begin : begin + len(crcs)].tolist()):
+            if crcs[number] != expected:
+                raise self._damage(stream, first + number)
 
     def _damage(self, stream: int, block: int) -> DamagedCheckpointError:
         about, size = self.manifest.streams[stream], self.manifest.block_bytes // 4
@@ -311,19 +370,44 @@ class Index:
 
     def _pread(self, part: int, extent: Extent) -> bytes:
         about = self.manifest.parts[part]
-        path = self.path / about.file
         try:
-            if part not in self._handles:
-                self._handles[part] = os.open(path, os.O_RDONLY)
-                size = os.fstat(self._handles[part]).st_size
-                if size != about.bytes:
-                    raise DamagedCheckpointError(f"{path}: has {size} bytes instead of {about.bytes}; {REMEDY}")
-            data = os.pread(self._handles[part], extent.num_bytes, extent.offset)
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"{path}: is missing; {REMEDY}") from None
+            data = os.pread(self._handle(part), extent.num_bytes, extent.offset)
         except OSError as error:
-            raise DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}; {REMEDY}") from None
-        self.bytes_read += len(data)
-        if len(data) != extent.num_bytes:
-            raise DamagedCheckpointError(f"{path}: ends at byte {extent.offset + len(data)}; {REMEDY}")
+            raise self._refusal(part, error) from None
+        self._count(about, extent.offset, extent.num_bytes, len(data))
         return data
+
+    def _pread_into(self, part: int, offset: int, view: memoryview, end: int) -> None:
+        """Fill `view` from a part; the kernel may fetch as much again, up to `end`, meanwhile."""
+        about = self.manifest.parts[part]
+        try:
+            handle, following = self._handle(part), offset + len(view)
+            if following < end:
+                os.posix_fadvise(handle, following, min(len(view), end - following), os.POSIX_FADV_WILLNEED)
+            count = os.preadv(handle, [view], offset)
+        except OSError as error:
+            raise self._refusal(part, error) from None
+        self._count(about, offset, len(view), count)
+
+    def _handle(self, part: int) -> int:
+        """Return an open part, whose size is right. Raises OSError, DamagedCheckpointError."""
+        if part not in self._handles:
+            about = self.manifest.parts[part]
+            self._handles[part] = os.open(self.path / about.file, os.O_RDONLY)
+            size = os.fstat(self._handles[part]).st_size
+            if size != about.bytes:
+                raise DamagedCheckpointError(
+                    f"{self.path / about.file}: has {size} bytes instead of {about.bytes}; {REMEDY}"
+                )
+        return self._handles[part]
+
+    def _refusal(self, part: int, error: OSError) -> DamagedCheckpointError:
+        path = self.path / self.manifest.parts[part].file
+        if isinstance(error, FileNotFoundError):
+            return DamagedCheckpointError(f"{path}: is missing; {REMEDY}")
+        return DamagedCheckpointError(f"{path}: cannot be read: {describe_os_error(error)}; {REMEDY}")
+
+    def _count(self, about: Part, offset: int, expected: int, count: int) -> None:
+        self.bytes_read += count
+        if count != expected:
+            raise DamagedCheckpointError(f"{self.path / about.file}: ends at byte {offset + count}; {REMEDY}")

@@ -8,6 +8,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from hpctrain.checkpoint.format import BLOCK, BLOCK_BYTES, STORED_BLOCK, Part, s
 LARGE_BYTES, LARGE_ALIGNMENT, ALIGNMENT = 16 << 20, 1 << 20, 4096
 """Where a stream is large it begins at a multiple of what parallel file systems stripe by; others at one of a page."""
 AT_ONCE_BYTES = 8 << 20
+SYNC_BYTES = 64 << 20
+"""The disk begins with what is written when there is so much of it, rather than at the end."""
 COMPRESSION_LEVEL = 1
 BOTH_FILTERS = 0b11
 """Of a chunk: that neither of its two filters was applied."""
@@ -206,13 +209,26 @@ def write_stream(path: Path, layout: PartLayout, rank: int, buffer: np.ndarray) 
 
 
 def _write_plain(handle: int, extents: Sequence[Extent], buffer: np.ndarray) -> np.ndarray:
-    crcs = []
-    for offset, num_bytes in extents:
-        for start in range(0, num_bytes, AT_ONCE_BYTES):
-            some = buffer.data[start : min(start + AT_ONCE_BYTES, num_bytes)]
-            crcs += [zlib.crc32(some[at : at + BLOCK_BYTES]) for at in range(0, len(some), BLOCK_BYTES)]
-            _write(handle, some, offset + start)
-    return np.array(crcs, BLOCK)
+    """Write while a thread computes the CRC-32s and another moves what is written on to the disk."""
+    crcs, synced, since = [], [], 0
+    with ThreadPoolExecutor(1, "checksums") as checker, ThreadPoolExecutor(1, "sync") as sync:
+        for offset, num_bytes in extents:
+            for start in range(0, num_bytes, AT_ONCE_BYTES):
+                some = buffer.data[start : min(start + AT_ONCE_BYTES, num_bytes)]
+                crcs.append(checker.submit(checksums, some))
+                _write(handle, some, offset + start)
+                since += len(some)
+                if since >= SYNC_BYTES:
+                    synced.append(sync.submit(os.fdatasync, handle))
+                    since = 0
+        for each in synced:
+            each.result()
+        return np.array([crc32 for each in crcs for crc32 in each.result()], BLOCK)
+
+
+def checksums(some: memoryview, block_bytes: int = BLOCK_BYTES) -> list[int]:
+    """Return the CRC-32 of each block."""
+    return [zlib.crc32(some[at : at + block_bytes]) for at in range(0, len(some), block_bytes)]
 
 
 def _write_compressed(handle: int, extents: Sequence[Extent], buffer: np.ndarray) -> np.ndarray:

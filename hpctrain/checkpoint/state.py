@@ -76,7 +76,7 @@ def load(world: World, checkpoint: Path, shards: list[Shard]) -> int:
                 if kind == KINDS[0]:
                     continue
                 for region in shard.group.regions(shard.updated):
-                    shard.of(tensor, region.at).copy_(read_region(index, kind, region))
+                    read_region(index, kind, region, shard.of(tensor, region.at))
         return index.step
 
 
@@ -98,22 +98,29 @@ def load_weights(world: World, checkpoint: Path, model: Model, shards: list[Shar
 
 
 def _load_weights(index: Index, shard: Shard) -> None:
-    """Fill weights and masters of a shard; what is in both is read once."""
+    """Fill weights and masters of a shard; what both have in fp32 is read once."""
     for region in shard.group.regions(shard.group.stored):
-        values = read_region(index, KINDS[0], region)
-        shard.group.weights_at(region.at).copy_(values)
-        both = region.at.intersect(shard.updated)
-        if both.size:
-            shard.of(shard.master, both).copy_(values[slice(*both.shift(-region.at.start))])
+        weights, both = shard.group.weights_at(region.at), region.at.intersect(shard.updated)
+        read_region(index, KINDS[0], region, weights)
+        if both.size and weights.dtype == torch.float32:
+            shard.of(shard.master, both).copy_(weights[slice(*both.shift(-region.at.start))])
+    if shard.group.weights.dtype != torch.float32:
+        for region in shard.group.regions(shard.updated):
+            read_region(index, KINDS[0], region, shard.of(shard.master, region.at))
 
 
-def read_region(index: Index, kind: str, region: StoredRegion) -> torch.Tensor:
-    """Return the elements of a rectangle, fp32, from the whole parameter; padding is zero."""
-    values = torch.zeros(region.at.size)
-    for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
-        result = index.read(kind, region.parameter.name, rows, (columns.start, columns.stop))
-        values[slice(*taken.shift(-region.elements.start))] = torch.from_numpy(result)
-    return values
+def read_region(index: Index, kind: str, region: StoredRegion, target: torch.Tensor) -> None:
+    """Fill flat `target` with the elements of a rectangle, from the whole parameter; padding is zero."""
+    is_direct = target.dtype == torch.float32 and target.device.type == "cpu"
+    values = target.detach() if is_direct else torch.empty(region.at.size)
+    parts = list(whole_rows(region.parameter, region.box, region.elements))
+    if sum(taken.size for _, _, taken in parts) < region.at.size:
+        values.zero_()
+    for rows, columns, taken in parts:
+        out = values[slice(*taken.shift(-region.elements.start))].numpy()
+        index.read(kind, region.parameter.name, rows, (columns.start, columns.stop), out)
+    if not is_direct:
+        target.copy_(values)
 
 
 def read_job(index: Index) -> Job:

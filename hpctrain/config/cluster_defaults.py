@@ -142,7 +142,9 @@ def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, d
     nics = table.get("nics")
     for j, nic in enumerate(nics if isinstance(nics, list) else []):
         fabric = nic.get("fabric") if isinstance(nic, dict) else None
-        called = fabrics.get(fabric, {}).get("network") if isinstance(fabric, str) else None
+        if not isinstance(fabric, str):
+            continue  # the check of types refuses it
+        called = fabrics.get(fabric, {}).get("network")
         known = lookup_network(called) if isinstance(called, str) else None
         if fabric not in fabrics or (called is not None and known is None):
             filled.unresolved.append(f"nodes.{number}.nics.{j}")

@@ -37,7 +37,7 @@ class WholeModel:
             self._stage = Stage(model, Tile(Interval(0, model.num_items), Interval(0, 1), (0,)), axes, store)
             for group in store.groups:
                 for region in group.regions(Interval(0, group.size)):
-                    group.weights[slice(*region.at)] = read_region(index, "model", region)
+                    read_region(index, "model", region, group.weights[slice(*region.at)])
         self._first = 0
 
     @torch.no_grad()

@@ -269,6 +269,12 @@ def test_ordinary_whole_numbers_are_taken_for_numbers(job):
     assert parse_cluster(CLUSTER.replace("5e10", "50_000_000_000"), "c.toml").num_devices <= MOST_RANKS
 
 
+@pytest.mark.parametrize("value", ["{}", "[]", "5"])
+def test_the_name_of_a_fabric_is_text(value):
+    with pytest.raises(TopologyError, match=r"c.toml: nodes.0.nics.0.fabric = .*: input should be a valid string"):
+        parse_cluster(CLUSTER.replace('fabric = "ib"', f"fabric = {value}"), "c.toml")
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
