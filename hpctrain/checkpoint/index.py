@@ -31,8 +31,8 @@ from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, desc
 
 AT_ONCE_BYTES = 8 << 20
 """Of blocks that are read together."""
-MOST_UNCHECKED = 4
-"""So many times these bytes may be read and not be checked yet."""
+NUM_CHECKERS, MOST_UNCHECKED = 2, 8
+"""Threads that compute CRC-32s, and how often these bytes may have been read and not checked yet."""
 REMEDY = 'use an older checkpoint: checkpoint.resume = "auto" finds the newest intact one'
 
 
@@ -66,8 +66,12 @@ class Index:
     def __enter__(self) -> "Index":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind, *_) -> None:
+        try:
+            if kind is None:
+                self.check_all()
+        finally:
+            self.close()
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -97,9 +101,10 @@ class Index:
         columns: tuple[int, int],
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat; in `out`, if it is given.
+        """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat.
 
-        What is read of the parts is what the slice needs, up to whole blocks. Where it raises, `out` is of no use.
+        What is read of the parts is what the slice needs, up to whole blocks. With `out` they are put there, and are
+        not to be used before `check_all` or the end of a `with`.
         """
         number = self._number(f"{kind}/{name}")
         if len(self.manifest.tensors[number].shape) == 1:
@@ -115,7 +120,8 @@ class Index:
             part = result[slice(*(i - rows[0] for i in ours[0])), slice(*(i - columns[0] for i in ours[1]))]
             self._read_rectangle(rectangles[at], *ours, part)
             filled += part.size
-        self._await_checks()
+        if out is None:
+            self.check_all()
         if filled != result.size:
             raise DamagedCheckpointError(f"{self.path}: {kind}/{name}: no part has some of its elements; {REMEDY}")
         return result.reshape(-1)
@@ -146,7 +152,7 @@ class Index:
             low, high = max(begin, first), min(end, last)
             for start in range(low, high, self._at_once):
                 self._verify_blocks(stream, start - begin, min(start + self._at_once, high) - begin)
-        self._await_checks()
+        self.check_all()
 
     # ---- tables ------------------------------------------------------------------------------------------------
 
@@ -260,7 +266,7 @@ class Index:
             target[:] = np.lib.stride_tricks.as_strided(values, target.shape, (4 * width, 4), writeable=False)
 
     def _read_elements(self, stream: int, start: int, out: np.ndarray) -> None:
-        """Fill flat fp32 `out` from a stream; it is checked after `_await_checks`."""
+        """Fill flat fp32 `out` from a stream; it is checked after `check_all`."""
         about, size, view = self.manifest.streams[stream], self.manifest.block_bytes, out.data.cast("B")
         low, high = 4 * start, 4 * start + len(view)
         for block in range(low // size, -(-high // size), self._at_once):
@@ -276,7 +282,7 @@ class Index:
             view[begin - low : end - low] = memoryview(data)[begin - block * size : end - block * size]
 
     def _verify_blocks(self, stream: int, first: int, last: int) -> None:
-        """Read some blocks of a stream; they are checked after `_await_checks`."""
+        """Read some blocks of a stream; they are checked after `check_all`."""
         about, size = self.manifest.streams[stream], self.manifest.block_bytes
         if self.manifest.compression:
             self._read_blocks(stream, first, last)
@@ -308,8 +314,8 @@ class Index:
 
     @cached_property
     def _checker(self) -> ThreadPoolExecutor:
-        """Checks what was read while the next is being read."""
-        return ThreadPoolExecutor(1, "checksums")
+        """Checks what was read while more is being read."""
+        return ThreadPoolExecutor(NUM_CHECKERS, "checksums")
 
     def _start_check(self, stream: int, first: int, data: memoryview) -> None:
         size = self.manifest.block_bytes
@@ -317,13 +323,17 @@ class Index:
             self._check(stream, first, checksums(data, size))
             return
         if len(self._checks) >= MOST_UNCHECKED:
-            self._await_checks()
+            self._check_oldest()
         self._checks.append((stream, first, self._checker.submit(checksums, data, size)))
 
-    def _await_checks(self) -> None:
-        checks, self._checks = self._checks, []
-        for stream, first, result in checks:
-            self._check(stream, first, result.result())
+    def _check_oldest(self) -> None:
+        stream, first, result = self._checks.pop(0)
+        self._check(stream, first, result.result())
+
+    def check_all(self) -> None:
+        """Wait until all that was read is checked. Raises DamagedCheckpointError."""
+        while self._checks:
+            self._check_oldest()
 
     def _check(self, stream: int, first: int, crcs: list[int]) -> None:
         """Refuse blocks of a stream, from a first one on, that have other CRC-32s than theirs."""

@@ -87,3 +87,13 @@ def test_prompts_come_before_what_is_learnt(tmp_path, suffix):
             assert prompt.startswith("ask ") and prompt.endswith("? ")
     with pytest.raises(DataError, match="has no (field|column) 'question'"):
         prepare([path], tmp_path / "other.h5", fields=Fields(prompt="question"))
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"3", b"true", b'{"event": 3}', b"[" * 100_000, b'{"event": "end"'])
+def test_damaged_events_are_left_out(tmp_path, line):
+    note_event(tmp_path, START, 0, "a start")
+    path = tmp_path / EVENTS
+    path.write_bytes(line + b"\n" + path.read_bytes() + line + b"\n")
+    assert [event["text"] for event in read_events(tmp_path)] == ["a start"]
+    note_failure(tmp_path, tmp_path / "flight")
+    assert read_events(tmp_path)[-1]["event"] == "failure"
