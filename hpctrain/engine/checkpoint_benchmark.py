@@ -81,7 +81,7 @@ class CheckpointBenchmark:
         """Return how fast checkpoints are written and read, and plain files in turn with them."""
         plain = torch.ones(self._num_bytes, dtype=torch.uint8)
         written, plainly_written, read, plainly_read, snapshots, copies = [], [], [], [], [], []
-        target = torch.ones_like(plain)
+        target, stored = torch.ones_like(plain), 0
         for number in range(rounds + 1):
             if number == 1:  # the first is of memory and disk that were never used
                 for times in (written, plainly_written, read, plainly_read, snapshots, copies):
@@ -95,9 +95,11 @@ class CheckpointBenchmark:
             plainly_read.append(self._seconds(lambda: self._read(target)))
             path = latest_checkpoint(self._folder)
             assert path is not None, "it was just written"
+            stored = sum(file.stat().st_size for file in path.iterdir())
             read.append(self._seconds(lambda path=path: load(self._world, path, self._trainer.optimizer.shards)))
         self._clear()
         return {
+            "stored_of_state": stored / self.state_bytes,
             "write_bytes_per_second": self.state_bytes / statistics.median(written),
             "plain_write_bytes_per_second": self.state_bytes / statistics.median(plainly_written),
             "write_of_plain": _ratio(plainly_written, written),

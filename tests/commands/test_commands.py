@@ -246,6 +246,18 @@ def test_generate_is_a_function_of_the_seed(hpctrain, folder, whole_run):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.timeout(120)
+def test_bench_checkpoint_compares_with_plain_files(hpctrain, folder):
+    options = "--set", "plan.data=2", "--rounds", "1", "--steps", "2", "--json"
+    result = last_line(hpctrain("bench", "checkpoint", "job.toml", *options, ranks=2, cwd=folder))
+    assert result["ranks"] == 2 and result["state_bytes"] > 100_000 and result["state_bytes"] % 12 == 0
+    for name in ("write", "read", "plain_write", "plain_read"):
+        assert 1e5 < result[f"{name}_bytes_per_second"] < 1e12, name
+    assert 1 < result["stored_of_state"] < 3, "with tables, without compression"
+    assert 0 < result["stall_seconds"] == pytest.approx(result["stall_of_step"] * result["step_seconds"])
+    assert not list(folder.glob("bench-checkpoint-*"))
+
+
 def test_bench_prints_one_line(hpctrain, folder):
     done = hpctrain("bench", "train", "job.toml", "--set", "plan.data=2", "--steps", "2", "--json", ranks=2, cwd=folder)
     summary = last_line(done)
