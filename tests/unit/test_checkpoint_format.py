@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.disks import every_call
+from hpctrain.checkpoint import index as checkpoint_index
 from hpctrain.checkpoint.choose import verify_alone
 from hpctrain.checkpoint.folder import Kept, candidates, complete_checkpoints, kept_steps, latest_checkpoint, tidy
 from hpctrain.checkpoint.index import Index
@@ -45,8 +46,14 @@ def damaged_by(path) -> str:
     return str(caught.value)
 
 
-def test_every_flipped_byte_is_found_and_none_is_read(run):
-    """A byte in every stretch of every file, and `latest`; also cut short, longer, missing."""
+@pytest.mark.parametrize("behind", [False, True])
+def test_every_flipped_byte_is_found_and_none_is_read(run, monkeypatch, behind):
+    """A byte in every stretch of every file, and `latest`; also cut short, longer, missing.
+
+    Checked at once, as small tensors are, or `behind`: by other threads while more is read, as large ones are.
+    """
+    if behind:
+        monkeypatch.setattr(checkpoint_index, "AT_ONCE_BYTES", 8)
     tensors = write_checkpoint(run)
     path, rng = latest_checkpoint(run), np.random.default_rng(2)
     for file in sorted(path.iterdir()):
@@ -220,3 +227,22 @@ def test_whatever_call_of_a_save_is_refused_the_latest_is_intact(tmp_path, numbe
         "an_intact_latest": calls,
         "litter_after_start": 0,
     }
+
+
+def test_large_reads_are_checked_by_the_end_of_a_with(run, monkeypatch):
+    """Whole blocks are read into place and checked by other threads meanwhile."""
+    monkeypatch.setattr(checkpoint_index, "AT_ONCE_BYTES", 8)
+    write_checkpoint(run, writers=1, parts=1)
+    path = latest_checkpoint(run)
+    part = path / "part-00000.h5"
+    data = bytearray(part.read_bytes())
+    with Index(path) as index:
+        about = index.manifest.streams[0]
+        out = np.empty(about.elements, "<f4")
+        index._read_elements(0, 0, out)
+        assert len(index._checks) > 2, "they are not waited for"
+    assert out.tobytes() == data[about.offset : about.offset + out.nbytes]
+    data[about.offset + 2 * index.manifest.block_bytes] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="block 2 of rank-00000"), Index(path) as index:
+        index._read_elements(0, 0, out)

@@ -19,7 +19,7 @@ time.sleep(60)
 """
 
 
-def make(folder, name: str, age: float = 100.0):
+def make(folder, name: str, age: float = 1e6):
     path = folder / name
     path.write_bytes(bytes(4096))
     then = time.time() - age
