@@ -94,11 +94,11 @@ def test_a_checkpoint_of_another_model(hpctrain, folder):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A tmpfs of 1 MiB."""
+    """A tmpfs of 2 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
@@ -109,6 +109,8 @@ def small_disk(tmp_path):
 @pytest.mark.timeout(90)
 def test_a_full_disk_keeps_the_earlier_checkpoint(hpctrain, folder, small_disk):
     run = small_disk / "run"
+    # Nothing but checkpoints is written when it is full: whatever is refused first is what the message is about.
+    settings = ("checkpoint.every=1", "checkpoint.keep=9", "train.steps=9", "observe.log_every=100")
     args = [
         "train",
         "job.toml",
@@ -116,10 +118,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(hpctrain, folder, small_disk):
         run,
         "--sample",
         "0",
-        "--set",
-        "checkpoint.every=1",
-        "--set",
-        "checkpoint.keep=9",
+        *(word for each in settings for word in ("--set", each)),
     ]
     done = hpctrain(*args, ranks=RANKS, cwd=folder)
     check(done, 16, ".partial: cannot be written: No space left on device (", "bytes are to be written", "are free")

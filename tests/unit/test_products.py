@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.model import head_loss
+from hpctrain.model.axes import Axes
 from hpctrain.model.functions import add_product, capped, repeats_heads
 from hpctrain.model.products import has_wide_products
 from hpctrain.model.units import Weight
@@ -70,7 +71,7 @@ def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(monkeypatch, cap, at_o
     weight.grad = torch.zeros(columns, features)
     hidden = torch.randn(*tokens, features, generator=generator).requires_grad_()
     targets = torch.randint(-1, ids, tokens, generator=generator)
-    loss = head_loss.head_loss(hidden, weight, targets, 0, ids, cap, (Lonely(), Lonely()))
+    loss = head_loss.head_loss(hidden, weight, targets, 0, ids, cap, Axes(Lonely(), Lonely(), Lonely()))
     (3 * loss).backward()
 
     double, table = hidden.detach().double().requires_grad_(), weight.data.double().requires_grad_()
@@ -102,7 +103,7 @@ def test_no_more_logits_are_there_than_may_be(monkeypatch):
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     with Watch():
         loss = head_loss.head_loss(
-            hidden, weight, torch.randint(64, (1, tokens)), 0, columns, None, (Lonely(), Lonely())
+            hidden, weight, torch.randint(64, (1, tokens)), 0, columns, None, Axes(Lonely(), Lonely(), Lonely())
         )
         loss.backward()
     assert max(largest) <= max(100 * columns, tokens * 8), "all logits would be 64,000 numbers"
