@@ -98,18 +98,7 @@ class _Linear(Function):
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
         y_NO = products(x_NI, weights, in_8_bits)
-        if ends is None:
-            into.all_reduce(y_NO)
-            add_biases(y_NO, biases)
-        else:
-            later_NO = y_NO.data  # of which autograd does not see that it is not yet there
-            summed = into.start_all_reduce(later_NO)
-
-            def end() -> None:
-                summed.wait()
-                add_biases(later_NO, biases)
-
-            ends.append(end)
+        sum_outputs(y_NO, biases, into, ends)
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
     @staticmethod
@@ -120,9 +109,7 @@ class _Linear(Function):
         dx_NI = input_gradients(dy_NO, ctx.weights, ctx.in_8_bits)
         summed = ctx.out.start_all_reduce(dx_NI)
         add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
-        if ctx.biases:
-            for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
-                bias.accumulate(add_sum, part)
+        add_bias_gradients(dy_NO, ctx.biases)
         summed.wait()
         return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
 
@@ -133,6 +120,29 @@ def add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
     for bias in biases:
         y_NO[:, at : at + bias.data.numel()] += bias.data
         at += bias.data.numel()
+
+
+def sum_outputs(y_NO: torch.Tensor, biases: list[Weight], into: Axis, ends: list[Callable[[], None]] | None) -> None:
+    """Sum a product over `into` and add its biases, in place; with `ends` the sum is only started, see `linear`."""
+    if ends is None:
+        into.all_reduce(y_NO)
+        add_biases(y_NO, biases)
+        return
+    later_NO = y_NO.data  # of which autograd does not see that it is not yet there
+    summed = into.start_all_reduce(later_NO)
+
+    def end() -> None:
+        summed.wait()
+        add_biases(later_NO, biases)
+
+    ends.append(end)
+
+
+def add_bias_gradients(dy_NO: torch.Tensor, biases: list[Weight]) -> None:
+    """Add the sum of dy over tokens to the gradient of each bias."""
+    if biases:
+        for bias, part in zip(biases, dy_NO.split([bias.data.numel() for bias in biases], dim=1), strict=True):
+            bias.accumulate(add_sum, part)
 
 
 def linear(

@@ -18,12 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis, PendingWork
 from hpctrain.model.functions import (
+    add_bias_gradients,
     add_biases,
     add_rows,
-    add_sum,
     add_weight_gradients,
     input_gradients,
     products,
+    sum_outputs,
 )
 from hpctrain.model.units import Weight
 
@@ -84,18 +85,7 @@ class _GatheringLinear(Function):
         ctx.shape, ctx.in_8_bits = whole.shape, in_8_bits
         ctx.save_for_backward(x_NI if keeps_whole else x)
         y_NO = products(x_NI, weights, in_8_bits)
-        if ends is None:
-            into.all_reduce(y_NO)
-            add_biases(y_NO, biases)
-        else:
-            later_NO = y_NO.data  # of which autograd does not see that it is not yet there
-            summed = into.start_all_reduce(later_NO)
-
-            def end() -> None:
-                summed.wait()
-                add_biases(later_NO, biases)
-
-            ends.append(end)
+        sum_outputs(y_NO, biases, into, ends)
         return y_NO.view(*whole.shape[:-1], y_NO.shape[1])
 
     @staticmethod
@@ -111,9 +101,7 @@ class _GatheringLinear(Function):
             gathering[1].wait()
             x_NI = joined(gathering[0]).view(-1, ctx.shape[-1])
         add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
-        if ctx.biases:
-            for bias, part in zip(ctx.biases, dy_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
-                bias.accumulate(add_sum, part)
+        add_bias_gradients(dy_NO, ctx.biases)
         scattering.wait()
         return dx, None, None, None, None, None, None, None, None
 
@@ -177,10 +165,7 @@ class _ScatteringLinear(Function):
         dx_NI = input_gradients(dy_NO, ctx.weights, ctx.in_8_bits)
         summed = ctx.out.start_all_reduce(dx_NI)
         add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
-        if ctx.biases:  # of this rank's positions: the optimizer sums over y
-            own_NO = dy.reshape(-1, dy.shape[-1])
-            for bias, part in zip(ctx.biases, own_NO.split([b.data.numel() for b in ctx.biases], dim=1), strict=True):
-                bias.accumulate(add_sum, part)
+        add_bias_gradients(dy.reshape(-1, dy.shape[-1]), ctx.biases)  # own positions: the optimizer sums over y
         summed.wait()
         return dx_NI.view(*whole.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
 
