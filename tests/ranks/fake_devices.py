@@ -295,3 +295,9 @@ class FakeNcclCommunicator:
 
     def destroy(self):
         self._comm.Free()
+
+    def check_async_error(self):
+        """Nothing goes wrong by itself here."""
+
+    def abort(self):
+        """What is in flight stays so: MPI has no end of a communicator without the others."""
