@@ -17,6 +17,7 @@ from hpctrain.architectures.description import Attention, Norm
 from hpctrain.comm.reduction import HALF
 from hpctrain.model.axes import Axis
 from hpctrain.model.products import add_wide_product
+from hpctrain.model.recompute import Again
 from hpctrain.model.units import Weight
 
 
@@ -123,13 +124,24 @@ def linear(
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx, x, weight: Weight, x_axis: Axis | None, features: int, epsilon: float, offset: float):
+    def forward(
+        ctx,
+        x,
+        weight: Weight,
+        x_axis: Axis | None,
+        features: int,
+        epsilon: float,
+        offset: float,
+        again: list[Again] | None,
+    ):
         x32 = x.float()
         squares = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
         rstd = _summed(squares, x_axis).div_(features).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, rstd)
         ctx.weight, ctx.x_axis, ctx.features, ctx.offset = weight, x_axis, features, offset
-        return (x32 * rstd).mul_(_scale(weight, offset)).to(x.dtype)
+        if again is not None:
+            again.append(partial(_rms_normed, x.detach(), rstd, weight, offset))
+        return _rms_scaled(x32, rstd, weight, offset).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -143,7 +155,15 @@ class _RmsNorm(Function):
         # sum over features of dy * w * normed
         along = _summed(product @ scale.float().unsqueeze(1), ctx.x_axis).div_(ctx.features)
         dx = (dy32 * scale).sub_(normed.mul_(along)).mul_(rstd)
-        return dx.to(x.dtype), None, None, None, None, None
+        return dx.to(x.dtype), None, None, None, None, None, None
+
+
+def _rms_scaled(x32: torch.Tensor, rstd: torch.Tensor, weight: Weight, offset: float) -> torch.Tensor:
+    return (x32 * rstd).mul_(_scale(weight, offset))
+
+
+def _rms_normed(x: torch.Tensor, rstd: torch.Tensor, weight: Weight, offset: float) -> torch.Tensor:
+    return _rms_scaled(x.float(), rstd, weight, offset).to(x.dtype)
 
 
 def _summed(values: torch.Tensor, axis: Axis | None) -> torch.Tensor:
@@ -156,7 +176,16 @@ def _scale(weight: Weight, offset: float) -> torch.Tensor:
 
 class _LayerNorm(Function):
     @staticmethod
-    def forward(ctx, x, weight: Weight, bias: Weight, x_axis: Axis, features: int, epsilon: float):
+    def forward(
+        ctx,
+        x,
+        weight: Weight,
+        bias: Weight,
+        x_axis: Axis,
+        features: int,
+        epsilon: float,
+        again: list[Again] | None,
+    ):
         x32 = x.float()
         mean = x_axis.all_reduce(x32.sum(-1, keepdim=True)).div_(features)
         centred = x32 - mean
@@ -164,7 +193,9 @@ class _LayerNorm(Function):
         rstd = x_axis.all_reduce(squares).div_(features).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias, ctx.x_axis, ctx.features = weight, bias, x_axis, features
-        return centred.mul_(rstd).mul_(weight.data).add_(bias.data).to(x.dtype)
+        if again is not None:
+            again.append(partial(_layer_normed, x.detach(), mean, rstd, weight, bias))
+        return _layer_scaled(centred, rstd, weight, bias).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -178,22 +209,40 @@ class _LayerNorm(Function):
         sums = torch.cat([scaled.sum(-1, keepdim=True), (scaled * normed).sum(-1, keepdim=True)], dim=-1)
         sums = ctx.x_axis.all_reduce(sums).div_(ctx.features)
         dx = scaled.sub_(sums[..., :1]).sub_(normed.mul_(sums[..., 1:])).mul_(rstd)
-        return dx.to(x.dtype), None, None, None, None, None
+        return dx.to(x.dtype), None, None, None, None, None, None
 
 
-def norm(x: torch.Tensor, weights: list[Weight], x_axis: Axis, features: int, of: Norm) -> torch.Tensor:
+def _layer_scaled(centred: torch.Tensor, rstd: torch.Tensor, weight: Weight, bias: Weight) -> torch.Tensor:
+    return centred.mul_(rstd).mul_(weight.data).add_(bias.data)
+
+
+def _layer_normed(
+    x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: Weight, bias: Weight
+) -> torch.Tensor:
+    return _layer_scaled(x.float() - mean, rstd, weight, bias).to(x.dtype)
+
+
+def norm(
+    x: torch.Tensor,
+    weights: list[Weight],
+    x_axis: Axis,
+    features: int,
+    of: Norm,
+    again: list[Again] | None = None,
+) -> torch.Tensor:
     """Normalise over features that are cut by x.
 
-    x: [..., features / x]. All ranks of `x_axis` must call.
+    x: [..., features / x]. All ranks of `x_axis` must call. What computes the result again, from x and from the
+    statistics, which are kept, is added to `again`: it calls nobody.
     """
     if of.has_bias:
-        return _LayerNorm.apply(x, *weights, x_axis, features, of.epsilon)
-    return _RmsNorm.apply(x, *weights, x_axis, features, of.epsilon, of.offset)
+        return _LayerNorm.apply(x, *weights, x_axis, features, of.epsilon, again)
+    return _RmsNorm.apply(x, *weights, x_axis, features, of.epsilon, of.offset, again)
 
 
 def head_norm(x: torch.Tensor, weight: Weight, of: Norm) -> torch.Tensor:
     """Apply an RMSNorm to each head alone. x: [..., heads, head size]; weight: [head size]."""
-    return _RmsNorm.apply(x, weight, None, x.shape[-1], of.epsilon, of.offset)
+    return _RmsNorm.apply(x, weight, None, x.shape[-1], of.epsilon, of.offset, None)
 
 
 class _Embed(Function):
