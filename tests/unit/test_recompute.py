@@ -4,6 +4,12 @@ import pytest
 import torch
 
 from hpctrain.model.recompute import dropping, keeping_inputs
+from hpctrain.model.stage import Stage
+from hpctrain.planner.cost import Setup, layer_cost
+from hpctrain.planner.memory import layer_kept
+from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 from tests.unit.test_model import MODELS, make_stage
 
 ROWS, LENGTH = 3, 12
@@ -61,3 +67,44 @@ def test_of_an_operator_with_large_results_inputs_alone_are_kept():
     result.backward(torch.ones(4, 5))
     assert x.grad is not None and torch.equal(x.grad, expected[0])
     assert y.grad is not None and torch.equal(y.grad, expected[1])
+
+
+GRID, ONE_BLOCK = TensorGrid(), Interval(1, 3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_selective_keeps_what_products_return_and_takes_less_than_all_again(architecture):
+    model = MODELS[architecture]
+    setup = Setup(model, LENGTH, "fp32", HPCTRAIN)
+    none, selective, full = (layer_kept(setup, GRID, ONE_BLOCK, how) for how in ("none", "selective", "full"))
+    attention, mlp = setup.branches(ONE_BLOCK)
+    assert attention and mlp
+    h, q, k = model.hidden_size, attention.query_size, attention.key_size
+    dropped = 2 * h + mlp.inner + (q + k if attention.rotary else 0)
+    if attention.score_cap is not None:
+        dropped += 3 * attention.heads * LENGTH
+    assert none - selective == 4 * LENGTH * dropped
+    assert full < selective < none
+    kept, some, every = (
+        layer_cost(setup, GRID, ONE_BLOCK, ROWS, how).backward_input for how in ("none", "selective", "full")
+    )
+    assert kept.passed_bytes < some.passed_bytes < every.passed_bytes
+    assert some.exchanges == kept.exchanges
+    assert (some.products == kept.products) == (attention.score_cap is None), "scores with a cap are computed again"
+
+
+PINNED = {"linear": torch.bfloat16, "activation": torch.float64, "rotary": torch.float64, "attention": torch.float64}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_operators_that_compute_in_another_dtype_do_so_again(name):
+    model = MODELS[name]
+    tokens = torch.randint(0, model.vocab_size, (ROWS, LENGTH + 1), generator=torch.manual_seed(3))
+    gradients = []
+    for recompute in ("selective", "none"):
+        made = make_stage(model, recompute)
+        stage = Stage(model, made.tile, made.layers[0].axes, made.store, pinned=PINNED)
+        _, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], True)
+        stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
+        gradients.append(stage.store.groups[0].own_grads())
+    assert torch.equal(*gradients)
