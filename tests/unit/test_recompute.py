@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from benchmarks.recompute import DEVICE, GLOBAL_BATCH, OLD, SETTINGS, cluster_of
+from hpctrain.config.job import load_job
 from hpctrain.model.recompute import dropping, keeping_inputs
 from hpctrain.model.stage import Stage
 from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.memory import layer_kept
+from hpctrain.planner.search import search
+from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -108,3 +112,12 @@ def test_operators_that_compute_in_another_dtype_do_so_again(name):
         stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
         gradients.append(stage.store.groups[0].own_grads())
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(("memory_bytes", "expected"), [(40e6, "none"), (25e6, "selective"), (20e6, "full")])
+def test_the_search_recomputes_on_the_family_that_is_short_of_memory_as_little_as_fits(memory_bytes, expected):
+    job = load_job("tiny", list(SETTINGS))
+    cluster = cluster_of({"old": OLD.model_copy(update={"memory_bytes": int(memory_bytes)}), "new": DEVICE})
+    space = Space(microbatches=(2,), largest_grid=1)
+    best = search(Setup.of_job(job, "fp32"), GLOBAL_BATCH, cluster, space=space).best
+    assert {(tile.family, tile.recompute) for tile in best.plan.tiles} == {("old", expected), ("new", "none")}
