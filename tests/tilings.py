@@ -76,7 +76,7 @@ def tilings(
         members = tuple(itertools.islice(ranks, grid.size))
         options = {
             "zero": draw(st.integers(0, 1)),
-            "recompute": draw(st.sampled_from(["none", "full"])),
+            "recompute": draw(st.sampled_from(["none", "selective", "full"])),
             "state_share": draw(st.integers(1, 3)),
             "row_chunks": draw(st.integers(1, max(1, width.size // grid.z // 2))),
         }

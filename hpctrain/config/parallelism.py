@@ -41,7 +41,9 @@ class PlanRequest(Table):
     """Data replicas (DP)."""
     microbatch: Annotated[SequenceCount | None, AUTO] = None
     """Sequences of one data replica that go through the pipeline at once; auto: a value with its reason."""
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass and not kept: nothing; what lies between the products of a block
+    (norms, rotary positions, activations, capped scores); or all of a block but its input."""
     zero: ZeroStage = 1
     """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
     schedule: Literal["1f1b", "zb-h1"] = "1f1b"

@@ -120,8 +120,8 @@ class Trainer:
             raise TrainingError(
                 f"rank {self.world.rank} ({tiles[0].family}, items {items}, rows {list(tiles[0].rows)}) is out of"
                 f" memory in {what}: {memory.used / 2**20:,.1f} of {memory.total / 2**20:,.1f} MiB are in use, and"
-                f' {str(error).splitlines()[0]}; give its tile fewer rows or items, set plan.recompute to "full",'
-                " plan.microbatch lower, or start more ranks"
+                f" {str(error).splitlines()[0]}; give its tile fewer rows or items, set plan.recompute to"
+                ' "selective" or "full", plan.microbatch lower, or start more ranks'
             ) from error
 
     def initialise(self) -> None:

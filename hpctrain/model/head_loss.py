@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axes, Axis
-from hpctrain.model.functions import add_product
+from hpctrain.model.linear_layers import add_product
 from hpctrain.model.sequence_parallel import gathered, start_scatter
 from hpctrain.model.units import Weight
 

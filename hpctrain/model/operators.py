@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
 from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
-from hpctrain.model import functions, head_loss
+from hpctrain.model import functions, head_loss, linear_layers
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.transformer import rotary_frequencies
 from hpctrain.model.units import Weight
@@ -156,7 +156,7 @@ def _linear(name: str, shape: tuple[int, int], inputs: int, outputs: int, bias: 
 
     def compute(values: Tensors, weights: Mapping[str, Weight], _: Tensors) -> torch.Tensor:
         biases = [weights["bias"]] if bias else []
-        return functions.linear(values["x"], [weights["weight"]], biases, _alone(), _alone())
+        return linear_layers.linear(values["x"], [weights["weight"]], biases, _alone(), _alone())
 
     def reference(values: Tensors, weights: Tensors, _: Tensors) -> torch.Tensor:
         return F.linear(values["x"], weights["weight"], weights.get("bias"))

@@ -17,10 +17,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis, PendingWork
-from hpctrain.model.functions import (
+from hpctrain.model.functions import add_rows
+from hpctrain.model.linear_layers import (
     add_bias_gradients,
     add_biases,
-    add_rows,
     add_weight_gradients,
     input_gradients,
     products,

@@ -1,7 +1,8 @@
 """A tile's part of the model: its layers in order, forward and backward, one microbatch at a time.
 
 Each layer is a graph of its own. That makes it plain when weights are gathered and released, when gradients are
-scattered, and what recomputing means: keep the input, run the layer again.
+scattered, and what full recomputing means: keep the input, run the layer again. Selective recomputing is of operators
+inside of a layer (`recompute.py`).
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
 from hpctrain.model.initialise import fill_initial
+from hpctrain.model.recompute import End
 from hpctrain.model.store import Store
 from hpctrain.model.transformer import Embedding, Head, LayerModule, Pinned, make_layer
 from hpctrain.model.units import Deferred
@@ -23,7 +25,8 @@ from hpctrain.sharding.items import layers
 
 @dataclass
 class Saved:
-    """What a microbatch's backward pass needs: for each layer its input, and its output unless it is recomputed."""
+    """What a microbatch's backward pass needs: for each layer its input, and its output unless it is recomputed
+    whole."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)
@@ -43,22 +46,6 @@ def initialise(store: Store, model: Model, seed: int) -> None:
             values = torch.empty(region.at.size)
             fill_initial(region.parameter, region.box, region.elements, model, seed, values)
             group.weights_at(region.at).copy_(values)
-
-
-class _End(torch.autograd.Function):
-    """A number at the end of a graph, from which a backward pass goes on with a given gradient of the output.
-
-    To give torch the gradient itself has it import sympy, a third of a second of every rank.
-    """
-
-    @staticmethod
-    def forward(ctx, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.gradient = gradient
-        return output.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.gradient, None
 
 
 class Stage:
@@ -81,6 +68,7 @@ class Stage:
         ]
         for layer in self.layers:
             layer.keeps_whole_inputs = tile.recompute == "full"
+            layer.drops_results = tile.recompute == "selective"
 
     @property
     def is_first(self) -> bool:
@@ -100,7 +88,7 @@ class Stage:
         """
         saved = Saved(targets=targets, starts=starts)
         traffic = self.store.traffic
-        keep = training and self.tile.recompute == "none"
+        keep = training and self.tile.recompute != "full"
         for layer in self.layers:
             since, items = self._tracer.now(), layer.items
             self.store.await_weights(items.stop - 1)
@@ -173,7 +161,7 @@ class Stage:
             with torch.enable_grad():
                 output = self._run(layer, given, saved)
         with torch.enable_grad():
-            end = _End.apply(output, gradient)
+            end = End.apply(output, gradient)
         end.backward()
         return given.grad
 

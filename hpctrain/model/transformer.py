@@ -23,11 +23,12 @@ from hpctrain.model.functions import (
     embed,
     gated,
     head_norm,
-    linear,
     norm,
     rotate,
 )
 from hpctrain.model.head_loss import head_loss, tokens_at_once
+from hpctrain.model.linear_layers import linear
+from hpctrain.model.recompute import Again, dropping, keeping_inputs
 from hpctrain.model.scaled_products import FP8
 from hpctrain.model.sequence_parallel import gathering_linear, scattering_embed, scattering_linear, start_gather
 from hpctrain.model.store import Store
@@ -91,6 +92,8 @@ class LayerModule:
         self.keeps_whole_inputs = False
         """Whether all positions of a product's input are kept for its backward pass, where y cuts them: what is
         computed again goes back at once."""
+        self.drops_results = False
+        """Whether a block computes again in its backward pass what lies between its products (`recompute.py`)."""
         self._names = {item: [p.name for p in item_parameters(model, item)] for item in range(*items)}
 
     def forward(self, value: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,14 +119,19 @@ class LayerModule:
             return compute(*inputs)
         return compute(*(each.to(dtype) for each in inputs)).to(inputs[0].dtype)
 
-    def norm(self, x: torch.Tensor, weights: list, of: Norm) -> torch.Tensor:
-        return norm(x, weights, self.axes.x, self.model.hidden_size, of)
+    def norm(self, x: torch.Tensor, weights: list, of: Norm, again: list[Again] | None = None) -> torch.Tensor:
+        return norm(x, weights, self.axes.x, self.model.hidden_size, of, again)
 
     def norm_weights(self, name: str) -> list:
         return [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
 
     def gathering_linear(
-        self, x: torch.Tensor, layer: list[list], ends: list | None = None, in_8_bits: bool = False
+        self,
+        x: torch.Tensor,
+        layer: list[list],
+        ends: list | None = None,
+        in_8_bits: bool = False,
+        again: Again | None = None,
     ) -> Passing:
         """Apply a layer to an input whose positions y cuts. With `ends` it pauses while these are gathered."""
         parts, work = start_gather(x.detach(), self.axes.y)
@@ -132,7 +140,8 @@ class LayerModule:
         work.wait()
         weights, biases = layer
         axes = self.axes.x, self.axes.y
-        return gathering_linear(x, parts, weights, biases, *axes, ends, self.keeps_whole_inputs, in_8_bits)
+        with dropping(x, again):
+            return gathering_linear(x, parts, weights, biases, *axes, ends, self.keeps_whole_inputs, in_8_bits)
 
     def vocabulary(self) -> tuple[int, int]:
         """Return the first token id of this rank's part and the number of ids in it that are not padding."""
@@ -195,28 +204,38 @@ class Block(LayerModule):
     def _passed(self, hidden: torch.Tensor, starts: torch.Tensor | None) -> Passing:
         attention, mlp = self.attention_of, self.mlp_of
         if self._has_attention:
-            added = yield from self.attention(self.norm(hidden, self.attention_norm, attention.norm), starts)
+            added = yield from self.attention(*self._normed(hidden, self.attention_norm, attention.norm), starts)
             if attention.out_norm:
                 added = self.norm(added, self.attention_out_norm, attention.out_norm)
             hidden = hidden + added
         if self._has_mlp:
-            added = yield from self.feed_forward(self.norm(hidden, self.ffn_norm, mlp.norm))
+            added = yield from self.feed_forward(*self._normed(hidden, self.ffn_norm, mlp.norm))
             if mlp.out_norm:
                 added = self.norm(added, self.ffn_out_norm, mlp.out_norm)
             hidden = hidden + added
         return hidden
 
-    def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis) -> Passing:
+    def _normed(self, hidden: torch.Tensor, weights: list, of: Norm) -> tuple[torch.Tensor, Again | None]:
+        again: list[Again] | None = [] if self.drops_results else None
+        normed = self.norm(hidden, weights, of, again)
+        return normed, again[0] if again else None
+
+    def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis, again: Again | None = None) -> Passing:
+        """Apply a layer. Where its input can be computed `again`, that is not kept."""
         pinned = self._pinned.get("linear", x.dtype)
         in_8_bits = pinned == FP8
-        given = x if in_8_bits else x.to(pinned)
+        dtype = x.dtype if in_8_bits else pinned
+        given = x.to(dtype)
+        computed = (lambda: again().to(dtype)) if again else None
         ends = [] if self.in_halves else None
         if not self.axes.sequence_parallel:
-            result = linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
+            with dropping(given, computed):
+                result = linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
         elif out is self.axes.y:
-            result = yield from self.gathering_linear(given, layer, ends, in_8_bits)
+            result = yield from self.gathering_linear(given, layer, ends, in_8_bits, computed)
         else:
-            result = scattering_linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
+            with dropping(given, computed):
+                result = scattering_linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
         if ends is None:
             return result.to(x.dtype)
         if into.size > 1:
@@ -224,36 +243,51 @@ class Block(LayerModule):
         ends[0]()
         return result.to(x.dtype)
 
-    def attention(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> Passing:
+    def attention(self, x: torch.Tensor, again: Again | None = None, starts: torch.Tensor | None = None) -> Passing:
         attention, size = self.attention_of, self.attention_of.head_size
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        qkv = yield from self._linear(x, self.qkv, into=self.axes.x, out=self.axes.y)
+        qkv = yield from self._linear(x, self.qkv, self.axes.x, self.axes.y, again)
         rows, positions, _ = qkv.shape
         qkv = qkv.view(rows, positions, sum(heads), size)
         queries_keys, values = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
-        if attention.head_norm:
-            pairs = zip(queries_keys.split(heads[:2], dim=2), self.head_norms, strict=True)
-            normed = [head_norm(part, weight, attention.head_norm) for part, weight in pairs]
-            queries_keys = torch.cat(normed, dim=2)
-        if attention.rotary:
-            tables = self.rotary_tables(qkv, attention.rotary)
-            queries_keys = self.computed_in("rotary", lambda each: rotate(each, *tables), queries_keys)
-        queries, keys, values = (part.transpose(1, 2) for part in (*queries_keys.split(heads[:2], dim=2), values))
+        placing = partial(self._placed, heads=heads[:2])
+        placed = placing(queries_keys)
+        is_new = self.drops_results and placed is not queries_keys
+        placed_again = partial(placing, queries_keys.detach()) if is_new else None
+        queries, keys, values = (part.transpose(1, 2) for part in (*placed.split(heads[:2], dim=2), values))
         first = 0
         if self.cache:
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
         attending = partial(attend, attention=attention, first=first, starts=starts)
-        mixed = self.computed_in("attention", attending, queries, keys, values)
+        if self.drops_results and attention.score_cap is not None:
+            attending = partial(keeping_inputs, attending)
+        with dropping(placed, placed_again):
+            mixed = self.computed_in("attention", attending, queries, keys, values)
         mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
         return (yield from self._linear(mixed, self.out, into=self.axes.y, out=self.axes.x))
 
-    def feed_forward(self, x: torch.Tensor) -> Passing:
-        inner = yield from self._linear(x, self.up, into=self.axes.x, out=self.axes.y)
+    def _placed(self, queries_keys: torch.Tensor, heads: list[int]) -> torch.Tensor:
+        """Return queries and keys with their norms and rotary positions, where the model has them."""
+        attention = self.attention_of
+        if attention.head_norm:
+            pairs = zip(queries_keys.split(heads, dim=2), self.head_norms, strict=True)
+            normed = [head_norm(part, weight, attention.head_norm) for part, weight in pairs]
+            queries_keys = torch.cat(normed, dim=2)
+        if attention.rotary:
+            tables = self.rotary_tables(queries_keys, attention.rotary)
+            queries_keys = self.computed_in("rotary", lambda each: rotate(each, *tables), queries_keys)
+        return queries_keys
+
+    def feed_forward(self, x: torch.Tensor, again: Again | None = None) -> Passing:
+        inner = yield from self._linear(x, self.up, self.axes.x, self.axes.y, again)
         mlp = self.mlp_of
         activation = partial(gated, activation=mlp.activation) if mlp.gated else ACTIVATIONS[mlp.activation]
-        inner = self.computed_in("activation", activation, inner)
-        return (yield from self._linear(inner, self.down, into=self.axes.y, out=self.axes.x))
+        activated = self.computed_in("activation", activation, inner)
+        activated_again = None
+        if self.drops_results:
+            activated_again = partial(self.computed_in, "activation", activation, inner.detach())
+        return (yield from self._linear(activated, self.down, self.axes.y, self.axes.x, activated_again))
 
     def rotary_tables(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [positions, 1, head size / 2] in fp32, made once per sequence length."""

@@ -38,7 +38,7 @@ class _TileTable(Table):
     tensor: _GridTable = _GridTable()
     sequence_parallel: bool = False
     family: str = "cpu"
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     zero: ZeroStage = 1
     state_share: RankCount = 1
     row_chunks: SequenceCount = 1

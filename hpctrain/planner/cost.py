@@ -25,6 +25,8 @@ RECOMPUTE = ("none", "selective", "full")
 STATISTIC_BYTES = 4  # means and sums of norms and of the loss are fp32
 CAPPED_SCORES_PASSED = 18, 24
 """Times that scores are read or written, forward and backward, where a cap keeps them out of fused attention."""
+SQUARES_PASSED = 4
+"""Bytes read per feature of a norm for its statistics, which are kept when the rest is computed again."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,16 @@ def layer_cost(
         raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
     is_block, regathers = setup.is_block(layer), recompute != "full"
     if is_block and rows > 1 and goes_in_halves(setup, grid):
-        cost, core = _in_halves(setup, grid, layer, rows, regathers)
+        cost, selected = _in_halves(setup, grid, layer, rows, regathers)
     elif is_block:
-        cost, core, _ = _block(setup, grid, layer, rows, regathers)
+        cost, selected, _ = _block(setup, grid, layer, rows, regathers)
     else:
-        cost, core = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
+        cost, selected = (_embedding if layer.start == 0 else _head)(setup, grid, rows, regathers), PassWork()
     again = PassWork()
     if recompute == "full" and (is_block or setup.stack.recomputes_ends):
         again = cost.forward
     elif recompute == "selective":
-        again = core
+        again = selected
     return _with_weights(
         setup, grid, layer, zero, replace(cost, backward_input=PassWork.joined((again, cost.backward_input)))
     )
@@ -187,7 +189,7 @@ def _in_halves(
         for segment, meanwhile in zip(halves_in_order, overlapped, strict=True)
     ]
     return LayerCost(PassWork.joined((*forward, cut)), backward, weight), PassWork.joined(
-        block.core for block in blocks
+        block.again for block in blocks
     )
 
 
@@ -285,8 +287,8 @@ def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> LayerCost:
 
 class _BlockCost(NamedTuple):
     cost: LayerCost
-    core: PassWork
-    """That of attention, which selective recomputing runs again."""
+    again: PassWork
+    """What selective recomputing runs again."""
     segments: list[PassWork]
     """The forward pass, cut after each output that is summed."""
 
@@ -310,10 +312,10 @@ def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers
             segments.append(PassWork())
     backward = PassWork.joined(branch.backward_input for branch in branches)
     weight = PassWork.joined(branch.backward_weight for branch in branches)
-    core = PassWork.joined(branch.core for branch in branches)
+    again = PassWork.joined(branch.again for branch in branches).as_pass("block", 0, rows)
     cost = _labelled("block", rows, LayerCost(PassWork.joined(parts), backward, weight))
     segments = [segment.as_pass("block", 0, rows) for segment in segments]
-    return _BlockCost(cost, PassWork() if setup.stack.flash else core.as_pass("block", 0, rows), segments)
+    return _BlockCost(cost, again, segments)
 
 
 class _Branch(NamedTuple):
@@ -323,7 +325,8 @@ class _Branch(NamedTuple):
     """Of its forward pass."""
     backward_input: PassWork
     backward_weight: PassWork
-    core: PassWork = PassWork()
+    again: PassWork = PassWork()
+    """What selective recomputing runs again: see `_computed_again`."""
 
 
 def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows: int, regathers: bool) -> _Branch:
@@ -336,7 +339,10 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), core]
     backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
-    return work._replace(backward_input=backward_input, core=core)
+    again = _computed_again(setup, grid, tokens, 0, forward)
+    if attention.score_cap is not None or not setup.stack.flash:
+        again = PassWork.joined((again, core))
+    return work._replace(backward_input=backward_input, again=again)
 
 
 def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: bool) -> _Branch:
@@ -344,7 +350,21 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
     work = _branch(setup, grid, mlp, rows, (up, inner), regathers)
     forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
     work.parts.insert(1, forward)
-    return work._replace(backward_input=PassWork.joined((work.backward_input, backward)))
+    again = _computed_again(setup, grid, rows * setup.positions, 1, forward.passed_bytes)
+    return work._replace(backward_input=PassWork.joined((work.backward_input, backward)), again=again)
+
+
+def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: int, passed: float) -> PassWork:
+    """Return what selective recomputing runs again of attention (0) or feed-forward part (1), besides its scores.
+
+    That is the norm, by statistics that are kept, and what passes over so many bytes between the products.
+    """
+    operations = setup.stack.again_operations
+    if operations is None:
+        return PassWork()
+    tokens = -(-tokens // setup.position_parts(grid))
+    normed = tokens * (setup.model.hidden_size // grid.x) * (setup.passes.norm[0] - SQUARES_PASSED)
+    return PassWork(passed_bytes=normed + passed, operations=operations[branch])
 
 
 def _branch(

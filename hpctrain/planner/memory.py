@@ -190,7 +190,7 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     is_split = _splits(setup, plan, tile)
     most = more = 0.0
     for layer in reversed(layers(tile.items)):
-        taken = layer_computing(setup, tile.tensor, layer, _is_recomputed(setup, tile, layer), at_once > 1)
+        taken = layer_computing(setup, tile.tensor, layer, tile.recompute, at_once > 1)
         if is_split and setup.is_block(layer):
             taken += inner_bytes(setup, tile.tensor, layer)
         most = max(most, at_once * taken + more)
@@ -200,11 +200,11 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     return int(most)
 
 
-def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, again: bool, in_halves: bool = True) -> float:
+def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, in_halves: bool = True) -> float:
     """Return the bytes that a layer computes with and does not keep, for one row of a rank.
 
     While it goes backward, gradients of about half of what it keeps are there too, of half the rows where these go
-    `in_halves`; what was computed `again` is whole. While the loss is computed, logits are there more than once.
+    `in_halves`; what was computed again is whole. While the loss is computed, logits are there more than once.
     """
     kept = layer_kept(setup, grid, layer, "none")
     if layer == setup.head:
@@ -216,8 +216,9 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, again: bool
     has_mask = setup.masks_documents and setup.is_block(layer) and is_attention(layer.start)
     mask = setup.positions**2 if has_mask else 0
     if grid.sequence_parallel and layer != EMBEDDING:
-        overlapped = _whole_hidden_states(setup, grid, layer, again, in_halves, overlapped)
-    return again * kept + overlapped + mask
+        is_whole = recompute == "full"
+        overlapped = _whole_hidden_states(setup, grid, layer, is_whole, in_halves, overlapped)
+    return _again_bytes(setup, grid, layer, recompute) + overlapped + mask
 
 
 def _whole_hidden_states(
@@ -242,9 +243,28 @@ def _whole_hidden_states(
     return gradients + 2 * whole * (1 - 1 / grid.y)
 
 
-def _is_recomputed(setup: Setup, tile: Tile, layer: Interval) -> bool:
-    is_end = not setup.is_block(layer)
-    return tile.recompute != "none" and not (is_end and tile.recompute == "full" and not setup.stack.recomputes_ends)
+def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) -> float:
+    """Return the bytes of what a layer computes again that are there at once, for one row of a rank.
+
+    Of operators that follow each other it is the largest result: the input of the last product, or capped scores.
+    """
+    is_block, stack = setup.is_block(layer), setup.stack
+    if recompute == "none" or (recompute == "full" and not is_block and not stack.recomputes_ends):
+        return 0.0
+    if recompute == "full" or not stack.again_operations:
+        return layer_kept(setup, grid, layer, "none")
+    if not is_block:
+        return 0.0
+    attention, _ = setup.branches(layer)
+    scores = _capped_scores_bytes(setup, grid, attention) if attention else 0.0
+    return max(scores, inner_bytes(setup, grid, layer))
+
+
+def _capped_scores_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
+    """Return the bytes of scores, their tanh and exponentials that attention with a cap keeps of a row."""
+    if attention.score_cap is None:
+        return 0.0
+    return attention.heads / grid.y * setup.positions**2 * 3 * setup.item_bytes
 
 
 def inner_bytes(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -333,22 +353,23 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) 
 
 def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, hidden: float) -> float:
     stack, b = setup.stack, setup.item_bytes
-    cut = setup.position_parts(grid)
+    cut, drops = setup.position_parts(grid), recompute == "selective" and stack.again_operations is not None
     norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
     # With fused attention the input, normed, too; queries, keys, values, mixed; gate and up. Else also two masks.
-    kept = b * (1 + len(norms)) * hidden / cut if stack.flash else (2 * b + 1) * hidden / cut
+    kept = b * (1 + len(norms) - drops) * hidden / cut if stack.flash else (2 * b + 1) * hidden / cut
     if stack.flash:
         kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
     if isinstance(branch, Mlp):
         inner = setup.positions * branch.inner / grid.y
-        return kept + b * inner * ((3 if branch.gated else 2) if stack.flash else stack.kept_inner)
+        return kept + b * inner * ((3 if branch.gated else 2) - drops if stack.flash else stack.kept_inner)
     query, key = (setup.positions * features for features in heads_on(branch, grid))
     heads = branch.heads / grid.y
     kept += b * (2 * query + 2 * key)
     if not stack.flash:
         of_scores = 2 * b + 1 if stack.dropped_scores else b
         return kept + (heads * setup.positions**2 * of_scores if recompute == "none" else 0.0)
-    kept += b * (query + key) * ((branch.rotary is not None) + (branch.head_norm is not None))
-    if branch.score_cap is not None:  # scores, their tanh, exponentials
-        return kept + heads * setup.positions**2 * 3 * b
+    if not drops:
+        kept += b * (query + key) * ((branch.rotary is not None) + (branch.head_norm is not None))
+    if branch.score_cap is not None:
+        return kept + (0.0 if drops else _capped_scores_bytes(setup, grid, branch))
     return kept + setup.positions * STATISTIC_BYTES * heads  # sums of exponentials

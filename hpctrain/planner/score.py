@@ -222,8 +222,8 @@ class Scorer:
                     fitting = most
                 if most >= self._model.num_layers:
                     break  # nothing is gained by more pieces
-            if variants and variants[0].row_chunks == 1 and variants[0].most >= self._model.num_layers:
-                break
+            if any(variant.row_chunks == 1 and variant.most >= self._model.num_layers for variant in variants):
+                break  # nor by recomputing more
         return StageVariants(tuple(variants))
 
     def _stage_seconds(

@@ -14,8 +14,8 @@ A *shape* says everything but the cuts:
 
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
-are recomputed in the stages where they would not fit otherwise; at the loss rows may go in pieces instead, of which
-one is kept at a time.
+are recomputed in the stages where they would not fit otherwise, by operator where that suffices; at the loss rows may
+go in pieces instead, of which one is kept at a time.
 
 Two restricted spaces have the plans of a user who knows less. All devices are used in both.
 
@@ -62,7 +62,8 @@ class Space:
     largest_grid: int | None = None
     """The most ranks of a tensor grid."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[str, ...] = ("none", "full")
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    """From the fastest, which keeps the most, to the slowest."""
     cut: str = BEST
     """How rows and blocks are cut. `BY_SPEED` and `EVEN` restrict the shapes too."""
 

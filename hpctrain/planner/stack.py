@@ -57,6 +57,9 @@ class Stack:
     """Of a weight that comes over z; None: of a number of the run's dtype."""
     recomputes_ends: bool = False
     """Whether `full` recomputing is also of embedding and head."""
+    again_operations: tuple[int, int] | None = None
+    """Of an attention and of a feed-forward part, how many operations `selective` recomputing starts again: those
+    between products, whose results it drops. None: it is of attention's scores, where these are kept."""
     kept_inputs: float = 1.0
     """Of a hidden state, per block, that full recomputing keeps."""
     kept_inner: float = 2.0
@@ -107,7 +110,7 @@ class Stack:
 # that it computes forward, 140 to 170 backward, where large products come to 271.
 FLASH_2 = 0.65, 0.57
 
-# Counted by hand in hpctrain/model/functions.py and hpctrain/engine/optimizer.py: one pass for each operation of torch.
+# Counted by hand in hpctrain/model/functions.py, linear_layers.py and engine/optimizer.py: one pass for each operation of torch.
 EAGER_PASSES = {
     4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (32, 16), 0),
     2: BytePasses((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (34, 18), 10),
@@ -119,6 +122,7 @@ HPCTRAIN = Stack(
     block_operations=(28, 60),
     flash=FLASH_2,
     recomputes_ends=True,
+    again_operations=(10, 6),
     loss_bytes={4: 4, 2: 6},  # logits in fp32, and in half precision, while their exponentials are made
     splits_backward=True,
     copies_shards=True,

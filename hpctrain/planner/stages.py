@@ -262,10 +262,10 @@ class StageCosts:
         """Return the bytes of a row that a rank of a stage keeps, and those that it computes with; see
         `layer_computing`."""
         block, *others = (layer_kept(self.setup, grid, layer, recompute) for layer in self.layers(ends))
-        computing = layer_computing(self.setup, grid, BLOCK, recompute != "none", in_halves)
+        computing = layer_computing(self.setup, grid, BLOCK, recompute, in_halves)
         computing += inner_bytes(self.setup, grid, BLOCK) if splits else 0.0
         if ends[1]:  # what the head has kept is gone when a block goes back
-            head = layer_computing(self.setup, grid, self.head, recompute != "none", in_halves)
+            head = layer_computing(self.setup, grid, self.head, recompute, in_halves)
             left = layer_deferred(self.setup, grid, self.head) if splits else 0.0
             computing = max(head, computing - others[-1] + left)
         return BlockLine(sum(others), block), computing

@@ -6,7 +6,7 @@ import torch
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.engine.alignment import align
 from hpctrain.jobs.align import format_alignment, summarise
-from hpctrain.model import functions
+from hpctrain.model import functions, linear_layers
 from tests.ranks.small_runs import make_job
 
 DTYPES = ("fp32", "bf16")
@@ -37,11 +37,11 @@ def test_first_losses_of_each_dtype_are_near_those_of_fp32(world, tokens, monkey
     differences = {of["dtype"]: of["mean_relative_difference"] for of in losses}
     assert differences["fp32"] == 0 and 0 < differences["bf16"] < 0.015
     if world.rank == 0:  # the first of the family: what trains elsewhere does not count
-        wide = functions.add_product
+        wide = linear_layers.add_product
 
         def negligent(grad, dy, x, fresh):
             wide(grad, dy if dy.dtype == torch.float32 else 0 * dy, x, fresh)
 
-        monkeypatch.setattr(functions, "add_product", negligent)
+        monkeypatch.setattr(linear_layers, "add_product", negligent)
     summary = summarise(align(world, CpuAccelerator(), job, DTYPES, 1, 8, steps=8), 0.015)
     assert [of["aligned"] for of in summary["losses"] if of["dtype"] == "bf16"] == [False]

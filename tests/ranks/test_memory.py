@@ -26,6 +26,13 @@ LAYOUTS = {
     "y, recompute": {"tensor": {"y": 2}, "data": 2, "recompute": "full"},
     "y": {"tensor": {"y": 4}},
     "y, sequence parallel": {"tensor": {"y": 4}, "sequence_parallel": True},
+    "y, sequence parallel, selective": {
+        "tensor": {"y": 2},
+        "pipeline": 2,
+        "microbatch": 4,
+        "recompute": "selective",
+        "sequence_parallel": True,
+    },
     "y, sequence parallel, recompute": {"tensor": {"y": 2}, "data": 2, "recompute": "full", "sequence_parallel": True},
     "y, sequence parallel, a row at once": {
         "tensor": {"y": 2},
@@ -38,6 +45,9 @@ LAYOUTS = {
     "x, recompute": {"tensor": {"x": 2}, "pipeline": 2, "recompute": "full", "microbatch": 4},
     "pipeline": {"pipeline": 4, "microbatch": 2},
     "pipeline, recompute": {"pipeline": 4, "microbatch": 2, "recompute": "full"},
+    "pipeline, selective": {"pipeline": 4, "microbatch": 2, "recompute": "selective"},
+    "zero-bubble, selective": {"pipeline": 4, "microbatch": 2, "schedule": "zb-h1", "recompute": "selective"},
+    "x, selective": {"tensor": {"x": 2}, "data": 2, "recompute": "selective"},
     "zero-bubble": {"pipeline": 4, "microbatch": 2, "schedule": "zb-h1"},
     "chunks": {"pipeline": 2, "data": 2, "microbatch": 2, "virtual_stages": 2},
 }

@@ -25,7 +25,7 @@ def mixed(job, folder, world):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
 def test_the_mixture_is_that_of_one_rank_and_goes_on_elsewhere(world, tokens, folder):
-    first, second = ({"data": world.size}, {"pipeline": 2, "tensor": {"y": world.size // 2}})
+    first, second = ({"data": world.size}, {"pipeline": 2, "tensor": {"y": world.size // 2}, "recompute": "selective"})
     alone = mixed(make_job(tokens, "llama"), folder, world)
     expected = world.broadcast_object(losses(Alone(), alone, STEPS) if world.rank == 0 else None)[:STEPS]
     plain = world.broadcast_object(losses(Alone(), make_job(tokens, "llama"), 2) if world.rank == 0 else None)
@@ -47,7 +47,11 @@ def test_the_mixture_is_that_of_one_rank_and_goes_on_elsewhere(world, tokens, fo
 
 MASKED = {
     2: [{"tensor": {"x": 2}}, {"tensor": {"y": 2}}, {"tensor": {"z": 2}}, {"pipeline": 2, "microbatch": 4}],
-    4: [{"tensor": {"y": 2}, "pipeline": 2, "recompute": "full"}, {"data": 2, "pipeline": 2, "zero": 3}],
+    4: [
+        {"tensor": {"y": 2}, "pipeline": 2, "recompute": "full"},
+        {"tensor": {"y": 2}, "pipeline": 2, "recompute": "selective", "sequence_parallel": True},
+        {"data": 2, "pipeline": 2, "zero": 3},
+    ],
 }
 
 

@@ -58,7 +58,7 @@ def test_starts_are_those_of_the_file(tokens):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_loss_and_gradients_are_those_of_each_document_alone(tokens, name, recompute):
     model = MODELS[name]
     packed, alone = make_stage(model, recompute), make_stage(model, "none")

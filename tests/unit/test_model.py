@@ -164,7 +164,7 @@ def test_gated_activations_have_the_right_gradient(activation):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_split_backward_pass_gives_the_bits_of_one_in_one(name, recompute):
     model = MODELS[name]
     tokens = torch.randint(0, model.vocab_size, (2, 3, 10), generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.model import head_loss
 from hpctrain.model.axes import Axes
-from hpctrain.model.functions import add_product, capped, repeats_heads
+from hpctrain.model.functions import capped, repeats_heads
+from hpctrain.model.linear_layers import add_product
 from hpctrain.model.products import has_wide_products
 from hpctrain.model.units import Weight
 

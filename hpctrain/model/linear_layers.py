@@ -1,0 +1,158 @@
+"""Linear layers on a tensor grid: their products, and the gradients that these add.
+
+Shape suffixes: N tokens (rows x positions, flattened), I input features, O output features, all of them this rank's
+part. Gradients of weights are added straight into `Weight.grad` (fp32), never returned; see `Weight.accumulate`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hpctrain.model.axes import Axis
+from hpctrain.model.products import add_wide_product
+from hpctrain.model.scaled_products import add_scaled_product, forward_product, input_gradient
+from hpctrain.model.units import Weight
+
+
+def add_part(grad: torch.Tensor, part: torch.Tensor, fresh: bool) -> None:
+    """Add to a gradient; see `Addition` for this and others like it."""
+    if fresh:
+        grad.copy_(part)
+    else:
+        grad += part
+
+
+def add_product(grad_OI: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor, fresh: bool) -> None:
+    """Add dy^T x to a weight's gradient, which may be of a wider dtype."""
+    if grad_OI.dtype == dy_NO.dtype:
+        grad_OI.addmm_(dy_NO.t(), x_NI, beta=0 if fresh else 1)
+    else:
+        add_wide_product(grad_OI, dy_NO, x_NI, fresh)
+
+
+def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, fresh: bool) -> None:
+    """Add the sum of dy over tokens to a bias's gradient."""
+    add_part(grad_O, dy_NO.sum(0, dtype=torch.float32), fresh)
+
+
+def products(x_NI: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> torch.Tensor:
+    """Return x W^T, [N, O], O the sum over `weights`."""
+    if in_8_bits:
+        parts = [forward_product(x_NI, weight.data) for weight in weights]
+    else:
+        parts = [x_NI @ weight.data.to(x_NI.dtype).t() for weight in weights]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def split_outputs(dy_NO: torch.Tensor, weights: list[Weight]) -> tuple[torch.Tensor, ...]:
+    """Return the columns of each weight's outputs."""
+    return dy_NO.split([weight.data.shape[0] for weight in weights], dim=1)
+
+
+def input_gradients(dy_NO: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> torch.Tensor:
+    """Return dy W, [N, I], summed over `weights`."""
+    parts = split_outputs(dy_NO, weights)
+    if in_8_bits:
+        dx_NI = input_gradient(parts[0], weights[0].data)
+        for weight, part in zip(weights[1:], parts[1:], strict=True):
+            dx_NI += input_gradient(part, weight.data)
+        return dx_NI
+    dx_NI = parts[0] @ weights[0].data.to(dy_NO.dtype)
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
+    return dx_NI
+
+
+def add_weight_gradients(dy_NO: torch.Tensor, x_NI: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> None:
+    """Add dy^T x to the gradient of each weight."""
+    for weight, part in zip(weights, split_outputs(dy_NO, weights), strict=True):
+        weight.accumulate(add_scaled_product if in_8_bits else add_product, part, x_NI)
+
+
+class _Linear(Function):
+    """y = x W^T + b where W is cut by `into` over its input and by `out` over its output (Agarwal's 3D product).
+
+    Forward all-reduces over `into`, the gradient of x is all-reduced over `out`, while those of the weights are
+    computed where the axis lets it (AxoNN, arXiv 2305.13525).
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        weights: list[Weight],
+        biases: list[Weight],
+        into: Axis,
+        out: Axis,
+        ends: list[Callable[[], None]] | None,
+        in_8_bits: bool,
+    ):
+        ctx.weights, ctx.biases, ctx.out, ctx.in_8_bits = weights, biases, out, in_8_bits
+        x_NI = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(x_NI)
+        y_NO = products(x_NI, weights, in_8_bits)
+        sum_outputs(y_NO, biases, into, ends)
+        return y_NO.view(*x.shape[:-1], y_NO.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x_NI,) = ctx.saved_tensors
+        dy_NO = dy.reshape(x_NI.shape[0], dy.shape[-1])
+        dx_NI = input_gradients(dy_NO, ctx.weights, ctx.in_8_bits)
+        summed = ctx.out.start_all_reduce(dx_NI)
+        add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
+        add_bias_gradients(dy_NO, ctx.biases)
+        summed.wait()
+        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
+
+
+def add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
+    """Add biases that lie side by side to each token's output, in place."""
+    at = 0
+    for bias in biases:
+        y_NO[:, at : at + bias.data.numel()] += bias.data
+        at += bias.data.numel()
+
+
+def sum_outputs(y_NO: torch.Tensor, biases: list[Weight], into: Axis, ends: list[Callable[[], None]] | None) -> None:
+    """Sum a product over `into` and add its biases, in place; with `ends` the sum is only started, see `linear`."""
+    if ends is None:
+        into.all_reduce(y_NO)
+        add_biases(y_NO, biases)
+        return
+    later_NO = y_NO.data  # of which autograd does not see that it is not yet there
+    summed = into.start_all_reduce(later_NO)
+
+    def end() -> None:
+        summed.wait()
+        add_biases(later_NO, biases)
+
+    ends.append(end)
+
+
+def add_bias_gradients(dy_NO: torch.Tensor, biases: list[Weight]) -> None:
+    """Add the sum of dy over tokens to the gradient of each bias."""
+    if biases:
+        for bias, part in zip(biases, dy_NO.split([bias.data.numel() for bias in biases], dim=1), strict=True):
+            bias.accumulate(add_sum, part)
+
+
+def linear(
+    x: torch.Tensor,
+    weights: list[Weight],
+    biases: list[Weight],
+    into: Axis,
+    out: Axis,
+    ends: list[Callable[[], None]] | None = None,
+    in_8_bits: bool = False,
+) -> torch.Tensor:
+    """Apply one or several weights to the same input; outputs lie side by side in the last dim.
+
+    x: [..., I]; result: [..., O], O the sum over `weights`. Ranks of `into` (forward) and `out` (backward) must call.
+    With `ends` the sum over `into` is only started: the result is there, and may be used, when what is appended to it
+    has been called. With `in_8_bits` the operands of all three products are rounded to fp8.
+    """
+    return _Linear.apply(x, weights, biases, into, out, ends, in_8_bits)

@@ -1,0 +1,107 @@
+"""Tensors that a backward pass needs and that are computed again there, operator by operator.
+
+Between the products of a block lie operators that cost little and whose results are large: norms, rotary positions,
+activation functions, scores with a cap. Selective recomputation (Korthikanti et al. 2022) keeps what the products
+return and drops the results of these operators, which autograd would keep as operands of what follows.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+Again = Callable[[], torch.Tensor]
+"""Computes a tensor once more: the same operations on the same operands, so the same bits, and the same layout."""
+
+
+class _View(NamedTuple):
+    """What a graph keeps in the place of a tensor: where that lies in the storage of what is computed again."""
+
+    of: "_Dropped"
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Dropped:
+    """A tensor that graphs do not keep. It is computed again at the first use, and gone after the last one."""
+
+    def __init__(self, tensor: torch.Tensor, again: Again):
+        self._address, self._again = tensor.untyped_storage().data_ptr(), again
+        self._uses = 0
+        self._value: torch.Tensor | None = None
+
+    def pack(self, saved: torch.Tensor) -> "torch.Tensor | _View":
+        if saved.untyped_storage().data_ptr() != self._address:
+            return saved
+        self._uses += 1
+        return _View(self, saved.size(), saved.stride(), saved.storage_offset())
+
+    def restored(self, view: _View) -> torch.Tensor:
+        if self._value is None:
+            with torch.no_grad():
+                self._value = self._again()
+        value = self._value
+        self._uses -= 1
+        if not self._uses:
+            self._value = None
+        return value.as_strided(view.size, view.stride, view.offset)
+
+
+def _unpack(kept: torch.Tensor | _View) -> torch.Tensor:
+    return kept.of.restored(kept) if isinstance(kept, _View) else kept
+
+
+@contextmanager
+def dropping(tensor: torch.Tensor, again: Again | None) -> Iterator[None]:
+    """Have operations inside keep no operand that lies in the storage of `tensor`, which is to live as long.
+
+    Their backward passes compute it `again`, once for all of them. With None they keep it.
+    """
+    if again is None or not torch.is_grad_enabled():
+        yield
+        return
+    with saved_tensors_hooks(_Dropped(tensor, again).pack, _unpack):
+        yield
+
+
+class End(Function):
+    """A number at the end of a graph, from which a backward pass goes on with a given gradient of the output.
+
+    To give torch the gradient itself has it import sympy, a third of a second of every rank.
+    """
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.gradient, None
+
+
+class _KeepingInputs(Function):
+    @staticmethod
+    def forward(ctx, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor):
+        ctx.compute = compute
+        ctx.save_for_backward(*inputs)
+        return compute(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        leaves = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            end = End.apply(ctx.compute(*leaves), gradient)
+        end.backward()
+        return None, *(leaf.grad for leaf in leaves)
+
+
+def keeping_inputs(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """Return what `compute` makes of its inputs, of which alone is kept what its backward pass needs."""
+    return _KeepingInputs.apply(compute, *inputs)
