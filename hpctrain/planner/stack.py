@@ -110,7 +110,7 @@ class Stack:
 # that it computes forward, 140 to 170 backward, where large products come to 271.
 FLASH_2 = 0.65, 0.57
 
-# Counted by hand in hpctrain/model/functions.py, linear_layers.py and engine/optimizer.py: one pass for each operation of torch.
+# Counted by hand in model/functions.py, model/linear_layers.py and engine/optimizer.py: one pass for each operation.
 EAGER_PASSES = {
     4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (32, 16), 0),
     2: BytePasses((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (34, 18), 10),
