@@ -44,6 +44,7 @@ def cluster(write) -> Cluster:
     return load_cluster(write(TEXT))
 
 
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=9)  # no file has zero bytes
 names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=8) | st.sampled_from(
     ["a b", "x.y", '"']
 )
@@ -62,7 +63,7 @@ def some_families(draw) -> Family:
         origin=draw(origins),
         origins={} if host_copy is None else draw(st.dictionaries(st.just("host_copy_bytes_per_second"), origins)),
         kind=draw(st.sampled_from(["cpu", "cuda", "rocm"])),
-        model=draw(st.none() | st.text(max_size=9)),
+        model=draw(st.none() | texts),
         memory_bytes=draw(sizes),
         memory_bytes_per_second=draw(speeds),
         host_copy_bytes_per_second=host_copy,
