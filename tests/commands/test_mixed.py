@@ -58,25 +58,22 @@ def clusters(folder):
     return folder
 
 
+TRIES, MOST_OVERRUN = 3, 0.05
+
+
 @pytest.mark.timeout(120)
 def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, clusters):
-    arguments = [
-        "bench",
-        "mixed",
-        "two.toml",
-        "--job",
-        "job.toml",
-        "--steps",
-        "1",
-        "--plans",
-        "1",
-        "--alone",
-        "1",
-        "--json",
-    ]
-    done = hpctrain(*arguments, ranks=2, cwd=clusters)
-    assert done.code == 0, done.out + done.err
-    summary = json.loads(done.out.splitlines()[-1])
+    counts = ("--steps", "1", "--plans", "1", "--alone", "1")
+    arguments = ("bench", "mixed", "two.toml", "--job", "job.toml", *counts, "--json")
+    for _ in range(TRIES):
+        done = hpctrain(*arguments, ranks=2, cwd=clusters)
+        assert done.code == 0, done.out + done.err
+        summary = json.loads(done.out.splitlines()[-1])
+        overrun = max(about["overrun"] for kind in ("alone", "mixed") for about in summary[kind].values())
+        if overrun < MOST_OVERRUN:
+            break
+    else:
+        pytest.skip(f"not measured: other programs made a rehearsal late, overrun {overrun:.1%}")
     print(done.out, done.err)
     alone = {name: summary["alone"][name]["per_device"] for name in ("fast", "slow")}
     assert alone["fast"] / alone["slow"] == pytest.approx(3, rel=0.1), "products are most of the work"
