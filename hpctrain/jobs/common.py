@@ -143,8 +143,8 @@ def started_world() -> Iterator["World"]:
 
     Ranks that were started with another hpctrain or another MPI library are refused.
     """
+    from hpctrain.comm.doctor.software import compare_software, describe_environments
     from hpctrain.comm.world import World
-    from hpctrain.launch.software import compare_software, describe_environments
 
     world = World.start()
     try:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hpctrain.config.errors import LaunchError, TopologyError
-from hpctrain.launch.checks import (
+from hpctrain.comm.doctor.checks import (
     Finding,
     check_launchers,
     check_promise,
@@ -12,9 +11,10 @@ from hpctrain.launch.checks import (
     format_finding,
     launchers,
 )
+from hpctrain.comm.doctor.rank_checks import check_cores, describe_devices
+from hpctrain.comm.doctor.software import Software, describe_environments, refuse_differences
+from hpctrain.config.errors import LaunchError, TopologyError
 from hpctrain.launch.mpi import MpiLibrary
-from hpctrain.launch.rank_checks import check_cores, describe_devices
-from hpctrain.launch.software import Software, describe_environments, refuse_differences
 
 MPICH = MpiLibrary("mpich", "MPICH Version: 5.0.2")
 OPEN_MPI = MpiLibrary("openmpi", "Open MPI v5.0.11")

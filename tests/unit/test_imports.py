@@ -9,8 +9,9 @@ FLOORS = (
     ("config",),
     ("sharding",),
     ("plan",),
+    ("launch",),
     ("comm",),
-    ("model", "planner", "rehearsal", "data", "launch"),
+    ("model", "planner", "rehearsal", "data"),
     ("engine", "checkpoint", "observe"),
     ("jobs",),
 )

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.comm.doctor.checks import Finding, check_promise, error_finding
+from hpctrain.comm.doctor.software import compare_software, describe_environments
 from hpctrain.config.errors import HpctrainError, LaunchError
-from hpctrain.launch.checks import Finding, check_promise, error_finding
-from hpctrain.launch.software import compare_software, describe_environments
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
