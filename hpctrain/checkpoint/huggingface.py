@@ -1,7 +1,7 @@
 """Models of Hugging Face: a folder of safetensors becomes a checkpoint to start from, and a checkpoint such a folder.
 
 Both go tensor by tensor, on one rank without a GPU, and hold no more than a part in memory. What is wrong with a folder
-is found before anything is written; what is written has its final name only when it is complete. No pickle is read.
+is refused before anything is written; what is written has its final name only when it is complete. No pickle is read.
 """
 
 import json

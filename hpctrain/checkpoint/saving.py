@@ -208,7 +208,7 @@ class Saver:
         return WrittenStream(self._part, layout.streams[rank][0].offset, blocks, part)
 
     def advance(self) -> Path | None:
-        """Go on with a checkpoint of which no rank is writing any more; return its path once it is there.
+        """Continue a checkpoint of which no rank is writing any more; return its path once it is there.
 
         Raises CheckpointError on all ranks where one could not write; what was there before stays. All ranks must call.
         """

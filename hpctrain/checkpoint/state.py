@@ -28,7 +28,7 @@ from hpctrain.sharding.parameters import all_parameters, check_grid, whole_rows
 
 T = TypeVar("T")
 
-# What must be the same for a resumed run to go on with the same numbers; model is compared key by key.
+# What must be the same for a resumed run to have the same numbers; model is compared key by key.
 SAME_TO_RESUME = ("data.sequence_length", "train.global_batch", "train.seed")
 
 

@@ -290,7 +290,7 @@ class Communicator(Operations[torch.Tensor]):
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether what is started goes on while the rank computes."""
+        """Whether what is started continues while the rank computes."""
         return self._lane is not None
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Started:
@@ -345,7 +345,7 @@ class Communicator(Operations[torch.Tensor]):
 
 
 class Lane(Operations[Started]):
-    """Operations that go on while the rank computes, one after the other; each returns a `Work` at once.
+    """Operations that continue while the rank computes, one after the other; each returns a `Work` at once.
 
     Tensors must be left alone until their work is done.
     """

@@ -1,4 +1,4 @@
-"""Lanes: communication that goes on while the rank computes.
+"""Lanes: communication that continues while the rank computes.
 
 A lane is an ordered stream of operations with communicators of its own; several lanes move independently. All of a
 rank's lanes are moved by one `Progress`: each operation is a generator of steps, and whoever polls takes every lane's

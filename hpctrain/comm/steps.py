@@ -1,6 +1,6 @@
 """Communication as steps: a generator that yields wherever it must wait for somebody else.
 
-Who drives the steps decides how the waiting is done: a blocking call waits politely (`complete`), a lane goes on with
+Who drives the steps decides how the waiting is done: a blocking call waits politely (`complete`), a lane continues with
 something else meanwhile. Collectives are therefore written once for both.
 """
 

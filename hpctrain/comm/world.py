@@ -144,10 +144,10 @@ class World:
     ) -> "Communicator":
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls.
 
-        If `overlapped`, what is started on it goes on while the ranks compute, on a lane of its own. A group that is
+        If `overlapped`, what is started on it continues while the ranks compute, on a lane of its own. A group that is
         for tensors of the host alone (`on_host`) connects no library of devices, which takes their memory.
         """
-        from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been found
+        from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been reported
 
         lane = self.lane(ranks, name) if overlapped and len(ranks) > 1 else None
         backend, journal = self._connect(ranks, name, on_host)

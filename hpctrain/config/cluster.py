@@ -276,7 +276,7 @@ class RowTimes(Table):
 
 
 class Profile(Figures):
-    """What `hpctrain profile` found of one job on a device of a family that is a replica of the whole model."""
+    """What `hpctrain profile` measured of one job on a device of a family that is a replica of the whole model."""
 
     family: Name
     work: str

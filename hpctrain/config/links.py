@@ -158,7 +158,7 @@ def slowest_links(cluster: Cluster) -> dict[str, PairLink]:
 
 
 def _representatives(cluster: Cluster) -> list[int]:
-    """Return ranks among which every class of pairs is found: two nodes of each table, two devices of each family."""
+    """Return ranks among which every class of pairs occurs: two nodes of each table, two devices of each family."""
     nodes: dict[int, set[int]] = {}
     resolved: dict[tuple[int, str], list[int]] = {}
     for device in cluster.devices:

@@ -84,7 +84,7 @@ class SearchBudget(Table):
 
 
 class Overlap(Table):
-    """What goes on between ranks while they compute. Results are the same bits, on or off, but for `forward`."""
+    """What ranks communicate while they compute. Results are the same bits, on or off, but for `forward`."""
 
     tensor: Annotated[bool | None, AUTO] = None
     """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""

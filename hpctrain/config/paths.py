@@ -11,12 +11,12 @@ from hpctrain.config.errors import HpctrainError, describe_os_error
 
 
 def is_file(path: Path) -> bool:
-    """Say whether a path is a regular file that can be found."""
+    """Say whether a path is a regular file that exists."""
     return _answer(path.is_file)
 
 
 def is_folder(path: Path) -> bool:
-    """Say whether a path is a folder that can be found."""
+    """Say whether a path is a folder that exists."""
     return _answer(path.is_dir)
 
 

@@ -201,7 +201,7 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
 
 
 def _table_at(table: type[BaseModel], loc: list[int | str]) -> type[BaseModel]:
-    """Return the table that is found at a place in a file of `table`."""
+    """Return the table at a place in a file of `table`."""
     annotation: Any = table
     for part in loc:
         arguments = get_args(annotation)

@@ -32,7 +32,7 @@ class Summary:
     tokens: int
     vocab_size: int
     wanted_vocab_size: int
-    """More than `vocab_size` if BPE found no more pairs to merge."""
+    """More than `vocab_size` if BPE has no more pairs to merge."""
     text_bytes: int
     unigram_entropy_nats: float
     file_bytes: int
@@ -48,7 +48,7 @@ class Summary:
 class Document:
     path: Path
     name: str
-    """Path relative to the folder that it was found in: the same on another machine."""
+    """Path relative to the folder that was searched: the same on another machine."""
     num_bytes: int
     record: int | None = None
     """Where it is in a file of many documents; see `Records`."""

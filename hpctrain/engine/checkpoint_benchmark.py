@@ -1,4 +1,4 @@
-"""Measures what checkpoints of a job cost, beside plain files of the same bytes on the same disk."""
+"""Measures what checkpoints of a job cost, compared with plain files of the same bytes on the same disk."""
 
 import os
 import shutil

@@ -83,7 +83,7 @@ class Sampling:
     stop: tuple[str, ...] = field(default=())
     """Texts after which to end, besides the tokenizer's end of a document."""
     ignores_end: bool = False
-    """Whether to go on after the end of a document."""
+    """Whether to continue after the end of a document."""
 
 
 class Evaluation(NamedTuple):

@@ -1,7 +1,7 @@
 """From a job to all that a run needs: data, machine, dtype, plan, and a value for everything that is `auto`.
 
-The order is that of what depends on what. Mistakes in files are found before torch is imported; what takes time comes
-last. Every choice comes back as a value and a reason.
+The order is that of what depends on what. Mistakes in files are reported before torch is imported; what takes time
+comes last. Every choice comes back as a value and a reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -326,7 +326,7 @@ def describe_change(job: Job, plan: Plan, cluster: "Cluster", new: Plan, seconds
 
 
 def choose_algorithms(job: Job, facts: Facts) -> Resolution:
-    """Let groups choose their algorithms by the links that the plan was found with, or those of the checkpoint."""
+    """Let groups choose their algorithms by the links that the plan was searched with, or those of the checkpoint."""
     comm, world, described = job.comm, facts.world, facts.described
     network = ClusterNetwork(facts.links_of or described.cluster.model_copy(update={"profiles": ()}))
     world.configure(preferences=Preferences(comm.route, comm.algorithm, network))

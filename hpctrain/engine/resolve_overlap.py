@@ -137,7 +137,7 @@ def switched(job: Job, switches: Mapping[str, bool]) -> Job:
 
 
 def continued(overlap: Overlap, theirs: Overlap) -> tuple[Overlap, dict[str, str]]:
-    """Return the overlaps of a run that goes on from another's, whose job is resolved, and whose bits it must have.
+    """Return the overlaps of a run that continues another one, whose job is resolved, and whose bits it must have.
 
     What is `auto` becomes theirs, given with its value by key; theirs may be from before there was `forward`. Pure.
     """

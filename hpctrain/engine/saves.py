@@ -45,7 +45,7 @@ class Saves:
         return self._saver.longest_seconds
 
     def step_is_done(self, metrics: dict, is_due: bool, is_last: bool, others_write: bool) -> None:
-        """Go on with the checkpoint in flight; start one if `is_due`; wait for it if `is_last`.
+        """Continue the checkpoint in flight; start one if `is_due`; wait for it if `is_last`.
 
         `others_write` says whether any rank was at work on one in this step. Raises CheckpointError on all ranks.
         """

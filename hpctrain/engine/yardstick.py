@@ -56,7 +56,7 @@ def yardstick(job: Job, described: Described, tokens_per_second: float, predicte
 def _predicted(
     job: Job, cluster: Cluster, families: Sequence[str], limits: Limits, space: Space | None = None
 ) -> float | None:
-    """Return the tokens/s of the best plan found on some families; None where no plan fits."""
+    """Return the tokens/s of the best plan on some families; None where no plan fits."""
     try:
         result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
     except PlanError:

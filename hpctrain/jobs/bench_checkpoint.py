@@ -1,4 +1,4 @@
-"""`hpctrain bench checkpoint`: what saving and loading a job's state costs, beside plain files of the same bytes."""
+"""`hpctrain bench checkpoint`: the price of saving and loading a job's state, compared with plain files."""
 
 import json
 import tempfile

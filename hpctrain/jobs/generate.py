@@ -11,7 +11,7 @@ MOST_TEMPERATURE = 1e6
 
 @click.command("generate")
 @click.argument("path", type=PATH)
-@click.option("--prompt", default="", help="Text to go on from.")
+@click.option("--prompt", default="", help="Text to continue.")
 @click.option("--tokens", "num_tokens", default=200, show_default=True, type=COUNT)
 @click.option(
     "--temperature",
@@ -29,7 +29,7 @@ MOST_TEMPERATURE = 1e6
     help="Sample among the likeliest ones of so much probability.",
 )
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated.")
-@click.option("--ignore-end", is_flag=True, help="Go on after the end of a document.")
+@click.option("--ignore-end", is_flag=True, help="Continue after the end of a document.")
 @click.option("--no-cache", is_flag=True, help="Compute all anew for each token, for comparison.")
 @click.option("--seed", default=0, show_default=True, type=SEED)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")

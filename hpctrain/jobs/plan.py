@@ -212,7 +212,7 @@ def format_search(summary: dict, top: int, out: Path | None, as_json: bool) -> s
 
 
 def plan_file(summary: dict, result: SearchResult) -> str:
-    """Return the plan as a file, with what the search found out as comments."""
+    """Return the plan as a file, with what the search learned as comments."""
     comments = [f"{summary['layout']}: {summary['step_seconds']:.4g} s a step", *_summary(summary)]
     comments += filter(None, [profile_source(summary["profiled"])])
     comments += [f"warning {warning}" for warning in summary["warnings"]]
@@ -226,7 +226,7 @@ def _summary(summary: dict) -> list[str]:
     return [
         f"bound     no plan takes less than {summary['lower_bound_seconds']:.4g} s: the gap is {summary['gap']:.1%}",
         f"searched  {searched['scored']:,} plans in {searched['groups']:,} groups, {searched['timed']} of them timed,"
-        f" in {summary['wall_seconds']:.2f} s, the first found after {summary['first_plan_seconds']:.2f} s"
+        f" in {summary['wall_seconds']:.2f} s, the first one after {summary['first_plan_seconds']:.2f} s"
         + ("; no other can be better" if summary["is_complete"] else ""),
         "reasons",
         *(f"  {reason}" for reason in summary["reasons"]),

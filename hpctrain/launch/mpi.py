@@ -1,4 +1,4 @@
-"""Which MPI library this environment has, and which interfaces srun has, found out without starting MPI here."""
+"""Which MPI library this environment has, and which interfaces srun has, asked without starting MPI here."""
 
 import subprocess
 import sys

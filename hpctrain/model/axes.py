@@ -10,7 +10,7 @@ from hpctrain.sharding.intervals import Interval
 
 
 class PendingWork(Protocol):
-    """What was started, and may go on while the rank computes."""
+    """What was started, and may continue while the rank computes."""
 
     def wait(self) -> None:
         """Return when it has ended. Raises its error."""

@@ -144,12 +144,17 @@ def head_norm(x: torch.Tensor, weight: Weight, of: Norm) -> torch.Tensor:
     return _RmsNorm.apply(x, weight, None, x.shape[-1], of.epsilon, of.offset, None)
 
 
+def local_ids(ids: torch.Tensor, first_id: int, table: Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of this rank's part of a table, 0 for ids of other ranks, and which ids these are."""
+    local = ids - first_id
+    absent = (local < 0) | (local >= table.data.shape[0])
+    return local.masked_fill(absent, 0), absent
+
+
 class _Embed(Function):
     @staticmethod
     def forward(ctx, anchor, ids, table: Weight, first_id: int, y: Axis):
-        local = ids - first_id
-        absent = (local < 0) | (local >= table.data.shape[0])
-        local = local.masked_fill(absent, 0)
+        local, absent = local_ids(ids, first_id, table)
         ctx.save_for_backward(local, absent)
         ctx.table = table
         out = F.embedding(local, table.data)

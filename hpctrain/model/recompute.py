@@ -70,7 +70,7 @@ def dropping(tensor: torch.Tensor, again: Again | None) -> Iterator[None]:
 
 
 class End(Function):
-    """A number at the end of a graph, from which a backward pass goes on with a given gradient of the output.
+    """A number at the end of a graph, from which a backward pass continues with a given gradient of the output.
 
     To give torch the gradient itself has it import sympy, a third of a second of every rank.
     """

@@ -23,6 +23,7 @@ from hpctrain.model.linear_layers import (
     add_biases,
     add_weight_gradients,
     input_gradients,
+    local_ids,
     products,
     sum_outputs,
 )
@@ -189,9 +190,7 @@ def scattering_linear(
 class _ScatteringEmbed(Function):
     @staticmethod
     def forward(ctx, anchor, ids, table: Weight, first_id: int, y: Axis):
-        local = ids - first_id
-        absent = (local < 0) | (local >= table.data.shape[0])
-        local = local.masked_fill(absent, 0)
+        local, absent = local_ids(ids, first_id, table)
         ctx.save_for_backward(local, absent)
         ctx.table, ctx.y = table, y
         whole = F.embedding(local, table.data).masked_fill_(absent.unsqueeze(-1), 0)

@@ -46,7 +46,7 @@ Passing = Generator[None, None, torch.Tensor]
 
 
 def alternating(passings: list[Passing]) -> list[torch.Tensor]:
-    """Go on with each until it would wait, one after the other, until all are done; return their results."""
+    """Continue with each until it would wait, one after the other, until all are done; return their results."""
     results: dict[int, torch.Tensor] = {}
     while len(results) < len(passings):
         for number, passing in enumerate(passings):

@@ -116,7 +116,7 @@ class UnitStore:
         over_z = axes.z.size > 1 and self._z_is_overlapped
         over_holders = sharded is not None and sharded.is_overlapped
         self.overlapped_scatters = int(over_z) + int(over_holders)
-        """How many operations of a scatter go on while the rank computes."""
+        """How many operations of a scatter continue while the rank computes."""
         self.overlapped_gathers = int(over_z) + int(over_holders and sharded is not None and not sharded.keeps_weights)
         """And of a gather."""
         self._whole = whole

@@ -128,7 +128,7 @@ class Console:
             summary["overrun"] = overrun
             self.say(f"rehearsed: times are the pretended devices'; overrun {overrun:.1%}, {trust(overrun)}")
         if stopped_by:
-            self.say(f"stopped by {stopped_by}; start the same command with --run {path} to go on")
+            self.say(f"stopped by {stopped_by}; start the same command with --run {path} to continue")
         if last:
             self.say(f"loss {last['loss']:.4f} after {last['step']} steps, {self._smooth_speed:,.0f} tokens/s")
         if "validation_loss" in last:

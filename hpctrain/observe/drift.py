@@ -134,7 +134,7 @@ class Expected:
     where: str
     """What is known of the cluster from."""
     knows_parts: bool
-    """Whether ranks know where their time goes: not on devices that compute while their host goes on."""
+    """Whether ranks know where their time goes: not on devices that compute while their host continues."""
 
     def compare(self, measured: Sequence[MeasuredStep], num_steps: int) -> dict:
         """Return what was predicted, what was measured on the ranks in their order, and how far apart they are."""

@@ -52,7 +52,7 @@ class WandbWriter:
     def __init__(self, project: str, job: Job, folder: Path):
         package = _import("wandb", "wandb", f'wandb = "{project}"')
         config = job.model_dump(mode="json", exclude_none=True)
-        # The name is the run folder's: a start that continues goes on in the same run.
+        # The name is the run folder's: a start that continues continues the same run.
         what = {"project": project, "name": folder.name, "id": folder.name, "resume": "allow"}
         self._run = package.init(dir=str(folder), config=config, **what)
 

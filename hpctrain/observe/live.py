@@ -23,7 +23,7 @@ RANKS_SECONDS = 60.0
 
 
 class LiveMetrics:
-    """Takes what rank 0 knows of a run while it goes on. Its methods raise TrainingError where a disk refuses."""
+    """Takes what rank 0 knows of a run while it lasts. Its methods raise TrainingError where a disk refuses."""
 
     def __init__(self, folder: Path, plan: Plan, writers: Sequence[MetricsWriter] = ()):
         """`writers` get every line, besides the run folder."""

@@ -1,4 +1,4 @@
-"""Figures of all ranks for each logged step: collected while ranks go on, written by rank 0.
+"""Figures of all ranks for each logged step: collected while ranks continue, written by rank 0.
 
 A line of metrics.jsonl has the figures that all ranks have in common, and of those that differ the least, the median
 and the most, with the ranks that have them:

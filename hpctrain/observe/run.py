@@ -100,7 +100,7 @@ class writing:  # noqa: N801 - reads as a word where it is used
         if isinstance(error, OSError):
             raise TrainingError(
                 f"{error.filename or self._path}: cannot be written: {describe_os_error(error)};"
-                " free space and start the same command again, it goes on from the latest checkpoint"
+                " free space and start the same command again, it continues from the latest checkpoint"
             ) from None
 
 

@@ -125,7 +125,7 @@ def _positions(bounds: list[int], size: int, needed: list[tuple]) -> dict[int, i
 
 
 class _Canvas:
-    """Characters, of which borders know where they go on: left, right, up, down."""
+    """Characters, of which borders know where they continue: left, right, up, down."""
 
     def __init__(self, width: int, height: int):
         self._cells = [[" "] * width for _ in range(height)]

@@ -98,7 +98,7 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
     number_of = _numbers(model)  # pyright: ignore[reportArgumentType] - frozen, so it has a hash
     cutter = _Cutter(model, plan, rank)
     tiles = plan.tiles_of(rank)
-    # Found once for all units of the same users, and all of the same ranks: plans may have thousands of tiles.
+    # Computed once for all units of the same users, and all of the same ranks: plans may have thousands of tiles.
     zero_of = lru_cache(None)(partial(_zero, plan))
     counterparts: dict[tuple[int, int], tuple[int, ...] | None] = {}
 
@@ -247,7 +247,7 @@ def _counterparts(unit: Unit, users: tuple[Tile, ...], coordinate: tuple[int, in
 
 
 class _Cutter:
-    """Cuts a rank's units where different grids meet. Blocks are equal: what is found for one is used for all."""
+    """Cuts a rank's units where different grids meet. Blocks are equal: what is computed for one is used for all."""
 
     def __init__(self, model: Model, plan: Plan, rank: int):
         self._model, self._tile = model, plan.tile_of(rank)

@@ -73,8 +73,10 @@ Schedule = Sequence[Instruction]
 
 
 def channel_depth(plan: Plan, tile: Tile, other: Tile) -> int:
-    """Return how many messages a channel between two neighbours holds: no tile runs further ahead of the next one than
-    by the microbatches that it has in flight, so that no send of a training step waits."""
+    """Return how many messages a channel between two neighbours holds.
+
+    It is as many as either tile has microbatches in flight, so that no send of a training step waits.
+    """
     return max(in_flight(plan, tile), in_flight(plan, other))
 
 

@@ -14,7 +14,7 @@ def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Ti
 
 
 class _Messages:
-    """The messages of a plan; found once for tiles that meet in the same way."""
+    """The messages of a plan; computed once for tiles that meet in the same way."""
 
     def __init__(self, setup: Setup, plan: Plan, network: ClusterNetwork):
         self._setup, self._plan, self._network = setup, plan, network

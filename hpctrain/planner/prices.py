@@ -58,7 +58,7 @@ class Sharing:
     """How long before the end of a tile's last backward pass its gradients are final; 0 where they are not here."""
     needed_seconds: Mapping[Tile, float] | None = None
     """How long after the beginning of a tile's first forward pass it needs the weights; None: they are gathered at the
-    end of a step, and nothing goes on meanwhile."""
+    end of a step, and nothing runs meanwhile."""
 
 
 @dataclass(frozen=True)

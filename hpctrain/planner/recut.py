@@ -1,8 +1,8 @@
 """Cuts the stages of a layout again, between attention and feed-forward part too, so that the slowest is faster. Pure.
 
 The search scores plans of whole, equal blocks, in closed form. Here each item has its own price, by kind: what a stage
-takes from one item to another is a difference of two sums. The least time of the slowest stage is found by halving: for
-a time, each stage in turn takes as many items as it can. That is exact, since times grow with what is taken.
+takes from one item to another is a difference of two sums. The least time of the slowest stage is searched by halving:
+for a time, each stage in turn takes as many items as it can. That is exact, since times grow with what is taken.
 """
 
 import itertools

@@ -60,7 +60,7 @@ EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found."""
+    """The result of a search."""
 
     plans: tuple[SimulatedPlan, ...]
     """The fastest first."""
@@ -96,9 +96,9 @@ def search(
     limits: Limits | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SearchResult:
-    """Return the best plans found for a step of `global_batch` sequences on the devices of some families, or of all.
+    """Return the best plans for a step of `global_batch` sequences on the devices of some families, or of all.
 
-    The others are unused. Raises PlanError, with the numbers, if none is found that fits in memory, or if a family does
+    The others are unused. Raises PlanError, with the numbers, if none fits in memory, or if a family does
     not compute in the dtype.
     """
     return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock).run()
@@ -206,8 +206,8 @@ class Search:
     def _score_one_each(self) -> list[tuple[float, int, tuple[Pipelines, int], int]]:
         """Return for each group the seconds of a plan that fits, its place, itself, and how many were scored.
 
-        First all pools in a row and all side by side, by each number of microbatches; then all arrangements, those
-        first that leave no pool unused and have numbers of microbatches by which a plan was fast.
+        First all pools as one pipeline and all side by side, by each number of microbatches; then all arrangements,
+        those first that leave no pool unused and have numbers of microbatches by which a plan was fast.
         """
         result: list[tuple[float, int, tuple[Pipelines, int], int]] = []
         known: set[tuple[Pipelines, int]] = set()

@@ -3,7 +3,7 @@
 A *shape* says everything but the cuts:
 
 - some of the pools (see `planner/pools.py`), divided into *pipelines* side by side, each of which is a sequence of
-  pools: the families in a row. Pools in no pipeline are unused;
+  pools: the families as one pipeline. Pools in no pipeline are unused;
 - for each of these pools a tensor grid (x, y, z) with room on a node that cuts the model; how many *stages* it has, 1
   to the number of blocks; and how many *replicas* each of its stages has, of `replica_counts`. Tensor grids take their
   pool's places node by node, those of a stage side by side, stage after stage; what is left is unused;
@@ -38,7 +38,7 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import divisors
 
 Pipelines = tuple[tuple[int, ...], ...]
-"""Numbers of pools: those in a row, for each of the pipelines side by side."""
+"""Numbers of pools: those of one pipeline, for each of the pipelines side by side."""
 ALL_COUNTS_UP_TO = 8
 BEST, BY_SPEED, EVEN = "best", "by speed", "even"
 
@@ -120,7 +120,7 @@ class Shape:
 
 
 def arrangements(num_pools: int) -> Iterator[Pipelines]:
-    """Yield all ways to divide some of the pools into pipelines, whose order is that of their first pools."""
+    """Yield all divisions of some of the pools into pipelines, whose order is that of their first pools."""
 
     def divided(pools: tuple[int, ...]) -> Iterator[Pipelines]:
         if not pools:

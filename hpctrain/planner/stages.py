@@ -1,4 +1,4 @@
-"""What a stage costs, by pool, tensor grid and rows: found once and shared by all plans that a search scores. Pure.
+"""What a stage costs, by pool, tensor grid and rows: computed once and shared by all plans that a search scores. Pure.
 
 Blocks are equal, so a stage of k blocks takes a base (of the embedding or the head) and k times the same, in seconds
 and in bytes. Seconds are those of `planner/predictor.py`, bytes those of `planner/memory.py` for our engine, but for

@@ -36,7 +36,7 @@ class RehearsedAccelerator(CpuAccelerator):
         self._live: dict[int, weakref.ref] = {}
         self._used = self._peak = 0
         self.overcommits = False
-        """Whether it only notes what does not fit, as its peak, and goes on."""
+        """Whether it only notes what does not fit, as its peak, and continues."""
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(self._truth.memory_bytes, self._used, self._peak)

@@ -77,7 +77,7 @@ class Fluid:
         return self._scalars[NEXT_END]
 
     def left(self, slot: int) -> float:
-        """Return when the flow's last byte left its port; infinity as long as `advance` has not found that it did."""
+        """Return when the flow's last byte left its port; infinity as long as `advance` has not seen that it did."""
         return self._left[slot]
 
     def earliest_end(self, slot: int) -> float:

@@ -127,7 +127,7 @@ def test_a_signal_ends_a_run_in_order(hpctrain, folder, whole_run):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
-    assert "stopped by SIGTERM; start the same command with --run runs/stopped to go on" in out
+    assert "stopped by SIGTERM; start the same command with --run runs/stopped to continue" in out
     summary = last_line(hpctrain("inspect", "runs/stopped", "--json", cwd=folder))
     assert summary["step"] == len(read_metrics(folder / "runs/stopped"))
 

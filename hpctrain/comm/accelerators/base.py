@@ -140,8 +140,8 @@ class Accelerator(ABC):
         """Return the place after all that this thread has queued, on the stream that it uses now."""
 
     def wait_for(self, event: Event) -> None:  # noqa: B027
-        """Let what this thread queues from now on, on the stream that it uses, start after an event. The host goes on.
-        Devices that do everything at once have nothing to wait for."""
+        """Let what this thread queues from now on, on the stream that it uses, start after an event. The host
+        continues. Devices that do everything at once have nothing to wait for."""
 
     def view_for_mpi(self, data: torch.Tensor) -> object | None:
         """Return bytes in memory of the device as an array that MPI is given, or None: then it is given the address."""

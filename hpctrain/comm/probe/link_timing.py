@@ -146,7 +146,7 @@ class _Meter:
             yield size
 
     def seconds_of(self, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
-        """Return the seconds of the slowest pair in the best round: what else goes on only adds. All ranks must call.
+        """Return the seconds of the slowest pair in the best round: what else runs only adds. All ranks must call.
 
         Only rank 0's result is that of all pairs.
         """

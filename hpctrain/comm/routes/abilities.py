@@ -1,4 +1,4 @@
-"""Which route tensors of two families take, and why: what each family's devices can do is found out once at start."""
+"""Which route tensors of two families take, and why: what each family's devices can do is probed once at start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ def all_of(abilities: Sequence[Ability]) -> Ability:
 
 
 def combine(topology: Topology, result: Sequence[tuple[Ability, Ability | None]]) -> dict[str, FamilyAbilities]:
-    """Return by family what its ranks found: `native` each, `direct` one of each host (None for others). Pure."""
+    """Return by family what its ranks report: `native` each, `direct` one of each host (None for others). Pure."""
     families = {}
     places = topology.places
     for name in topology.families:

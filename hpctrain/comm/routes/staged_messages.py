@@ -57,7 +57,7 @@ class PlainMessage:
 
 
 class _Staged:
-    """What both ways through host buffers share."""
+    """What both directions through host buffers share."""
 
     def __init__(self, post: Post, parts: Sequence[torch.Tensor], queued: Event, accelerator: Accelerator):
         self._post, self._parts, self._queued = post, parts, queued

@@ -6,7 +6,7 @@ of the launcher's, and every rank of the host keeps a socket to it open. The ker
 launcher can know of the death, and so before others are killed because of it: the first that is closed without a
 goodbye is the rank that died first. A goodbye is said by a rank that ends in order or has printed an error of its own.
 
-The launcher goes on to the other hosts only when all that write to its standard error have closed it, this process
+The launcher turns to the other hosts only when all that write to its standard error have closed it, this process
 among them. So the note that it leaves with the flight records before it ends is there before the guardians of other
 hosts see their ranks die, and orders them to be silent.
 

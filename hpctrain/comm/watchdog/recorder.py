@@ -55,7 +55,7 @@ class Recorder:
         self._doubles, self._words = memoryview(memory).cast("d"), memoryview(memory).cast("Q")
 
     def move_to(self, folder: Path) -> None:
-        """Go on in a file of `folder`, with what was recorded so far. Raises CommError if it cannot be written.
+        """Continue in a file of `folder`, with what was recorded so far. Raises CommError if it cannot be written.
 
         What other threads record at this moment may be lost. The folder must be made by nobody in particular; rank 0
         removes what an earlier attempt left there.

@@ -182,7 +182,7 @@ def timeline(run: RunRecord) -> tuple[Markup | str, Markup | str]:
 
 
 def parts(run: RunRecord) -> tuple[Markup | str, str]:
-    """Say which part of a step takes the most beside computing."""
+    """Say which part of a step takes the most after computing."""
     stacks = [(group, stack) for group in groups_of(run) for stack in step_stacks(run, group)]
     stacks = [each for each in stacks if each[1].name == "measured"] or stacks
     note = (
