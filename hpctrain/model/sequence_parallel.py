@@ -17,13 +17,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axis, PendingWork
-from hpctrain.model.functions import add_rows
+from hpctrain.model.functions import add_rows, local_ids
 from hpctrain.model.linear_layers import (
     add_bias_gradients,
     add_biases,
     add_weight_gradients,
     input_gradients,
-    local_ids,
     products,
     sum_outputs,
 )

@@ -81,8 +81,8 @@ def pass_cost(
 ) -> PassCost:
     """Return what a pass over one layer takes on a tile whose ranks have such `devices`, the slowest of which counts.
 
-    `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that. Of what is overlapped
-    (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer
+    `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that. Of what is
+    overlapped (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer
     than it, of those overlapped with the other half of the rows what outlasts that half, of z what outlasts all else,
     as the next layer's weights come while this one computes; and by how much computing is slower meanwhile.
     """
