@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from hpctrain.comm import pmi
 from hpctrain.comm.accelerators.detect import detect_device, use_device_early
 from hpctrain.comm.clocks import offset_to_first
 from hpctrain.comm.launcher import promised_size, record_exit
@@ -92,7 +93,7 @@ class World:
         if ours:
             remove_dead_segments()
             use_device_early(device)
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            pmi.init_thread(MPI)
         promised, variable = promised_size()
         if MPI.COMM_WORLD.size == 1 and promised > 1:
             raise LaunchError(

@@ -82,8 +82,6 @@ class SlurmSite:
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{BIN}:{os.environ['PATH']}",
-            # Addresses of many network devices, such as those of other tests' hosts, are too long for PMI-2.
-            "UCX_NET_DEVICES": "lo",
         }
 
     def start(self) -> None:

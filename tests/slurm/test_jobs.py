@@ -1,6 +1,7 @@
 """Batch jobs from their script to their end, as a real Slurm runs them."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,28 @@ def test_ranks_that_srun_starts_alone_say_so_once(work: Work):
     assert state["ExitCode"] == "12:0", state
     assert out.count("LaunchError") == 1, out
     assert "promises 4 ranks" in out and "srun --mpi=pmi2" in out
+
+
+FULL_HEAP = """
+import os, random
+from mpi4py import rc
+rc.initialize = False
+from mpi4py import MPI
+from hpctrain.comm import pmi
+used = [os.urandom(random.randrange(16, 9000)) for _ in range(20_000)]
+random.shuffle(used)
+used = used[::2]
+pmi.init_thread(MPI)
+print(MPI.COMM_WORLD.allreduce(1))
+MPI.Finalize()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_ranks_find_each_other_however_long_their_addresses_are(work: Work):
+    """MPICH hands over more of its heap than the address: without zeros in it the lines are longer than Slurm reads."""
+    command = ("srun", "--mpi=pmi2", "--partition=every", "--nodes=4", "--ntasks=8", "--time=1", sys.executable)
+    assert work.site.call(*command, "-c", FULL_HEAP).split() == ["8"] * 8
 
 
 @pytest.mark.timeout(300)
