@@ -4,11 +4,13 @@ import errno
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +26,8 @@ CALLS = ("open", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace", "
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 WRITER = "checkpoint"
 """The thread that writes."""
+QUOTA = ("btrfs", "quota")
+BTRFS_BYTES = 300_000_000
 
 
 def disks(folder: Path) -> dict:
@@ -136,7 +140,7 @@ def _refusing(position: int, number: int) -> Iterator[list]:
 
 
 def training_on(folder: Path, ranks: int = 2, steps: int = 40) -> dict:
-    """Train on a disk that becomes full or read-only, with both choices of checkpoint.on_error; then on a mended one.
+    """Train on a spoilt disk, with both choices of checkpoint.on_error; then on the mended one.
 
     Each result says how many steps were trained, what was said, and whether the mended run is bit-equal to another.
     """
@@ -144,21 +148,19 @@ def training_on(folder: Path, ranks: int = 2, steps: int = 40) -> dict:
     reference = folder / "reference"
     assert start(folder, reference, ranks).wait() == 0, "the reference run fails"
     result = {}
-    for name, spoil in (("full", _fill), ("read-only", _forbid), ("read-only in mid-run", None)):
+    for name, kind in kinds().items():
         for choice in ("stop", "continue"):
-            mount = folder / f"{name}-{choice}"
-            run = mount / "run"
-            (run / CHECKPOINTS).mkdir(parents=True)
-            with _disk(run / CHECKPOINTS):
+            run = folder / f"{name}-{choice}" / "run"
+            with kind.disk(run / CHECKPOINTS):
                 assert start(folder, run, ranks, "--stop-after", "2").wait() == 0
                 complete_before = latest_checkpoint(run)
-                if spoil:
-                    spoil(run / CHECKPOINTS)
+                if not kind.in_mid_run:
+                    kind.spoil(run / CHECKPOINTS)
                 process = start(folder, run, ranks, "--set", f"checkpoint.on_error={choice}", err=subprocess.PIPE)
-                if not spoil:
+                if kind.in_mid_run:
                     while latest_checkpoint(run) == complete_before:
                         time.sleep(0.01)
-                    _forbid(run / CHECKPOINTS)
+                    kind.spoil(run / CHECKPOINTS)
                 err = process.communicate()[1]
                 latest = latest_checkpoint(run)
                 assert latest is not None
@@ -170,11 +172,65 @@ def training_on(folder: Path, ranks: int = 2, steps: int = 40) -> dict:
                     "said": [line for line in err.splitlines() if "cannot be" in line][:1],
                     "traceback": "Traceback" in err,
                 }
-                subprocess.run(["mount", "-o", "remount,rw,size=64m", run / CHECKPOINTS], check=True)
+                kind.mend(run / CHECKPOINTS)
                 assert start(folder, run, ranks).wait() == 0, "the mended run fails"
                 about["bit_equal_after_mending"] = compare(folder, reference, run) == ""
                 result[f"{name}, {choice}"] = about
     return result
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A disk of checkpoints, and what becomes of it."""
+
+    disk: Callable[[Path], AbstractContextManager[None]]
+    spoil: Callable[[Path], None]
+    mend: Callable[[Path], None]
+    in_mid_run: bool = False
+
+
+def kinds() -> dict[str, Kind]:
+    """Return the kinds of disks to train on; a real quota needs btrfs-progs and loop devices."""
+    result = {
+        "full": Kind(_disk, _fill, _mend),
+        "read-only": Kind(_disk, _forbid, _mend),
+        "read-only in mid-run": Kind(_disk, _forbid, _mend, in_mid_run=True),
+    }
+    if shutil.which("mkfs.btrfs"):
+        result["quota"] = Kind(_disk_with_quotas, _limit, _unlimit)
+    else:
+        print("no quota is tried: apt-get install btrfs-progs", file=sys.stderr)
+    return result
+
+
+@contextmanager
+def _disk_with_quotas(mount: Path) -> Iterator[None]:
+    mount.mkdir(parents=True, exist_ok=True)
+    image = mount.with_suffix(".image")
+    with image.open("wb") as file:
+        file.truncate(BTRFS_BYTES)
+    for command in (["mkfs.btrfs", "-q", image], ["mount", "-o", "loop", image, mount], [*QUOTA, "enable", mount]):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", mount], check=True)
+        image.unlink()
+
+
+def _limit(mount: Path) -> None:
+    subprocess.run(["sync", "-f", mount], check=True)
+    shown = subprocess.run(["btrfs", "qgroup", "show", "--raw", mount], check=True, capture_output=True, text=True)
+    used = next(int(line.split()[1]) for line in shown.stdout.splitlines() if line.startswith("0/5"))
+    subprocess.run(["btrfs", "qgroup", "limit", str(used + 10 * PAGE), mount], check=True)
+
+
+def _unlimit(mount: Path) -> None:
+    subprocess.run(["btrfs", "qgroup", "limit", "none", mount], check=True)
+
+
+def _mend(mount: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,rw,size=64m", mount], check=True)
 
 
 def _fill(mount: Path) -> None:

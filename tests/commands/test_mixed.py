@@ -79,7 +79,7 @@ def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, 
     assert alone["fast"] / alone["slow"] == pytest.approx(3, rel=0.1), "products are most of the work"
     assert summary["loss_difference"] < 1e-5
     assert summary["possible_speedup_over_even"] == pytest.approx(2, rel=0.1)
-    assert 0.85 < summary["fraction_of_sum"] < 1.05 and summary["speedup_over_even"] > 1.6
+    assert 0.85 < summary["fraction_of_sum"] < 1.05 and summary["speedup_over_even"] > 1.5
     assert set(summary["mixed"]) == {"even", "by speed", "searched"} and summary["cause"] in summary["losses"]
     missing = 1 - summary["fraction_of_sum"]
     best = max(summary["mixed"].values(), key=lambda about: about["tokens_per_second"])

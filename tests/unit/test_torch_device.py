@@ -211,8 +211,10 @@ def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
         while time.monotonic() < start + 20:
             connection.check()
             time.sleep(0.01)
-    assert time.monotonic() - start < 5 and communicator.aborted == 1
+    assert time.monotonic() - start < 5
     connection.abort()
+    while not communicator.aborted and time.monotonic() < start + 20:  # by the thread that noticed it
+        time.sleep(0.01)
     connection.destroy()
     assert (communicator.aborted, communicator.destroyed) == (1, 0), "it is left once, and never destroyed"
 
