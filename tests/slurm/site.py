@@ -82,6 +82,8 @@ class SlurmSite:
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{BIN}:{os.environ['PATH']}",
+            # All nodes are this host.
+            "UCX_NET_DEVICES": "lo",
         }
 
     def start(self) -> None:
