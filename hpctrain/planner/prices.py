@@ -21,7 +21,7 @@ class PassCost:
     """Collectives over the holders of its weights, in ZeRO 2 and 3."""
 
     gathered: float = 0.0
-    """Of the weights that come over z during computation, all of it."""
+    """Of the weights that come over z and over holders during computation, all of it."""
     scattered: float = 0.0
     """Of their gradients."""
 
@@ -75,9 +75,11 @@ class TileCost:
     overlap_slowdown: float = 1.0
     """How many times as long its ranks compute while they communicate."""
     before_seconds: float = 0.0
-    """Before a step's first forward pass, of what comes over z, while nothing computes."""
+    """Before a step's first forward pass, of weights that come while nothing computes."""
     after_seconds: float = 0.0
     """After its last backward pass."""
+    alone_on: str = "tensor"
+    """The axis of these two."""
 
     @property
     def seconds(self) -> float:

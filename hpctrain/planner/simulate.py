@@ -116,7 +116,7 @@ class Simulation(ScheduleRun):
         cost = clock.costs[step.virtual_stage]
         one: PassCost = getattr(cost, PASSES[step.op])[step.substep]
         if step is clock.opening:
-            clock.spend("tensor", max(0.0, cost.before_seconds - clock.now))
+            clock.spend(cost.alone_on, max(0.0, cost.before_seconds - clock.now))
         if step.virtual_stage in clock.gathers:
             self._await_weights(clock, cost.overlap_slowdown, clock.gathers.pop(step.virtual_stage))
         clock.spend("compute", one.compute)
@@ -124,7 +124,7 @@ class Simulation(ScheduleRun):
             clock.spend("tensor", one.tensor)
             clock.spend("data", one.data)
         if step is clock.closing:
-            clock.spend("tensor", cost.after_seconds)
+            clock.spend(cost.alone_on, cost.after_seconds)
         clock.done[step.virtual_stage] = clock.now
 
     def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:

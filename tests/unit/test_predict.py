@@ -340,7 +340,10 @@ def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
     assert "fits" in shown
 
 
-@pytest.mark.parametrize(("switch", "plan"), [("tensor", LAYOUTS[1]), ("z", LAYOUTS[3]), ("data", LAYOUTS[0])])
+@pytest.mark.parametrize(
+    ("switch", "plan"),
+    [("tensor", LAYOUTS[1]), ("z", LAYOUTS[3]), ("data", LAYOUTS[0]), ("data", LAYOUTS[4]), ("data", LAYOUTS[8])],
+)
 def test_the_command_hides_what_the_job_says_and_what_a_run_there_would(tmp_path, switch, plan):
     def summary(*settings: str, truth: Truth | None = None) -> dict:
         exposed = [f"overlap.{each}=false" for each in {"tensor", "forward", "z", "data"} - {switch}]
