@@ -240,10 +240,12 @@ class Predictor:
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
-        blocking = self.setup.stack.blocking_sends
-        return Costs(
-            tiles, arrivals(self.setup, self.plan, self.network), self._sharings(), self._agree_seconds(), blocking
-        )
+        blocking, messages = self.setup.stack.blocking_sends, arrivals(self.setup, self.plan, self.network)
+        leaving = frozenset(ends for ends in messages if self._nodes(ends[0]) != self._nodes(ends[1]))
+        return Costs(tiles, messages, self._sharings(), self._agree_seconds(), blocking, leaving)
+
+    def _nodes(self, tile: Tile) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.cluster.devices[rank].node for rank in tile.ranks))
 
     def _place(self, tile: Tile) -> tuple:
         """Return what makes tiles alike: their families, on which tables of nodes, and how their ranks are spread."""

@@ -101,6 +101,8 @@ class Costs:
     """Until all ranks agree on the loss and the norm."""
     blocking_sends: bool = False
     """Whether a tile computes nothing while it sends."""
+    leaving: frozenset[tuple[Tile, Tile]] = frozenset()
+    """The messages that leave a node: what a rank sends forward and backward shares its NIC."""
 
     def of(self, tiles: Mapping[Tile, Tile]) -> "Costs":
         """Return the same for other tiles in the place of these."""
@@ -112,6 +114,7 @@ class Costs:
             self,
             tiles={tiles[tile]: cost for tile, cost in self.tiles.items()},
             messages={(tiles[a], tiles[b]): seconds for (a, b), seconds in self.messages.items()},
+            leaving=frozenset((tiles[a], tiles[b]) for a, b in self.leaving),
             sharings=tuple(
                 replace(
                     each,
