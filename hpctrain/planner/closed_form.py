@@ -41,7 +41,9 @@ def done_after(
         if m > warmup + 1:
             first = max((warmup + 1) * forward, forward + behind[s])
             last = max(warmup * backward, behind[s])
-            each = max(forward + backward, *delay[max(0, s - 1) : s + 1], 0.0)
+            near = slice(max(0, s - 1), s + 1)
+            # What it sends forward and backward shares a NIC.
+            each = max(forward + backward, *delay[near], sum(messages[near]))
             own = first + (m - 1 - warmup) * each + last + backward
         else:
             own = max(max(m * forward, forward + behind[s]) + m * backward, m * forward + behind[s] + backward)

@@ -85,7 +85,7 @@ def test_a_copy_is_run_once(monkeypatch):
 
 
 def test_what_a_stage_sends_forward_and_backward_shares_its_nic():
-    """Stages on a node each, whose messages take longer than they compute: the one in the middle sends twice as many."""
+    """Stages on a node each, whose messages take longer than they compute: the one in the middle sends most."""
     plan = Plan(tuple(Tile(Interval(3 * i, 3 * i + 3), Interval(0, 1), (i,)) for i in range(3)), 20, 1)
     cost = dict.fromkeys(plan.tiles, TileCost((PassCost(0.1),), (PassCost(0.2),)))
     pairs = [pair for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))]
