@@ -28,6 +28,8 @@ LAYOUTS = (
     ("y 2 x pipeline 2, sequence parallel", ("plan.tensor.y=2", "plan.sequence_parallel=true", "plan.pipeline=2")),
     ("z 2 x pipeline 2", ("plan.tensor.z=2", "plan.pipeline=2")),
     ("pipeline 4, recomputing", ("plan.pipeline=4", "plan.recompute=full")),
+    ("data 4, ZeRO 3", ("plan.data=4", "plan.zero=3")),
+    ("data 4, ZeRO 2", ("plan.data=4", "plan.zero=2")),
 )
 PLAIN = PretendDevice(memory_bytes=300_000_000, memory_bytes_per_second=4e9, flops_per_second={"fp32": 4e9})
 SLOW = PLAIN.model_copy(update={"memory_bytes_per_second": 2e9, "flops_per_second": {"fp32": 2e9}})

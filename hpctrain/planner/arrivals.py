@@ -1,6 +1,7 @@
 """What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan.tiling import Plan, Tile
@@ -51,7 +52,36 @@ class _Messages:
                 result |= {
                     (source, tile): each for source, each in zip(sources, known[key], strict=True) if each is not None
                 }
+        return self._with_shared_sending(result)
+
+    def _with_shared_sending(self, alone: dict[tuple[Tile, Tile], float]) -> dict[tuple[Tile, Tile], float]:
+        """Return the messages where what a rank sends to several tiles shares its NIC: all come when the last comes."""
+        result, known = dict(alone), {}
+        for tile in self._plan.tiles:
+            for forward in (True, False):
+                targets = self._plan.downstream(tile) if forward else self._plan.upstream(tile)
+                if len(targets) < 2:
+                    continue
+                key = forward, self._meeting((tile, *targets), tile.items.stop if forward else tile.items.start)
+                if key not in known:
+                    known[key] = self._sending(targets, forward, tile)
+                for target in targets:
+                    if (tile, target) in result and self._cross(tile, target):
+                        result[tile, target] = max(result[tile, target], known[key])
         return result
+
+    def _sending(self, targets: Sequence[Tile], forward: bool, source: Tile) -> float:
+        """Return how long the busiest rank of a tile sends to other nodes, were it alone."""
+        sent = Counter[int]()
+        for target in targets:
+            for rank in target.ranks:
+                for sender, num_bytes in self._transfers(target, rank, forward):
+                    if sender in source.ranks and self._nodes[sender] != self._nodes[rank]:
+                        sent[sender] += self._network.seconds(sender, rank, num_bytes, 1)
+        return max(sent.values(), default=0.0)
+
+    def _cross(self, one: Tile, other: Tile) -> bool:
+        return {self._nodes[rank] for rank in one.ranks} != {self._nodes[rank] for rank in other.ranks}
 
     def _meeting(self, tiles: Sequence[Tile], item: int) -> tuple:
         """Return what messages between tiles depend on: their grids and rows, how their ranks are spread, and which
@@ -82,24 +112,23 @@ class _Messages:
 
     def _arriving(self, tile: Tile, sources: Sequence[Tile], rank: int, forward: bool) -> dict[Tile, float]:
         """Return by source what it takes until a rank has what it is sent of a microbatch."""
-        row = RowShape(self._setup.positions, self._setup.model.hidden_size)
         source_of = {sender: source for source in sources for sender in source.ranks}
         arriving: dict[Tile, float] = {}
-        stack = self._setup.stack
-        # What software of its own cuts over y is sent so, and not gathered; of our engine the grids say it.
-        parts = tile.tensor.y if stack.sequence_parallel else 1
-        how = forward, self._network.is_near if stack.gathers_parts and parts == 1 else everywhere
-        for transfer in receives(self._plan, tile, rank, row, *how):
-            source = source_of[transfer.sender]
-            if transfer.sender == rank:  # a tile of its own
+        shared: dict[Tile, float] = {}  # what comes from other nodes comes by one NIC
+        for sender, num_bytes in self._transfers(tile, rank, forward):
+            source = source_of[sender]
+            if sender == rank:  # a tile of its own
                 arriving[source] = 0.0
                 continue
-            num_bytes = transfer.num_elements * self._setup.item_bytes / parts
             item = tile.items.start if forward else tile.items.stop
-            flows = self._flows(transfer.sender, rank, item, forward)
-            seconds = self._network.seconds(transfer.sender, rank, num_bytes, flows)
-            arriving[source] = arriving.get(source, 0.0) + seconds
-        if gathers(self._plan, tile, *how):
+            flows = self._flows(sender, rank, item, forward)
+            arriving[source] = arriving.get(source, 0.0) + self._network.seconds(sender, rank, num_bytes, flows)
+            if self._nodes[sender] != self._nodes[rank]:
+                shared[source] = shared.get(source, 0.0) + self._network.seconds(sender, rank, num_bytes, 1)
+        together = sum(shared.values())
+        arriving |= {source: max(arriving[source], together) for source in shared}
+        if gathers(self._plan, tile, forward, self._near(tile)):
+            row = RowShape(self._setup.positions, self._setup.model.hidden_size)
             _, _, z = tile.coordinate(rank)
             num_elements = tile.rows_at(z).size * row.positions * (row.hidden_size // tile.tensor.x)
             num_bytes = num_elements * self._setup.item_bytes
@@ -107,3 +136,16 @@ class _Messages:
             gather = self._network.group_seconds("all_gather", num_bytes, tile.axis_ranks("y", rank), overlapped)
             arriving = {source: seconds + gather for source, seconds in arriving.items()}  # as if it came so much later
         return arriving
+
+    def _transfers(self, tile: Tile, rank: int, forward: bool) -> Iterator[tuple[int, float]]:
+        """Yield who sends a rank of a tile how many bytes of a microbatch."""
+        row = RowShape(self._setup.positions, self._setup.model.hidden_size)
+        for transfer in receives(self._plan, tile, rank, row, forward, self._near(tile)):
+            yield transfer.sender, transfer.num_elements * self._setup.item_bytes / self._parts(tile)
+
+    def _parts(self, tile: Tile) -> int:
+        # What software of its own cuts over y is sent so, and not gathered; of our engine the grids say it.
+        return tile.tensor.y if self._setup.stack.sequence_parallel else 1
+
+    def _near(self, tile: Tile) -> Callable[[int, int], bool]:
+        return self._network.is_near if self._setup.stack.gathers_parts and self._parts(tile) == 1 else everywhere

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.space import Space
-from hpctrain.planner.stages import StageCosts
+from hpctrain.planner.stages import ALONE, Holders, StageCosts
 from hpctrain.sharding.items import BLOCK
 from hpctrain.sharding.parameters import count_parameters
 
@@ -50,7 +50,7 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
     counts = _row_counts(global_batch, pool.device.profiled.profile.times[-1].rows if pool.device.profiled else 0)
     for grid in costs.grids[number]:
         if grid.size <= (space.largest_grid or grid.size):
-            of_zero = zero if grid.z > 1 else 1  # of others it changes nothing
+            of_zero = Holders(zero) if grid.z > 1 else ALONE  # of others it changes nothing
             block, head = (
                 min(costs.seconds(number, grid, layer, rows, "none", of_zero).both / rows for rows in counts)
                 for layer in (BLOCK, costs.head)

@@ -45,7 +45,8 @@ def done_after(
             own = first + (m - 1 - warmup) * each + last + backward
         else:
             own = max(max(m * forward, forward + behind[s]) + m * backward, m * forward + behind[s] + backward)
-        done.append(before + own)
+        by_nic = m * sum(messages[max(0, s - 1) : s + 1])  # what it sends forward and backward shares one
+        done.append(before + max(own, forward + by_nic))
         before += forward + (messages[s] if s < count - 1 else 0.0)
     return _sent_back(done, passes, messages, passes)
 

@@ -113,17 +113,19 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
 
 def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, pair: int, splits: bool) -> float:
     """Return the room for whole weights and gradients where a rank stores shards: those of its `largest` layer, or of a
-    `pair` of neighbours where those over z are overlapped, since one is gathered ahead and scattered behind.
+    `pair` of neighbours where they are overlapped, since one is gathered ahead and scattered behind.
 
     The shard of what is scattered comes on top; it is of both where a weight pass has gone before (`splits`).
     """
     if z == 1 and zero < 2:
         return 0.0
-    whole = pair if z > 1 and "z" in setup.overlaps else largest
+    over_z, over_holders = z > 1 and "z" in setup.overlaps, bool(setup.bucket_bytes)
+    whole = pair if over_z or (zero >= 2 and over_holders) else largest
+    of_weights = pair if over_z or (zero == 3 and over_holders) else largest
     weights = setup.gathered_bytes if z > 1 or zero == 3 else 0
     shares = (1 / z if z > 1 else 0) + (1 / (z * holders) if zero >= 2 and holders else 0)
     coming = whole if splits else largest
-    return whole * (weights + setup.gradient_bytes) + coming * shares * setup.gradient_bytes
+    return of_weights * weights + whole * setup.gradient_bytes + coming * shares * setup.gradient_bytes
 
 
 def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:

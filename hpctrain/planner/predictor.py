@@ -82,32 +82,37 @@ def pass_cost(
     """Return what a pass over one layer takes on a tile whose ranks have such `devices`, the slowest of which counts.
 
     `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that. Of what is
-    overlapped (`setup.overlaps`) that counts which a rank waits for: of the sums behind a product what is longer
-    than it, of those overlapped with the other half of the rows what outlasts that half, of z what outlasts all else,
-    as the next layer's weights come while this one computes; and by how much computing is slower meanwhile.
+    overlapped (`setup.overlaps`, and over holders with `setup.bucket_bytes`) that counts which a rank waits for: of the
+    sums behind a product what is longer than it, of those overlapped with the other half of the rows what outlasts
+    that half, of weights and gradients over z and over holders what outlasts all else, as the next layer's weights
+    come while this one computes; and by how much computing is slower meanwhile.
     """
-    over_z = {"all_gather": 0.0, "reduce_scatter": 0.0}
+    moved = {"z": 0.0, "data": 0.0}
+    coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
+    overlapped = {axis for axis, is_on in (("z", "z" in setup.overlaps), ("data", setup.bucket_bytes)) if is_on}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
     compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
-    tensor = data = 0.0
+    waited = {"tensor": 0.0, "data": 0.0}
     axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
     for exchange in work.exchanges:
-        what = exchange.operation, exchange.num_bytes
-        if exchange.axis == "data":
-            data += network.group_seconds(*what, data_ranks, sharers)
+        what, part = (exchange.operation, exchange.num_bytes), "data" if exchange.axis == "data" else "tensor"
+        ranks, crowd = (data_ranks, sharers) if part == "data" else (axes[exchange.axis], network.crowd(tile.ranks))
+        seconds = network.group_seconds(*what, ranks, crowd)
+        if exchange.axis in overlapped:
+            moved[exchange.axis] += seconds
+            coming[exchange.operation] += seconds
             continue
-        seconds = network.group_seconds(*what, axes[exchange.axis], network.crowd(tile.ranks))
-        if exchange.axis == "z" and "z" in setup.overlaps:
-            over_z[exchange.operation] += seconds
-            continue
-        if (meanwhile := _overlapped_work(exchange, work, setup)) is not None:
+        if part == "tensor" and (meanwhile := _overlapped_work(exchange, work, setup)) is not None:
             hidden = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
             longer = slowed_by(hidden, seconds, times)
             slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
-        tensor += seconds
-    of_z = sum(over_z.values())
-    slowed = min(slowed + slowed_by(min(of_z, compute), of_z, times), compute * (times - 1))
-    return PassCost(compute + slowed, tensor + max(0.0, of_z - compute - slowed - tensor), data, *over_z.values())
+        waited[part] += seconds
+    moving = sum(moved.values())
+    slowed = min(slowed + slowed_by(min(moving, compute), moving, times), compute * (times - 1))
+    # One after the other, as they share the links.
+    late = max(0.0, moving - compute - slowed - sum(waited.values()))
+    of_data = min(late, moved["data"])
+    return PassCost(compute + slowed, waited["tensor"] + late - of_data, waited["data"] + of_data, *coming.values())
 
 
 def _overlapped_work(exchange: Exchange, work: PassWork, setup: Setup) -> PassWork | None:
@@ -235,10 +240,12 @@ class Predictor:
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
-        blocking = self.setup.stack.blocking_sends
-        return Costs(
-            tiles, arrivals(self.setup, self.plan, self.network), self._sharings(), self._agree_seconds(), blocking
-        )
+        blocking, messages = self.setup.stack.blocking_sends, arrivals(self.setup, self.plan, self.network)
+        leaving = frozenset(ends for ends in messages if self._nodes(ends[0]) != self._nodes(ends[1]))
+        return Costs(tiles, messages, self._sharings(), self._agree_seconds(), blocking, leaving)
+
+    def _nodes(self, tile: Tile) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.cluster.devices[rank].node for rank in tile.ranks))
 
     def _place(self, tile: Tile) -> tuple:
         """Return what makes tiles alike: their families, on which tables of nodes, and how their ranks are spread."""
@@ -265,20 +272,21 @@ class Predictor:
             for name, made in passes.items():
                 made.append(sum((of_layer[name] for of_layer in each), PassCost(0.0)))
         times = max(self._devices[family].overlap_slowdown for family in self._families[tile])
-        before, after = self._alone_over_z(tile, row_chunks[0])
+        before, after = self._alone(tile, row_chunks[0])
         return TileCost(
             update_seconds=self._update_seconds(tile),
             overlap_slowdown=times,
+            alone_on="data" if tile.tensor.z == 1 else "tensor",
             before_seconds=before,
             after_seconds=after,
             **{name: tuple(made) for name, made in passes.items()},
         )
 
-    def _alone_over_z(self, tile: Tile, rows: int) -> tuple[float, float]:
-        """Return what comes over z before the first block can compute, and goes after the last has; what an embedding
-        computes meanwhile hides its own."""
+    def _alone(self, tile: Tile, rows: int) -> tuple[float, float]:
+        """Return what comes over z and holders before the first block can compute, and goes after the last has; what an
+        embedding computes meanwhile hides its own."""
         blocks = [layer for layer in layers(tile.items) if self.setup.is_block(layer)]
-        if tile.tensor.z == 1 or not blocks:
+        if not blocks:
             return 0.0, 0.0
         passes = self.layer_passes(tile, blocks[0], rows)
         return passes["forward"].gathered, passes["backward"].scattered

@@ -21,7 +21,7 @@ class PassCost:
     """Collectives over the holders of its weights, in ZeRO 2 and 3."""
 
     gathered: float = 0.0
-    """Of the weights that come over z during computation, all of it."""
+    """Of the weights that come over z and over holders during computation, all of it."""
     scattered: float = 0.0
     """Of their gradients."""
 
@@ -75,9 +75,11 @@ class TileCost:
     overlap_slowdown: float = 1.0
     """How many times as long its ranks compute while they communicate."""
     before_seconds: float = 0.0
-    """Before a step's first forward pass, of what comes over z, while nothing computes."""
+    """Before a step's first forward pass, of weights that come while nothing computes."""
     after_seconds: float = 0.0
     """After its last backward pass."""
+    alone_on: str = "tensor"
+    """The axis of these two."""
 
     @property
     def seconds(self) -> float:
@@ -99,6 +101,8 @@ class Costs:
     """Until all ranks agree on the loss and the norm."""
     blocking_sends: bool = False
     """Whether a tile computes nothing while it sends."""
+    leaving: frozenset[tuple[Tile, Tile]] = frozenset()
+    """The messages that leave a node: what a rank sends forward and backward shares its NIC."""
 
     def of(self, tiles: Mapping[Tile, Tile]) -> "Costs":
         """Return the same for other tiles in the place of these."""
@@ -110,6 +114,7 @@ class Costs:
             self,
             tiles={tiles[tile]: cost for tile, cost in self.tiles.items()},
             messages={(tiles[a], tiles[b]): seconds for (a, b), seconds in self.messages.items()},
+            leaving=frozenset((tiles[a], tiles[b]) for a, b in self.leaving),
             sharings=tuple(
                 replace(
                     each,

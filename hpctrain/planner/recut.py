@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hpctrain.planner.cut import Placed, SearchLayout, whole_cuts
-from hpctrain.planner.score import rank_rows
+from hpctrain.planner.score import exchanging_holders, rank_rows
 from hpctrain.planner.stages import StageCosts
 from hpctrain.sharding.intervals import Interval
 
@@ -75,12 +75,11 @@ def _with_seconds(placed: Placed, seconds: float) -> Placed:
 
 
 def _sums(costs: StageCosts, placed: Placed, rows: int, zero: int) -> list[float]:
-    pool, (grid, _, replicas), variant = placed.pool, placed.choice, placed.variant
-    chunks, each, of_kind = variant.row_chunks, rank_rows(placed.choice, rows), {}
+    pool, grid, variant = placed.pool, placed.choice.grid, placed.variant
+    each, holders, of_kind = rank_rows(placed.choice, rows), exchanging_holders(pool, placed.choice, zero), {}
     for item in set(costs.setup.first_equal):
-        layer = Interval(item, item + 1)
-        computing = costs.piecewise(pool, grid, layer, each, variant.recompute, chunks)
-        of_kind[item] = computing.both + chunks * costs.exchange(pool, grid, replicas, layer, zero).both
+        what = pool, grid, Interval(item, item + 1), each, variant.recompute, variant.row_chunks
+        of_kind[item] = costs.piecewise(*what, holders).both
     return list(itertools.accumulate((of_kind[kind] for kind in costs.setup.first_equal), initial=0.0))
 
 

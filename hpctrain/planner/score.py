@@ -16,7 +16,7 @@ from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, StageVarian
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.predictor import MOST_BUCKETS
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Shape, Space, StageChoice
-from hpctrain.planner.stages import BlockLine, Seconds, StageCosts, row_chunk_counts
+from hpctrain.planner.stages import ALONE, BlockLine, Holders, StageCosts, row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -194,7 +194,7 @@ class Scorer:
         costs, grid = self.costs, choice.grid
         each = rank_rows(choice, rows)
         layers = costs.layers(ends)
-        extra = [costs.exchange(pool, grid, choice.replicas, layer, zero, sharing) for layer in layers]
+        exchanging = exchanging_holders(pool, choice, zero, sharing)
         counts = row_chunk_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
         counts = counts if row_chunks is None else [row_chunks]
         variants: list[StageVariant] = []
@@ -208,7 +208,7 @@ class Scorer:
                 needed = needs.keeping(kept)
                 most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
                 if most > fitting:
-                    forward, backward = self._stage_seconds(pool, grid, layers, each, recompute, row_chunks, extra)
+                    forward, backward = self._stage_seconds(pool, grid, layers, each, recompute, row_chunks, exchanging)
                     split = None
                     if not ends[0] and row_chunks == 1 and costs.splits(grid, recompute, zero):
                         parts = [costs.parts(pool, grid, layer, each, recompute) for layer in layers]
@@ -234,12 +234,10 @@ class Scorer:
         rows: int,
         recompute: str,
         row_chunks: int,
-        extra: Sequence[Seconds],
+        holders: Holders,
     ) -> list[BlockLine]:
-        """Return what a stage takes forward and backward; `layers` are a block and those at its ends, each of which
-        takes so much `extra` for a piece."""
-        seconds = [self.costs.piecewise(pool, grid, layer, rows, recompute, row_chunks) for layer in layers]
-        each = [tuple(own[i] + row_chunks * more[i] for i in (0, 1)) for own, more in zip(seconds, extra, strict=True)]
+        """Return what a stage takes forward and backward; `layers` are a block and those at its ends."""
+        each = [self.costs.piecewise(pool, grid, layer, rows, recompute, row_chunks, holders) for layer in layers]
         return [BlockLine(sum(at_end[i] for at_end in each[1:]), each[0][i]) for i in (0, 1)]
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
@@ -434,6 +432,12 @@ class Scorer:
         used = {rank for tile in tiles for rank in tile.ranks}
         unused = tuple(rank for rank in range(len(self._families)) if rank not in used)
         return with_families(Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused), self._families)
+
+
+def exchanging_holders(pool: int, choice: StageChoice, zero: int, sharing: tuple[tuple[int, int], ...] = ()) -> Holders:
+    """Return whom a stage exchanges weights with in every pass: its replicas, or those `sharing` (pool, replicas)."""
+    groups = sharing or (((pool, choice.replicas),) if choice.replicas > 1 else ())
+    return Holders(zero, groups) if zero >= 2 and groups else ALONE
 
 
 def rank_rows(choice: StageChoice, rows: int, fewest: bool = False) -> int:

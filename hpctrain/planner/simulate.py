@@ -2,17 +2,18 @@
 
 The loop of `plan.schedule_run` says what happens; this says when. Each tile has a clock; where ranks have several
 tiles, they share that of the first. A message leaves when it is sent, after those before it on its channel, and arrives
-after its seconds. A receive waits for it, and a send waits while the channel is full. All tiles meet where gradients
-are summed and where the step is agreed on. Overlapped exchanges have a lane: gradients are summed as soon as the last
-backward pass has computed them, and weights are gathered during the first forward pass of the next step. Each second of
-a tile's clock belongs to one part, so that the parts add up.
+after its seconds. What leaves a node forward and backward shares a NIC, and goes in turn. A receive waits for its
+message, and a send waits while the channel is full. All tiles meet where gradients are summed and where the step is
+agreed on. Overlapped exchanges have a lane: gradients are summed as soon as the last backward pass has computed them,
+and weights are gathered during the first forward pass of the next step. Each second of a tile's clock belongs to one
+part, so that the parts add up.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.plan.schedule import Instruction, Schedule
+from hpctrain.plan.schedule import Instruction, Op, Schedule
 from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
@@ -31,6 +32,8 @@ class _Clock(Runner):
     now: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED, 0.0))
+    sent_at: dict[Op, float] = field(default_factory=dict)
+    """When the last message of each kind has left that leaves the node."""
     done: list[float] = field(default_factory=list)
     """When each chunk did something for the last time."""
     gathers: dict[int, list[tuple[float, float, float]]] = field(default_factory=dict)
@@ -44,6 +47,7 @@ class _Clock(Runner):
 
     def copy_progress(self, other: "_Clock") -> None:
         super().copy_progress(other)
+        self.sent_at = dict(other.sent_at)
         self.now, self.parts, self.exposed, self.done = other.now, dict(other.parts), dict(other.exposed), other.done
 
     def spend(self, part: str, seconds: float) -> None:
@@ -62,6 +66,8 @@ class _Clock(Runner):
 @dataclass(eq=False)
 class _Wire(Wire):
     seconds: float = 0.0
+    leaves: bool = False
+    """Whether its messages leave a node."""
     arrivals: deque[float] = field(default_factory=deque)
     """When each message arrives that was sent and not received."""
     free_at: float = 0.0
@@ -105,18 +111,18 @@ class Simulation(ScheduleRun):
         return _Clock(virtual_stages, schedule, costs=tuple(self._costs.tiles[tile] for tile in virtual_stages))
 
     def wire(self, ends: tuple[Tile, Tile], *rest) -> _Wire:
-        return _Wire(ends, *rest, seconds=self._costs.messages[ends])
+        return _Wire(ends, *rest, seconds=self._costs.messages[ends], leaves=ends in self._costs.leaving)
 
     def prices(self, tiles: Sequence[Tile]) -> object:
-        pairs = ((a, b) for a in tiles for b in self._plan.downstream(a))
-        messages = tuple((self._costs.messages[a, b], self._costs.messages[b, a]) for a, b in pairs)
+        pairs = (ends for a in tiles for b in self._plan.downstream(a) for ends in ((a, b), (b, a)))
+        messages = tuple((self._costs.messages[ends], ends in self._costs.leaving) for ends in pairs)
         return tuple(self._costs.tiles[tile] for tile in tiles), messages
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
         cost = clock.costs[step.virtual_stage]
         one: PassCost = getattr(cost, PASSES[step.op])[step.substep]
         if step is clock.opening:
-            clock.spend("tensor", max(0.0, cost.before_seconds - clock.now))
+            clock.spend(cost.alone_on, max(0.0, cost.before_seconds - clock.now))
         if step.virtual_stage in clock.gathers:
             self._await_weights(clock, cost.overlap_slowdown, clock.gathers.pop(step.virtual_stage))
         clock.spend("compute", one.compute)
@@ -124,14 +130,17 @@ class Simulation(ScheduleRun):
             clock.spend("tensor", one.tensor)
             clock.spend("data", one.data)
         if step is clock.closing:
-            clock.spend("tensor", cost.after_seconds)
+            clock.spend(cost.alone_on, cost.after_seconds)
         clock.done[step.virtual_stage] = clock.now
 
     def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
+        others = max((at for op, at in clock.sent_at.items() if op is not step.op), default=0.0)
         for wire in wires:
             if len(wire.arrivals) + len(wire.free_slots) >= wire.depth:
                 clock.parts["bubble"] += clock.wait_until(wire.free_slots.popleft())
-            wire.free_at = max(clock.now, wire.free_at) + wire.seconds
+            wire.free_at = max(clock.now, wire.free_at, others if wire.leaves else 0.0) + wire.seconds
+            if wire.leaves:
+                clock.sent_at[step.op] = max(wire.free_at, clock.sent_at.get(step.op, 0.0))
             wire.arrivals.append(wire.free_at)
         if self._costs.blocking_sends:
             clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))

@@ -67,6 +67,17 @@ class BlockLine(NamedTuple):
         return max(0, math.floor((limit - self.base) / self.each))
 
 
+class Holders(NamedTuple):
+    """Who has the same weights, where these are exchanged in every pass."""
+
+    zero: int = 1
+    groups: tuple[tuple[int, int], ...] = ()
+    """(pool, replicas) of each."""
+
+
+ALONE = Holders()
+
+
 class Needs(NamedTuple):
     """Bytes of a stage's rank."""
 
@@ -99,13 +110,13 @@ class StageCosts:
         self.parts = lru_cache(None)(self._parts)
         self._cost = lru_cache(None)(partial(layer_cost, setup))
         self._tile = lru_cache(None)(self._first_tile)
-        self.exchange = lru_cache(None)(self._exchange)
         self.needs = lru_cache(None)(self._needs)
         self.elements = lru_cache(None)(self._elements)
         self.splits = lru_cache(None)(self._splits)
         self._unit = lru_cache(None)(partial(layer_elements, setup.model))
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
+        self._sharers = lru_cache(None)(self._sharing_ranks)
         self._crowd = lru_cache(None)(self._all_ranks)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
         self.grids = [self._grids(number) for number in range(len(self.pools))]
@@ -143,23 +154,30 @@ class StageCosts:
         return Counter(Interval(equal[layer.start], equal[layer.stop - 1] + 1) for layer in layers(items))
 
     def _seconds(
-        self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str, zero: int = 1
+        self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str, holders: Holders = ALONE
     ) -> Seconds:
-        """Return what a layer takes on a grid of a pool, each of whose ranks has `rows`; without ZeRO's exchange."""
-        cost = self._cost(grid, layer, rows, recompute, zero)
-        return Seconds(*self._passes(number, grid, (cost.forward, cost.backward)))
+        """Return what a layer takes on a grid of a pool, each of whose ranks has `rows`."""
+        cost = self._cost(grid, layer, rows, recompute, holders.zero)
+        return Seconds(*self._passes(number, grid, (cost.forward, cost.backward), holders))
 
     def piecewise(
-        self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str, row_chunks: int
+        self,
+        number: int,
+        grid: TensorGrid,
+        layer: Interval,
+        rows: int,
+        recompute: str,
+        row_chunks: int,
+        holders: Holders = ALONE,
     ) -> Seconds:
         """Return what a layer takes that goes through the rows of a rank in pieces."""
         if row_chunks == 1:
-            return self.seconds(number, grid, layer, rows, recompute)
+            return self.seconds(number, grid, layer, rows, recompute, holders)
         least, more = divmod(rows, row_chunks)
-        some = self.seconds(number, grid, layer, least, recompute)
+        some = self.seconds(number, grid, layer, least, recompute, holders)
         if not more:
             return Seconds(row_chunks * some.forward, row_chunks * some.backward)
-        others = self.seconds(number, grid, layer, least + 1, recompute)
+        others = self.seconds(number, grid, layer, least + 1, recompute, holders)
         return Seconds(*((row_chunks - more) * few + more * many for few, many in zip(some, others, strict=True)))
 
     def _parts(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> list[float]:
@@ -167,10 +185,20 @@ class StageCosts:
         cost = self._cost(grid, layer, rows, recompute)
         return self._passes(number, grid, (cost.backward_input, cost.backward_weight))
 
-    def _passes(self, number: int, grid: TensorGrid, works: Iterable[PassWork]) -> list[float]:
+    def _passes(
+        self, number: int, grid: TensorGrid, works: Iterable[PassWork], holders: Holders = ALONE
+    ) -> list[float]:
         pool, tile = self.pools[number], self._tile(number, grid)
-        passes = (pass_cost(self.setup, self.network, [pool.device], work, tile, ()) for work in works)
-        return [each.compute + each.tensor for each in passes]
+        ranks, crowd = self._sharers(grid, holders)
+        passes = (pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, crowd) for work in works)
+        return [each.seconds for each in passes]
+
+    def _sharing_ranks(self, grid: TensorGrid, holders: Holders) -> tuple[tuple[int, ...], Crowd | None]:
+        """Return the ranks of one group of holders, and those of all."""
+        if not holders.groups:
+            return (), None
+        slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
+        return tuple(slot[0] for slot in slots), self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
 
     def _first_tile(self, number: int, grid: TensorGrid) -> Tile:
         """Return a tile on the first place for a grid, of whatever items and rows."""
@@ -180,31 +208,6 @@ class StageCosts:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
         tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
         return self.setup.stack.splits_backward and splits_freely(tile)
-
-    def _exchange(
-        self,
-        number: int,
-        grid: TensorGrid,
-        replicas: int,
-        layer: Interval,
-        zero: int,
-        sharing: tuple[tuple[int, int], ...] = (),
-    ) -> Seconds:
-        """Return what ZeRO 2 and 3 add to the passes over a layer that so many replicas of a pool share; or those of
-        several pools are `sharing`: (pool, replicas)."""
-        if zero < 2 or (replicas == 1 and not sharing):
-            return Seconds(0.0, 0.0)
-        pool = self.pools[number]
-        cost = layer_cost(self.setup, grid, layer, 1, "none", zero)
-        groups, tile = sharing or ((number, replicas),), self._tile(number, grid)
-        ranks = tuple(slot[0] for of, count in groups for slot in self.pools[of].slots(grid.size)[:count])
-        crowd = self._crowd(tuple((of, grid.size) for of, _ in groups))
-        return Seconds(
-            *(
-                pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, crowd).data
-                for work in (cost.forward, cost.backward)
-            )
-        )
 
     def elements_of(self, grid: TensorGrid, layer: Interval) -> int:
         """Return how many weights of a layer the ranks at one (x, y) have together."""

@@ -172,6 +172,7 @@ def test_tiles_that_meet_alike_have_messages_alike(plan):
         if sources:
             result = zip(sources, messages._between(tile, sources, forward), strict=True)
             expected |= {(source, tile): seconds for source, seconds in result if seconds is not None}
+    expected = messages._with_shared_sending(expected)
     assert {pair: pytest.approx(seconds) for pair, seconds in messages.all().items()} == expected
 
 
@@ -340,7 +341,10 @@ def test_the_command_tells_all_that_is_asked_of_it(tmp_path):
     assert "fits" in shown
 
 
-@pytest.mark.parametrize(("switch", "plan"), [("tensor", LAYOUTS[1]), ("z", LAYOUTS[3]), ("data", LAYOUTS[0])])
+@pytest.mark.parametrize(
+    ("switch", "plan"),
+    [("tensor", LAYOUTS[1]), ("z", LAYOUTS[3]), ("data", LAYOUTS[0]), ("data", LAYOUTS[4]), ("data", LAYOUTS[8])],
+)
 def test_the_command_hides_what_the_job_says_and_what_a_run_there_would(tmp_path, switch, plan):
     def summary(*settings: str, truth: Truth | None = None) -> dict:
         exposed = [f"overlap.{each}=false" for each in {"tensor", "forward", "z", "data"} - {switch}]

@@ -47,6 +47,8 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     pairs = [pair for a in copies for b in plan.downstream(a) for pair in ((a, b), (b, a))]
     messages = {pair: data.draw(SECONDS) for pair in pairs}
     messages |= {(copies[a], copies[b]): seconds for (a, b), seconds in messages.items()}
+    leaving = {pair for pair in pairs if data.draw(st.booleans())}
+    leaving |= {(copies[a], copies[b]) for a, b in leaving}
     sharings = []
     for items in sorted({tile.items for tile in plan.tiles}):
         sharing = tuple(tile for tile in plan.tiles if tile.items == items)
@@ -58,7 +60,7 @@ def test_it_takes_as_long_as_if_each_were_run_by_itself(drawn, data):
     elif data.draw(st.booleans()):
         tile = data.draw(st.sampled_from(list(copies)))
         tiles[copies[tile]] = replace(tiles[tile], forward=(PassCost(3.0),) * tile.row_chunks)
-    costs = Costs(tiles, messages, tuple(sharings), agree_seconds=0.1)
+    costs = Costs(tiles, messages, tuple(sharings), agree_seconds=0.1, leaving=frozenset(leaving))
     schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
     merged = simulate(plan, schedules, costs)
     with pytest.MonkeyPatch.context() as patch:
@@ -80,3 +82,16 @@ def test_a_copy_is_run_once(monkeypatch):
     messages = {pair: 1.0 for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))}
     simulate(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles}, Costs(cost, messages))
     assert set(ran) == set(meeting.tiles)
+
+
+def test_what_a_stage_sends_forward_and_backward_shares_its_nic():
+    """Stages on a node each, whose messages take longer than they compute: the one in the middle sends most."""
+    plan = Plan(tuple(Tile(Interval(3 * i, 3 * i + 3), Interval(0, 1), (i,)) for i in range(3)), 20, 1)
+    cost = dict.fromkeys(plan.tiles, TileCost((PassCost(0.1),), (PassCost(0.2),)))
+    pairs = [pair for a in plan.tiles for b in plan.downstream(a) for pair in ((a, b), (b, a))]
+    messages = dict.fromkeys(pairs, 1.0)
+    schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
+    inside = simulate(plan, schedules, Costs(cost, messages)).step_seconds
+    across = simulate(plan, schedules, Costs(cost, messages, leaving=frozenset(pairs))).step_seconds
+    assert across >= 2 * plan.microbatches * 1.0, "forty messages leave one node"
+    assert inside < across
