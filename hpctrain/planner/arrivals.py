@@ -1,7 +1,6 @@
 """What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan.tiling import Plan, Tile
@@ -12,6 +11,12 @@ from hpctrain.planner.cost import Setup
 def arrivals(setup: Setup, plan: Plan, network: ClusterNetwork) -> dict[tuple[Tile, Tile], float]:
     """Return by source and target the seconds until the target has a microbatch's message."""
     return _Messages(setup, plan, network).all()
+
+
+def crossing(pairs: Iterable[tuple[Tile, Tile]], network: ClusterNetwork) -> frozenset[tuple[Tile, Tile]]:
+    """Return the pairs whose messages leave a node."""
+    devices = network.cluster.devices
+    return frozenset(pair for pair in pairs if len({frozenset(devices[r].node for r in t.ranks) for t in pair}) > 1)
 
 
 class _Messages:
@@ -56,7 +61,7 @@ class _Messages:
 
     def _with_shared_sending(self, alone: dict[tuple[Tile, Tile], float]) -> dict[tuple[Tile, Tile], float]:
         """Return the messages where what a rank sends to several tiles shares its NIC: all come when the last comes."""
-        result, known = dict(alone), {}
+        result, known, crosses = dict(alone), {}, crossing(alone, self._network)
         for tile in self._plan.tiles:
             for forward in (True, False):
                 targets = self._plan.downstream(tile) if forward else self._plan.upstream(tile)
@@ -66,22 +71,19 @@ class _Messages:
                 if key not in known:
                     known[key] = self._sending(targets, forward, tile)
                 for target in targets:
-                    if (tile, target) in result and self._cross(tile, target):
+                    if (tile, target) in crosses:
                         result[tile, target] = max(result[tile, target], known[key])
         return result
 
     def _sending(self, targets: Sequence[Tile], forward: bool, source: Tile) -> float:
         """Return how long the busiest rank of a tile sends to other nodes, were it alone."""
-        sent = Counter[int]()
+        sent: dict[int, float] = {}
         for target in targets:
             for rank in target.ranks:
                 for sender, num_bytes in self._transfers(target, rank, forward):
                     if sender in source.ranks and self._nodes[sender] != self._nodes[rank]:
-                        sent[sender] += self._network.seconds(sender, rank, num_bytes, 1)
+                        sent[sender] = sent.get(sender, 0.0) + self._network.seconds(sender, rank, num_bytes, 1)
         return max(sent.values(), default=0.0)
-
-    def _cross(self, one: Tile, other: Tile) -> bool:
-        return {self._nodes[rank] for rank in one.ranks} != {self._nodes[rank] for rank in other.ranks}
 
     def _meeting(self, tiles: Sequence[Tile], item: int) -> tuple:
         """Return what messages between tiles depend on: their grids and rows, how their ranks are spread, and which

@@ -14,7 +14,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.planner.arrivals import arrivals
+from hpctrain.planner.arrivals import arrivals, crossing
 from hpctrain.planner.assumed import list_assumed_inputs
 from hpctrain.planner.cost import Setup, layer_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
@@ -241,11 +241,8 @@ class Predictor:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
         blocking, messages = self.setup.stack.blocking_sends, arrivals(self.setup, self.plan, self.network)
-        leaving = frozenset(ends for ends in messages if self._nodes(ends[0]) != self._nodes(ends[1]))
+        leaving = crossing(messages, self.network)
         return Costs(tiles, messages, self._sharings(), self._agree_seconds(), blocking, leaving)
-
-    def _nodes(self, tile: Tile) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self.cluster.devices[rank].node for rank in tile.ranks))
 
     def _place(self, tile: Tile) -> tuple:
         """Return what makes tiles alike: their families, on which tables of nodes, and how their ranks are spread."""
