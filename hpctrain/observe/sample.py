@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.watchdog.flight import parse_ranks
 from hpctrain.config.errors import TrainingError, describe_os_error
-from hpctrain.plan.schedule import Instruction
+from hpctrain.plan.schedule import Instruction, Op
 from hpctrain.plan.tiling import Plan
 
 if TYPE_CHECKING:
@@ -145,16 +145,23 @@ class StepSample:
         """Return this rank's instructions in seconds from the beginning of the step, if they are to be kept."""
         world, scale = self._world, self._accelerator.time_scale
         offset = world.clock_offset()
-        begin = min((since for _, since, _ in self._sampled.spans), default=float("inf")) + offset
+        computed = of_training(self._sampled.spans)
+        begin = min((since for _, since, _ in computed), default=float("inf")) + offset
         first = world.smallest(begin)
         kept = [tile.ranks[0] for tile in shown_tiles(self._plan)]
         if not self._knows_times or world.rank not in kept:
             return None
         spans = [
             [i.op.value, i.virtual_stage, i.microbatch, *((at + offset - first) / scale for at in (since, end))]
-            for i, since, end in self._sampled.spans
+            for i, since, end in computed
         ]
         return {"rank": world.rank, "spans": spans}
+
+
+def of_training(spans: Sequence[tuple[Instruction, float, float]]) -> Sequence[tuple[Instruction, float, float]]:
+    """Return the instructions up to the update of weights: what comes after it validates."""
+    last = max((i for i, (instruction, *_) in enumerate(spans) if instruction.op is Op.UPDATE), default=len(spans) - 1)
+    return spans[: last + 1]
 
 
 def shown_tiles(plan: Plan) -> list:

@@ -51,6 +51,8 @@ def test_a_report_shows_the_numbers_of_a_real_run(hpctrain, whole_run, folder):
     sources = {source.partition(":")[0] for source, _, _ in page.numbers}
     files = "metrics.jsonl", "drift.json", "timeline.json", "traffic.json", "resolved.toml", "cluster.toml", "forecast"
     assert {f"whole/{file}" for file in files} <= sources
+    timeline = json.loads((folder / "runs/whole/timeline.json").read_text())
+    assert all(grid["spans"][-1][0] == "update" for grid in timeline["grids"]), "validation comes after the third step"
     assert "of 6 steps" in re.sub("<[^>]*>", "", (folder / "whole.html").read_text())
     missing = hpctrain("report", "runs/nowhere", cwd=folder)
     assert missing.code == 11 and missing.err.count("\n") == 1 and "there is no such folder" in missing.err
