@@ -307,7 +307,7 @@ SECTIONS = {
     "parity": Section(1, 180, parity, "both families are CPUs"),
     "training": Section(2, 310, training, "no llama-1b in bf16; the peak is that of one core"),
     "kernels": Section(2, 90, kernels, "operations of the host instead of kernels; a host is always busy"),
-    "fused": Section(2, 110, fused, "no kernels of Triton: torch.compile makes C++"),
+    "fused": Section(2, 110, fused, "no kernels of Triton or cuDNN; operations of the host are counted"),
     "prediction": Section(3, 200, prediction, "the prediction is of a CPU"),
     "families": Section(3, 180, families, "both families are CPUs"),
     "checkpoints": Section(3, 120, checkpoints, "a small model, from host memory"),

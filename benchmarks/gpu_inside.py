@@ -196,42 +196,102 @@ def _trainer(world, reference: str):
     return trainer, prepared.training
 
 
+CHOICES: dict[str, dict] = {
+    "separate": {"fused": False},
+    "fused": {"fused": True},
+    "any order of sums": {"fused": False, "deterministic": False},
+    **{f"attention {name}": {"fused": False, "attention": name} for name in ("flash", "efficient", "math")},
+    "attention cudnn, any order": {"fused": False, "attention": "cudnn", "deterministic": False},
+}
+"""Kernels of a job, by what the result calls them."""
+
+
 @command.command()
 @click.argument("job")
 def fused(job: str):
-    """Seconds of element-wise operators, forward and backward: the model's own, and torch.compile on pure functions."""
+    """Seconds of operators, kernels of a block and tokens/s, by the kernels that a job may choose.
+
+    Without a GPU tokens/s are by processor time, so that other processes do not count.
+    """
+    from hpctrain.comm.accelerators.bind import bind_accelerator
+    from hpctrain.comm.accelerators.compiling import try_compile
+    from hpctrain.config.kernels import KernelChoice
+    from hpctrain.engine.resolve import prepare_run
+    from hpctrain.engine.resolve_kernels import try_attention
+    from hpctrain.engine.trainer import Trainer
+
+    few = ["model.num_layers=4"] if DEVICE.type == "cuda" else []  # several of them are there at once
+    ability = try_compile(DEVICE)
+    choices = {name: choice for name, choice in CHOICES.items() if ability.works or not choice["fused"]}
+    could_not = {} if ability.works else {"fused": ability.reason}
+    with started_world() as world:
+        prepared = prepare_run(world, load_job(job, ["plan.microbatch=2", *few]))
+        accelerator, trainers = bind_accelerator(world), {}
+        for name, choice in choices.items():
+            asked = prepared.job.model_copy(update={"kernels": KernelChoice(**choice)})
+            accelerator.sum_in_one_order(asked.kernels.deterministic)
+            if "attention" in choice and not (has_it := try_attention(accelerator, asked)).works:
+                could_not[name] = has_it.reason
+                continue
+            trainers[name] = Trainer(world, accelerator, asked, prepared.plan)
+            trainers[name].initialise()
+        seconds: dict[str, list[float]] = {name: [] for name in trainers}
+        for number in range(7):
+            for name, trainer in trainers.items():
+                accelerator.sum_in_one_order(trainer.job.kernels.deterministic)
+                start = time.process_time()
+                wall = trainer.step(prepared.training)[0]["step_seconds"]
+                taken = wall if DEVICE.type == "cuda" else time.process_time() - start
+                seconds[name] += [taken] if number >= 2 else []  # the first ones compile and allocate
+        counts = {name: _kernels_of_block(trainer) for name, trainer in trainers.items() if "order" not in name}
+        tokens = next(iter(trainers.values())).tokens_per_step
+    middle = {name: statistics.median(each) for name, each in seconds.items()}
+    result = {
+        "kernels_of_a_block": counts,
+        "tokens_per_second": {name: tokens / each for name, each in middle.items()},
+        "to_separate": {name: middle["separate"] / each for name, each in middle.items()},
+        "operators": _operator_seconds(prepared.job, ability.works),
+        "could_not": could_not,
+    }
+    print(json.dumps(result))
+
+
+def _kernels_of_block(trainer) -> int:
+    """Return how many kernels the first block takes forward and backward; on a host how many operations."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu, job = DEVICE.type == "cuda", trainer.job
+    block = trainer.layout.stages[0].layers[1]
+    shape = 2, job.data.sequence_length, job.model.hidden_size
+    hidden = torch.randn(shape, device=DEVICE, dtype=trainer.layout.dtype, requires_grad=True)
+
+    def both() -> None:
+        block.forward(hidden).backward(torch.ones_like(hidden))
+        synchronize()
+
+    both()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        both()
+    operations = ("aten::", "## Call CompiledFxGraph")
+    return sum(each.count for each in profiled.key_averages() if on_gpu or each.key.startswith(operations))
+
+
+def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
+    """Return what element-wise operators take, forward and backward, separate and fused."""
     from hpctrain.engine.alignment import Case
+    from hpctrain.model.fused import FusedKernels
+    from hpctrain.model.kernels import Kernels
     from hpctrain.model.operators import operators
 
-    given = with_vocabulary(load_job(job))
-    dtype, names = DTYPES[given.train.dtype or "fp32"], ("norm", "rotary", "activation")
-    result: dict[str, dict] = {}
-    positions = given.data.sequence_length
-    for operator in operators(given.model, 4, positions):
-        if operator.name not in names:
-            continue
-        case = Case(operator)
-        inputs = case.inputs(DEVICE, dtype)
-        values = {k: v.to(DEVICE, dtype, copy=True).requires_grad_() for k, v in case.values.items()}
-        weights = {k: v.to(DEVICE, dtype).requires_grad_() for k, v in case.weights.items()}
-        gradient = case.gradient.to(DEVICE, dtype)
-        measured: dict[str, float | str] = {
-            "own_seconds": seconds_of(lambda case=case, inputs=inputs: case.compute(inputs))
-        }
-        if operator.name != "rotary":  # its reference is of complex numbers on the host
-            compiled = torch.compile(operator.reference)
-
-            def both(compiled=compiled, values=values, weights=weights, gradient=gradient) -> None:
-                compiled(values, weights, {}).backward(gradient)
-
-            try:
-                compiled_seconds = seconds_of(both)
-                own = seconds_of(lambda case=case, inputs=inputs: case.compute(inputs))
-                measured |= {"compiled_seconds": compiled_seconds, "own_to_compiled": own / compiled_seconds}
-            except Exception as error:  # no compiler, or a torch that cannot
-                measured["compiled_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        result[operator.name] = measured
-    print(json.dumps(result))
+    dtype, result = DTYPES[job.train.resolved_dtype], {}
+    for key, kernels in {"separate": Kernels(), **({"fused": FusedKernels()} if compiles else {})}.items():
+        for operator in operators(job.model, 2, job.data.sequence_length, kernels):
+            if operator.name in ("norm", "rotary", "activation"):
+                case = Case(operator)
+                inputs = case.inputs(DEVICE, dtype)
+                taken = seconds_of(lambda case=case, inputs=inputs: case.compute(inputs))
+                result.setdefault(operator.name, {})[f"{key}_seconds"] = taken
+    return result
 
 
 @command.command()

@@ -13,7 +13,7 @@ import click
 from benchmarks.pairs import Paired, Ratio, measure_pairs
 from hpctrain.cli import main
 from hpctrain.engine.resolve import prepare_run
-from hpctrain.engine.resolve_overlap import hidden_groups, switched
+from hpctrain.engine.resolve_overlap import WHOLE_ROWS, format_value, hidden_groups, switched
 from hpctrain.jobs.common import (
     load_job_on,
     override_option,
@@ -30,15 +30,20 @@ if TYPE_CHECKING:
 
 EXPOSED, NOTHING = "exposed", "nothing"
 IN_HALVES, FORWARD, ALL_AND_FORWARD = "exposed, in halves", "forward", "all and forward"
+IN_PARTS, PARTS = "exposed, in parts", "parts"
 ALONE = ("tensor", "data", "z")
-SWITCHES = (*ALONE, "forward")
+KEYS = (*ALONE, *WHOLE_ROWS)
+NONE, ALL = dict.fromkeys(ALONE, False), dict.fromkeys(ALONE, True)
+NUM_PARTS = 4
 VARIANTS = {
-    EXPOSED: dict.fromkeys(SWITCHES, False),
-    **{name: {each: each == name for each in SWITCHES} for name in ALONE},
-    "all": {**dict.fromkeys(ALONE, True), "forward": False},
-    IN_HALVES: {**dict.fromkeys(ALONE, False), "forward": True},
-    FORWARD: {"tensor": True, "data": False, "z": False, "forward": True},
-    ALL_AND_FORWARD: dict.fromkeys(SWITCHES, True),
+    EXPOSED: NONE | WHOLE_ROWS,
+    **{name: NONE | WHOLE_ROWS | {name: True} for name in ALONE},
+    "all": ALL | WHOLE_ROWS,
+    IN_HALVES: NONE | WHOLE_ROWS | {"forward": True},
+    FORWARD: NONE | WHOLE_ROWS | {"tensor": True, "forward": True},
+    ALL_AND_FORWARD: ALL | WHOLE_ROWS | {"forward": True},
+    IN_PARTS: NONE | WHOLE_ROWS | {"tensor_parts": NUM_PARTS},
+    PARTS: NONE | WHOLE_ROWS | {"tensor": True, "tensor_parts": NUM_PARTS},
 }
 
 
@@ -52,12 +57,12 @@ VARIANTS = {
 def command(job, overrides, rehearse, steps, pairs, as_json):
     """Time training steps of JOB with all communication exposed, with each overlap alone, and with all of them.
 
-    `forward` is on top of `tensor`, and computes half of the rows at once: the same numbers but for the last bits, by
-    as much as `loss_difference`. With --rehearse times are the rehearsed cluster's. `best_seconds` is what a step would
-    take if each operation went on beside what is computed between its start and its end, and took what it takes when it
-    is exposed; `hidden_share` is how much of what that saves was saved. `ideal_seconds` is the longer of all
-    computation and all communication, in which ranks that wait for slower ones are counted: compare ranks that are
-    alike.
+    `forward` is on top of `tensor`, and computes half of the rows at once; so is `parts`, products in four parts of
+    their rows. Both give the same numbers but for the last bits, by as much as `loss_difference`. With --rehearse times
+    are the rehearsed cluster's. `best_seconds` is what a step would take if each operation went on beside what is
+    computed between its start and its end, and took what it takes when it is exposed; `hidden_share` is how much of
+    what that saves was saved. `ideal_seconds` is the longer of all computation and all communication, in which ranks
+    that wait for slower ones are counted: compare ranks that are alike.
 
     With --pairs a step with all exposed and a step with an overlap are taken in turn, on the ranks as they are or
     rehearsed. Told is the median ratio of their times with its 95 % confidence interval, whether the numbers are the
@@ -80,7 +85,7 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
             if world.rank == 0:
                 print(json.dumps(summary) if as_json else table_of_pairs(summary), flush=True)
             return
-        variants = [name for name in VARIANTS if not is_in_halves(name) or has_sums(prepared.plan)]
+        variants = [name for name in VARIANTS if not cuts_rows(name) or has_sums(prepared.plan)]
         measured = {name: measure(world, prepared, VARIANTS[name], steps) for name in variants}
         summary = {"plan": prepared.plan.describe(), "ranks": world.size, **compare(world, measured)}
         summary["overrun"] = world.largest(world.accelerator.overrun)
@@ -88,9 +93,9 @@ def command(job, overrides, rehearse, steps, pairs, as_json):
             print(json.dumps(summary) if as_json else table(summary), flush=True)
 
 
-def is_in_halves(variant: str) -> bool:
-    """Say whether a variant computes halves of rows, and so other last bits."""
-    return variant in VARIANTS and VARIANTS[variant]["forward"]
+def cuts_rows(variant: str) -> bool:
+    """Say whether a variant computes fewer rows at once, and so other last bits."""
+    return variant in VARIANTS and any(VARIANTS[variant][key] != value for key, value in WHOLE_ROWS.items())
 
 
 def has_sums(plan: "Plan") -> bool:
@@ -126,7 +131,7 @@ class Operation(NamedTuple):
         return self.group, self.name, self.num_bytes
 
 
-def measure(world: "World", prepared: "Prepared", switches: dict[str, bool], steps: int) -> Measured:
+def measure(world: "World", prepared: "Prepared", switches: dict[str, bool | int], steps: int) -> Measured:
     """Train a few steps from the start. All ranks must call."""
     from hpctrain.engine.phases import phases_of
     from hpctrain.engine.trainer import Trainer
@@ -194,8 +199,8 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
     step = {name: each.step_seconds for name, each in measured.items()}
     best, shares = {}, {}
     for name, each in measured.items():
-        if name not in (EXPOSED, IN_HALVES):
-            like = measured[IN_HALVES if is_in_halves(name) else EXPOSED]
+        if name not in (EXPOSED, IN_HALVES, IN_PARTS):
+            like = measured[IN_PARTS if name == PARTS else IN_HALVES if cuts_rows(name) else EXPOSED]
             alone = seconds_alone(like.operations)
             best[name] = world.largest(like.compute_seconds + exposed_seconds(each.operations, alone))
             can_be_hidden = step[EXPOSED] - best[name]
@@ -211,7 +216,7 @@ def compare(world: "World", measured: Mapping[str, Measured]) -> dict:
         "ideal_seconds": max(compute, communication),
         "best_seconds": best,
         "hidden_share": shares,
-        "same_bits": len({each.loss for name, each in measured.items() if not is_in_halves(name)}) == 1,
+        "same_bits": len({each.loss for name, each in measured.items() if not cuts_rows(name)}) == 1,
         "loss_difference": max(abs(each.loss / base.loss - 1) for each in measured.values()),
     }
 
@@ -223,7 +228,7 @@ def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
     there = [key for key in ALONE if world.largest(max(map(len, groups[key]), default=1)) > 1]
     names = [EXPOSED, *there] + ["all"] * (len(there) > 1)
     if has_sums(plan):
-        names += [FORWARD] + [ALL_AND_FORWARD] * (len(there) > 1)
+        names += [FORWARD, PARTS] + [ALL_AND_FORWARD] * (len(there) > 1)
     jobs = {NOTHING if name == EXPOSED else name: switched(job, VARIANTS[name]) for name in names}
     result = measure_pairs(world, replace(prepared, job=switched(job, VARIANTS[EXPOSED])), jobs, pairs)
     summary = {
@@ -231,10 +236,12 @@ def compare_pairs(world: "World", prepared: "Prepared", pairs: int) -> dict:
         "ranks": world.size,
         "pairs": pairs,
         "overlaps": {name: _told_of(paired) for name, paired in result.items()},
-        "same_bits": all(paired.same_bits for name, paired in result.items() if not is_in_halves(name)),
+        "same_bits": all(paired.same_bits for name, paired in result.items() if not cuts_rows(name)),
         "auto": {
-            key: prepared.reasons.get(f"overlap.{key}", f"{'on' if getattr(job.overlap, key) else 'off'}: asked for")
-            for key in SWITCHES
+            key: prepared.reasons.get(
+                f"overlap.{key}", f"{format_value(getattr(job.overlap, key) or WHOLE_ROWS.get(key, False))}: asked for"
+            )
+            for key in KEYS
         },
     }
     if world.accelerator.overrun is not None:
@@ -255,7 +262,7 @@ def table_of_pairs(summary: dict) -> str:
     lines = [f"{summary['ranks']} ranks: {summary['plan']}; {summary['pairs']} pairs of steps each"]
     lines.append(f"  {'overlap':18} {'exposed ms':>10} {'with it ms':>10}  with it / exposed (95 % interval)")
     for name, each in summary["overlaps"].items():
-        bits = "same bits" if each["same_bits"] else "other bits" if is_in_halves(name) else "OTHER BITS"
+        bits = "same bits" if each["same_bits"] else "other bits" if cuts_rows(name) else "OTHER BITS"
         seconds = f"{each['exposed_seconds'] * 1e3:10.2f} {each['seconds'] * 1e3:10.2f}"
         lines.append(f"  {name:18} {seconds}  {Ratio(**each['ratio'])}, {bits}")
     lines += [f"  auto: {key} {reason}" for key, reason in summary["auto"].items()]
@@ -279,7 +286,7 @@ def table(summary: dict) -> str:
     lines += [f"    {g or 'group':16} {s * 1e3:10.2f} ms" for g, s in summary["communication_seconds_by_group"].items()]
     lines.append(f"  {'ideal':18} {summary['ideal_seconds'] * 1e3:10.2f} ms; overrun {summary['overrun']:.2%}")
     bits = "the same bits" if summary["same_bits"] else "OTHER BITS"
-    lines.append(f"  {bits}; in halves losses differ by {summary['loss_difference']:.1e} at most")
+    lines.append(f"  {bits}; with fewer rows at once losses differ by {summary['loss_difference']:.1e} at most")
     return "\n".join(lines)
 
 

@@ -49,11 +49,11 @@ def plans_of(cluster_name: str, path: Path) -> tuple[list[Named], float]:
     job = made.job
     path.write_text(dump_cluster(made.cluster, truth=made.truth))
     summary = search_plan(job, str(path), Limits())
-    best = summary["found"].plans[:TOP]
+    best = summary["result"].plans[:TOP]
     named = [Named(f"{SEARCHED}, {place + 1}", timed.plan, timed.seconds) for place, timed in enumerate(best)]
     for name, space in ((BY_SPEED, by_speed_space()), (EVEN, even_space())):
         try:
-            restricted = search_plan(job, str(path), Limits(), space)["found"].best
+            restricted = search_plan(job, str(path), Limits(), space)["result"].best
             named.append(Named(name, restricted.plan, restricted.seconds))
         except PlanError as error:
             print(f"{cluster_name}, {name}: {error}", file=sys.stderr)

@@ -24,4 +24,5 @@ def probed(kind: str, device: PretendDevice, shapes: Iterable[tuple[int, int, in
         sustained_flops_per_second={"fp32": max(product.flops_per_second for product in products)},
         products=products,
         overlap_slowdown=device.overlap_slowdown,
+        host_copy_bytes_per_second=device.host_copy_bytes_per_second,
     )

@@ -13,7 +13,7 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.mixed import BIN
@@ -91,14 +91,21 @@ def needed_bytes(setup: Setup, plan: Plan, cluster: Cluster, short: str) -> int:
     return max(stage.memory.total for stage in memory if stage.tile.family == short)
 
 
-def rehearse(devices: Mapping[str, PretendDevice], plan: Plan, steps: int, folder: Path) -> dict | str:
-    """Return what a run says of its prediction, or why it ended."""
+def rehearse_on(
+    described: Cluster,
+    devices: Mapping[str, PretendDevice],
+    plan: Plan,
+    settings: Sequence[str],
+    steps: int,
+    folder: Path,
+) -> dict | str:
+    """Return what a run of `tiny` says of its prediction, or why it ended."""
     cluster, run = folder / "cluster.toml", folder / "run"
-    cluster.write_text(dump_cluster(cluster_of(devices), truth=Truth(devices=dict(devices))))
+    cluster.write_text(dump_cluster(described, truth=Truth(devices=dict(devices))))
     (folder / "plan.toml").write_text(dump_plan(plan))
-    settings = (*SETTINGS, f"plan.file={folder / 'plan.toml'}", f"train.steps={steps + 1}")
+    settings = (*settings, f"plan.file={folder / 'plan.toml'}", f"train.steps={steps + 1}")
     options = [part for setting in settings for part in ("--set", setting)]
-    command = [BIN / "mpirun", "-n", 2 * STAGE_RANKS, BIN / "hpctrain", "train", "tiny", "--rehearse", cluster]
+    command = [BIN / "mpirun", "-n", described.num_devices, BIN / "hpctrain", "train", "tiny", "--rehearse", cluster]
     command += ["--run", run, "--sample", 0, "--json", *options]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
@@ -119,7 +126,7 @@ def run_case(name: str, steps: int) -> None:
     print(f"{name}: devices of family {short} have {memory_bytes / 1e6:.1f} MB", flush=True)
     for how, plan in plans.items():
         with tempfile.TemporaryDirectory() as folder:
-            result = rehearse(devices, plan, steps, Path(folder))
+            result = rehearse_on(cluster_of(devices), devices, plan, SETTINGS, steps, Path(folder))
         if isinstance(result, str):
             print(f"  {how:10} needs {needs[how] / 1e6:.1f} MB: {result}", flush=True)
             continue

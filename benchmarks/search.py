@@ -28,7 +28,7 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, predict
 from hpctrain.planner.search import search
 from hpctrain.planner.space import by_speed_space, even_space
-from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.stack import HPCTRAIN_FUSED
 from hpctrain.sharding.grid import TensorGrid
 
 PER_NODE = 8
@@ -75,7 +75,8 @@ class Case:
     def setup(self) -> Setup:
         """As a run there would have it: what is exchanged is overlapped with computation."""
         model, overlapped = Model(**presets()[self.preset]), frozenset(("tensor", "z"))
-        return Setup(model, self.positions, "bf16", HPCTRAIN, overlapped, Overlap().bucket_bytes)
+        stack, bucket_bytes = HPCTRAIN_FUSED, Overlap().bucket_bytes
+        return Setup(model, self.positions, "bf16", stack, overlapped, bucket_bytes=bucket_bytes, tensor_parts=None)
 
 
 def _nic(network: str, count: int) -> Nic:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, PAGE = ROOT / "hpctrain" / "config", ROOT / "docs" / "job.md"
-SOURCES = CONFIG / "job.py", CONFIG / "precision.py", CONFIG / "parallelism.py"
+SOURCES = CONFIG / "job.py", CONFIG / "precision.py", CONFIG / "parallelism.py", CONFIG / "kernels.py"
 SECTIONS = {
     "model": "Model",
     "model.rope_scaling": "RopeScaling",
@@ -22,6 +22,7 @@ SECTIONS = {
     "plan": "PlanRequest",
     "search": "SearchBudget",
     "overlap": "Overlap",
+    "kernels": "KernelChoice",
     "checkpoint": "Checkpoint",
     "comm": "Comm",
     "observe": "Observe",
@@ -34,6 +35,7 @@ TYPES = {
     "Width": "whole number >= 1",
     "TokenCount": "whole number >= 1",
     "SequenceCount": "whole number >= 1",
+    "PartCount": "whole number from 1 to 64",
     "ZeroStage": "`0` `1` `2` `3`",
     "Timeout": "seconds",
     "FilePath": "path",
@@ -149,10 +151,10 @@ def _default(value: ast.expr | None, can_be_auto: bool) -> str:
     if text.startswith("Field(default_factory"):
         return "empty"
     try:
-        found = eval(text, {"__builtins__": {}})  # arithmetic such as 4 << 20
+        value = eval(text, {"__builtins__": {}})  # arithmetic such as 4 << 20
     except Exception:
         return "1 each" if text == "TensorSizes()" else f"`{text}`"
-    return f"`{str(found).lower() if isinstance(found, bool) else found}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def _one_line(text: str) -> str:

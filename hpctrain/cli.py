@@ -1,4 +1,4 @@
-"""The `hpctrain` command: finds the module of a subcommand, runs it, and prints what went wrong once."""
+"""The `hpctrain` command: loads the module of a subcommand, runs it, and prints what went wrong once."""
 
 import importlib
 import sys

@@ -52,4 +52,4 @@ def unless_busy(others: OtherPrograms):
         if (share := others.share(others.own_seconds())) <= TOO_BUSY:
             raise
         text = str(error).strip().splitlines()[0]
-        pytest.skip(f"not measured: other programs used {share:.0%} of the cores; found {text}")
+        pytest.skip(f"not measured: other programs used {share:.0%} of the cores; measured {text}")

@@ -137,7 +137,7 @@ def run_stage(stage: Stage, folder: Path) -> Report:
             break
         if not after.unfinished and f"{stage.name}: the start" in after.verdicts:
             break
-        print(f"{stage.name}: a test failed; new processes go on with the tests after it", flush=True)
+        print(f"{stage.name}: a test failed; new processes continue with the tests after it", flush=True)
     return Report(stage, after.verdicts, time.monotonic() - begun)
 
 

@@ -27,7 +27,7 @@ def grids_of(model: Model, size: int) -> list[TensorGrid]:
     return result
 
 
-def share_items_by_unlike_grids(plan: Plan) -> bool:
+def share_items_by_different_grids(plan: Plan) -> bool:
     last = max(tile.items.stop for tile in plan.tiles)
     return any(len({tile.tensor for tile in plan.tiles if tile.contains(item)}) > 1 for item in range(last))
 
@@ -87,7 +87,7 @@ def tilings(
 
 
 @st.composite
-def going_ahead(draw, drawn: Plan) -> Plan:
+def with_extra_warmups(draw, drawn: Plan) -> Plan:
     """Let tiles have more microbatches in flight than by 1F1B, each at least as many as the next."""
     warm_up: dict[Tile, int] = {}
     for tile in sorted(drawn.tiles, key=lambda tile: -tile.items.start):
@@ -112,7 +112,7 @@ def _intervals(sizes: list[int]) -> list[Interval]:
     return [Interval(start, stop) for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
-def stages_of_unlike_degree() -> Plan:
+def stages_of_different_degree() -> Plan:
     """An interleaved pipeline of two stages on four ranks, the first of which has two replicas, the other y = 2."""
     tiles = []
     for start, middle, stop in ((0, 3, 7), (7, 12, 18)):

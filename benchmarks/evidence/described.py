@@ -119,7 +119,7 @@ class DescribedRun:
         overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
             frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
         )
-        return Setup(self.model, self.positions, self.dtype, stack, overlaps, bucket_bytes)
+        return Setup(self.model, self.positions, self.dtype, stack, overlaps, bucket_bytes=bucket_bytes)
 
     @cached_property
     def plan(self) -> Plan:

@@ -63,7 +63,7 @@ class Perlmutter(ClusterNetwork):
 class OnPerlmutter(Predictor):
     def __init__(self, model: Model, plan: Plan, cluster: Cluster, overlaps: frozenset[str]):
         bucket_bytes = BUCKET_BYTES if overlaps else None
-        super().__init__(Setup(model, POSITIONS, "bf16", HPCTRAIN, overlaps, bucket_bytes), plan, cluster)
+        super().__init__(Setup(model, POSITIONS, "bf16", HPCTRAIN, overlaps, bucket_bytes=bucket_bytes), plan, cluster)
         self.network = Perlmutter(cluster)
 
 

@@ -68,7 +68,7 @@ def promising(job: Job, cluster: Cluster, kind: str, count: int) -> list[tuple[L
         if plan is None:
             continue
         setups = [
-            Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN, overlaps, bucket_bytes)
+            Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN, overlaps, bucket_bytes=bucket_bytes)
             for overlaps in ways_to_hide(plan, hides)
         ]
         predictors = [Predictor(setup, plan, cluster) for setup in setups]

@@ -1,1 +1,1 @@
-"""Floor 0: what a model is made of, as data. One module a family; `registry` finds them."""
+"""Floor 0: the parts of a model, as data. One module a family; `registry` looks them up."""

@@ -1,10 +1,9 @@
 """What a decoder-only transformer is made of. Parameters, torch modules, costs and Hugging Face files follow from it.
 
 A family's module (`llama.py`, `gemma2.py`, …) returns a `Description` for the sizes of a job. Everything here is frozen
-and has a hash: layers with equal blocks are alike.
+and has a hash: layers with equal blocks are equal.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -144,10 +143,6 @@ class Description:
     embedding_scale: float = 1.0
     logit_cap: float | None = None
     """Logits l become cap * tanh(l / cap)."""
-
-
-Names = Mapping[str, str]
-"""From the end of a parameter's name here to the one in Hugging Face files; see `huggingface.py`."""
 
 
 def kv_heads_of(shape: ModelShape) -> int:

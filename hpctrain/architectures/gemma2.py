@@ -1,5 +1,5 @@
-"""Gemma 2 (Gemma Team 2024): GeGLU, norms of (1 + weight) before and after each part, capped scores and logits,
-scaled embeddings, and layers with a window in turn with layers that see all positions."""
+"""Gemma 2 (Gemma Team 2024): GeGLU, norms of (1 + weight) before and after each part, capped scores and logits, scaled
+embeddings. Layers with a window alternate with layers that see all positions."""
 
 import math
 

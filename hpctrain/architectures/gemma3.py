@@ -1,5 +1,5 @@
-"""Gemma 3 (Gemma Team 2025), its text model: as Gemma 2, with norms of queries and keys in the place of capped scores,
-five layers with a window for each that sees all positions, and a rotary base of their own for the former."""
+"""Gemma 3 (Gemma Team 2025), its text model: as Gemma 2, with norms of queries and keys in the place of capped scores.
+For each layer that sees all positions there are five with a window, which have a rotary base of their own."""
 
 from dataclasses import replace
 

@@ -64,9 +64,9 @@ class HuggingFace:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """From a part of theirs to those of ours that lie side by side in it, along the output features."""
     read_more: Callable[[Keys], Keys] = lambda config: {}
-    """What keys of `[model]` follow from a config in another way than by `keys`."""
+    """Returns the keys of `[model]` that follow from a config by other rules than `keys`."""
     write_more: Callable[[Any], Keys] = lambda model: {}
-    """What keys of a config follow from a model in another way than by `keys`."""
+    """Returns the keys of a config that follow from a model by other rules than `keys`."""
 
     def model_keys(self, config: Keys) -> Keys:
         """Return the keys of `[model]` that a config says. Raises UnknownConfigError."""

@@ -142,7 +142,7 @@ def commit(partial: Path, keeping: Checkpoint) -> Path:
     sync_folder(partial)
     pointer, replaced = folder / (LATEST + PARTIAL), None
     try:
-        write_synced(pointer, f"{final.name} {digest}\n".encode())  # all that needs room, before anything is renamed
+        write_synced(pointer, f"{final.name} {digest}\n".encode())  # all that takes disk space, before any renaming
         if final.exists():
             replaced = _set_aside(final)
         partial.rename(final)

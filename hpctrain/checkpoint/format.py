@@ -32,7 +32,6 @@ from hpctrain.config.tables import Several, Table, explain
 FORMAT = "hpctrain-checkpoint"
 VERSION = 2
 MANIFEST, RECTANGLES, BLOCKS, INDEX = "manifest.json", "rectangles.bin", "blocks.bin", "index.h5"
-TABLES = (RECTANGLES, BLOCKS, INDEX)
 ABOUT = {
     "job": "job.json",
     "plan": "plan.toml",

@@ -40,7 +40,7 @@ PART_BYTES = 512 << 20
 """Of fp32 weights in a part of the checkpoint, and in memory at once."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Ends of the names of what older files have besides weights."""
+"""Name suffixes of the tensors in older files that are not weights."""
 
 
 class Theirs(NamedTuple):
@@ -219,7 +219,7 @@ class _Weights:
         if extra:
             raise CheckpointError(
                 f"{self._folder}: has a tensor {extra[0]}, which a {model.architecture} model of this {CONFIG} has not;"
-                " it would be lost"
+                " it would be dropped"
             )
         sizes: dict[str, int] = {}
         for name, theirs in self._theirs.items():
@@ -275,17 +275,17 @@ class Rows(NamedTuple):
 
 def _cut_into_parts(parameters: dict[str, Parameter]) -> Iterator[list[Rows]]:
     """Yield the rows of parameters that go into one part each."""
-    regions, held = [], 0
+    regions, num_bytes = [], 0
     for name, parameter in parameters.items():
         rows, columns = (*parameter.shape, 1)[:2]
         at_once = max(1, PART_BYTES // (4 * columns))
         for start in range(0, rows, at_once):
             stop = min(start + at_once, rows)
-            if held and held + (stop - start) * columns * 4 > PART_BYTES:
+            if num_bytes and num_bytes + (stop - start) * columns * 4 > PART_BYTES:
                 yield regions
-                regions, held = [], 0
+                regions, num_bytes = [], 0
             regions.append(Rows(name, start, stop, columns))
-            held += (stop - start) * columns * 4
+            num_bytes += (stop - start) * columns * 4
     yield regions
 
 

@@ -33,7 +33,7 @@ AT_ONCE_BYTES = 8 << 20
 """Of blocks that are read together."""
 NUM_CHECKERS, MOST_UNCHECKED = 2, 8
 """Threads that compute CRC-32s, and how often these bytes may have been read and not checked yet."""
-REMEDY = 'use an older checkpoint: checkpoint.resume = "auto" finds the newest intact one'
+REMEDY = 'use an older checkpoint: checkpoint.resume = "auto" takes the newest intact one'
 
 
 class Index:
@@ -202,8 +202,8 @@ class Index:
         """Refuse tables whose numbers lead out of each other or out of the parts."""
         manifest, rectangles = self.manifest, self._rectangles
 
-        def require(holds, what: str) -> None:
-            if not holds:
+        def require(condition, what: str) -> None:
+            if not condition:
                 raise DamagedCheckpointError(f"{self.path}: {what}; {REMEDY}")
 
         require(manifest.tensors and manifest.parts and manifest.streams, "has no tensors, parts or streams")

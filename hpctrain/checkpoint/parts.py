@@ -39,7 +39,7 @@ class SparseFile(io.RawIOBase):
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Forget what is written in this block, but keep its room."""
+        """Drop what is written in this block, but keep its space in the file."""
         self._drops = True
         yield
         self._drops = False
@@ -143,7 +143,7 @@ def lay_out(elements: dict[int, int], stored: Sequence[int] | None = None) -> Pa
 
 
 def _chunks(file: SparseFile, dataset: h5py.h5d.DatasetID, stored: Sequence[int]) -> tuple[Extent, ...]:
-    """Make room for compressed chunks; return where each will be."""
+    """Allocate the compressed chunks; return where each will be."""
     zeros = bytes(BLOCK_BYTES)
     for number, num_bytes in enumerate(stored):
         mask = BOTH_FILTERS if num_bytes == BLOCK_BYTES else 0

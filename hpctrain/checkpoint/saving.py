@@ -102,7 +102,7 @@ class Background:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. All ranks make one, and call its methods alike.
+    """Writes the checkpoints of a run, one at a time. All ranks create one, and all call each method.
 
     `start` takes a snapshot and returns. Whenever no rank `is_writing`, all call `advance`: after the first time rank 0
     completes the checkpoint, after the second it is there. `finish` waits for that.
@@ -189,6 +189,7 @@ class Saver:
             self._buffer = self._accelerator.host_buffer(-(-size // BLOCK_BYTES) * BLOCK_BYTES)
             self._buffer[size:].zero_()
         values = self._buffer.view(torch.float32)
+        self._accelerator.synchronize()  # what is in host memory is read at once, and may be on its way there
         for kind, shard, at, start in self._own.copies:
             source = shard.of(tensors_of(shard)[kind], at)
             values[start : start + at.size].copy_(source, non_blocking=True)

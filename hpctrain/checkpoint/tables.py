@@ -1,4 +1,5 @@
-"""What one rank writes besides the parts: the tables of rectangles and blocks, the index for h5py, the manifest."""
+"""The files that one rank writes in addition to the parts: tables of rectangles and blocks, the index for h5py,
+the manifest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

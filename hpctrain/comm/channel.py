@@ -15,7 +15,7 @@ from hpctrain.config.errors import CommError
 
 
 class SharedChannel:
-    """A two-way channel between two ranks of one host: for each way a ring of slots in the sender's memory.
+    """A two-way channel between two ranks of one host: per direction a ring of slots in the sender's memory.
 
     A send copies and returns; it waits only if `depth` messages are in flight. The receiver needs nothing from the
     sender while it computes.
@@ -65,7 +65,7 @@ class SharedChannel:
 
 
 class LaneChannel:
-    """A two-way channel by messages, over a lane for each way; they move while the rank computes."""
+    """A two-way channel by messages, over a lane per direction; they move while the rank computes."""
 
     def __init__(self, outgoing: Lane, incoming: Lane, depth: int, posts_early: bool):
         """`posts_early` says whether receives are posted when they are expected."""
@@ -158,7 +158,7 @@ def make_channel(
     patience: Patience,
     trace: GroupTrace | None = None,
 ) -> SharedChannel | LaneChannel:
-    """Make a channel between this rank and `peer`, for `depth` messages each way. Both must call.
+    """Return a channel between this rank and `peer`, for `depth` messages per direction. Both must call.
 
     `trace` records messages that go out while the rank computes.
     """

@@ -9,8 +9,8 @@ EXCHANGES = 20
 def offset_to_first(comm, hosts: Sequence[str]) -> float:
     """Return what to add to this rank's `time.monotonic` to get rank 0's, in seconds. All ranks of `comm` must call.
 
-    Ranks of a host share a clock, so that one of each asks rank 0, which is as far off as half of the quickest answer
-    at most (Cristian 1989).
+    Ranks of a host share a clock, so one of each host asks rank 0. The error is at most half of the quickest answer
+    (Cristian 1989).
     """
     firsts = {host: hosts.index(host) for host in hosts}
     own = 0.0

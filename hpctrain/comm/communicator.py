@@ -3,7 +3,8 @@
 Every collective must be called by all ranks of the group, in the same order. Tensors must be contiguous; any shape
 and any dtype that torch trains with. Arrays of CuPy and NumPy are taken like tensors, and changed in place. Half
 precision is summed in fp32 and rounded once. Results are the same bits on every rank and in every run. A `Communicator`
-blocks; a `Lane` offers the same and returns a `Work`.
+blocks; a `Lane` offers the same and returns a `Work`. Where the vendor's library does an operation on a device, to wait
+for it means that the device waits: the host continues, and must not look at the result before the device is there.
 """
 
 from abc import ABC, abstractmethod
@@ -17,19 +18,21 @@ import torch
 from hpctrain.comm.collectives.hierarchical import Collectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.lanes import ENDED, Ended, Progress, Work
+from hpctrain.comm.launches import Asked, Composite, DeviceLaunch
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.transport import Transport
-from hpctrain.comm.steps import Steps, complete, until_all
+from hpctrain.comm.steps import Ready, Steps, complete, until_all
 from hpctrain.comm.traced import GroupTrace, StopwatchSteps, TracedWork
-from hpctrain.comm.waiting import Patience, Phase
+from hpctrain.comm.waiting import Patience, Phase, wait_until
 from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 if TYPE_CHECKING:
+    from hpctrain.comm.routes.streamed import StreamedCollectives
     from hpctrain.comm.settings import Pace
 
-Started = Work | TracedWork | Ended
+Started = Work | DeviceLaunch | TracedWork | Ended
 
 
 class ArrayLike(Protocol):
@@ -66,7 +69,7 @@ class Backend:
 
     def __init__(
         self,
-        collectives: Collectives,
+        collectives: "Collectives | StreamedCollectives",
         transport: Transport,
         reason: str,
         ranks_on_host: int,
@@ -76,6 +79,11 @@ class Backend:
         self.reason, self.ranks_on_host = reason, ranks_on_host
         self.pace = pace
         """For groups of pretended devices."""
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether all that is asked for tensors of devices is launched at once, in the order in which it is asked."""
+        return getattr(self.collectives, "is_launched", False)
 
     def abandon(self) -> None:
         self.collectives.abandon()
@@ -129,7 +137,7 @@ class Operations(ABC, Generic[Result]):
         self._even_cuts = lru_cache(KEPT_CUTS)(partial(cut_evenly, parts=self.size))
 
     @abstractmethod
-    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Result: ...
+    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> Result: ...
 
     def _start(self, operation: str, tensor: torch.Tensor, peer: int | None) -> int:
         return self._journal.start(operation, _num_bytes(tensor), peer) if self._journal else 0
@@ -151,7 +159,7 @@ class Operations(ABC, Generic[Result]):
         return self._backend.transport.bytes_sent if self._backend else (0,)
 
     @property
-    def _collectives(self) -> Collectives:
+    def _collectives(self) -> "Collectives | StreamedCollectives":
         assert self._backend is not None
         return self._backend.collectives
 
@@ -184,7 +192,7 @@ class Operations(ABC, Generic[Result]):
         flat, into = self._flat(tensor), self._flat(as_tensor(out))
         cuts = self._cuts(flat, cuts)
         if into.numel() != cuts[self.rank].size:
-            raise CommError(f"room for {into.numel()} elements, of which rank {self.rank} gets {cuts[self.rank].size}")
+            raise CommError(f"{into.numel()} elements of output, where rank {self.rank} gets {cuts[self.rank].size}")
         if self.size == 1:
             return self._execute("reduce_scatter", tensor, _copying([into], [flat[slice(*cuts[0])]]))
         return self._execute("reduce_scatter", tensor, self._collectives.reduce_scatter(flat, cuts, into, op))
@@ -271,13 +279,17 @@ class Communicator(Operations[torch.Tensor]):
         super().__init__(ranks, backend, journal, trace)
         self._patience, self._lane = patience, lane
 
-    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> torch.Tensor:
+    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> torch.Tensor:
         since = self._trace.now() if self._trace else 0.0
         handle = self._start(operation, tensor, peer)
-        steps, meet = self._paced(operation, tensor, steps)
-        complete(steps, operation, self._patience)
-        meet()
-        self._finish(handle)
+        if isinstance(asked, DeviceLaunch):
+            asked.start(self._patience, partial(self._finish, handle))
+            asked.wait()
+        else:
+            steps, meet = self._paced(operation, tensor, _settled(asked))
+            complete(steps, operation, self._patience)
+            meet()
+            self._finish(handle)
         if self._trace:
             self._trace.exposed(operation, _num_bytes(tensor), since)
         return tensor
@@ -286,12 +298,18 @@ class Communicator(Operations[torch.Tensor]):
     def bytes_sent(self) -> Sequence[int]:
         """As without a lane: what was started is counted with the rest."""
         own = super().bytes_sent
-        return own if self._lane is None else [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
+        if self._lane is None or self._lane.uses(self._backend):
+            return own
+        return [a + b for a, b in zip(own, self._lane.bytes_sent, strict=True)]
 
     @property
     def is_overlapped(self) -> bool:
         """Whether what is started continues while the rank computes."""
         return self._lane is not None
+
+    def await_ready(self, ready: Ready, awaited: str) -> None:
+        """Wait with this group's patience for something of this rank's own, such as its device. Raises CommError."""
+        wait_until(ready, lambda: awaited, self._patience)
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Started:
         """Sum in place over all ranks; leave the tensor alone until the work is done."""
@@ -364,10 +382,19 @@ class Lane(Operations[Started]):
         self._queue: deque[Work] = progress.add_lane()
         self._is_abandoned = False
 
-    def _execute(self, operation: str, tensor: torch.Tensor, steps: Steps, peer: int | None = None) -> Started:
+    def uses(self, backend: Backend | None) -> bool:
+        """Say whether this lane communicates by a backend that its group has too."""
+        return self._backend is not None and self._backend is backend
+
+    def _execute(self, operation: str, tensor: torch.Tensor, asked: Asked, peer: int | None = None) -> Started:
         handle = self._start(operation, tensor, peer)
         finish = partial(self._finish, handle)
-        steps, meet = self._paced(operation, tensor, steps)
+        if isinstance(asked, DeviceLaunch):
+            if self._trace:
+                finish = self._trace.telling(operation, _num_bytes(tensor), asked.times, finish)
+            asked.start(self._patience, finish)
+            return TracedWork(asked, operation, self._trace) if self._trace else asked
+        steps, meet = self._paced(operation, tensor, _settled(asked))
         if self._trace:
             if self._backend is None or self._backend.pace is None:
                 steps = StopwatchSteps(steps)
@@ -375,7 +402,9 @@ class Lane(Operations[Started]):
             finish = self._trace.telling(*what)  # pyright: ignore[reportArgumentType] - paced steps are timed, too
         work = Work(self._progress, operation, steps, self._patience, finish, meet)
         self._progress.submit(self._queue, work)
-        return TracedWork(work, self._trace) if self._trace else work
+        if isinstance(asked, Composite):
+            asked.order.start_composite(work)
+        return TracedWork(work, operation, self._trace) if self._trace else work
 
     def settle(self) -> None:
         """Wait for what is in flight, unless it was abandoned. All ranks must call."""
@@ -385,6 +414,14 @@ class Lane(Operations[Started]):
     def abandon(self) -> None:
         self._is_abandoned = True
         super().abandon()
+
+
+def _settled(asked: Steps | Composite) -> Steps:
+    """Return the steps of what was asked, of which parts may be launched now."""
+    if isinstance(asked, Composite):
+        asked.order.settle()
+        return asked.steps
+    return asked
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

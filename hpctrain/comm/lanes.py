@@ -83,7 +83,7 @@ class Work:
 
 
 class Ended:
-    """What was done before it was asked for whether it is: stands for a `Work` where there is no lane."""
+    """An operation that is already complete, with the interface of a `Work`, where there is no lane."""
 
     ended = True
 

@@ -54,7 +54,7 @@ class Form(NamedTuple):
     links: tuple[int, ...]
     """Between neighbours, for who communicates flat; those that are equal once."""
     flows: Flows = (1, 1)
-    """The most that these links' messages meet."""
+    """The largest number of flows that share these links."""
     domains: tuple["Form", ...] = ()
     """For who does it by domains; those that are equal once."""
     num_domains: int = 0
@@ -177,8 +177,8 @@ class ClusterNetwork:
     def algorithm(self, operation: str, num_bytes: int, ranks: Sequence[int], by_domains: bool = True) -> str:
         """Return the algorithm that takes the least time: domains, exchange or doubling.
 
-        It is chosen as if the group were alone, for its ranks do not know who else communicates. Without `by_domains`
-        it is chosen among the flat ones.
+        It assumes that the group is alone, for its ranks do not know who else communicates. Without `by_domains`
+        only the flat ones count.
         """
         form = self._form(tuple(ranks), None)
         return self._cheapest(operation, num_bytes, form if by_domains else form._replace(domains=()))

@@ -1,4 +1,4 @@
-"""Numbers of all ranks on their way to rank 0, while everybody continues."""
+"""Numbers of all ranks in flight to rank 0, while everybody continues."""
 
 from collections.abc import Sequence
 

@@ -3,7 +3,7 @@
 MPICH hands addresses to its launcher in lines `cmd=put kvsname=NAME key=KEY value=VALUE` (PMI-1), after it asked how
 long a value may be. Slurm's plugin pmi2 (22.05, and others) answers 1,024, and then reads 1,024 bytes of a line. The
 rest of a longer line is taken for the next request: ranks wait for ever, or connect to garbage. Whether a line gets so
-long depends on the zeros in an address and in the memory after it, so the same job starts today and not tomorrow.
+long depends on the zeros in an address and in the memory after it. So the same job starts today and not tomorrow.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ STREAM_VARIABLE = "PMI_FD"
 SLURM_VARIABLE = "SLURM_STEP_ID"
 LINE_BYTES = 1024
 WORDS_BYTES = 128
-"""What a line holds beside the value: `cmd=put kvsname= key= value=`, a key of up to 64 bytes, and the job's number."""
+"""The rest of a line around the value: `cmd=put kvsname= key= value=`, a key of up to 64 bytes, the job's number."""
 VALUE_LIMIT = re.compile(rb"(?<=vallen_max=)\d+")
 READ_BYTES = 1 << 16
 
@@ -37,7 +37,7 @@ def init_thread(mpi) -> None:
 
 @contextmanager
 def short_values(stream: int) -> Iterator[None]:
-    """Meanwhile have the launcher's limit of a value, as it is read from `stream`, leave room for the rest of a line.
+    """Meanwhile lower the launcher's limit of a value, as it is read from `stream`, by the rest of a line.
 
     `stream` is a file descriptor. Afterwards it is the launcher's own again; nobody may be waiting for an answer then.
     """

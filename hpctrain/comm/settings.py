@@ -35,7 +35,7 @@ class Pace(Protocol):
 
 
 class Rehearsal(Protocol):
-    """The pretended cluster on which groups communicate. The room `rehearsal` implements it."""
+    """The pretended cluster on which groups communicate. The package `rehearsal` implements it."""
 
     def pace(self, group: str = "") -> Pace:
         """Return the pace of a new group."""

@@ -60,7 +60,7 @@ class SilentCollectives:
 
 
 class Solo:
-    """Stands for the world where a layout is made (`hpctrain.engine.layout`). Nothing in it involves other ranks."""
+    """Replaces the world where a layout is built (`hpctrain.engine.layout`). Nothing in it involves other ranks."""
 
     tracer = UNTRACED
 

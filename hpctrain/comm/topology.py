@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ROUTES = ("auto", "messages", "hierarchical")
 ALGORITHMS = ("auto", "exchange", "ring", "doubling")
 MOST_DOUBLED_BYTES = 1 << 20
-"""Of a tensor: doubling has two more copies of it, others need room for a part; beyond, rounds are cheap."""
+"""Of a tensor: doubling needs two more copies of it, others memory for a part; beyond, rounds are cheap."""
 LEAST_PART_BYTES = 8
 """Of a tensor for each rank: one with less has no part for each of them, and is not reduced by domains."""
 KEPT_CHOICES = 256
@@ -52,7 +52,8 @@ class Preferences:
     """What decides between routes and algorithms, the same on all ranks, since it can change a bit of the result."""
 
     route: str = "auto"
-    """auto, or for the groups that could do otherwise: messages (all alike far), hierarchical (by family and host)."""
+    """auto, or for the groups that have a choice: messages (as if all distances were equal), hierarchical (by family
+    and host)."""
     algorithm: str = "auto"
     """auto (by `network`), exchange, ring or doubling, for collectives over messages."""
     network: "ClusterNetwork | None" = None

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from hpctrain.comm.lanes import Work
+from hpctrain.comm.launches import DeviceLaunch, LaunchTimes
 from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.tracing import Tracer
 
@@ -43,7 +44,7 @@ class StopwatchSteps:
 
 
 class GroupTrace:
-    """Tells a tracer what one rank's part of one group does."""
+    """Reports to a tracer what one rank's part of one group does."""
 
     def __init__(self, tracer: Tracer, group: str, lane: str):
         """`lane` names the group where it is overlapped; no other lane of this rank has that name."""
@@ -60,13 +61,15 @@ class GroupTrace:
         self._tracer.waited(self._group, operation, since)
 
     def telling(
-        self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]
+        self, operation: str, num_bytes: int, times: TimedSteps | LaunchTimes, on_end: Callable[[], None]
     ) -> Callable[[], None]:
-        """Return what is to be called at the end of overlapped steps; calls `on_end`."""
-        return partial(self._report_overlapped, operation, num_bytes, steps, on_end)
+        """Return what is to be called at the end of what is overlapped; calls `on_end`."""
+        return partial(self._report_overlapped, operation, num_bytes, times, on_end)
 
-    def _report_overlapped(self, operation: str, num_bytes: int, steps: TimedSteps, on_end: Callable[[], None]) -> None:
-        self._tracer.overlapped(self._group, self._lane, operation, num_bytes, steps.begun, steps.ended)
+    def _report_overlapped(
+        self, operation: str, num_bytes: int, times: TimedSteps | LaunchTimes, on_end: Callable[[], None]
+    ) -> None:
+        self._tracer.overlapped(self._group, self._lane, operation, num_bytes, times.begun, times.ended)
         if operation != "send":  # a channel has reported it when it was given the message
             self._tracer.moved(self._lane, operation, num_bytes)
         on_end()
@@ -75,8 +78,8 @@ class GroupTrace:
 class TracedWork:
     """An operation in flight on a lane; offers what `Work` does, and records how long it is waited for."""
 
-    def __init__(self, work: Work, trace: GroupTrace):
-        self._work, self._trace = work, trace
+    def __init__(self, work: Work | DeviceLaunch, operation: str, trace: GroupTrace):
+        self._work, self._operation, self._trace = work, operation, trace
         self._was_waited_for = False
 
     @property
@@ -91,4 +94,4 @@ class TracedWork:
         self._work.wait()
         if not self._was_waited_for:
             self._was_waited_for = True
-            self._trace.waited(self._work.operation, since)
+            self._trace.waited(self._operation, since)

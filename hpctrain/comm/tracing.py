@@ -1,6 +1,6 @@
 """The hook by which a run is traced: who computes or communicates reports spans of time to a `Tracer`.
 
-Moments are seconds of `time.monotonic`; a rehearsal's are pretended ones.
+Times are seconds of `time.monotonic`; a rehearsal's are pretended ones.
 """
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.config.errors import CommError
 
-# Yielding hands the core to whoever computes on it, and finds a partner that arrives at once; a sleeper wakes 50 to
+# Yielding hands the core to whoever computes on it, and sees at once when a partner arrives; a sleeper wakes 50 to
 # 100 us late, twice for each collective. So: yield, and sleep only where the core is idle. Yields are counted, not
 # timed: one takes a microsecond on an idle core, and as long as the others like on a busy one.
 YIELDS = 2000

@@ -84,8 +84,8 @@ class World:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise LaunchError(
-                f"{sys.prefix}: mpi4py finds no MPI library: {str(error).splitlines()[0]}; load your site's MPI module,"
-                " pip install 'hpctrain[mpi]', or ask hpctrain doctor"
+                f"{sys.prefix}: mpi4py cannot load an MPI library: {str(error).splitlines()[0]}; load your site's MPI"
+                " module, pip install 'hpctrain[mpi]', or ask hpctrain doctor"
             ) from None
 
         device = detect_device()
@@ -145,20 +145,28 @@ class World:
     ) -> "Communicator":
         """Return a communicator over `ranks`, in this order. All of them must call, in the same order of calls.
 
-        If `overlapped`, what is started on it continues while the ranks compute, on a lane of its own. A group that is
-        for tensors of the host alone (`on_host`) connects no library of devices, which takes their memory.
+        If `overlapped`, what is started on it continues while the ranks compute, on a lane. The lane has connections of
+        its own, but where a library launches all operations in one order: those take memory of the device. A group that
+        is for tensors of the host alone (`on_host`) connects no library of devices.
         """
         from hpctrain.comm.communicator import Communicator  # torch: not before a mistake would have been reported
 
-        lane = self.lane(ranks, name) if overlapped and len(ranks) > 1 else None
+        lane = None
         backend, journal = self._connect(ranks, name, on_host)
+        if overlapped and len(ranks) > 1:
+            is_shared = backend is not None and backend.is_launched
+            lane = self._lane_over(ranks, name, backend, journal) if is_shared else self.lane(ranks, name)
         return self._keep(Communicator(ranks, backend, self.patience, journal, lane, self._trace(name, ranks)))
 
     def lane(self, ranks: Sequence[int], name: str = "") -> "Lane":
         """Return a lane of its own over `ranks`, in this order. All of them must call, in the same order of calls."""
+        return self._lane_over(ranks, name, *self._connect(ranks, name))
+
+    def _lane_over(
+        self, ranks: Sequence[int], name: str, backend: "Backend | None", journal: "Journal | None"
+    ) -> "Lane":
         from hpctrain.comm.communicator import Lane
 
-        backend, journal = self._connect(ranks, name)
         made = Lane(ranks, backend, self._moving(), self.patience, journal, self._trace(name, ranks))
         self._lanes.append(made)
         return self._keep(made)
@@ -178,7 +186,7 @@ class World:
         return self._keep(RecordedChannel(made, journal, trace))
 
     def solo(self) -> "Solo":
-        """Return what stands for this world where this rank runs its part of a plan alone. Involves nobody."""
+        """Return a replacement of this world in which this rank runs its part of a plan alone. Involves nobody."""
         from hpctrain.comm.solo import Solo
 
         return Solo(self.rank, self.size, self.settings.rehearsal)
@@ -286,7 +294,7 @@ class World:
 
     @contextmanager
     def all_or_none(self):
-        """Run a block that may fail on some ranks only with an HpctrainError, and then fail on all of them alike."""
+        """Run a block that may fail with an HpctrainError on some ranks only; then it fails on all of them."""
         error = None
         try:
             yield
@@ -368,10 +376,10 @@ class World:
             self._mpi.Finalize()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of an error on this one; the message is said once. Any rank may call.
+        """End all ranks after an error on this one; the message is printed once. Any rank may call.
 
-        Where every rank failed alike (a mistake in a file), they find out within `AGREEMENT_SECONDS`, rank 0 speaks
-        and all exit in order. Where others still run, this rank speaks and aborts them.
+        Where every rank failed by the same error (a mistake in a file), they detect it within `AGREEMENT_SECONDS`;
+        rank 0 prints it and all exit in order. Where others still run, this rank prints it and aborts them.
         """
         code = error.exit_code if isinstance(error, HpctrainError) else UNCAUGHT_EXIT_CODE
         record_exit(code)

@@ -20,6 +20,8 @@ MOST_SEQUENCES = 10_000_000
 MOST_MICROBATCHES = 20_000
 MOST_PASSES = 100_000
 """Passes of a step whose schedule is checked: of tiles, microbatches and row chunks, equal pipelines counted once."""
+MOST_PARTS = 64
+"""Of a product that is cut so that its collective is overlapped: each part is a message more, and a smaller product."""
 MOST_NUMBER = 10**12
 """Of what is only counted, such as steps."""
 MOST_SECONDS = 1e9
@@ -33,6 +35,7 @@ LayerCount = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
 TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
+PartCount = Annotated[int, Field(ge=1, le=MOST_PARTS)]
 MicrobatchCount = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
 Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 ZeroStage = Annotated[int, Field(ge=0, le=3)]

@@ -27,11 +27,14 @@ ORIGINS = "'measured', 'datasheet' or 'assumed'"
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
 # (0.5 to 1 GB), buffers of communicators, and gaps between the blocks of its allocator, in proportion to its memory.
-# A guess, and said to be one. No accelerator has so little memory as a rehearsal's miniature, which counts exactly.
+# An assumption, and listed as one. A rehearsal's miniature, smaller than any accelerator, counts memory exactly.
 RESERVED_BYTES = 1_500_000_000
 RESERVED_SHARE = 0.04
 MINIATURE_BYTES = 4_000_000_000
 MOST_NICS = 1000
+HOST_COPY_SHARE = 1 / 64
+"""Of a device's memory bandwidth, that a copy to or from pinned host memory reaches where nobody says: a V100 has 1/75,
+an A100 and an H100 have 1/60 (data sheets; PCIe 3, 4 and 5 with 16 lanes)."""
 
 
 def _whole(value):
@@ -113,7 +116,7 @@ class Family(Figures):
     memory_bytes_per_second: Positive
     """Read or written, as data sheets count: a copy of n bytes moves 2 n."""
     host_copy_bytes_per_second: Positive | None = None
-    """From pinned memory of the host or to it, one way; left out for CPUs, whose memory is the host's."""
+    """From pinned memory of the host or to it, per direction; left out for CPUs, whose memory is the host's."""
     peak_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
     """Of dense products, as the maker says."""
     sustained_flops_per_second: dict[DType, Positive] = Field(default_factory=dict)
@@ -198,7 +201,7 @@ class Nic(Figures):
 
 
 class Nodes(Figures):
-    """Nodes that are equal. A node's i-th device takes its i-th NIC of each fabric; fewer are shared in turn."""
+    """Nodes that are equal. A node's i-th device takes its i-th NIC of each fabric; fewer are shared round-robin."""
 
     count: RankCount = 1
     devices: Annotated[dict[Name, RankCount], Field(min_length=1)]
@@ -207,6 +210,8 @@ class Nodes(Figures):
     """Between two devices of a node."""
     link_bytes_per_second: Positive | None = None
     nics: Several[Nic] = ()
+    host_memory_bytes: Bytes | None = None
+    """Of one node's host, what ranks may fill of it for what they offload; left out: not known."""
     ranks: Several[Rank] | None = None
     """Of the devices, node by node; left out: consecutive."""
 
@@ -276,13 +281,13 @@ class RowTimes(Table):
 
 
 class Profile(Figures):
-    """What `hpctrain profile` measured of one job on a device of a family that is a replica of the whole model."""
+    """What `hpctrain probe --job` measured of one job on a device of a family that is a replica of the whole model."""
 
     family: Name
     work: str
-    """Which model, sequences and dtype, in words that the profiler chooses: it holds for the same ones alone."""
+    """Which model, sequences and dtype, in words that the profiler chooses: it is valid for the same ones alone."""
     zero: Annotated[int, Field(ge=1, le=3)]
-    """The ZeRO stage; 1 stands for 0 too."""
+    """The ZeRO stage; 1 covers 0 too."""
     replicas: Count
     """Among how many the state is cut where the stage cuts it."""
     largest_rows: Annotated[int, Field(ge=0)] | None = None

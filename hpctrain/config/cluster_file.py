@@ -99,7 +99,7 @@ def _parse(text: str, where: str) -> _File:
 
 
 def _follows(key: str, text: str, unknown: tuple[str, ...]) -> bool:
-    """Say whether a figure is missing only because a model, a network or a fabric has a mistake."""
+    """Say whether a mistake in a model, a network or a fabric is the only reason why a figure is missing."""
     return key.startswith(unknown) and text.endswith(": missing; set it")
 
 

@@ -1,7 +1,7 @@
 """The catalogue: accelerators and networks as their makers describe them. Pure data, and how a name is looked up.
 
-Figures are of data sheets (dense products, no sparsity; one direction of a link); memory is what programs find. How
-near programs come to them is known to `hpctrain.planner.efficiency`.
+Figures are of data sheets (dense products, no sparsity; one direction of a link); memory is what a program can use.
+`hpctrain.planner.efficiency` has the share of these figures that programs reach.
 """
 
 import re
@@ -22,11 +22,11 @@ class CatalogueEntry:
 
     kind: str
     memory_bytes: float
-    """What a program finds: sheets round, and mean GiB where they say GB."""
+    """What a program can use: sheets round, and mean GiB where they say GB."""
     memory_bytes_per_second: float
     peak_flops_per_second: dict[str, float]
     link_bytes_per_second: float
-    """Between two of a node, one way: NVLink, Infinity Fabric, or PCIe."""
+    """Between two of a node, per direction: NVLink, Infinity Fabric, or PCIe."""
     family_name: str
     """Of its parameter set in `EFFICIENCIES`."""
     source: str
@@ -48,7 +48,7 @@ class NetworkEntry(NamedTuple):
     """A network as its maker describes it."""
 
     bytes_per_second: float
-    """Of one NIC, one way."""
+    """Of one NIC, per direction."""
     latency_seconds: float
     """Of a message: assumed, the maker's figure and what MPI adds to a short message."""
     source: str
@@ -60,7 +60,7 @@ def _fp(fp32: float, fp16: float, bf16: float | None = None, tf32: float | None 
 
 
 # Cards for games reach each other through their host's memory: what Sailor's profiles of tensor parallelism on
-# Titan-RTX and RTX-2080-Ti (rings of 5.4e9 bytes/s, by 4 and by 8 alike), and of 4 RTX-3090, show.
+# Titan-RTX and RTX-2080-Ti (rings of 5.4e9 bytes/s, by both 4 and 8), and of 4 RTX-3090, show.
 _HOST_PCIE3, _HOST_PCIE4 = 9.6e9, 12e9
 
 # Memory is what torch's messages of too little of it call the total capacity.
@@ -186,7 +186,7 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         _fp(75e12, 313e12, 313e12),
         28e9,
         "ascend",
-        "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s both ways between each two; nothing measured",
+        "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s per direction between each two; nothing measured",
     ),
 }
 

@@ -1,8 +1,8 @@
 """The errors that people see.
 
-Every mistake that a person can make in a file or on a command line, and every failure that a machine can hand
-us, is raised as one of these, with the numbers that explain it and what to set. They are printed without a
-traceback; anything else that escapes is a defect of hpctrain and keeps its traceback.
+A mistake in a file or on a command line, and a failure of the machine, is raised as one of these. It has the numbers
+that explain it and what to set. These errors are printed without a traceback. Anything else that escapes is a defect
+of hpctrain and keeps its traceback.
 """
 
 import difflib
@@ -32,7 +32,7 @@ class JobError(HpctrainError):
 
 
 class LaunchError(HpctrainError):
-    """The processes were not started the way the launcher or the plan promised."""
+    """The processes were not started as the launcher or the plan promised."""
 
     exit_code = 12
 

@@ -1,9 +1,9 @@
 """The job: what to train, on which data, how long. One TOML file, read into one frozen object.
 
-A job file has the sections `[model] [data] [train] [precision] [plan] [search] [overlap] [checkpoint] [comm]
-[observe]`; it may start from another file (`extends = "base.toml"`, relative to itself) and from a model preset; the
-command line has the last word (`--set train.steps=10`). Whatever is wrong with it becomes one `JobError` with the file,
-the key, the value and what to set.
+A job file has the sections `[model] [data] [train] [precision] [plan] [search] [overlap] [kernels]
+[checkpoint] [comm] [observe]`; it may start from another file (`extends = "base.toml"`, relative to itself) and from a
+model preset; the command line has the last word (`--set train.steps=10`). Whatever is wrong with it becomes one
+`JobError` with the file, the key, the value and what to set.
 """
 
 from collections.abc import Iterable
@@ -27,6 +27,7 @@ from hpctrain.config.bounds import (
     Width,
 )
 from hpctrain.config.errors import JobError, did_you_mean
+from hpctrain.config.kernels import KernelChoice
 from hpctrain.config.parallelism import Overlap, PlanRequest, SearchBudget
 from hpctrain.config.paths import is_file
 from hpctrain.config.precision import Precision
@@ -301,6 +302,7 @@ class Job(Table):
     """auto: searched for on the machine that there is; see `[search]`."""
     search: SearchBudget = SearchBudget()
     overlap: Overlap = Overlap()
+    kernels: KernelChoice = KernelChoice()
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     observe: Observe = Observe()
@@ -432,7 +434,7 @@ def _apply_override(tree: dict, origins: dict[str, str], override: str) -> None:
         value = parse_toml_value(text)
     except TOMLDecodeError:
         if "\n" in text:
-            raise JobError(f"--set {shorten(repr(override))}: has a second line, which would be lost") from None
+            raise JobError(f"--set {shorten(repr(override))}: has a second line, which would be ignored") from None
         value = text  # an unquoted word is a string, as a shell user expects
     except ValueError as error:
         raise JobError(f"--set {shorten(override)}: {error}") from None

@@ -26,5 +26,5 @@ def _toml(value) -> str:
         return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in zip(keys, value.values(), strict=True)) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    # strings, numbers and booleans are written alike in JSON and TOML
+    # JSON and TOML write strings, numbers and booleans identically
     return json.dumps(value, ensure_ascii=False)

@@ -15,7 +15,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def _batch_word(text: str) -> str:
     if not BATCH_WORD.fullmatch(text):
-        raise ValueError(f"{text!r} cannot stand in a batch script: use letters, digits and _.,:=@%+/&|*()[]- alone")
+        raise ValueError(f"{text!r} cannot be in a batch script: use letters, digits and _.,:=@%+/&|*()[]- alone")
     return text
 
 

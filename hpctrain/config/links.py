@@ -13,8 +13,8 @@ HOST_OVERHEAD_SECONDS = 10e-6
 """What each further message costs that a CPU rank sends and receives at the same time. Measured: 9 to 13 us for each of
 2 to 32 messages of 64 bytes between two ranks of a host, by `hpctrain.comm.routes.transport`."""
 DEVICE_OVERHEAD_SECONDS = 1e-6
-"""The same between accelerators, whose library starts a collective at once. Assumed: the order of magnitude that
-measurements of LogGP parameters find for InfiniBand."""
+"""The same between accelerators, whose library starts a collective at once. Assumed: the order of magnitude of
+measured LogGP parameters of InfiniBand."""
 
 
 class PairLink(NamedTuple):

@@ -1,4 +1,4 @@
-"""How a job asks for its plan, for the search that finds one, and for what ranks overlap."""
+"""How a job asks for its plan, for the search of a plan, and for what ranks overlap."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,6 +9,7 @@ from hpctrain.config.bounds import (
     MOST_SECONDS,
     Count,
     LayerCount,
+    PartCount,
     RankCount,
     SequenceCount,
     WholeNumber,
@@ -44,6 +45,9 @@ class PlanRequest(Table):
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass and not kept: nothing; what lies between the products of a block
     (norms, rotary positions, activations, capped scores); or all of a block but its input."""
+    offload: Literal["none", "optimizer", "activations", "all"] = "none"
+    """What is kept in host memory and moved to the device for its use: moments and fp32 master weights of the
+    optimizer; what blocks keep for their backward pass; or both."""
     zero: ZeroStage = 1
     """What replicas share: 1: the optimizer's state; 2: gradients too; 3: weights too; 0: nothing."""
     schedule: Literal["1f1b", "zb-h1"] = "1f1b"
@@ -68,7 +72,7 @@ class PlanRequest(Table):
         fields = type(self).model_fields
         others = {key for key in self.model_fields_set - {"file"} if getattr(self, key) != fields[key].default}
         if self.file and others:  # a checkpoint's job has them all, at their defaults
-            raise ValueError(f"plan.file stands alone; remove {', '.join(sorted(others))}")
+            raise ValueError(f"plan.file excludes other keys; remove {', '.join(sorted(others))}")
         return self
 
 
@@ -84,7 +88,8 @@ class SearchBudget(Table):
 
 
 class Overlap(Table):
-    """What ranks communicate while they compute. Results are the same bits, on or off, but for `forward`."""
+    """What ranks communicate while they compute. Results are the same bits, on or off, but for `forward` and
+    `tensor_parts`."""
 
     tensor: Annotated[bool | None, AUTO] = None
     """Sum the gradient of a product's input over the tensor grid while that of its weight is computed."""
@@ -93,8 +98,13 @@ class Overlap(Table):
     z: Annotated[bool | None, AUTO] = None
     """Gather the weights of the next block over z, and scatter the gradients of the last one, while one computes."""
     forward: Annotated[bool | None, AUTO] = None
-    """Compute blocks for the two halves of a rank's rows in turn, each while outputs of the other are summed over the
-    tensor grid, where `tensor` is on. Products and sums of half the rows may have other last bits."""
+    """Where `tensor` is on, compute blocks for the two halves of a rank's rows alternately. Outputs of one half are
+    summed over the tensor grid while the other one computes. Products and sums of half the rows may have other last
+    bits."""
+    tensor_parts: Annotated[PartCount | None, AUTO] = None
+    """Where `tensor` is on, into how many parts blocks cut a product next to a collective over the tensor grid: by
+    rows, or by positions of a single row. Each part is gathered while the last one is computed, or summed while the
+    next one is. 1: not cut, as with `forward`. Products and sums of fewer rows may have other last bits."""
     keep_gathered: WholeNumber = 0
     """How many of a tile's first layers (embedding, blocks) keep their gathered weights until the update: they are
     gathered once a step."""
@@ -103,6 +113,15 @@ class Overlap(Table):
 
     It also decides which rank owns which element, and with it the last bit of the gradient's norm.
     """
+
+    @model_validator(mode="after")
+    def _cut_once(self) -> Self:
+        if self.forward and (self.tensor_parts or 1) > 1:
+            raise ValueError(
+                f"forward and tensor_parts = {self.tensor_parts} cut the same rows; set forward = false, or"
+                " tensor_parts = 1"
+            )
+        return self
 
     @property
     def overlapped_bucket_bytes(self) -> int | None:

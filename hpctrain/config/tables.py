@@ -39,7 +39,7 @@ FilePath = Annotated[Path, Field(strict=False)]
 
 
 class Table(BaseModel):
-    """A table of a TOML file: immutable, and without room for a key that means nothing.
+    """A table of a TOML file: immutable; it refuses a key that means nothing.
 
     A number is a number: neither text nor a boolean is taken for one, nor 8.0 for 8.
     """

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from hpctrain.config.bounds import Count
-from hpctrain.config.cluster import ITEM_BYTES, Bytes, DType, Name, NotNegative, Positive
+from hpctrain.config.cluster import HOST_COPY_SHARE, ITEM_BYTES, Bytes, DType, Name, NotNegative, Positive
 from hpctrain.config.tables import Table
 
 
@@ -30,6 +30,9 @@ class PretendDevice(Table):
     """Rows of the result at which a product reaches half of its speed."""
     overlap_slowdown: Annotated[float, Field(ge=1)] = 1.0
     """How many times as long a computation takes while the device communicates."""
+    host_copy_bytes_per_second: Positive | None = None
+    """Between the device and pinned host memory, one direction; left out: a share of its memory's, see
+    `hpctrain.config.cluster.HOST_COPY_SHARE`."""
     jitter_share: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Standard deviation of an operation's time, of its time."""
 
@@ -42,6 +45,11 @@ class PretendDevice(Table):
         seconds = flops / self.flops_per_second[dtype] * (1 + self.half_speed_rows / rows)
         num_bytes = ITEM_BYTES[dtype] * batch * (m * k + k * n + m * n)
         return max(self.launch_seconds, seconds, num_bytes / self.memory_bytes_per_second)
+
+    def host_copy_seconds(self, num_bytes: int) -> float:
+        """Return what a copy of so many bytes between the device and host memory takes."""
+        speed = self.host_copy_bytes_per_second or HOST_COPY_SHARE * self.memory_bytes_per_second
+        return max(self.launch_seconds, num_bytes / speed)
 
     def pass_seconds(self, num_bytes: int) -> float:
         """Return what an operation takes that does little but read and write so many bytes."""
@@ -64,6 +72,6 @@ class Truth(Table):
     """Of a finished miniature: by how much the widths and positions of its job were divided."""
     memory_times: Positive | None = None
     """Of a file of real size: memory of the rehearsal is divided by the square of the width scale, and multiplied by
-    this; left out: chosen so that the job fills as large a share of it as of the cluster's."""
+    this; left out: resolved so that the job fills as large a share of it as of the cluster's."""
     devices: dict[Name, PretendDevice] = Field(default_factory=dict)
     """By family."""

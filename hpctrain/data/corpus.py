@@ -16,7 +16,7 @@ from hpctrain.data.records import PLAIN, RECORD_FILES, Fields, Records, Texts, o
 from hpctrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from hpctrain.data.tokens import HDF5_SIGNATURE, TokenWriter, open_tokens
 
-PIECE_BYTES = 1 << 18  # large files are encoded in pieces that end with a line
+PART_BYTES = 1 << 18  # large files are encoded in parts that end with a line
 BATCH_CHARACTERS = 1 << 22  # at once, for all cores; an encoding takes about 100 times its tokens' bytes
 TRAINING_BYTES = 1 << 28  # of text that BPE learns from: enough for its statistics, and bounds its time
 DEFAULT_BPE_VOCABULARY = 1024
@@ -74,8 +74,8 @@ def prepare(
     In JSON Lines and Parquet files each record is one, whose texts are in `fields`: a prompt, which is not learnt, and
     what follows.
 
-    Documents are shuffled by a hash of their relative path, so that the end of the file, which becomes validation,
-    is a fair sample, and every machine gets the same file. `tokenizer` is `byte`, `bpe` (trained here, to
+    Documents are shuffled by a hash of their relative path, so every machine gets the same file. The end of the file,
+    which becomes validation, is then a fair sample. `tokenizer` is `byte`, `bpe` (trained here, to
     `vocab_size`), a `tokenizer.json`, or a token file whose tokenizer to use again. `on_progress` is called with
     (bytes done, bytes in all). Raises DataError if there is nothing to prepare, or it cannot be written.
     """
@@ -85,7 +85,7 @@ def prepare(
     documents = _shuffled(_documents(result, skipped, fields))
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        raise DataError(f"nothing to prepare: no text in the {len(result)} files found ({reasons}); give UTF-8 text")
+        raise DataError(f"nothing to prepare: no text in the {len(result)} files seen ({reasons}); give UTF-8 text")
     if tokenizer == "bpe":
         vocab_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
         made = train_bpe(_sample(documents, fields), vocab_size)
@@ -131,7 +131,7 @@ def list_files(
 ) -> tuple[list[tuple[Path, str]], Counter[str]]:
     """Return the (path, relative name) of every file asked for, each file once, and how many folders were unreadable.
 
-    In folders, hidden files and folders (`.git`) are left out, and if there are globs, what none of them matches
+    In folders, hidden files and folders (`.git`) are left out. If there are globs, so is what none of them matches
     (`*.py` by name, `docs/*.md` by the end of the path). A file given by name is taken whatever it is called.
     `stdlib` adds the sources of the running interpreter's standard library. Raises DataError for a path that does
     not exist, and if there is nothing.
@@ -209,18 +209,18 @@ def _shuffled(documents: Iterable[Document]) -> list[Document]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield the text of a file in pieces of whole lines, where lines are not longer than a piece."""
+    """Yield the text of a file in parts of whole lines, where lines are not longer than a part."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest = ""
     with open(path, "rb") as file:
-        while data := file.read(PIECE_BYTES):
+        while data := file.read(PART_BYTES):
             if 0 in data:
                 raise NotTextError
             try:
                 rest += decoder.decode(data)
             except UnicodeDecodeError:
                 raise NotTextError from None
-            if len(data) == PIECE_BYTES:
+            if len(data) == PART_BYTES:
                 cut = rest.rfind("\n") + 1 or len(rest)
                 yield rest[:cut]
                 rest = rest[cut:]
@@ -252,7 +252,7 @@ class _Reader:
 
 
 def _unchanged_texts(document: Document, reader: _Reader) -> Iterator[str]:
-    """Yield the pieces of a document that was text a moment ago; of a record with a prompt first that."""
+    """Yield the parts of a document that was text when it was checked; of a record with a prompt the prompt first."""
     if document.record is not None:
         yield from reader.texts(document)
         return
@@ -281,7 +281,7 @@ def _encode(
     writer: TokenWriter,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Write all documents, a separator between two, a batch of pieces at a time."""
+    """Write all documents, a separator between two, a batch of parts at a time."""
     total, done = sum(document.num_bytes for document in documents), 0
     for batch in _batches(documents, fields):
         encoded = tokenizer.encode_batch([text for text, _ in batch])
@@ -298,7 +298,7 @@ def _encode(
 
 
 def _batches(documents: Iterable[Document], fields: Fields) -> Iterator[list[tuple[str, int]]]:
-    """Yield lists of (piece, its number in its document) that together hold BATCH_CHARACTERS or so."""
+    """Yield lists of (part, its number in its document) that together have about BATCH_CHARACTERS."""
     batch, size, reader = [], 0, _Reader(fields)
     for document in documents:
         for i, text in enumerate(_unchanged_texts(document, reader)):

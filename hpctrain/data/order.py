@@ -153,7 +153,7 @@ class Sequences:
 
     @property
     def identity(self) -> str:
-        """What tells these sequences from others; a run that is continued must have the same."""
+        """What distinguishes these sequences from others; a run that is continued must have the same."""
         return f"{self.source.identity} {tuple(self.interval)}"
 
 
@@ -249,8 +249,8 @@ class Mixture:
 def split(source: TokenSource, validation_fraction: float) -> tuple[Interval, Interval]:
     """Cut the tokens into (train, validation), the last `validation_fraction` being validation.
 
-    The cut is at the start of the document nearest to that, unless validation would become less than half or more
-    than twice of what was asked for (as in a file of one document): then it is at the exact token.
+    The cut is at the start of the document nearest to that. If validation would then be less than half or more than
+    twice of what was asked for (as in a file of one document), it is at the exact token.
     """
     wanted = round(source.num_tokens * validation_fraction)
     cut = source.num_tokens - wanted

@@ -144,7 +144,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train byte-level BPE as in GPT-2; the same texts give the same tokenizer on any number of cores.
 
     The vocabulary is smaller than asked for if the texts have no more pairs to merge. Raises DataError if
-    `vocab_size` leaves no room for the bytes and the separator.
+    `vocab_size` is too small for the bytes and the separator.
     """
     if vocab_size < SMALLEST_BPE:
         raise DataError(

@@ -7,7 +7,7 @@ Attributes: `format`, `version`, `vocab_size` and `tokenizer` (JSON), strings as
 `tokens` is small and guarded by HDF5's own checksums.
 
 nanoGPT's `.bin` files (little-endian uint16, nothing else) are read too. They do not say how large their vocabulary
-is; it is taken to be the largest token + 1, rounded up to a multiple of 64 as nanoGPT does (50304 for GPT-2), which
+is. It is taken to be the largest token + 1, rounded up to a multiple of 64 as nanoGPT does (50304 for GPT-2). That
 takes a pass over the file when first asked for.
 """
 
@@ -253,9 +253,9 @@ def _refuse_hdf5(path: Path, size: int, error: Exception) -> NoReturn:
 def _read_hdf5(path: Path, file: h5py.File) -> TokenSource:
     attributes: dict[str, Any] = dict(file.attrs)
     if not isinstance(name := attributes.get("format"), bytes) or name.decode() != FORMAT:
-        holds = ", ".join(sorted(file)[:5]) or "nothing"
+        names = ", ".join(sorted(file)[:5]) or "nothing"
         raise DataError(
-            f"{path}: is HDF5, but not a token file: no attribute format = '{FORMAT}' (it holds {holds});"
+            f"{path}: is HDF5, but not a token file: no attribute format = '{FORMAT}' (it holds {names});"
             " make a token file with: hpctrain prepare PATH… --out OTHER.h5"
         )
     version = int(attributes["version"])
@@ -312,7 +312,7 @@ class TokenWriter:
 
     Nothing appears under `path` until the file is whole and on the disk; if anything fails, what was there before
     stays. The tokens go to a nameless temporary file in its folder first, since a contiguous dataset needs to know its
-    size: the disk must hold them twice for a moment. Raises DataError if the file cannot be written.
+    size: the disk must briefly hold them twice. Raises DataError if the file cannot be written.
     """
 
     def __init__(self, path: Path | str, vocab_size: int, tokenizer: Tokenizer | None = None):

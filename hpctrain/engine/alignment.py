@@ -29,6 +29,7 @@ from hpctrain.config.job import Job
 from hpctrain.config.precision import Precision
 from hpctrain.data.order import open_datasets
 from hpctrain.engine.trainer import Trainer
+from hpctrain.model.fused import make_kernels
 from hpctrain.model.operators import Operator, Rounding, operators
 from hpctrain.model.units import Weight
 from hpctrain.plan.tiling import even_plan
@@ -230,7 +231,8 @@ def align_rank(
 ) -> RankAlignment:
     """Compare all operators of a job on this rank's device. Involves no other rank."""
     digests, compared, mended = {}, [], []
-    for operator in operators(job.model, rows, positions):
+    kernels = make_kernels(job.kernels, accelerator.family)
+    for operator in operators(job.model, rows, positions, kernels):
         case = Case(operator, deviation)
         digests[operator.name] = case.digest()
         for dtype in dtypes:

@@ -52,7 +52,7 @@ def _anonymous_bytes() -> int:
 
 
 class CheckpointBenchmark:
-    """Saves and loads the state of a trainer in a folder. All ranks make one, and call its methods alike."""
+    """Saves and loads the state of a trainer in a folder. All ranks create one, and all call each method."""
 
     def __init__(self, world: World, trainer: Trainer, training: AnySequences, folder: Path):
         self._world, self._trainer, self._training, self._folder = world, trainer, training, folder
@@ -78,7 +78,7 @@ class CheckpointBenchmark:
         return self._world.broadcast_object(sum(extra)) / self.state_bytes
 
     def files(self, rounds: int) -> dict:
-        """Return how fast checkpoints are written and read, and plain files in turn with them."""
+        """Return how fast checkpoints are written and read, and plain files, which alternate with them."""
         plain = torch.ones(self._num_bytes, dtype=torch.uint8)
         written, plainly_written, read, plainly_read, snapshots, copies = [], [], [], [], [], []
         target, stored = torch.ones_like(plain), 0
@@ -88,7 +88,7 @@ class CheckpointBenchmark:
                     times.clear()
             copies.append(self._seconds(lambda: target.copy_(plain)))
             self._clear()
-            for is_plain in (number % 2 == 0, number % 2 == 1):  # the first of two may find an idle disk
+            for is_plain in (number % 2 == 0, number % 2 == 1):  # the first of two may see an idle disk
                 if is_plain:
                     plainly_written.append(self._seconds(lambda: attempt(self._plain, lambda: self._write(plain))))
                 else:

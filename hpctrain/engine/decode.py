@@ -71,7 +71,7 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """How the next token is sampled."""
 
     temperature: float = 0.8
     """0: the likeliest."""
@@ -81,7 +81,7 @@ class Sampling:
     """Among the likeliest tokens that have so much probability together."""
     seed: int = 0
     stop: tuple[str, ...] = field(default=())
-    """Texts after which to end, besides the tokenizer's end of a document."""
+    """Texts after which to end, in addition to the tokenizer's end of a document."""
     ignores_end: bool = False
     """Whether to continue after the end of a document."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.bind import DTYPES
 from hpctrain.comm.channel import Channel
 from hpctrain.comm.communicator import Communicator
@@ -11,9 +12,12 @@ from hpctrain.comm.solo import Solo
 from hpctrain.comm.world import World
 from hpctrain.config.job import Job
 from hpctrain.model.axes import Axes
+from hpctrain.model.fused import make_kernels
+from hpctrain.model.host_activations import HostActivations
 from hpctrain.model.scaled_products import FP8
 from hpctrain.model.stage import Stage
 from hpctrain.model.store import Store
+from hpctrain.model.transformer import CutRows
 from hpctrain.plan.holders import RankShards
 from hpctrain.plan.role import Transfers, role_of
 from hpctrain.plan.tiling import Plan, Tile
@@ -33,7 +37,7 @@ class Layout:
     axes: Axes
     shards: RankShards
     groups: list[Communicator]
-    """For each holding its ranks."""
+    """The ranks of each shard group."""
     store: Store
     """Of the weights of all tiles."""
     stages: tuple[Stage, ...]
@@ -46,6 +50,7 @@ class Layout:
     """In which this rank computes."""
     wires: dict[int, torch.dtype]
     """In which it exchanges activations and their gradients, by the rank at the other end."""
+    accelerator: Accelerator
     reduces_early: bool
     """Whether gradients are summed over their holders while the last microbatch goes back."""
 
@@ -54,11 +59,11 @@ class Layout:
         return self.tiles[0].coordinate(self.rank)
 
 
-def make_layout(world: World | Solo, job: Job, plan: Plan, device: torch.device) -> Layout:
+def make_layout(world: World | Solo, job: Job, plan: Plan, accelerator: Accelerator) -> Layout:
     """Make this rank's part of a plan. All ranks of the plan must call. The job is resolved.
 
-    Communicators are made in the order in which the role lists them, each by its own ranks only, so that nobody waits
-    for somebody who waits for him, and 4,096 ranks make no more than they use.
+    Communicators are created in the order in which the role lists them, so that no ranks wait for each other. Each is
+    created by its own ranks only, so that 4,096 ranks create no more than they use.
     """
     overlap = job.overlap
     near = world.is_near if job.comm.gather_messages else everywhere
@@ -80,13 +85,16 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, device: torch.device)
         for need in role.channels
     }
     kept = [i for tile in role.tiles for layer in layers(tile.items)[: overlap.keep_gathered] for i in range(*layer)]
-    held = [{job.dtype_of(plan.tile_of(rank).family) for rank in group.ranks} for group in role.shards.shard_groups]
-    exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in held]
-    store = Store(groups, role.shards, axes, dtype, device, kept, exchanged)
+    used = [{job.dtype_of(plan.tile_of(rank).family) for rank in group.ranks} for group in role.shards.shard_groups]
+    exchanged = [None if len(dtypes) == 1 else torch.float32 for dtypes in used]
+    store = Store(groups, role.shards, axes, dtype, accelerator.device, kept, exchanged)
     in_halves = bool(overlap.forward) and role.tiles[0].tensor.cuts_weights
+    cut = CutRows(in_halves, 1 if in_halves else overlap.tensor_parts or 1)
     dtypes = DTYPES | {"fp8": FP8}
     pinned = {operator: dtypes[name] for operator, name in job.precision.overrides.items()}
-    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, in_halves, pinned) for tile in role.tiles)
+    kernels, host = make_kernels(job.kernels, own), HostActivations(accelerator)
+    how = cut, pinned, kernels, host
+    stages = tuple(Stage(job.model, tile, axes, store, world.tracer, *how) for tile in role.tiles)
     return Layout(
         plan,
         world.rank,
@@ -101,5 +109,6 @@ def make_layout(world: World | Solo, job: Job, plan: Plan, device: torch.device)
         channels,
         dtype,
         wires,
+        accelerator,
         bool(overlap.data),
     )

@@ -32,7 +32,7 @@ class Incoming(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A tensor that is to come, in pieces, of which the y of the tile may have to gather theirs."""
+    """A tensor that is to come, in parts; the ranks along y of the tile may have to gather theirs."""
 
     value: torch.Tensor
     parts: list[Incoming]
@@ -42,13 +42,13 @@ class Arrival(NamedTuple):
 class Messages:
     """Sends and receives activations and their gradients.
 
-    The next receives of the schedule are expected ahead, so that messages which move only into memory that waits for
-    them do so while the rank computes. What memory a rank needs is the same by every route.
+    The next receives of the schedule are posted early. Messages that move only into posted memory then do so while the
+    rank computes. A rank needs the same memory by every route.
     """
 
     def __init__(self, layout: Layout, hidden_size: int, positions: int, device: torch.device):
         self._layout, self._row_length, self._device = layout, positions, device
-        tile = layout.tiles[0]  # rows and pieces of them are those of all
+        tile = layout.tiles[0]  # rows and row chunks are those of all
         self.rows = tile.rows_at(layout.coordinate[2])
         row = RowShape(positions, hidden_size)
         self._tokens, self._features = owned_slice(tile, layout.rank, row)
@@ -70,7 +70,7 @@ class Messages:
             self._expected.append(self._arrival(self._to_come.popleft()))
 
     def _arrival(self, instruction: Instruction) -> Arrival | None:
-        """Make room for what a receive brings, and say so to those who bring it; None where this rank has it."""
+        """Allocate the tensor of a receive and post it to its senders; return None where this rank has the tensor."""
         virtual_stage, forward = instruction.virtual_stage, instruction.op is Op.RECEIVE_ACTIVATION
         transfers = self._layout.transfers[virtual_stage]
         result = transfers.receive_activation if forward else transfers.receive_gradient

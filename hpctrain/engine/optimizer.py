@@ -1,4 +1,4 @@
-"""AdamW over the pieces that a rank owns (ZeRO, Rajbhandari et al. 2020), with fp32 master weights.
+"""AdamW over the shards that a rank owns (ZeRO, Rajbhandari et al. 2020), with fp32 master weights.
 
 With `zero = 1` a rank gets the summed gradient of its own shard alone, updates that, and the weights are gathered;
 with `zero = 0` everybody sums and updates everything. With 2 the gradients are summed into the shards after each item's
@@ -6,17 +6,17 @@ backward pass, with 3 the weights are gathered for each item too.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch.optim.adamw import adamw
 
 from hpctrain.config.job import Train
+from hpctrain.engine.host_state import HostState, Updated, runs_of
 from hpctrain.engine.layout import Layout
 from hpctrain.model.axes import PendingWork
 from hpctrain.model.regions import CutRegions, ShardedRegions
 from hpctrain.model.shard import Shard, make_shard
-from hpctrain.sharding.intervals import Interval
 
 
 def learning_rate(train: Train, step: int) -> float:
@@ -28,29 +28,24 @@ def learning_rate(train: Train, step: int) -> float:
     return floor + 0.5 * (train.learning_rate - floor) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-class Updated(NamedTuple):
-    """Parts of shards that are updated alike, all of one dim; each list has one tensor a part."""
-
-    masters: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    exp_avg: list[torch.Tensor]
-    exp_avg_sq: list[torch.Tensor]
-
-
 class Optimizer:
     """Reduces gradients, clips them, and updates the weights of one rank's store."""
 
     def __init__(self, layout: Layout, train: Train):
         self._layout, self._train = layout, train
+        # Tiles of a rank agree on it.
+        host_buffer = layout.accelerator.host_buffer if layout.tiles[0].offloads_optimizer else None
         self.shards = [
-            make_shard(group, holders, shard_group)
+            make_shard(group, holders, shard_group, host_buffer)
             for group, holders, shard_group in zip(
                 layout.store.groups, layout.groups, layout.shards.shard_groups, strict=True
             )
         ]
 
         # Views, made once: a step then is a few operations on lists, however many parameters there are.
-        self._updated = {decays: self._updated_group(decays) for decays in (True, False)}
+        on_device = [shard for shard in self.shards if not shard.on_host]
+        self._updated = {decays: self._updated_group(on_device, decays) for decays in (True, False)}
+        self._host_state = HostState(layout.accelerator, [shard for shard in self.shards if shard.on_host])
         self._owned_grads = [
             shard.of(shard.grads, each.at)
             for shard in self.shards
@@ -69,18 +64,12 @@ class Optimizer:
         self._in_flight: dict[int, PendingWork] = {}
         """By number of the shard, what was started and not waited for."""
 
-    def _updated_group(self, decays: bool) -> Updated:
+    @staticmethod
+    def _updated_group(shards: Sequence[Shard], decays: bool) -> Updated:
         """Return what this rank updates of the parameters that have weight decay, or of those that have none."""
         result = Updated([], [], [], [])
-        for shard in self.shards:
-            runs: list[Interval] = []
-            for each in shard.group.regions(shard.updated):
-                if each.parameter.decay != decays:
-                    continue
-                if runs and runs[-1].stop == each.at.start:
-                    runs[-1] = Interval(runs[-1].start, each.at.stop)
-                else:
-                    runs.append(each.at)
+        for shard in shards:
+            runs = [run.at for run in runs_of(shard) if run.decays == decays]
             tensors = shard.master, shard.grads, shard.moments["exp_avg"], shard.moments["exp_avg_sq"]
             for part, tensor in zip(result, tensors, strict=True):
                 part.extend(shard.of(tensor, run) for run in runs)
@@ -94,10 +83,11 @@ class Optimizer:
     def start_reduce(self, item: int) -> None:
         """Start to sum the gradients that are final when the last backward pass of a step has gone through an item.
 
-        Tiles go through their items in the same order, so that any two ranks start what they share in the same one.
+        Tiles go through their items in the same order, so that any two ranks start what they share in the same one
+        (see `hpctrain.plan.launch_order`). Only a tied embedding is the first of one tile and the last of another.
         """
         for number, shard in enumerate(self.shards):
-            if shard.final_after == item:
+            if shard.final_after == item and shard.starts_early:
                 self._start_reduce(number, shard)
 
     def _start_reduce(self, number: int, shard: Shard) -> None:
@@ -105,7 +95,7 @@ class Optimizer:
             self._in_flight[number] = shard.start_reduce()
 
     def reduce(self) -> None:
-        """Have gradients summed over the holders of each piece: start what was not, wait for all.
+        """Have gradients summed over the holders of each shard: start what was not, wait for all.
 
         All ranks of the plan must call.
         """
@@ -143,8 +133,13 @@ class Optimizer:
         if factor / scale != 1.0:
             for shard in self.shards:
                 shard.grads.mul_(factor / scale)
-        for decays, parts in self._updated.items():
+
+        def adamw_step(parts: Updated, decays: bool) -> None:
             self._adamw(parts, step, self._train.weight_decay if decays else 0.0)
+
+        for decays, parts in self._updated.items():
+            adamw_step(parts, decays)
+        self._host_state.update(adamw_step)
         self.gather_updated()
         self._layout.store.zero_grads()
 
@@ -179,7 +174,7 @@ class Optimizer:
         gathered = []
         for shard in self.shards:
             in_use = shard.group.weights_at(shard.updated)
-            if in_use.data_ptr() != shard.master.data_ptr():
+            if in_use.data_ptr() != shard.master.data_ptr() and not shard.on_host:
                 in_use.copy_(shard.master)
             if shard.zero in (1, 2):
                 gathered.append((shard.final_after, shard.start_gather()))

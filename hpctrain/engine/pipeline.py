@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.errors import TrainingError
 from hpctrain.engine.layout import Layout
@@ -60,15 +61,15 @@ class Pipeline:
         optimizer: Optimizer,
         hidden_size: int,
         positions: int,
-        device: torch.device,
+        accelerator: Accelerator,
         tracer: Tracer = UNTRACED,
         loss_scale: LossScale | None = None,
     ):
         """`loss_scale` is for runs in which a family computes in fp16; it changes as steps go by."""
         self._layout, self._optimizer, self._tracer = layout, optimizer, tracer
         self._loss_scale = loss_scale
-        self._device = device
-        self._messages = Messages(layout, hidden_size, positions, device)
+        self._accelerator, self._device = accelerator, accelerator.device
+        self._messages = Messages(layout, hidden_size, positions, accelerator.device)
         self._rows = self._messages.rows
         self._row_chunks = cut_evenly(self._rows.size, layout.tiles[0].row_chunks)  # the same of all tiles
 
@@ -77,7 +78,7 @@ class Pipeline:
 
         `flags`, as many on all ranks, come back with the totals: each is set where any rank has set it.
 
-        Raises TrainingError, on all ranks alike, if loss or gradient is not finite; the weights are untouched then.
+        Raises TrainingError, on all ranks, if loss or gradient is not finite; the weights are untouched then.
         """
         layout = self._layout
         schedule = schedule_of(layout.plan, layout.tiles[0], layout.reduces_early)
@@ -144,7 +145,7 @@ class Pipeline:
         return totals or self._agree(loss, None)
 
     def _update(self, totals: Totals, step: int, loss_tokens: int) -> Totals:
-        """Update the weights, or skip that where fp16 overflowed, on all ranks alike; return the totals, unscaled."""
+        """Update the weights, or skip that on all ranks where fp16 overflowed; return the totals, unscaled."""
         scale = self._loss_scale
         usable = scale is None or not math.isfinite(totals.loss) or scale.judge(totals.norm, step)
         if usable and not (math.isfinite(totals.loss) and math.isfinite(totals.norm)):
@@ -174,10 +175,23 @@ class Pipeline:
         """
         x, y, _ = self._layout.coordinate
         norm = torch.zeros_like(loss) if squared_norm is None else squared_norm
-        loss, norm = torch.stack([loss, norm]).tolist()
+        both = torch.stack([loss, norm])
+        self._await_device()
+        loss, norm = both.tolist()
         own = torch.tensor([loss if x == y == 0 else 0.0, norm, *flags], dtype=torch.float64)
         total = self._layout.everyone.all_reduce(own).tolist()
         return Totals(total[0], math.sqrt(total[1]), tuple(flag > 0 for flag in total[2:]))
+
+    def _await_device(self) -> None:
+        """Return when the device has done what was queued. Raises CommError where it waits for a rank that is gone."""
+        queued, launches = self._accelerator.queued(), self._accelerator.launches
+
+        def done() -> bool:
+            passed = queued.query()
+            launches.look()  # after it: an error is noted before it ends what the device waits for
+            return passed
+
+        self._layout.everyone.await_ready(done, "the device")
 
     def _tokens(
         self, batch: Batch, stage: Stage, microbatch: int, substep: int
@@ -202,13 +216,13 @@ class Pipeline:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _take(self, place: SlotKey, substep: int) -> torch.Tensor:
-        """Return the rows of a substep of what came in; the last substep takes it away."""
+        """Return the rows of a row chunk of what came in; the last row chunk takes it away."""
         waiting = self._messages.given
         value = waiting.pop(place) if substep == len(self._row_chunks) - 1 else waiting[place]
         return value if len(self._row_chunks) == 1 else value[slice(*self._row_chunks[substep])]
 
     def _put(self, waiting: dict[SlotKey, torch.Tensor], place: SlotKey, substep: int, value: torch.Tensor) -> None:
-        """Add the rows of a substep to what waits to be sent."""
+        """Add the rows of a row chunk to what waits to be sent."""
         if len(self._row_chunks) == 1:
             waiting[place] = value
             return

@@ -98,7 +98,8 @@ class PlanBenchmark:
         model = job.model.model_copy(update={"vocab_size": job.model.vocab_size or source.vocab_size})
         train = job.train.model_copy(update={"dtype": job.train.dtype or "fp32"})
         overlap, _ = resolve_overlap(job.overlap, world.topology)
-        overlap = overlap.model_copy(update={"forward": bool(overlap.forward)})  # the simulation knows whole rows
+        rows = {"forward": bool(overlap.forward), "tensor_parts": overlap.tensor_parts or 1}
+        overlap = overlap.model_copy(update=rows)  # what is `auto` is off: plans are compared, not numbers of parts
         self.job = job.model_copy(update={"model": model, "train": train, "overlap": overlap})
         self.cluster = cluster
         self._world, self._steps, self._report = world, steps, report
@@ -110,7 +111,7 @@ class PlanBenchmark:
         world.enter(phases_of(job.observe).first_step)
 
     def search(self, name: str, families: Sequence[str], space: Space, limits: Limits) -> list[Candidate]:
-        """Return plans of some families that a search finds, the fastest first; none, with the reason, if none fits.
+        """Return the plans of a search over some families, the fastest first; none, with the reason, if none fits.
 
         One of those whose families have the same tensor grids, stages and replicas. Searched for on one rank.
         """

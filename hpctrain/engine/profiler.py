@@ -5,8 +5,8 @@ activations of a replica of the whole model among as many as there are ranks, an
 overflows holds nobody up, and what is measured has no waiting in it.
 
 How many rows fit is tried on the whole model, by real training steps and real overflows. What rows take is measured
-on one item of each kind (embedding, block, head), since blocks are equal: any cut of the model is a sum of these, and
-each is measured with more rows than the whole model has room for, as stages of a pipeline have.
+on one item of each kind (embedding, block, head), since blocks are equal: any cut of the model is a sum of these.
+Each is measured with more rows than fit for the whole model, as stages of a pipeline have.
 """
 
 import gc
@@ -44,7 +44,7 @@ OVERFLOWS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memo
 
 
 class Limit(NamedTuple):
-    """How many rows one rank's device has room for."""
+    """How many rows fit on one rank's device."""
 
     rows: int
     reason: Literal["job", "time", "memory"]
@@ -52,13 +52,13 @@ class Limit(NamedTuple):
     update_seconds: float | None
 
 
-def largest_that_fits(fits: Callable[[int], bool], most: int, guess: int = 1) -> int:
+def largest_that_fits(fits: Callable[[int], bool], most: int, estimate: int = 1) -> int:
     """Return the largest number up to `most` that fits, 0 if none does; what is less than one that fits, fits too.
 
-    Doubles the distance from the guess until it is beyond, then bisects.
+    Doubles the distance from the estimate until it is beyond, then bisects.
     """
     fitting, too_many, step = 0, most + 1, 1
-    at = min(max(guess, 1), most)
+    at = min(max(estimate, 1), most)
     while fitting < at < too_many:  # until it comes to lie beyond what is known
         if fits(at):
             fitting = at
@@ -90,7 +90,9 @@ class Trials:
         No more than a row is tried where that would end after `deadline` (of time.monotonic)."""
         self._solo, self._rank = world.solo(), world.rank
         self._families = [place.family for place in world.topology.places]
-        self._accelerator, self._job = accelerator, job
+        self._accelerator = accelerator
+        kernels = job.kernels.model_copy(update={"fused": False, "fused_by_family": {}})
+        self._job = job.model_copy(update={"kernels": kernels})  # to compile takes longer than to measure
         self._deadline = deadline
         self._rounds = rounds
         self._is_warm = False
@@ -100,10 +102,10 @@ class Trials:
         total = accelerator.memory().total - accelerator.reserved_bytes()
         self._share = total // world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else total
 
-    def limit(self, zero: int, most: int, guess: int | None = None) -> Limit:
+    def limit(self, zero: int, most: int, estimate: int | None = None) -> Limit:
         """Return how many rows of the whole model fit, up to `most`, in a ZeRO stage.
 
-        Without a `guess` it is by what the second row takes: the first stage to be asked for has none.
+        Without an `estimate` it starts from what the second row takes: the first stage to be asked for has none.
         """
         known: dict[int, bool] = {}
         updates: list[float] = []
@@ -118,15 +120,15 @@ class Trials:
                 known[rows] = self._fits(zero, rows, updates)
             return known[rows]
 
-        if guess is None:
-            guess = self._guess(fits, most)
+        if estimate is None:
+            estimate = self._estimate(fits, most)
             if self._accelerator.shares_memory:
-                self._bound = guess
-        rows = largest_that_fits(fits, min(most, self._bound), guess)
+                self._bound = estimate
+        rows = largest_that_fits(fits, min(most, self._bound), estimate)
         reason = "job" if rows == most else "time" if too_long else "memory"
         return Limit(rows, reason, min(updates, default=None))
 
-    def _guess(self, fits: Callable[[int], bool], most: int) -> int:
+    def _estimate(self, fits: Callable[[int], bool], most: int) -> int:
         """Return how many rows should fit, by what the second one takes more than the first."""
         peaks = []
         for rows in (1, 2):
@@ -162,7 +164,7 @@ class Trials:
             layout = self._layout(job, zero, rows)
             optimizer = Optimizer(layout, job.train)
             optimizer.load_masters()
-            pipeline = Pipeline(layout, optimizer, job.model.hidden_size, length, accelerator.device)
+            pipeline = Pipeline(layout, optimizer, job.model.hidden_size, length, accelerator)
             pipeline.train(_Noise(job), 0, rows * length)
             taken = accelerator.compute_stopwatch()
             optimizer.squared_norm()
@@ -177,7 +179,7 @@ class Trials:
             for rank, family in enumerate(self._families)
         )
         plan = Plan(tiles, 1, rows * len(tiles))
-        layout = make_layout(self._solo, job, plan, self._accelerator.device)
+        layout = make_layout(self._solo, job, plan, self._accelerator)
         for group in layout.store.groups:  # some devices multiply zeros faster
             group.weights.normal_(0.0, job.model.init_std)
         return layout
@@ -203,8 +205,8 @@ class Trials:
                 if result:
                     break
                 raise TrainingError(
-                    f"rank {self._rank} ({self._families[self._rank]}) has no room for the embedding, one block and the"
-                    f" head with one row, in ZeRO stage {zero} of {len(self._families)} ranks:"
+                    f"rank {self._rank} ({self._families[self._rank]}) has no memory for the embedding, one block and"
+                    f" the head with one row, in ZeRO stage {zero} of {len(self._families)} ranks:"
                     f" {str(error).splitlines()[0]}; lower data.sequence_length, or start more ranks"
                 ) from None
             finally:

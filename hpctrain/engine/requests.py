@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 STOP_FILE, SAVE_FILE = "stop", "save"
 MARGIN_SECONDS = 60.0
-"""Kept before the end of a batch job, besides two steps and two checkpoints that take as long as the longest so far."""
+"""Kept before the end of a batch job, plus two steps and two checkpoints that take as long as the longest so far."""
 
 
 class Asked(NamedTuple):
@@ -93,6 +93,6 @@ def refuse_if_interrupted(world: "World", signals: StopSignals) -> None:
     with world.all_or_none():
         if signals.received:
             raise InterruptionError(
-                f"stopped by {signals.received} before the first step of this start; nothing is lost,"
+                f"stopped by {signals.received} before the first step of this start; no work is undone,"
                 " start the same command again"
             )

@@ -15,10 +15,11 @@ from hpctrain.comm.signals import StopSignals
 from hpctrain.comm.topology import Preferences
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.cluster_part import part_of
-from hpctrain.config.errors import HpctrainError, JobError, LaunchError, TopologyError
+from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import refuse_if_interrupted
-from hpctrain.engine.resolve_overlap import continued, crossings, resolve_forward, resolve_overlap
+from hpctrain.engine.resolve_kernels import continued_kernels, resolve_kernels
+from hpctrain.engine.resolve_overlap import continued, launch_refusal, resolve_overlap, resolve_rows, spreads
 from hpctrain.plan import checks
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
@@ -61,7 +62,7 @@ class Prepared:
     training: "AnySequences"
     validation: "AnySequences | None"
     data_identity: str
-    """Tells token files and their training parts apart; a run that is continued must have the same."""
+    """Identifies the token file and its training part; a run that is continued must have the same."""
     described: Described
     prediction: "Prediction | None" = None
     """Of a step; on rank 0."""
@@ -69,7 +70,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Facts:
-    """What resolvers know besides the job, and find out for those after them."""
+    """What resolvers know in addition to the job, and determine for those after them."""
 
     world: "World"
     resume_from: Path | None = None
@@ -192,8 +193,9 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
     if cluster and [device.family for device in cluster.devices] == facts.families:
         facts = replace(facts, links_of=cluster)
     overlap, taken = continued(job.overlap, theirs.overlap)
-    reasons |= {key: f"{value}: that of {where}" for key, value in taken.items()}
-    return Resolution(job.model_copy(update={"overlap": overlap}), facts, reasons)
+    kernels, also_taken = continued_kernels(job.kernels, theirs.kernels)
+    reasons |= {key: f"{value}: that of {where}" for key, value in (taken | also_taken).items()}
+    return Resolution(job.model_copy(update={"overlap": overlap, "kernels": kernels}), facts, reasons)
 
 
 def take_given_plan(job: Job, facts: Facts) -> Resolution:
@@ -207,7 +209,7 @@ def take_given_plan(job: Job, facts: Facts) -> Resolution:
 
 
 def know_machine(job: Job, facts: Facts) -> Resolution:
-    """Find the description of these devices, where none is given, or make one."""
+    """Look up the description of these devices, where none is given, or measure one."""
     world, reasons = facts.world, {}
     if facts.described_or_none is None:
         from hpctrain.comm.accelerators.bind import bind_accelerator
@@ -266,24 +268,41 @@ def search_plan(job: Job, facts: Facts) -> Resolution:
     from hpctrain.planner.choose import choose_plan
 
     overlap, _ = resolve_overlap(job.overlap, facts.world.topology)
-    asked, described = job.model_copy(update={"overlap": overlap}), facts.described
+    asked, described = _priced(job.model_copy(update={"overlap": overlap}), facts), facts.described
     choice = facts.world.on_first_rank(lambda: choose_plan(asked, described.cluster, described.name))
     return Resolution(job, replace(facts, plan_or_none=choice.plan), choice.reasons)
+
+
+def _priced(job: Job, facts: Facts) -> Job:
+    """Return the job as it is priced before ranks have tried which kernels they have."""
+    if not facts.world.topology.shares_memory:
+        return job
+    return job.model_copy(update={"kernels": job.kernels.assumed(facts.described.cluster)})
 
 
 def switch_overlaps(job: Job, facts: Facts) -> Resolution:
     """Give overlaps that are `auto` a value by the plan."""
     world, plan, cluster = facts.world, facts.plan, facts.described.cluster
-    overlap, reasons = resolve_overlap(job.overlap, world.topology, crossings(world, job, plan))
+    has_devices = world.topology.has_devices and world.topology.shares_memory
+    refusal = world.on_first_rank(lambda: launch_refusal(plan) if has_devices else None)
+    overlap, reasons = resolve_overlap(job.overlap, world.topology, spreads(world, job, plan), refusal)
     job = job.model_copy(update={"overlap": overlap})
-    overlap, why = world.on_first_rank(lambda: resolve_forward(job, plan, world.topology, cluster))
+    overlap, why = world.on_first_rank(lambda: resolve_rows(job, plan, world.topology, cluster))
     return Resolution(job.model_copy(update={"overlap": overlap}), facts, reasons | why)
 
 
 def check_plan(job: Job, facts: Facts) -> Resolution:
     """Refuse a plan whose schedule could block, and say where it pads the vocabulary."""
     plan, reasons = facts.plan, {}
-    facts.world.on_first_rank(lambda: check_schedules(plan, reduce_early=bool(job.overlap.data)))
+    reduces_early, topology = bool(job.overlap.data), facts.world.topology
+    has_devices = topology.has_devices and topology.shares_memory
+
+    def check() -> None:
+        check_schedules(plan, reduce_early=reduces_early)
+        if reduces_early and has_devices and (refusal := launch_refusal(plan)):
+            raise PlanError(f"{refusal}, where devices do one collective at a time; set overlap.data = false")
+
+    facts.world.on_first_rank(check)
     padded = max(padded_vocabulary(job.model, tile.tensor) for tile in plan.tiles)
     if padded != job.model.vocab_size:
         reasons["vocabulary"] = f"{job.model.vocab_size} ids are padded to {padded}, a multiple of tensor y"
@@ -300,7 +319,7 @@ def predict_step(job: Job, facts: Facts) -> Resolution:
             from hpctrain.planner.predictor import predict
 
             try:
-                prediction = predict(Setup.of_job(job), facts.plan, described.cluster)
+                prediction = predict(Setup.of_job(_priced(job, facts)), facts.plan, described.cluster)
             except HpctrainError as error:
                 reasons["prediction"] = f"none, by {described.name}: {error}"
             if prediction and facts.previous:
@@ -339,6 +358,15 @@ def choose_algorithms(job: Job, facts: Facts) -> Resolution:
     return Resolution(job, facts, {"comm.algorithm": f"{choice}, by the links of {source}"})
 
 
+def choose_kernels(job: Job, facts: Facts) -> Resolution:
+    """Try what the kernels need that the job asks for, or leaves open: compilers take seconds, so this comes last."""
+    from hpctrain.comm.accelerators.bind import bind_accelerator
+
+    world = facts.world
+    job, reasons = resolve_kernels(world, bind_accelerator(world), job, facts.plan.ranks)
+    return Resolution(job, facts, reasons)
+
+
 RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
     open_data,
     continue_run,
@@ -351,6 +379,7 @@ RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
     check_plan,
     predict_step,
     choose_algorithms,
+    choose_kernels,
 )
 """In the order of what depends on what."""
 

@@ -21,7 +21,7 @@ LARGEST_SAMPLED_MODEL = 200_000_000  # parameters: the sample is made by one ran
 
 
 class Observer(Protocol):
-    """Watches the steps of a run. All ranks call its methods alike; what they return is said by rank 0."""
+    """Watches the steps of a run. All ranks call each method; rank 0 prints what they return."""
 
     def start(self) -> str | None:
         """Begin, before the first step."""
@@ -34,7 +34,7 @@ class Observer(Protocol):
 
 
 class TrainingRun:
-    """A job on its way from the latest checkpoint of its folder to a step. All ranks make one and call the same."""
+    """A job that trains from the latest checkpoint of its folder to a step. All ranks create one and call the same."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class TrainingRun:
 
         `described` is what the ranks run on, where that is given; with `fresh_probe` what is known of this machine is
         measured anew; a progress bar as in `Console`. Raises JobError,
-        DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where there is no
-        room for them.
+        DataError, PlanError, LaunchError and CheckpointError before weights are made, TrainingError where they do not
+        fit.
         """
         from hpctrain.checkpoint.choose import choose_checkpoint
         from hpctrain.checkpoint.folder import tidy

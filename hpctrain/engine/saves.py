@@ -13,7 +13,7 @@ SAID_SECONDS = 1.0
 
 
 class Saves:
-    """Starts and completes the checkpoints of a run. All ranks make one, and call its methods alike."""
+    """Starts and completes the checkpoints of a run. All ranks create one, and all call each method."""
 
     def __init__(
         self,

@@ -97,14 +97,15 @@ class Trainer:
         """`job` is resolved: its vocabulary size and dtype are values."""
         self.world, self.accelerator, self.job, self.plan = world, accelerator, job, plan
         with self._running("making weights and moments"):
-            self.layout: Layout = make_layout(world, job, plan, accelerator.device)
+            self.layout: Layout = make_layout(world, job, plan, accelerator)
             self.optimizer = Optimizer(self.layout, job.train)
             length = job.data.sequence_length
-            hidden, device = job.model.hidden_size, accelerator.device
+            hidden = job.model.hidden_size
             trained = {job.dtype_of(tile.family) for tile in plan.tiles}
             scale = job.precision.loss_scale, job.precision.loss_scale_window
             self.loss_scale = LossScale(*scale) if "fp16" in trained else None
-            self.pipeline = Pipeline(self.layout, self.optimizer, hidden, length, device, world.tracer, self.loss_scale)
+            what = self.layout, self.optimizer, hidden, length, accelerator
+            self.pipeline = Pipeline(*what, world.tracer, self.loss_scale)
         self.tokens_per_step = job.train.global_batch * length
         self.steps_done = 0
 
@@ -121,7 +122,7 @@ class Trainer:
                 f"rank {self.world.rank} ({tiles[0].family}, items {items}, rows {list(tiles[0].rows)}) is out of"
                 f" memory in {what}: {memory.used / 2**20:,.1f} of {memory.total / 2**20:,.1f} MiB are in use, and"
                 f" {str(error).splitlines()[0]}; give its tile fewer rows or items, set plan.recompute to"
-                ' "selective" or "full", plan.microbatch lower, or start more ranks'
+                ' "selective" or "full" or plan.offload to "all", plan.microbatch lower, or start more ranks'
             ) from error
 
     def initialise(self) -> None:
@@ -150,7 +151,7 @@ class Trainer:
         batch = TrainingBatch(sequences, step, self.job.train.global_batch)
         num_targets = batch.num_targets()
         with self._running(f"step {step + 1}"):
-            taken, since = self.accelerator.stopwatch(), self.world.tracer.now()
+            taken, since = self.accelerator.step_stopwatch(), self.world.tracer.now()
             totals = self.pipeline.train(batch, step, num_targets, asked)
             self.world.tracer.computed(f"step {step + 1}", since)
             seconds = taken()
@@ -189,7 +190,7 @@ class Trainer:
         return Saver(self.world, self.accelerator, folder, *what)
 
     def _state(self) -> dict[str, str]:
-        """Return what a checkpoint has besides weights and moments."""
+        """Return what a checkpoint has in addition to weights and moments."""
         return {loss_scale.KEY: self.loss_scale.dump()} if self.loss_scale else {}
 
     def save(self, folder: Path, about: dict[str, str]) -> Path | None:

@@ -32,8 +32,8 @@ def sum_of_families(predicted: dict | None) -> float | None:
 
 
 def yardstick(job: Job, described: Described, tokens_per_second: float, predicted: dict | None = None) -> dict | None:
-    """Return the tokens/s that families are predicted to do alone, and what share of their sum, and how many times the
-    best of them and of the job cut evenly, a run is; None where there is one family. `job` is resolved.
+    """Return the tokens/s that families are predicted to do alone, and a run's ratios to their sum, to the best of them
+    and to the job cut evenly; None where there is one family. `job` is resolved.
 
     `predicted` is of `predict_families`, where that is known. No ratio where a family alone cannot hold the model
     (`no_ratio` says which).
@@ -81,6 +81,6 @@ def format_yardstick(summary: dict, described: Described) -> str:
     )
     measured = f"; measured by `hpctrain bench mixed {described.name}`" if described.is_rehearsed else ""
     return (
-        f"yardstick: families alone, by the best plans found for them, are predicted to do {speeds} tokens/s"
+        f"yardstick: families alone, each by its best plan, are predicted to do {speeds} tokens/s"
         f" (within {DATASHEET_ERROR:.0%}); {ratio}, {cut}{measured}"
     )

@@ -26,7 +26,7 @@ class FiniteRange(click.FloatRange):
 
 
 class PathArgument(click.Path):
-    """A path whose names a file system can hold, so that no command meets one that it cannot even look for."""
+    """A path whose names a file system can store: no command gets one that it cannot even look for."""
 
     def __init__(self):
         super().__init__(path_type=Path)

@@ -24,8 +24,8 @@ def command(job, overrides, folder, rounds, steps, as_json):
     \b
     mpirun -n 2 hpctrain bench checkpoint tiny --folder /scratch --json
 
-    Both are timed in turn, in one run, in a new folder that is removed. Every file is synced, and read from the disk
-    rather than from memory. Ratios are medians over rounds. The folder needs room for twice the state.
+    Both are timed alternately, in one run, in a new folder that is removed. Every file is synced, and read from the
+    disk rather than from memory. Ratios are medians over rounds. The folder needs space for twice the state.
     """
     with started_world() as world:
         prepared = prepare_run(world, load_job_on(world, job, overrides))

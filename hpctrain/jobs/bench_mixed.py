@@ -103,6 +103,7 @@ def _weaknesses(alone, best) -> list[str]:
         zero = max(tile.zero for tile in tiles)
         weaknesses = [
             *(["computes blocks again"] if any(tile.recompute != "none" for tile in tiles) else []),
+            *(["offloads to host memory"] if any(tile.offload != "none" for tile in tiles) else []),
             *([f"exchanges {'gradients' if zero == 2 else 'weights'} in every pass"] if zero >= 2 else []),
             *([f"has {own_rows} rows at once at the most, where the mix has up to {rows}"] if own_rows < rows else []),
         ]
@@ -158,5 +159,5 @@ def _table(measured: dict) -> str:
             why = "; ".join(measured["reasons"]) or "nothing that memory explains: measure again"
             lines.append(f"more than the sum for a weak baseline: alone, {why}")
         parts = ", ".join(f"{name} {share:.1%}" for name, share in measured["losses"].items())
-        lines.append(f"lost, of the step: {parts}; most by {measured['cause']}")
+        lines.append(f"losses, share of the step: {parts}; the largest by {measured['cause']}")
     return "\n".join(lines)

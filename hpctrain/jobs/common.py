@@ -87,7 +87,7 @@ class LaunchPlan:
     arguments: tuple[str, ...]
     """More of `hpctrain train`, as words of a shell."""
     notes: tuple[str, ...]
-    """What to tell the person who starts it."""
+    """Messages for the person who starts it."""
 
 
 def launch_plan(

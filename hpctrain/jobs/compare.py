@@ -30,8 +30,8 @@ def command(run_a, run_b, tolerance, mean, exact, as_json):
     """Compare the losses of two runs step by step; exit code 1 if they differ by more than the tolerance.
 
     Both must have logged the same steps. Runs on different devices or in different dtypes are compared by their mean:
-    --mean --tolerance 0.015. With --exact the latest checkpoints are compared too, every parameter and
-    moment whole, whatever layouts wrote them.
+    --mean --tolerance 0.015. With --exact the latest checkpoints are compared too: every whole parameter and
+    moment, whatever layouts wrote them.
     """
     if mean and exact:
         raise click.UsageError("--exact compares bits, and --mean means; leave one of them out")

@@ -27,7 +27,7 @@ def command(as_json, folder):
 
     \b
     hpctrain doctor                     this process alone
-    mpirun -n 4 hpctrain doctor         the ranks of a job, as `train` would find them
+    mpirun -n 4 hpctrain doctor         the ranks of a job, as `train` would see them
     srun --mpi=pmi2 hpctrain doctor     the same under Slurm
 
     Warnings and errors come with the line to type. The exit code is 0 where there is no error, else that of the first

@@ -110,7 +110,7 @@ def _verify_all(checkpoints: list[Path]) -> None:
 
 
 def _ending(path: Path) -> dict:
-    """Tell what a run's flight records say of it; nothing if it ended in order."""
+    """Return what a run's flight records say of its end; empty if it ended in order."""
     from hpctrain.comm.watchdog.diagnosis import post_mortem
     from hpctrain.comm.watchdog.flight import FOLDER
 

@@ -73,7 +73,7 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
     spaces = {"all": None, "by-speed": by_speed_space(**zero), "even": even_space()}
     summary = search_plan(loaded, cluster, limits, spaces[space])
     if out is not None:
-        _write(out, plan_file(summary, summary["found"]))
+        _write(out, plan_file(summary, summary["result"]))
     print(format_search(summary, top, out, as_json))
 
 
@@ -141,7 +141,7 @@ def _write(out: Path, plan_text: str) -> None:
 
 
 def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = None) -> dict:
-    """Search a space, or all plans, and return everything about the result as plain data, with the result as "found".
+    """Search a space, or all plans, and return everything about the result as plain data, and itself as "result".
 
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
@@ -175,7 +175,7 @@ def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = 
         "reasons": reasons(result) + left_out,
         "runner_up": runner_up(result),
         "top": [],
-        "found": result,
+        "result": result,
         "cluster": cluster,
     }
 
@@ -186,7 +186,7 @@ def _layout(result: SearchResult, number: int) -> str:
 
 def format_search(summary: dict, top: int, out: Path | None, as_json: bool) -> str:
     """Return what is printed: one line of JSON, the plan file with comments, or, where it is written, a summary."""
-    result: SearchResult = summary.pop("found")
+    result: SearchResult = summary.pop("result")
     cluster: Cluster = summary.pop("cluster")
     summary["top"] = [
         {

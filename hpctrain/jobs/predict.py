@@ -59,12 +59,16 @@ def command(job, overrides, cluster, plan_file, as_json):
 def with_overlap(
     job: Job, cluster: Cluster, path: Path, dtype: str, plan: Plan | None = None
 ) -> tuple[Job, dict[str, str]]:
-    """Return the job with values for what of its overlaps is `auto`, and the reasons by key.
+    """Return the job with values for what of its overlaps and kernels is `auto`, and the reasons by key.
 
-    `path` is of the cluster's file. Without a plan `forward` stays as it is.
+    `path` is of the cluster's file. Without a plan what cuts rows stays as it is.
     """
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
     overlap, resolved = resolve_on(job, cluster, is_pretended(path), plan)
+    kernels = job.kernels.assumed(cluster) if not is_pretended(path) else job.kernels
+    if kernels is not job.kernels:
+        resolved["kernels.fused"] = "on: devices compile kernels, which a run tries at its start"
+    job = job.model_copy(update={"kernels": kernels})
     return job.model_copy(update={"overlap": overlap}), resolved
 
 
@@ -82,6 +86,7 @@ def describe(prediction: Prediction, dtype: str) -> dict:
         "interval_seconds": list(prediction.interval_seconds),
         "breakdown_seconds": prediction.breakdown_seconds,
         "memory_bytes": stages,
+        "host_shortage": prediction.host_shortage,
         "fits": prediction.fits,
         "tokens_per_second": prediction.tokens_per_second,
         "mfu": prediction.mfu,
@@ -114,7 +119,9 @@ def text(summary: dict, plan: Plan, cluster: Cluster) -> str:
         parts_text = ", ".join(f"{part} {stage[part] / 2**20:,.0f}" for part in parts if stage[part])
         verdict = "fits" if stage["fits"] else "DOES NOT FIT"
         total, available = stage["total"] / 2**20, stage["available"] / 2**20
+        parts_text += f"; on the host {stage['on_host'] / 2**20:,.0f}" if stage["on_host"] else ""
         lines.append(f"  items {stage['items']}: {total:,.0f} of {available:,.0f}, {verdict} ({parts_text})")
+    lines += [f"  DOES NOT FIT on a host: {summary['host_shortage']}"] if summary["host_shortage"] else []
     for name in sorted({stage["family"] for stage in summary["memory_bytes"]} & set(cluster.families)):
         family = cluster.families[name]
         if family.reserve_bytes:
@@ -122,5 +129,5 @@ def text(summary: dict, plan: Plan, cluster: Cluster) -> str:
             lines.append(f"  reserved on {name}: {reserved:,.0f} of {total:,.0f} ({family.reserve_reason})")
     lines += [f"resolved  {key}: {reason}" for key, reason in summary["resolved"].items()]
     lines += [f"warning   {warning}" for warning in summary["warnings"]]
-    lines += ["assumed", *(f"  {guess}" for guess in summary["assumed_inputs"] or ["nothing"])]
+    lines += ["assumed", *(f"  {name}" for name in summary["assumed_inputs"] or ["nothing"])]
     return "\n".join(lines)

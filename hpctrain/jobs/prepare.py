@@ -43,7 +43,7 @@ def command(
 
     Every file is one document; of .jsonl and .parquet files every record is one. Files that are not UTF-8 text are
     skipped and counted, hidden ones ignored. Documents are shuffled by a hash of their relative path, so the same
-    folder gives the same token file on any machine, and its end, which training keeps for validation, is a fair
+    folder gives the same token file on any machine. Its end, which training keeps for validation, is a fair
     sample. The file appears only when it is complete.
 
     \b

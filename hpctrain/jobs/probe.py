@@ -67,10 +67,10 @@ def command(out, job, seconds, force, cluster, rehearse, refresh, overrides, as_
     Without --job: what devices compute, and the links between them. All ranks measure at once, as they train. Name the
     fabric of each host by HPCTRAIN_FABRIC where hosts are on several.
 
-    With --job: for each family and ZeRO stage the seconds of the forward and backward passes of the embedding, a block
-    and the head over some rows, the seconds of the update, and how many rows fit. Every later search and prediction
-    for JOB uses them. They are added to the description of this machine that `hpctrain train` keeps, or to a cluster
-    file. The rehearsal of a cluster of real size writes its miniature, which can be rehearsed again as it is.
+    With --job it also measures, for each family and ZeRO stage, how many rows fit and the seconds of an update. For
+    the embedding, a block and the head it measures forward and backward passes over some rows. Every later search and
+    prediction for JOB uses them. They are added to the description of this machine that `hpctrain train` keeps, or to
+    a cluster file. The rehearsal of a cluster of real size writes its miniature, which can be rehearsed again as it is.
     """
     if job:
         if force:

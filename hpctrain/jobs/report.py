@@ -17,9 +17,9 @@ def command(runs, out):
     hpctrain report runs/tiny-20261123-150052
     hpctrain report runs/a runs/b --out comparison.html
 
-    It shows losses and speed, the plan, the timeline of a step as predicted and as measured, where a step goes, memory,
-    communication, decisions with their reasons, and what happened. Several runs are shown side by side. A run that
-    failed, or is still running, has one too.
+    It shows losses and speed, the plan, the timeline of a step as predicted and as measured, and where a step goes. It
+    also has memory, communication, decisions with their reasons, and what happened. Several runs are shown
+    side by side. A run that failed, or is still running, has one too.
     """
     from hpctrain.observe.report.page import render_report
     from hpctrain.observe.report.record import read_runs

@@ -26,7 +26,7 @@ TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 @click.option("--time", metavar="TIME", help="The time limit, as Slurm writes it: 30:00, 12:00:00, 2-00:00:00.")
 @click.option("--mpi", metavar="TYPE", help="The value of srun --mpi. Default: by the MPI library of mpi4py.")
 @click.option(
-    "--retries", type=click.IntRange(0, MOST_STARTS), default=3, show_default=True, help="Restarts after a lost rank."
+    "--retries", type=click.IntRange(0, MOST_STARTS), default=3, show_default=True, help="Restarts after a failed rank."
 )
 @click.option("--shared-nodes", is_flag=True, help="Take cores of nodes that other jobs use too.")
 @click.option(

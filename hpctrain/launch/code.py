@@ -20,7 +20,7 @@ def code_digest(package: Path = PACKAGE) -> str:
 
 
 def code_version() -> dict[str, str | bool]:
-    """Return what tells this code from another one."""
+    """Return what distinguishes this code from other versions."""
     version: dict[str, str | bool] = {"version": __version__, "package": str(PACKAGE), "digest": code_digest()}
     with suppress(OSError, subprocess.SubprocessError):
         asked = {"cwd": PACKAGE, "capture_output": True, "text": True, "timeout": 10, "check": True}

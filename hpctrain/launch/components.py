@@ -17,7 +17,7 @@ class Component:
 
     num_nodes: int
     devices: Mapping[str, int]
-    """Of each node, by family, in their order; the empty name stands for a family that hpctrain detects."""
+    """Of each node, by family, in their order; the empty name is for a family that hpctrain detects."""
     launch: Mapping[str, Launch]
     """By family."""
     accelerators: frozenset[str] = frozenset()

@@ -20,7 +20,7 @@ MPI_OF_SRUN = {
     "openmpi": ("pmix", "pmix_v5", "pmix_v4", "pmix_v3"),
     "cray": ("cray_shasta", "pmi2"),
 }
-"""The values of srun's --mpi by which a library's ranks find each other, the best first."""
+"""The values of srun's --mpi by which a library's ranks can connect, the best first."""
 WORDS = {"openmpi": "open mpi", "intel": "intel", "cray": "cray"}
 
 

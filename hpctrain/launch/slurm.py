@@ -1,7 +1,7 @@
 """The batch script: asks Slurm for the components of a cluster, and starts their ranks as one MPI job.
 
-In lines `#SBATCH`, which Slurm splits by rules of its own, stand only words that `Launch` has checked. Everything else
-is quoted for the shell.
+Slurm splits lines `#SBATCH` by rules of its own. They have only words that `Launch` has checked. Everything else is
+quoted for the shell.
 """
 
 import re
@@ -16,13 +16,14 @@ from hpctrain.launch.components import Component
 SIGNAL_SECONDS = 120
 """Before the time limit Slurm sends SIGTERM; hpctrain itself ends earlier where its steps are long."""
 LONGEST_NAME = 60
-LOST, KILLED = 14, 128
-"""Exit codes of a run that lost a rank or a message, and those above which a signal ended a process."""
+RANK_FAILED, KILLED = 14, 128
+"""Exit codes of a run in which a rank failed or a message did not arrive, and those above which a signal ended a
+process."""
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What a script asks for besides nodes."""
+    """What a script asks for in addition to nodes."""
 
     name: str
     run: Path
@@ -33,7 +34,7 @@ class BatchJob:
     """The interface between srun and the MPI library."""
     time: str | None = None
     retries: int = 3
-    """How many times a run is started again that lost a rank."""
+    """How many times a run is started again after a rank failed."""
     shared_nodes: bool = False
     requeues: bool = True
     """Whether the script puts its own job back into the queue; else it is one of a chain."""
@@ -155,7 +156,7 @@ def _ending(batch: BatchJob) -> Iterator[str]:
     yield 'case "$code" in'
     yield '0) reason="" ;;'
     yield '75) reason="it was interrupted in order" ;;'
-    yield f'{LOST}) reason="it lost a rank or a message" ;;'
+    yield f'{RANK_FAILED}) reason="a rank failed or a message did not arrive" ;;'
     yield '*) reason=""'
     yield f'  if [ "$code" -gt {KILLED} ]; then reason="a signal ended a rank"; fi ;;'
     yield "esac"

@@ -1,24 +1,28 @@
 """The differentiable operations of a transformer on a tensor grid, each with its backward pass written out.
 
 Linear layers are in `linear_layers.py`. Shape suffixes: N tokens (rows x positions, flattened), V vocabulary, this
-rank's part. Gradients of weights are added straight into `Weight.grad` (fp32), never returned, so that accumulation
+rank's part. Gradients of weights are added straight into `Weight.grad` (fp32), never returned. So accumulation
 over microbatches costs no pass of its own, and may be left for later (`Weight.accumulate`).
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpctrain.architectures.description import Attention, Norm
 from hpctrain.comm.reduction import HALF
 from hpctrain.model.axes import Axis
 from hpctrain.model.linear_layers import add_part
-from hpctrain.model.recompute import Again
 from hpctrain.model.units import Weight
+
+OfInput = Callable[[torch.Tensor], torch.Tensor]
+"""Computes a result once more from the same input."""
 
 
 class _RmsNorm(Function):
@@ -31,7 +35,7 @@ class _RmsNorm(Function):
         features: int,
         epsilon: float,
         offset: float,
-        again: list[Again] | None,
+        again: list[OfInput] | None,
     ):
         x32 = x.float()
         squares = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
@@ -39,7 +43,7 @@ class _RmsNorm(Function):
         ctx.save_for_backward(x, rstd)
         ctx.weight, ctx.x_axis, ctx.features, ctx.offset = weight, x_axis, features, offset
         if again is not None:
-            again.append(partial(_rms_normed, x.detach(), rstd, weight, offset))
+            again.append(partial(_rms_normed, rstd=rstd, weight=weight, offset=offset))
         return _rms_scaled(x32, rstd, weight, offset).to(x.dtype)
 
     @staticmethod
@@ -83,7 +87,7 @@ class _LayerNorm(Function):
         x_axis: Axis,
         features: int,
         epsilon: float,
-        again: list[Again] | None,
+        again: list[OfInput] | None,
     ):
         x32 = x.float()
         mean = x_axis.all_reduce(x32.sum(-1, keepdim=True)).div_(features)
@@ -93,7 +97,7 @@ class _LayerNorm(Function):
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias, ctx.x_axis, ctx.features = weight, bias, x_axis, features
         if again is not None:
-            again.append(partial(_layer_normed, x.detach(), mean, rstd, weight, bias))
+            again.append(partial(_layer_normed, mean=mean, rstd=rstd, weight=weight, bias=bias))
         return _layer_scaled(centred, rstd, weight, bias).to(x.dtype)
 
     @staticmethod
@@ -127,11 +131,11 @@ def norm(
     x_axis: Axis,
     features: int,
     of: Norm,
-    again: list[Again] | None = None,
+    again: list[OfInput] | None = None,
 ) -> torch.Tensor:
     """Normalise over features that are cut by x.
 
-    x: [..., features / x]. All ranks of `x_axis` must call. What computes the result again, from x and from the
+    x: [..., features / x]. All ranks of `x_axis` must call. What computes the result again, of x and with the
     statistics, which are kept, is added to `again`: it calls nobody.
     """
     if of.has_bias:
@@ -285,6 +289,15 @@ def gated(both: torch.Tensor, activation: str) -> torch.Tensor:
     return _Gated.apply(both, activation)
 
 
+ATTENTION_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""By the name that jobs have for it."""
+
+
 def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -292,29 +305,33 @@ def attend(
     attention: Attention,
     first: int = 0,
     starts: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Mix values by causal attention, in the window and with the cap that the description has.
 
     queries: [rows, heads, positions, head size]; keys, values: [rows, key/value heads, all positions, head size];
     result as queries. Queries are those of positions `first`, `first` + 1, ...; with `starts`, int64 [rows, positions],
-    each attends to no position before its own.
+    each attends to no position before its own. `backend` is a key of `ATTENTION_BACKENDS`, for scores without a cap.
+
+    Raises RuntimeError where torch has no such kernel for the inputs.
     """
     scale = (attention.score_divisor or queries.shape[-1]) ** -0.5
     count, total = queries.shape[2], keys.shape[2]
     is_windowed = attention.window is not None and attention.window < total
     if attention.score_cap is None:
         is_causal = not is_windowed and count == total and starts is None
-        if repeats_heads(queries, keys, is_causal):
+        if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
-        return F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=None if is_causal else _visible(queries, first, total, attention.window, starts),
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=queries.shape[1] != keys.shape[1],
-        )
+        with sdpa_kernel(ATTENTION_BACKENDS[backend]) if backend != "auto" else nullcontext():
+            return F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=None if is_causal else _visible(queries, first, total, attention.window, starts),
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=queries.shape[1] != keys.shape[1],
+            )
     keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
     scores = capped(queries @ keys.transpose(2, 3) * scale, attention.score_cap)
     scores = scores.masked_fill(~_visible(queries, first, total, attention.window, starts), -torch.inf)

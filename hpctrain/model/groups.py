@@ -138,7 +138,7 @@ class Sharded(Group):
         return self._grads
 
     def start_sum(self, grads: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
-        """Sum gradients of all that is held over all holders, all of whom must call; return what this rank owns of it,
+        """Sum the group's gradients over all holders, all of whom must call; return this rank's own shard of them,
         which is there when the work is done."""
         own = torch.empty_like(self._grads)
         return own, self.holders.start_reduce_scatter(grads, own, self.cuts)

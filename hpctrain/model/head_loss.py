@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.linear_layers import add_product
-from hpctrain.model.sequence_parallel import gathered, start_scatter
+from hpctrain.model.positions import gathered, start_scatter
 from hpctrain.model.units import Weight
 
 LOGITS_BYTES = 256 << 20

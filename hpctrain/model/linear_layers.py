@@ -14,6 +14,7 @@ from hpctrain.model.axes import Axis
 from hpctrain.model.products import add_wide_product
 from hpctrain.model.scaled_products import add_scaled_product, forward_product, input_gradient
 from hpctrain.model.units import Weight
+from hpctrain.sharding.intervals import cut_evenly
 
 
 def add_part(grad: torch.Tensor, part: torch.Tensor, fresh: bool) -> None:
@@ -37,13 +38,23 @@ def add_sum(grad_O: torch.Tensor, dy_NO: torch.Tensor, fresh: bool) -> None:
     add_part(grad_O, dy_NO.sum(0, dtype=torch.float32), fresh)
 
 
-def products(x_NI: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> torch.Tensor:
-    """Return x W^T, [N, O], O the sum over `weights`."""
+def num_outputs(weights: list[Weight]) -> int:
+    """Return how many features the outputs of all weights have."""
+    return sum(weight.data.shape[0] for weight in weights)
+
+
+def products(
+    x_NI: torch.Tensor, weights: list[Weight], in_8_bits: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x W^T, [N, O], O the sum over `weights`; in the place of `out`, where that is given."""
     if in_8_bits:
         parts = [forward_product(x_NI, weight.data) for weight in weights]
-    else:
-        parts = [x_NI @ weight.data.to(x_NI.dtype).t() for weight in weights]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        y_NO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return y_NO if out is None else out.copy_(y_NO)
+    y_NO = x_NI.new_empty(x_NI.shape[0], num_outputs(weights)) if out is None else out
+    for weight, part in zip(weights, split_outputs(y_NO, weights), strict=True):
+        torch.mm(x_NI, weight.data.to(x_NI.dtype).t(), out=part)
+    return y_NO
 
 
 def split_outputs(dy_NO: torch.Tensor, weights: list[Weight]) -> tuple[torch.Tensor, ...]:
@@ -51,15 +62,17 @@ def split_outputs(dy_NO: torch.Tensor, weights: list[Weight]) -> tuple[torch.Ten
     return dy_NO.split([weight.data.shape[0] for weight in weights], dim=1)
 
 
-def input_gradients(dy_NO: torch.Tensor, weights: list[Weight], in_8_bits: bool) -> torch.Tensor:
-    """Return dy W, [N, I], summed over `weights`."""
+def input_gradients(
+    dy_NO: torch.Tensor, weights: list[Weight], in_8_bits: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return dy W, [N, I], summed over `weights`; in the place of `out`, where that is given."""
     parts = split_outputs(dy_NO, weights)
     if in_8_bits:
         dx_NI = input_gradient(parts[0], weights[0].data)
         for weight, part in zip(weights[1:], parts[1:], strict=True):
             dx_NI += input_gradient(part, weight.data)
-        return dx_NI
-    dx_NI = parts[0] @ weights[0].data.to(dy_NO.dtype)
+        return dx_NI if out is None else out.copy_(dx_NI)
+    dx_NI = torch.mm(parts[0], weights[0].data.to(dy_NO.dtype), out=out)
     for weight, part in zip(weights[1:], parts[1:], strict=True):
         dx_NI.addmm_(part, weight.data.to(dy_NO.dtype))
     return dx_NI
@@ -74,8 +87,8 @@ def add_weight_gradients(dy_NO: torch.Tensor, x_NI: torch.Tensor, weights: list[
 class _Linear(Function):
     """y = x W^T + b where W is cut by `into` over its input and by `out` over its output (Agarwal's 3D product).
 
-    Forward all-reduces over `into`, the gradient of x is all-reduced over `out`, while those of the weights are
-    computed where the axis lets it (AxoNN, arXiv 2305.13525).
+    Forward all-reduces over `into`, each of `parts` while the next one is computed; the gradient of x is all-reduced
+    over `out`, while those of the weights are computed where the axis lets it (AxoNN, arXiv 2305.13525).
     """
 
     @staticmethod
@@ -88,12 +101,22 @@ class _Linear(Function):
         out: Axis,
         ends: list[Callable[[], None]] | None,
         in_8_bits: bool,
+        parts: int,
     ):
         ctx.weights, ctx.biases, ctx.out, ctx.in_8_bits = weights, biases, out, in_8_bits
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI)
-        y_NO = products(x_NI, weights, in_8_bits)
-        sum_outputs(y_NO, biases, into, ends)
+        cuts = cut_evenly(x_NI.shape[0], min(parts, x_NI.shape[0])) if into.size > 1 else ()
+        if len(cuts) > 1:
+            y_NO = x_NI.new_empty(x_NI.shape[0], num_outputs(weights))
+            rows = [slice(*cut) for cut in cuts]
+            sums = [into.start_all_reduce(products(x_NI[at], weights, in_8_bits, y_NO[at])) for at in rows]
+            for each in sums:
+                each.wait()
+            add_biases(y_NO, biases)
+        else:
+            y_NO = products(x_NI, weights, in_8_bits)
+            sum_outputs(y_NO, biases, into, ends)
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
     @staticmethod
@@ -106,7 +129,7 @@ class _Linear(Function):
         add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
         add_bias_gradients(dy_NO, ctx.biases)
         summed.wait()
-        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
+        return dx_NI.view(*dy.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None, None
 
 
 def add_biases(y_NO: torch.Tensor, biases: list[Weight]) -> None:
@@ -148,11 +171,13 @@ def linear(
     out: Axis,
     ends: list[Callable[[], None]] | None = None,
     in_8_bits: bool = False,
+    parts: int = 1,
 ) -> torch.Tensor:
     """Apply one or several weights to the same input; outputs lie side by side in the last dim.
 
     x: [..., I]; result: [..., O], O the sum over `weights`. Ranks of `into` (forward) and `out` (backward) must call.
     With `ends` the sum over `into` is only started: the result is there, and may be used, when what is appended to it
-    has been called. With `in_8_bits` the operands of all three products are rounded to fp8.
+    has been called. With `in_8_bits` the operands of all three products are rounded to fp8. Without `ends` the tokens
+    may be cut in `parts`, each of which is summed while the next one is computed, where the axis lets it.
     """
-    return _Linear.apply(x, weights, biases, into, out, ends, in_8_bits)
+    return _Linear.apply(x, weights, biases, into, out, ends, in_8_bits, parts)

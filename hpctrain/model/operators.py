@@ -17,6 +17,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.config.job import Model
 from hpctrain.model import functions, head_loss, linear_layers
 from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.kernels import Kernels
 from hpctrain.model.transformer import rotary_frequencies
 from hpctrain.model.units import Weight
 
@@ -53,20 +54,21 @@ class Operator:
     pin: str | None = None
 
 
-def operators(model: Model, rows: int, positions: int) -> list[Operator]:
+def operators(model: Model, rows: int, positions: int, kernels: Kernels | None = None) -> list[Operator]:
     """Return all operators of a model that differ, in the order in which a forward pass comes to them.
 
     Blocks of one description are one. Values are of so many rows and positions; sizes are the model's, but for
-    vocabularies above `MOST_IDS`.
+    vocabularies above `MOST_IDS`. They are computed by torch's own kernels, or by those that are given.
     """
+    kernels = kernels or Kernels()
     description, shape = model.description, (rows, positions)
     ids = min(model.num_ids, MOST_IDS)
     result = [_embedding(shape, ids, model.hidden_size, description.embedding_scale)]
     if description.learned_positions:
         result.append(_positions(shape, model.hidden_size))
     for block in dict.fromkeys(description.blocks):
-        result += _block(block, shape, model.hidden_size)
-    result.append(_norm("norm", description.norm, (*shape, model.hidden_size)))
+        result += _block(block, shape, model.hidden_size, kernels)
+    result.append(_norm("norm", description.norm, (*shape, model.hidden_size), kernels))
     result += _head(shape, ids, model.hidden_size, description.logit_cap)
     distinct: dict[tuple, Operator] = {}
     count: dict[str, int] = {}
@@ -129,15 +131,15 @@ def _positions(shape: tuple[int, int], hidden: int) -> Operator:
     )
 
 
-def _norm(name: str, of: Norm, shape: tuple[int, ...]) -> Operator:
+def _norm(name: str, of: Norm, shape: tuple[int, ...], kernels: Kernels) -> Operator:
     names = ("weight", "bias") if of.has_bias else ("weight",)
     features, others = shape[-1], math.prod(shape[:-1])
     of_head = len(shape) == 4
 
     def compute(values: Tensors, weights: Mapping[str, Weight], _: Tensors) -> torch.Tensor:
         if of_head:
-            return functions.head_norm(values["x"], weights["weight"], of)
-        return functions.norm(values["x"], [weights[each] for each in names], _alone(), features, of)
+            return kernels.head_norm(values["x"], weights["weight"], of)
+        return kernels.norm(values["x"], [weights[each] for each in names], _alone(), features, of)
 
     def reference(values: Tensors, weights: Tensors, _: Tensors) -> torch.Tensor:
         x = values["x"]
@@ -172,27 +174,27 @@ def _linear(name: str, shape: tuple[int, int], inputs: int, outputs: int, bias: 
     return Operator(name, {"x": (*shape, inputs)}, weights, compute, reference, roundings, pin=pin)
 
 
-def _block(block: Layer, shape: tuple[int, int], hidden: int) -> Iterator[Operator]:
+def _block(block: Layer, shape: tuple[int, int], hidden: int, kernels: Kernels) -> Iterator[Operator]:
     attention, mlp = block.attention, block.mlp
     whole = *shape, hidden
-    yield _norm("norm", attention.norm, whole)
+    yield _norm("norm", attention.norm, whole, kernels)
     together = attention.query_size + 2 * attention.key_size
     yield _linear("attention.qkv", shape, hidden, together, attention.bias)
     if attention.head_norm:
-        yield _norm("head_norm", attention.head_norm, (*shape, attention.heads, attention.head_size))
+        yield _norm("head_norm", attention.head_norm, (*shape, attention.heads, attention.head_size), kernels)
     if attention.rotary:
-        yield _rotary(attention, shape)
-    yield _attention(attention, shape)
+        yield _rotary(attention, shape, kernels)
+    yield _attention(attention, shape, kernels)
     yield _linear("attention.o", shape, attention.query_size, hidden, attention.out_bias)
     if attention.out_norm:
-        yield _norm("norm", attention.out_norm, whole)
+        yield _norm("norm", attention.out_norm, whole, kernels)
     yield _residual(whole)
-    yield _norm("norm", mlp.norm, whole)
+    yield _norm("norm", mlp.norm, whole, kernels)
     yield _linear("ffn.up", shape, hidden, mlp.up_size, mlp.bias)
-    yield _activation(mlp, shape)
+    yield _activation(mlp, shape, kernels)
     yield _linear("ffn.down", shape, mlp.inner, hidden, mlp.bias)
     if mlp.out_norm:
-        yield _norm("norm", mlp.out_norm, whole)
+        yield _norm("norm", mlp.out_norm, whole, kernels)
 
 
 def _residual(whole: tuple[int, ...]) -> Operator:
@@ -206,7 +208,7 @@ def _residual(whole: tuple[int, ...]) -> Operator:
     )
 
 
-def _rotary(attention: Attention, shape: tuple[int, int]) -> Operator:
+def _rotary(attention: Attention, shape: tuple[int, int], kernels: Kernels) -> Operator:
     rotary = attention.rotary
     assert rotary is not None, "asked for where there is one"
     frequencies = rotary_frequencies(rotary, attention.head_size // 2)
@@ -214,7 +216,7 @@ def _rotary(attention: Attention, shape: tuple[int, int]) -> Operator:
 
     def compute(values: Tensors, _: object, __: object) -> torch.Tensor:
         x = values["x"]
-        return functions.rotate(x, *(table.float().to(x.device) for table in (angles.cos(), angles.sin())))
+        return kernels.rotate(x, *(table.float().to(x.device) for table in (angles.cos(), angles.sin())))
 
     def reference(values: Tensors, _: object, __: object) -> torch.Tensor:
         pairs = torch.complex(*values["x"].chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
@@ -226,13 +228,13 @@ def _rotary(attention: Attention, shape: tuple[int, int]) -> Operator:
     return Operator("rotary", values, {}, _made_of(rotary, compute), reference, roundings, pin="rotary")
 
 
-def _attention(attention: Attention, shape: tuple[int, int]) -> Operator:
+def _attention(attention: Attention, shape: tuple[int, int], kernels: Kernels) -> Operator:
     rows, positions = shape
     size, shared = attention.head_size, attention.heads // attention.kv_heads
     scale = 1 / math.sqrt(attention.score_divisor or size)
 
     def compute(values: Tensors, _: object, __: object) -> torch.Tensor:
-        return functions.attend(values["queries"], values["keys"], values["values"], attention)
+        return kernels.attend(values["queries"], values["keys"], values["values"], attention)
 
     def reference(values: Tensors, _: object, __: object) -> torch.Tensor:
         grouped = values["queries"].unflatten(1, (attention.kv_heads, shared))
@@ -256,10 +258,10 @@ def _attention(attention: Attention, shape: tuple[int, int]) -> Operator:
     return Operator("attention", values, {}, _made_of(attention, compute), reference, roundings, pin="attention")
 
 
-def _activation(mlp: Mlp, shape: tuple[int, int]) -> Operator:
+def _activation(mlp: Mlp, shape: tuple[int, int], kernels: Kernels) -> Operator:
     def compute(values: Tensors, _: object, __: object) -> torch.Tensor:
         if mlp.gated:
-            return functions.gated(values["x"], mlp.activation)
+            return kernels.gated(values["x"], mlp.activation)
         return functions.ACTIVATIONS[mlp.activation](values["x"])
 
     def curve(x: torch.Tensor) -> torch.Tensor:

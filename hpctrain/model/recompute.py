@@ -7,7 +7,7 @@ return and drops the results of these operators, which autograd would keep as op
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd import Function
@@ -18,6 +18,20 @@ Again = Callable[[], torch.Tensor]
 """Computes a tensor once more: the same operations on the same operands, so the same bits, and the same layout."""
 
 
+class KeptTensor(Protocol):
+    """What a graph keeps in the place of a tensor."""
+
+    def restored(self) -> torch.Tensor: ...
+
+
+Pack = Callable[[torch.Tensor], torch.Tensor | KeptTensor]
+
+
+def unpack(kept: torch.Tensor | KeptTensor) -> torch.Tensor:
+    """Return the tensor that a graph has kept, or what it has kept in its place."""
+    return kept if isinstance(kept, torch.Tensor) else kept.restored()
+
+
 class _View(NamedTuple):
     """What a graph keeps in the place of a tensor: where that lies in the storage of what is computed again."""
 
@@ -26,18 +40,22 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int | torch.SymInt
 
+    def restored(self) -> torch.Tensor:
+        return self.of.restored(self)
+
 
 class _Dropped:
     """A tensor that graphs do not keep. It is computed again at the first use, and gone after the last one."""
 
-    def __init__(self, tensor: torch.Tensor, again: Again):
-        self._address, self._again = tensor.untyped_storage().data_ptr(), again
+    def __init__(self, tensor: torch.Tensor, again: Again, pack: Pack):
+        """`pack` is for tensors of other storages."""
+        self._address, self._again, self._pack = tensor.untyped_storage().data_ptr(), again, pack
         self._uses = 0
         self._value: torch.Tensor | None = None
 
-    def pack(self, saved: torch.Tensor) -> "torch.Tensor | _View":
+    def pack(self, saved: torch.Tensor) -> torch.Tensor | KeptTensor:
         if saved.untyped_storage().data_ptr() != self._address:
-            return saved
+            return self._pack(saved)
         self._uses += 1
         return _View(self, saved.size(), saved.stride(), saved.storage_offset())
 
@@ -52,20 +70,22 @@ class _Dropped:
         return value.as_strided(view.size, view.stride, view.offset)
 
 
-def _unpack(kept: torch.Tensor | _View) -> torch.Tensor:
-    return kept.of.restored(kept) if isinstance(kept, _View) else kept
+def keep(saved: torch.Tensor) -> torch.Tensor:
+    """Keep a tensor itself."""
+    return saved
 
 
 @contextmanager
-def dropping(tensor: torch.Tensor, again: Again | None) -> Iterator[None]:
+def dropping(tensor: torch.Tensor, again: Again | None, pack: Pack = keep) -> Iterator[None]:
     """Have operations inside keep no operand that lies in the storage of `tensor`, which is to live as long.
 
-    Their backward passes compute it `again`, once for all of them. With None they keep it.
+    Their backward passes compute it `again`, once for all of them. With None they keep it. Other operands are kept as
+    `pack` says.
     """
     if again is None or not torch.is_grad_enabled():
         yield
         return
-    with saved_tensors_hooks(_Dropped(tensor, again).pack, _unpack):
+    with saved_tensors_hooks(_Dropped(tensor, again, pack).pack, unpack):
         yield
 
 

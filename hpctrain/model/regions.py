@@ -15,7 +15,7 @@ from hpctrain.sharding.parameters import Box, UnitLayout, box_size
 
 
 class PackedRegions:
-    """Slabs of units side by side in a packed array of `size`, and where they are scattered in the units' own."""
+    """Regions of units side by side in a packed array of `size`, and where they are scattered in the units' own."""
 
     def __init__(self, regions: Sequence[Region], axes: Axes):
         self._axes = axes
@@ -78,7 +78,7 @@ class CutRegions(Group):
         self._regions = regions
 
     def attach(self, arrays: UnitArrays) -> None:
-        """Find the regions in the arrays of the units that they are of."""
+        """Locate the regions in the arrays of the units that they are of."""
         self._regions.attach_views(arrays.placed)
         self._arrays = arrays
 
@@ -101,7 +101,7 @@ class ShardedRegions(Sharded):
         self._in_use: torch.Tensor | None = None
 
     def attach(self, placed: tuple[UnitLayout, Interval, int], weights: torch.Tensor | None) -> None:
-        """Find the regions in the z-shard of the unit that they are of; `weights` are those in use, where they stay."""
+        """Locate the regions in the z-shard of their unit; `weights` are those in use, where they stay."""
         self.packed.attach_views([placed])
         self._in_use = weights
 

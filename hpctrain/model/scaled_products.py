@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 FP8 = torch.float8_e4m3fn
-"""Of inputs and weights; stands for all of it where a job pins products to fp8."""
+"""Of inputs and weights; the name of the whole recipe where a job pins products to fp8."""
 FP8_GRADIENT = torch.float8_e5m2
 TOP_EXPONENTS = {FP8: 8, FP8_GRADIENT: 15}
 """Of the largest power of two that each can hold."""
@@ -65,7 +65,7 @@ def scaled_product(
 def has_scaled_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Say whether a device multiplies 8-bit operands with a result of `dtype`: by trying both kinds of operands.
 
-    CPUs are left out: what torch has for them is slower than the products of whole numbers that it stands for.
+    CPUs are left out: what torch has for them is slower than the products of whole numbers that it replaces.
     """
     return device.type != "cpu" and works_on(device, dtype)
 

@@ -10,57 +10,26 @@ this rank's part. A hidden state that is cut is [rows, positions / y, features].
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from hpctrain.model.axes import Axis, PendingWork
+from hpctrain.model.axes import Axis
 from hpctrain.model.functions import add_rows, local_ids
 from hpctrain.model.linear_layers import (
     add_bias_gradients,
     add_biases,
     add_weight_gradients,
     input_gradients,
+    num_outputs,
     products,
     sum_outputs,
 )
+from hpctrain.model.positions import Gathering, cut_parts, gathered, joined, start_gather, start_scatter
 from hpctrain.model.units import Weight
-
-
-def start_gather(part: torch.Tensor, y: Axis) -> tuple[torch.Tensor, PendingWork]:
-    """Start to gather the positions of all y; return room for them, which `joined` reads when the work is done.
-
-    All ranks of `y` must call.
-    """
-    parts = part.new_empty(y.size, *part.shape)
-    parts[y.rank] = part
-    return parts, y.start_all_gather(parts)
-
-
-def joined(parts: torch.Tensor) -> torch.Tensor:
-    """Return [rows, positions, features] of [y, rows, positions / y, features]; a single row is not copied."""
-    y, rows, positions, features = parts.shape
-    return parts.transpose(0, 1).reshape(rows, y * positions, features)
-
-
-def gathered(part: torch.Tensor, y: Axis) -> torch.Tensor:
-    """Return the hidden states of all positions. All ranks of `y` must call."""
-    parts, work = start_gather(part, y)
-    work.wait()
-    return joined(parts)
-
-
-def start_scatter(whole: torch.Tensor, y: Axis) -> tuple[torch.Tensor, PendingWork]:
-    """Start to sum [rows, positions, features] over y; return this rank's positions of the sum, and the work.
-
-    All ranks of `y` must call.
-    """
-    rows, positions, features = whole.shape
-    parts = whole.view(rows, y.size, positions // y.size, features).transpose(0, 1).contiguous()
-    own = torch.empty_like(parts[0])
-    return own, y.start_reduce_scatter(parts, own.data)  # autograd does not see that it is not yet there
 
 
 class _GatheringLinear(Function):
@@ -70,23 +39,37 @@ class _GatheringLinear(Function):
     def forward(
         ctx,
         x,
-        parts: torch.Tensor,
+        gathering: Gathering,
         weights: list[Weight],
         biases: list[Weight],
         into: Axis,
         out: Axis,
         ends: list[Callable[[], None]] | None,
-        keeps_whole: bool,
         in_8_bits: bool,
     ):
-        whole = joined(parts)
-        x_NI = whole.view(-1, whole.shape[-1])
-        ctx.weights, ctx.biases, ctx.out, ctx.keeps_whole = weights, biases, out, keeps_whole
-        ctx.shape, ctx.in_8_bits = whole.shape, in_8_bits
-        ctx.save_for_backward(x_NI if keeps_whole else x)
-        y_NO = products(x_NI, weights, in_8_bits)
-        sum_outputs(y_NO, biases, into, ends)
-        return y_NO.view(*whole.shape[:-1], y_NO.shape[1])
+        ctx.weights, ctx.biases, ctx.out, ctx.keeps_whole = weights, biases, out, gathering.whole is not None
+        ctx.shape, ctx.in_8_bits = gathering.shape, in_8_bits
+        if len(gathering.parts) == 1:
+            ((_, x_NI),) = gathering.take()
+            y_NO = products(x_NI, weights, in_8_bits)
+            sum_outputs(y_NO, biases, into, ends)
+            y = y_NO.view(*ctx.shape[:-1], y_NO.shape[1])
+        else:
+            y = x.new_empty(*ctx.shape[:-1], num_outputs(weights))
+            compute = partial(products, weights=weights, in_8_bits=in_8_bits)
+            later = []
+            for result, place in gathering.map(compute, y, out.size):
+                summed = into.start_all_reduce(result)
+                if into.size == 1:
+                    place()
+                else:
+                    later.append((summed, place))
+            for summed, place in later:
+                summed.wait()
+                place()
+            add_biases(y.view(-1, y.shape[-1]), biases)
+        ctx.save_for_backward(x if gathering.whole is None else gathering.whole.view(-1, ctx.shape[-1]))
+        return y
 
     @staticmethod
     @once_differentiable
@@ -103,26 +86,26 @@ class _GatheringLinear(Function):
         add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
         add_bias_gradients(dy_NO, ctx.biases)
         scattering.wait()
-        return dx, None, None, None, None, None, None, None, None
+        return dx, None, None, None, None, None, None, None
 
 
 def gathering_linear(
     x: torch.Tensor,
-    parts: torch.Tensor,
+    gathering: Gathering,
     weights: list[Weight],
     biases: list[Weight],
     into: Axis,
     out: Axis,
     ends: list[Callable[[], None]] | None = None,
-    keeps_whole: bool = False,
     in_8_bits: bool = False,
 ) -> torch.Tensor:
     """As `linear` over axes x and y, of an input that is cut by positions over y.
 
-    x: [rows, positions / y, I]; `parts` is what `start_gather` returned for it, gathered; result: [rows, positions, O].
-    With `keeps_whole` all positions of the input are kept for the backward pass, and not gathered again.
+    x: [rows, positions / y, I], of which `gathering` was made; result: [rows, positions, O]. Of several parts
+    each is computed, and its sum started, when it is there; then `ends` is left alone. Where it keeps the whole, all
+    positions of the input are kept for the backward pass, and not gathered again.
     """
-    return _GatheringLinear.apply(x, parts, weights, biases, into, out, ends, keeps_whole, in_8_bits)
+    return _GatheringLinear.apply(x, gathering, weights, biases, into, out, ends, in_8_bits)
 
 
 class _ScatteringLinear(Function):
@@ -138,16 +121,25 @@ class _ScatteringLinear(Function):
         out: Axis,
         ends: list[Callable[[], None]] | None,
         in_8_bits: bool,
+        parts: int,
     ):
-        ctx.weights, ctx.biases, ctx.into, ctx.out, ctx.in_8_bits = weights, biases, into, out, in_8_bits
-        x_NI = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x_NI)
-        y_NO = products(x_NI, weights, in_8_bits)
-        own, scattering = start_scatter(y_NO.view(*x.shape[:-1], y_NO.shape[1]), into)
-        later_NO = own.data.view(-1, own.shape[-1])
+        ctx.weights, ctx.biases, ctx.into, ctx.out = weights, biases, into, out
+        ctx.in_8_bits, ctx.parts = in_8_bits, parts
+        rows, positions, _ = x.shape
+        x = x.contiguous()
+        ctx.save_for_backward(x.view(-1, x.shape[-1]))
+        own = x.new_empty(rows, positions // into.size, num_outputs(weights))
+        scatterings = []
+        for part in cut_parts(rows, positions // into.size, parts):
+            y_NO = products(part.of(x, into.size).reshape(-1, x.shape[-1]), weights, in_8_bits)
+            place = own[part.rows, part.positions]
+            whole = y_NO.view(place.shape[0], -1, y_NO.shape[1])
+            scatterings.append(start_scatter(whole, into, place)[1])
+        later_NO = own.data.view(-1, own.shape[-1])  # of which autograd does not see that it is not yet there
 
         def end() -> None:
-            scattering.wait()
+            for scattering in scatterings:
+                scattering.wait()
             add_biases(later_NO, biases)
 
         if ends is None:
@@ -160,14 +152,18 @@ class _ScatteringLinear(Function):
     @once_differentiable
     def backward(ctx, dy):
         (x_NI,) = ctx.saved_tensors
-        whole = gathered(dy, ctx.into)
-        dy_NO = whole.view(x_NI.shape[0], -1)
-        dx_NI = input_gradients(dy_NO, ctx.weights, ctx.in_8_bits)
+        gathering = Gathering(dy, ctx.into, ctx.parts, keeps_whole=True)
+        dx = x_NI.new_empty(*gathering.shape[:-1], x_NI.shape[1])
+        compute = partial(input_gradients, weights=ctx.weights, in_8_bits=ctx.in_8_bits)
+        for _, place in gathering.map(compute, dx, ctx.into.size):
+            place()
+        assert gathering.whole is not None, "it is kept"
+        dy_NO, dx_NI = gathering.whole.view(x_NI.shape[0], -1), dx.view(x_NI.shape)
         summed = ctx.out.start_all_reduce(dx_NI)
         add_weight_gradients(dy_NO, x_NI, ctx.weights, ctx.in_8_bits)
         add_bias_gradients(dy.reshape(-1, dy.shape[-1]), ctx.biases)  # own positions: the optimizer sums over y
         summed.wait()
-        return dx_NI.view(*whole.shape[:-1], x_NI.shape[1]), None, None, None, None, None, None
+        return dx, None, None, None, None, None, None, None
 
 
 def scattering_linear(
@@ -178,12 +174,14 @@ def scattering_linear(
     out: Axis,
     ends: list[Callable[[], None]] | None = None,
     in_8_bits: bool = False,
+    parts: int = 1,
 ) -> torch.Tensor:
     """As `linear` over axes y and x, with an output that is cut by positions over y.
 
-    x: [rows, positions, I]; result: [rows, positions / y, O].
+    x: [rows, positions, I]; result: [rows, positions / y, O]. Rows are cut in `parts`, or positions of a single row:
+    each is scattered while the next one is computed, and backward gathered while the last one is.
     """
-    return _ScatteringLinear.apply(x, weights, biases, into, out, ends, in_8_bits)
+    return _ScatteringLinear.apply(x, weights, biases, into, out, ends, in_8_bits, parts)
 
 
 class _ScatteringEmbed(Function):

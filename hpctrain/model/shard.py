@@ -1,9 +1,10 @@
-"""Who updates what: the state of the optimizer, cut among the ranks that hold the same pieces.
+"""Who updates what: the state of the optimizer, cut among the ranks that hold the same parameters.
 
 The flat array of each group is cut among its holders, by their shares; each is the owner of its cut in norms and
 checkpoints.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,16 @@ class Shard:
     zero: int
     final_after: int
     """The item after whose backward pass the group's gradients have what a microbatch adds to them."""
+    starts_early: bool
+    """Whether they may be summed over the holders as soon as all have them: all come to that in the same order."""
     cuts: tuple[Interval, ...]
     updated: Interval
     master: torch.Tensor
     moments: dict[str, torch.Tensor]
     grads: torch.Tensor
     """fp32, of the `updated` elements, summed over the holders after `start_reduce`."""
+    on_host: dict[str, torch.Tensor]
+    """What of masters ("master") and moments is in host memory and must go through the device to be updated."""
 
     @property
     def owned(self) -> Interval:
@@ -57,13 +62,29 @@ class Shard:
         return tensor[slice(*at.shift(-self.updated.start))]
 
 
-def make_shard(group: Group, holders: Axis, shard_group: ShardGroup) -> Shard:
-    """Make this rank's shard of a group, with zero moments and the weights in use as master weights."""
+def make_shard(
+    group: Group, holders: Axis, shard_group: ShardGroup, host_buffer: Callable[[int], torch.Tensor] | None = None
+) -> Shard:
+    """Make this rank's shard of a group, with zero moments and the weights in use as master weights.
+
+    With `host_buffer`, which returns uint8 host memory of so many bytes, moments lie there, and so do masters that are
+    not the weights in use.
+    """
     cuts = shard_group.cuts(group.size)
     updated = cuts[holders.rank] if shard_group.zero else Interval(0, group.size)
     in_use = group.weights_at(updated)
-    master = in_use if in_use.dtype == torch.float32 else in_use.float()
+
+    def state() -> torch.Tensor:
+        if host_buffer is None:
+            return torch.zeros(updated.size, dtype=torch.float32, device=in_use.device)
+        return host_buffer(4 * updated.size).view(torch.float32).zero_()
+
+    master = in_use if in_use.dtype == torch.float32 else state().copy_(in_use)
     in_place = holders.size == 1 or shard_group.zero != 1
-    grads = group.own_grads() if in_place else torch.zeros_like(master)
-    moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-    return Shard(group, holders, shard_group.zero, shard_group.final_after, cuts, updated, master, moments, grads)
+    grads = group.own_grads() if in_place else torch.zeros(updated.size, dtype=torch.float32, device=in_use.device)
+    moments = {name: state() for name in ("exp_avg", "exp_avg_sq")}
+    on_host = {} if host_buffer is None else dict(moments)
+    if host_buffer is not None and master is not in_use:
+        on_host["master"] = master
+    when = shard_group.zero, shard_group.final_after, not shard_group.is_tied
+    return Shard(group, holders, *when, cuts, updated, master, moments, grads, on_host)

@@ -14,10 +14,12 @@ import torch
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes
+from hpctrain.model.host_activations import HostActivations, KeptLayer
 from hpctrain.model.initialise import fill_initial
-from hpctrain.model.recompute import End
+from hpctrain.model.kernels import Kernels
+from hpctrain.model.recompute import End, keep
 from hpctrain.model.store import Store
-from hpctrain.model.transformer import Embedding, Head, LayerModule, Pinned, make_layer
+from hpctrain.model.transformer import UNCUT, Block, CutRows, Embedding, Head, LayerModule, Pinned, make_layer
 from hpctrain.model.units import Deferred
 from hpctrain.plan.tiling import Tile
 from hpctrain.sharding.items import layers
@@ -33,6 +35,9 @@ class Saved:
     targets: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     """Where in its row each token's document starts, where attention stays inside of it."""
+    kept: list[KeptLayer | None] = field(default_factory=list)
+    """Where a tile offloads activations: for each layer what it keeps in host memory, None where it keeps nothing
+    there."""
     deferred: deque[list[Deferred]] = field(default_factory=deque)
     """After the input pass of a backward pass that is split: for each layer, the last first, its additions to
     gradients of weights."""
@@ -48,6 +53,11 @@ def initialise(store: Store, model: Model, seed: int) -> None:
             group.weights_at(region.at).copy_(values)
 
 
+def _forget_numbers(value: torch.Tensor) -> None:
+    """Let go of the numbers of a tensor in a graph, of which only the place in the graph is needed."""
+    value.data = value.new_empty(()).expand(value.shape)
+
+
 class Stage:
     """The items of one tile on one rank."""
 
@@ -58,13 +68,18 @@ class Stage:
         axes: Axes,
         store: Store,
         tracer: Tracer = UNTRACED,
-        in_halves: bool = False,
+        cut: CutRows = UNCUT,
         pinned: Pinned | None = None,
+        kernels: Kernels | None = None,
+        host: HostActivations | None = None,
     ):
-        """Operators that are `pinned` compute in another dtype."""
+        """Operators that are `pinned` compute in another dtype. `kernels` are torch's own where none are given. Tiles
+        that offload activations need `host`, which is the same of all tiles of a rank."""
         self.tile, self.store, self._tracer = tile, store, tracer
+        self._host = host if tile.offloads_activations else None
+        kernels = kernels or Kernels()
         self.layers: list[LayerModule] = [
-            make_layer(model, items, axes, store, in_halves, pinned) for items in layers(tile.items)
+            make_layer(model, items, axes, store, kernels, cut, pinned) for items in layers(tile.items)
         ]
         for layer in self.layers:
             layer.keeps_whole_inputs = tile.recompute == "full"
@@ -96,16 +111,42 @@ class Stage:
             given = value.detach()
             given.requires_grad_(training and given.is_floating_point())
             with torch.set_grad_enabled(keep):
-                value = self._run(layer, given, saved)
+                if training and self._host is not None:
+                    value = self._run_keeping(layer, given, saved, self._host)
+                else:
+                    value = self._run(layer, given, saved)
             if training:
                 saved.inputs.append(given)
                 saved.outputs.append(value if keep else None)
             traffic.release(items)
             self._tracer.computed(f"{layer.name} forward", since)
         result = value.detach()
-        if keep:  # the end of the graph is needed, not the numbers there, which go out and may be gone before it is
-            value.data = value.new_empty(()).expand(value.shape)
+        if keep:  # they go out and may be gone before the graph is
+            _forget_numbers(value)
         return result, saved
+
+    def _run_keeping(self, layer: LayerModule, given: torch.Tensor, saved: Saved, host: HostActivations):
+        """Run a layer; what a block keeps for its backward pass goes to host memory, its input too."""
+        if not isinstance(layer, Block):
+            saved.kept.append(None)
+            return self._run(layer, given, saved)
+        if given.untyped_storage().nbytes() > given.numel() * given.element_size():
+            given.data = given.clone()  # some rows of a message, which would be moved whole
+        kept = KeptLayer(host, given, layer.axes.y.size)
+        saved.kept.append(kept)
+        if torch.is_grad_enabled():
+            with kept.packing():
+                layer.pack = kept.pack
+                value = self._run(layer, given, saved)
+                layer.pack = keep
+        else:
+            value = self._run(layer, given, saved)
+            kept.keep_input(given)
+        host.computed(kept)
+        _forget_numbers(given)
+        if saved.outputs and saved.outputs[-1] is not None:
+            _forget_numbers(saved.outputs[-1])  # they are the input
+        return value
 
     def backward(
         self, saved: Saved, gradient: torch.Tensor | None, passed: Callable[[int], None] | None = None
@@ -117,6 +158,8 @@ class Stage:
         returns None.
         """
         traffic = self.store.traffic
+        if self._host is not None:
+            self._host.begin_backward(saved.kept)
         for layer in reversed(self.layers):
             since, items = self._tracer.now(), layer.items
             traffic.gather(items)
@@ -130,6 +173,8 @@ class Stage:
     def backward_input(self, saved: Saved, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the gradient of the stage's input as `backward` does; what is to be added to those of weights is kept
         in `saved`: of each product both operands."""
+        if self._host is not None:
+            self._host.begin_backward(saved.kept)
         for layer in reversed(self.layers):
             since, items = self._tracer.now(), layer.items
             kept: list[Deferred] = []
@@ -157,12 +202,22 @@ class Stage:
     def _differentiate(self, layer: LayerModule, saved: Saved, gradient: torch.Tensor) -> torch.Tensor | None:
         """Take a layer's input and output from what was saved, and return the gradient of the input."""
         given, output = saved.inputs.pop(), saved.outputs.pop()
+        kept = saved.kept.pop() if saved.kept else None
+        for each in (kept, *saved.kept[-1:]):  # the next one comes while this one is computed
+            if each is not None:
+                each.fetch()
+        if kept is not None:
+            kept.begin_backward()
+            if output is None:
+                given.data = kept.input()
         if output is None:
             with torch.enable_grad():
                 output = self._run(layer, given, saved)
         with torch.enable_grad():
             end = End.apply(output, gradient)
         end.backward()
+        if kept is not None:
+            kept.end()
         return given.grad
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Where weights and gradients of a tile live: a few flat arrays, and views into them.
 
-The units (see `hpctrain.sharding.parameters`) whose pieces are exchanged among the same ranks form a group (see
+The units (see `hpctrain.sharding.parameters`) whose boxes are exchanged among the same ranks form a group (see
 `hpctrain.model.groups`). With z > 1 a rank stores a z-th of each unit and scatters gradients back after each layer's
 backward pass. The whole unit is in memory that all of z see, filled after each update, where there is such memory;
 else it is gathered for a layer (when, says `hpctrain.model.traffic`).
@@ -32,8 +32,8 @@ class Store:
         keep_gathered: Collection[int] = (),
         exchanged: Sequence[torch.dtype | None] = (),
     ):
-        """`communicators` are those of the holdings, in their order, and `exchanged` the dtypes in which each of them
-        exchanges weights, None where all of its ranks compute in the same. Weights of the items
+        """`communicators` are those of the shard groups, in their order. `exchanged` are the dtypes in which each of
+        them exchanges weights, None where all of its ranks compute in the same. Weights of the items
         `keep_gathered` stay gathered until they change. All holders, and all ranks of z, must call.
         """
         self._z = axes.z

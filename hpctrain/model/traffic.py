@@ -1,5 +1,5 @@
-"""When whole weights and whole gradients are there, where a rank stores shards of them: gathered a layer ahead and
-scattered a layer behind, while other layers compute (AxoNN, arXiv 2305.13525).
+"""When whole weights and whole gradients are there, where a rank stores shards of them: gathered a layer early and
+scattered a layer late, while other layers compute (AxoNN, arXiv 2305.13525).
 
 That is as far as the axes let it: what one does at once is done when it is needed.
 """
@@ -14,17 +14,16 @@ import torch
 
 from hpctrain.model.axes import Axis
 from hpctrain.model.units import InFlight, UnitStore
+from hpctrain.plan.launch_order import OVERLAPPED_BUFFERS
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import block_of
 
-# How many layers ahead something starts: over the holders of ZeRO 3's shards two, over z, which needs that, one.
+# How many layers early something starts: over the holders of ZeRO 3's shards two, over z, which needs that, one.
 FARTHEST = 2
-# Layers whose gradients are in the making or in flight: the one that goes back, and the one before it.
-OVERLAPPED_BUFFERS = 2
 
 
 class _Scattering(NamedTuple):
-    """The gradients of one layer's units on their way to their shards."""
+    """The gradients of one layer's units, in flight to their shards."""
 
     buffer: torch.Tensor | None
     in_flight: tuple[InFlight, ...]
@@ -101,7 +100,7 @@ class Traffic:
             unit.forget()
 
     def begin_backward(self, layer: Interval) -> None:
-        """Make room for the whole gradients of a layer; pair with `end_backward`."""
+        """Provide a buffer for the whole gradients of a layer; pair with `end_backward`."""
         units = [unit for unit in self._of(layer) if unit.scatters]
         if not units:
             return

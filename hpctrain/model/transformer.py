@@ -8,6 +8,7 @@ cut by x to heads cut by y and back, so that nothing is redistributed in between
 
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -16,21 +17,19 @@ from hpctrain.config.job import Model
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.functions import (
     ACTIVATIONS,
+    OfInput,
     add_positions,
-    attend,
     capped,
     cross_entropy,
     embed,
-    gated,
-    head_norm,
-    norm,
-    rotate,
 )
 from hpctrain.model.head_loss import head_loss, tokens_at_once
+from hpctrain.model.kernels import Kernels
 from hpctrain.model.linear_layers import linear
-from hpctrain.model.recompute import Again, dropping, keeping_inputs
+from hpctrain.model.positions import Gathering
+from hpctrain.model.recompute import Again, Pack, dropping, keep, keeping_inputs, unpack
 from hpctrain.model.scaled_products import FP8
-from hpctrain.model.sequence_parallel import gathering_linear, scattering_embed, scattering_linear, start_gather
+from hpctrain.model.sequence_parallel import gathering_linear, scattering_embed, scattering_linear
 from hpctrain.model.store import Store
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -78,13 +77,33 @@ class Cache:
         return of_keys[:, :, : self.length], of_values[:, :, : self.length]
 
 
+class CutRows(NamedTuple):
+    """How blocks cut a rank's rows, so that collectives over the tensor grid are overlapped with products."""
+
+    in_halves: bool = False
+    """Compute one half of the rows while sums of the other half are in flight."""
+    parts: int = 1
+    """Into so many parts each product next to a collective."""
+
+
+UNCUT = CutRows()
+
+
 class LayerModule:
     """The items of one layer, with the handles of their weights, which are there while the stage has them gathered."""
 
     def __init__(
-        self, model: Model, items: Interval, axes: Axes, store: Store, in_halves: bool, pinned: Pinned | None = None
+        self,
+        model: Model,
+        items: Interval,
+        axes: Axes,
+        store: Store,
+        kernels: Kernels,
+        cut: CutRows,
+        pinned: Pinned | None = None,
     ):
-        self.model, self.axes, self.in_halves = model, axes, in_halves
+        self.kernels = kernels
+        self.model, self.axes, self.cut = model, axes, cut
         self._pinned = pinned or {}
         self.description = model.description
         self.items, self._store = items, store
@@ -94,6 +113,8 @@ class LayerModule:
         computed again goes back at once."""
         self.drops_results = False
         """Whether a block computes again in its backward pass what lies between its products (`recompute.py`)."""
+        self.pack: Pack = keep
+        """What graphs keep in the place of a tensor."""
         self._names = {item: [p.name for p in item_parameters(model, item)] for item in range(*items)}
 
     def forward(self, value: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,8 +140,13 @@ class LayerModule:
             return compute(*inputs)
         return compute(*(each.to(dtype) for each in inputs)).to(inputs[0].dtype)
 
-    def norm(self, x: torch.Tensor, weights: list, of: Norm, again: list[Again] | None = None) -> torch.Tensor:
-        return norm(x, weights, self.axes.x, self.model.hidden_size, of, again)
+    def again(self, compute: OfInput, value: torch.Tensor) -> Again:
+        """Return what computes something of a value once more, which is kept as graphs keep it."""
+        kept = self.pack(value.detach())
+        return lambda: compute(unpack(kept))
+
+    def norm(self, x: torch.Tensor, weights: list, of: Norm, again: list[OfInput] | None = None) -> torch.Tensor:
+        return self.kernels.norm(x, weights, self.axes.x, self.model.hidden_size, of, again)
 
     def norm_weights(self, name: str) -> list:
         return [w for suffix in ("weight", "bias") for w in self.weights(f"{name}.{suffix}")]
@@ -132,16 +158,16 @@ class LayerModule:
         ends: list | None = None,
         in_8_bits: bool = False,
         again: Again | None = None,
+        parts: int = 1,
     ) -> Passing:
         """Apply a layer to an input whose positions y cuts. With `ends` it pauses while these are gathered."""
-        parts, work = start_gather(x.detach(), self.axes.y)
+        gathering = Gathering(x.detach(), self.axes.y, parts, self.keeps_whole_inputs)
         if ends is not None:
             yield
-        work.wait()
         weights, biases = layer
         axes = self.axes.x, self.axes.y
-        with dropping(x, again):
-            return gathering_linear(x, parts, weights, biases, *axes, ends, self.keeps_whole_inputs, in_8_bits)
+        with dropping(x, again, self.pack):
+            return gathering_linear(x, gathering, weights, biases, *axes, ends, in_8_bits)
 
     def vocabulary(self) -> tuple[int, int]:
         """Return the first token id of this rank's part and the number of ids in it that are not padding."""
@@ -196,7 +222,7 @@ class Block(LayerModule):
         self.cache: Cache | None = None
 
     def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
-        parts = hidden.chunk(2) if self.in_halves else (hidden,)
+        parts = hidden.chunk(2) if self.cut.in_halves else (hidden,)
         starts = [None] * len(parts) if more is None else more.split([part.shape[0] for part in parts])
         outputs = alternating([self._passed(*pair) for pair in zip(parts, starts, strict=True)])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -216,9 +242,9 @@ class Block(LayerModule):
         return hidden
 
     def _normed(self, hidden: torch.Tensor, weights: list, of: Norm) -> tuple[torch.Tensor, Again | None]:
-        again: list[Again] | None = [] if self.drops_results else None
+        again: list[OfInput] | None = [] if self.drops_results else None
         normed = self.norm(hidden, weights, of, again)
-        return normed, again[0] if again else None
+        return normed, self.again(again[0], hidden) if again else None
 
     def _linear(self, x: torch.Tensor, layer: list[list], into: Axis, out: Axis, again: Again | None = None) -> Passing:
         """Apply a layer. Where its input can be computed `again`, that is not kept."""
@@ -227,15 +253,13 @@ class Block(LayerModule):
         dtype = x.dtype if in_8_bits else pinned
         given = x.to(dtype)
         computed = (lambda: again().to(dtype)) if again else None
-        ends = [] if self.in_halves else None
-        if not self.axes.sequence_parallel:
-            with dropping(given, computed):
-                result = linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
-        elif out is self.axes.y:
-            result = yield from self.gathering_linear(given, layer, ends, in_8_bits, computed)
+        ends, parts = [] if self.cut.in_halves else None, self.cut.parts
+        if self.axes.sequence_parallel and out is self.axes.y:
+            result = yield from self.gathering_linear(given, layer, ends, in_8_bits, computed, parts)
         else:
-            with dropping(given, computed):
-                result = scattering_linear(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits)
+            apply = scattering_linear if self.axes.sequence_parallel else linear
+            with dropping(given, computed, self.pack):
+                result = apply(given, *layer, into=into, out=out, ends=ends, in_8_bits=in_8_bits, parts=parts)
         if ends is None:
             return result.to(x.dtype)
         if into.size > 1:
@@ -253,16 +277,16 @@ class Block(LayerModule):
         placing = partial(self._placed, heads=heads[:2])
         placed = placing(queries_keys)
         is_new = self.drops_results and placed is not queries_keys
-        placed_again = partial(placing, queries_keys.detach()) if is_new else None
+        placed_again = self.again(placing, queries_keys) if is_new else None
         queries, keys, values = (part.transpose(1, 2) for part in (*placed.split(heads[:2], dim=2), values))
         first = 0
         if self.cache:
             first = self.cache.length
             keys, values = self.cache.extended(keys, values)
-        attending = partial(attend, attention=attention, first=first, starts=starts)
+        attending = partial(self.kernels.attend, attention=attention, first=first, starts=starts)
         if self.drops_results and attention.score_cap is not None:
             attending = partial(keeping_inputs, attending)
-        with dropping(placed, placed_again):
+        with dropping(placed, placed_again, self.pack):
             mixed = self.computed_in("attention", attending, queries, keys, values)
         mixed = mixed.transpose(1, 2).reshape(rows, positions, self.num_heads * size)
         return (yield from self._linear(mixed, self.out, into=self.axes.y, out=self.axes.x))
@@ -272,21 +296,23 @@ class Block(LayerModule):
         attention = self.attention_of
         if attention.head_norm:
             pairs = zip(queries_keys.split(heads, dim=2), self.head_norms, strict=True)
-            normed = [head_norm(part, weight, attention.head_norm) for part, weight in pairs]
+            normed = [self.kernels.head_norm(part, weight, attention.head_norm) for part, weight in pairs]
             queries_keys = torch.cat(normed, dim=2)
         if attention.rotary:
             tables = self.rotary_tables(queries_keys, attention.rotary)
-            queries_keys = self.computed_in("rotary", lambda each: rotate(each, *tables), queries_keys)
+            queries_keys = self.computed_in("rotary", lambda each: self.kernels.rotate(each, *tables), queries_keys)
         return queries_keys
 
     def feed_forward(self, x: torch.Tensor, again: Again | None = None) -> Passing:
         inner = yield from self._linear(x, self.up, self.axes.x, self.axes.y, again)
         mlp = self.mlp_of
-        activation = partial(gated, activation=mlp.activation) if mlp.gated else ACTIVATIONS[mlp.activation]
+        activation = ACTIVATIONS[mlp.activation]
+        if mlp.gated:
+            activation = partial(self.kernels.gated, activation=mlp.activation)
         activated = self.computed_in("activation", activation, inner)
         activated_again = None
         if self.drops_results:
-            activated_again = partial(self.computed_in, "activation", activation, inner.detach())
+            activated_again = self.again(partial(self.computed_in, "activation", activation), inner)
         return (yield from self._linear(activated, self.down, self.axes.y, self.axes.x, activated_again))
 
     def rotary_tables(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,9 +372,14 @@ class Head(LayerModule):
 
 
 def make_layer(
-    model: Model, items: Interval, axes: Axes, store: Store, in_halves: bool = False, pinned: Pinned | None = None
+    model: Model,
+    items: Interval,
+    axes: Axes,
+    store: Store,
+    kernels: Kernels,
+    cut: CutRows = UNCUT,
+    pinned: Pinned | None = None,
 ) -> LayerModule:
-    """`in_halves`: blocks compute one half of the rows while sums of the other half are in flight. Operators that are
-    `pinned` compute in another dtype."""
+    """Make a layer. Operators that are `pinned` compute in another dtype."""
     kind = Embedding if items.start == 0 else Head if items.stop == model.num_items else Block
-    return kind(model, items, axes, store, in_halves, pinned)
+    return kind(model, items, axes, store, kernels, cut, pinned)

@@ -40,7 +40,7 @@ class Weight:
     def accumulate(self, add: Addition, *operands: torch.Tensor) -> None:
         """Add to the gradient: now, or once the weight pass comes to it.
 
-        The operands must stay as they are until then. For backward passes, which change `grad` in no other way.
+        The operands must stay as they are until then. Backward passes change `grad` by this alone.
         """
         if self.deferred is None:
             self.add(add, operands)
@@ -193,7 +193,7 @@ class UnitStore:
             weight.deferred = kept
 
     def begin_backward(self, whole_grad: torch.Tensor) -> None:
-        """Let the gradient of the whole unit be made in a room [size of the unit], whatever is there."""
+        """Let the gradient of the whole unit be computed in a buffer [size of the unit], whatever is there."""
         self._whole_grad = whole_grad
         for weight, at, shape in self._views:
             weight.grad, weight.is_fresh = whole_grad[slice(*at)].view(shape), True

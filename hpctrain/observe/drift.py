@@ -103,7 +103,7 @@ class PartMeter(Tracer):
         self._step[PART_OF_GROUP.get(group, "data")] += seconds
 
     def begin_step(self) -> None:
-        """Forget what went on since the last step."""
+        """Forget what happened since the last step."""
         self._step = dict.fromkeys(EXPOSED, 0.0)  # pyright: ignore[reportAttributeAccessIssue] - keys are plain text
         self._alone = 0.0
 

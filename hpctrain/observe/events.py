@@ -1,4 +1,4 @@
-"""What happened to a run besides its steps: starts, checkpoints, stragglers, ends.
+"""The events of a run, apart from its steps: starts, checkpoints, stragglers, ends.
 
 events.jsonl     one line an event: `time` (seconds since 1970), `event` (its kind), `step` (done by then), `text` (a
                  sentence), and what belongs to the kind, such as the `reasons` of a start

@@ -53,7 +53,7 @@ class Expectation:
     def finish(self) -> str | None:
         """Compare, and save it in the run folder; return on rank 0 what is to be said. Raises TrainingError.
 
-        The first step, which makes what later ones find, does not count.
+        The first step, which creates what later ones reuse, does not count.
         """
         world, device = self._world, self._accelerator
         own, steps, self._seconds = None, self.meter.steps[1:], self._seconds[1:]

@@ -26,7 +26,7 @@ class LiveMetrics:
     """Takes what rank 0 knows of a run while it lasts. Its methods raise TrainingError where a disk refuses."""
 
     def __init__(self, folder: Path, plan: Plan, writers: Sequence[MetricsWriter] = ()):
-        """`writers` get every line, besides the run folder."""
+        """`writers` get every line, in addition to the run folder."""
         self._folder, self._plan, self._writers = folder, plan, writers
         self._watch = StragglerWatch(plan)
         self._figures: np.ndarray | None = None

@@ -2,7 +2,7 @@
 
 The file `lock` says who is in it. The one who is holds a POSIX lock on the file too, which the system releases when the
 process ends, however it ends. Some file systems know such locks within one host only, so a heartbeat moves the time of
-the file: what a process of another host left is taken over when that stands still.
+the file: what a process of another host left is taken over when that heartbeat stops.
 """
 
 import contextlib

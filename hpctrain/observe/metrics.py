@@ -1,7 +1,7 @@
 """Figures of all ranks for each logged step: collected while ranks continue, written by rank 0.
 
-A line of metrics.jsonl has the figures that all ranks have in common, and of those that differ the least, the median
-and the most, with the ranks that have them:
+A line of metrics.jsonl has the figures that all ranks have in common. Of those that differ it has the minimum, the
+median and the maximum, with the ranks that have them:
 
     {"step": 3, "loss": 5.9, ...,
      "compute_seconds": {"min": 2.1, "min_rank": 5, "median": 2.9, "max": 3.0, "max_rank": 0}}

@@ -70,7 +70,7 @@ class RunFolder:
     def rewind_metrics(self, step: int) -> str | None:
         """Drop the lines of steps after `step`, which a resumed run computes again.
 
-        Lines that are damaged are dropped too; the file as it was is then kept, and what to tell of it is returned.
+        Lines that are damaged are dropped too; the file as it was is then kept, and a message about it is returned.
         """
         file, damaged = self.path / METRICS, self.path / (METRICS + ".damaged")
         with writing(self.path):

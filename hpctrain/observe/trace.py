@@ -27,7 +27,7 @@ COMPUTED, EXPOSED, WAITED, OVERLAPPED = "compute", "exposed", "waited", "overlap
 
 
 class Span(NamedTuple):
-    """What went on from one moment to another, in seconds of `time.monotonic`."""
+    """What happened from one time to another, in seconds of `time.monotonic`."""
 
     kind: str
     name: object
@@ -142,7 +142,7 @@ def _write(folder: Path, traces: Sequence[RankTrace], summary: dict) -> None:
 def write_chrome(file: IO[str], traces: Sequence[RankTrace]) -> None:
     """Write spans in Chrome's trace event format, as "complete events" in microseconds.
 
-    Moments are rounded to nanoseconds before they are subtracted, so that what was inside another span still is.
+    Times are rounded to nanoseconds before they are subtracted, so that what was inside another span still is.
     """
     separator = '{"displayTimeUnit": "ms", "traceEvents": [\n'
     for rank, trace in enumerate(traces):

@@ -109,7 +109,7 @@ def _check_passes(plan: Plan) -> None:
     if plan.microbatches * sum(tile.row_chunks for tile in plan.tiles) <= MOST_PASSES:
         return
     pipelines = {tuple((tile.items, tile.zero, tile.row_chunks) for tile in tiles) for tiles in joined(plan)}
-    passes = plan.microbatches * sum(chunks for tiles in pipelines for *_, chunks in tiles)
+    passes = plan.microbatches * sum(row_chunks for tiles in pipelines for *_, row_chunks in tiles)
     if passes > MOST_PASSES:
         raise PlanError(
             f"the plan has {passes:,} passes a step (microbatches = {plan.microbatches:,}), and the most is"
@@ -123,7 +123,7 @@ def _first(ranks: Sequence[int]) -> str:
 
 
 def _check_extra_warmup(plan: Plan) -> None:
-    """Refuse tiles that are ahead where that is of no use, or by which tiles would wait for each other for ever."""
+    """Refuse an extra warm-up that is of no use, or by which tiles would wait for each other for ever."""
     for number, tile in enumerate(plan.tiles):
         if not tile.extra_warmup:
             continue
@@ -142,15 +142,15 @@ def _check_extra_warmup(plan: Plan) -> None:
 
 
 def _check_virtual_stages(plan: Plan) -> None:
-    """Refuse ranks with several tiles that are not chunks of an interleaved pipeline: alike but for `items` and
-    `recompute`, and as many tiles apart as there are stages."""
+    """Refuse ranks with several tiles that are not virtual stages of an interleaved pipeline: equal but for `items`
+    and `recompute`, and as many tiles apart as there are stages."""
     for first in plan.first_tiles:
         tiles = plan.virtual_stages(first)
         if len(tiles) == 1:
             continue
         numbers = [plan.tiles.index(tile) for tile in tiles]
         where = f"tiles {', '.join(map(str, numbers))} have the same ranks {list(first.ranks)[:8]}"
-        for key in ("tensor", "rows", "family", "zero", "state_share", "row_chunks"):
+        for key in ("tensor", "rows", "family", "zero", "state_share", "row_chunks", "offload"):
             values = [str(getattr(tile, key)) for tile in tiles]
             if len(set(values)) > 1:
                 raise PlanError(f"{where}, but different {key}: {', '.join(values)}; make them equal")
@@ -169,8 +169,8 @@ def _check_virtual_stages(plan: Plan) -> None:
             or before != [before[0] % stages + stages * virtual_stage for virtual_stage in range(len(tiles))]
         ):
             raise PlanError(
-                f"{where}, with {', '.join(map(str, before))} tiles before them of the {length} on their way from the"
-                " embedding to the loss: ranks with several tiles are an interleaved pipeline, in which all have as"
+                f"{where}, with {', '.join(map(str, before))} tiles before them of the {length} from the embedding"
+                " to the loss: ranks with several tiles are an interleaved pipeline, in which all have as"
                 " many, and of s stages each has every s-th tile; give each rank one tile, or every s-th"
             )
 

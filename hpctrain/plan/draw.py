@@ -102,6 +102,7 @@ def _options(plan: Plan, tile: Tile) -> list[str]:
         [f"virtual stage {virtual_stages.index(tile)} of {len(virtual_stages)}"] if len(virtual_stages) > 1 else []
     )
     options += [] if tile.recompute == "none" else [f"recompute {tile.recompute}"]
+    options += [] if tile.offload == "none" else [f"offload {tile.offload}"]
     options += [f"ZeRO {tile.zero}"] if tile.zero != 1 else []
     options += [f"share {tile.state_share}"] if tile.state_share != 1 else []
     options += [f"{tile.row_chunks} row chunks"] if tile.row_chunks != 1 else []
@@ -115,7 +116,7 @@ def _text(plan: Plan, number: int, tile: Tile) -> list[str]:
 
 
 def _positions(bounds: list[int], size: int, needed: list[tuple]) -> dict[int, int]:
-    """Place bounds in proportion within `size` characters, and further apart where a tile needs room."""
+    """Place bounds in proportion within `size` characters, and further apart where a tile needs more space."""
     sizes = {a: max(2, (b - a) * size // bounds[-1]) for a, b in itertools.pairwise(bounds)}
     for interval, width in sorted(needed, key=lambda need: need[0].size):
         inside = [bound for bound in sizes if interval.start <= bound < interval.stop]

@@ -43,6 +43,7 @@ class _TileTable(Table):
     state_share: RankCount = 1
     row_chunks: SequenceCount = 1
     extra_warmup: Annotated[int, Field(ge=0, le=MOST_MICROBATCHES)] = 0
+    offload: Literal["none", "optimizer", "activations", "all"] = "none"
 
 
 class _PlanTable(Table):
@@ -77,6 +78,7 @@ def parse_plan(text: str, path: str) -> Plan:
             t.state_share,
             t.row_chunks,
             t.extra_warmup,
+            t.offload,
         )
         for t in table.tile
     )
@@ -104,4 +106,5 @@ def dump_plan(plan: Plan) -> str:
         lines += [f"{key} = {value}" for key in ("state_share", "row_chunks") if (value := getattr(tile, key)) != 1]
         lines += ["sequence_parallel = true"] if grid.sequence_parallel else []
         lines += [f"extra_warmup = {tile.extra_warmup}"] if tile.extra_warmup else []
+        lines += [f'offload = "{tile.offload}"'] if tile.offload != "none" else []
     return "\n".join(lines) + "\n"

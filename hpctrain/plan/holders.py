@@ -1,14 +1,14 @@
 """Which ranks keep the same elements of the weights: who sums gradients with whom, and who updates what.
 
 The *holders* of an element are the ranks that store it. Where all tiles that use an item have the same tensor grid,
-whole units have the same holders, at the same (x, y, z) of every tile, and what these exchange is one flat array.
-Where grids are different, what their ranks store are rectangles of the parameters that meet in smaller ones: *regions*,
-each held by one exact set of ranks, which exchanges them packed side by side.
+whole units have the same holders, at the same (x, y, z) of every tile. What these exchange is one flat array.
+Where grids are different, their ranks store rectangles of the parameters, which intersect in smaller ones: *regions*.
+Each region is held by one exact set of ranks, which exchanges its regions packed side by side.
 
-What one set of ranks holds may be cut into several holdings, of whole blocks each: buckets, so that the gradients of
-the last items can be summed while those of the first are computed.
+What one set of ranks holds may be cut into several shard groups, of whole blocks each: buckets, so that the gradients
+of the last items can be summed while those of the first are computed.
 
-Every rank finds its own holdings by itself, in one plan-wide order: by the first element of each.
+Every rank computes its own shard groups by itself, in one plan-wide order: by the first element of each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +72,8 @@ class ShardGroup:
     """Of which all this is, in their order; one that is tied is of two."""
     final_after: int = 0
     """The item of this rank's tiles after whose backward pass the gradients of all this have what a microbatch adds."""
+    is_tied: bool = False
+    """Whether it has weights of two items. Holders of one of these may have summed all else before the others begin."""
 
     def cuts(self, size: int) -> tuple[Interval, ...]:
         """Return for each rank which of `size` elements it owns."""
@@ -90,8 +92,8 @@ class RankShards:
 def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None = None) -> RankShards:
     """Return what a rank holds, and with whom.
 
-    What the same ranks hold is cut into holdings of at least `bucket_bytes` of gradients each, which must be the same
-    for all ranks; without it there is one.
+    What the same ranks hold is cut into shard groups of at least `bucket_bytes` of gradients each, which must be the
+    same for all ranks; without it there is one.
     """
     tile = plan.tile_of(rank)
     x, y, _ = tile.coordinate(rank)
@@ -135,7 +137,9 @@ def rank_shards_of(model: Model, plan: Plan, rank: int, bucket_bytes: int | None
 
     def placed(shards: Sequence[Unit]) -> dict:
         final_after = min(item for unit in shards for item in items_here(unit))
-        return {"items": tuple(sorted({item for unit in shards for item in unit.items})), "final_after": final_after}
+        items = tuple(sorted({item for unit in shards for item in unit.items}))
+        is_tied = any(len(unit.items) > 1 for unit in shards)
+        return {"items": items, "final_after": final_after, "is_tied": is_tied}
 
     result = []
     for (ranks, zero, _), kept in whole.items():
@@ -172,8 +176,8 @@ def _buckets(
 ) -> Iterator[list[T]]:
     """Cut what is in the order of items into runs of at least so many bytes of gradients, each of whole blocks.
 
-    From the last to the first, so that what is left over is final last: nothing hides it. All holders of the same find
-    the same, for it depends on nothing else.
+    From the last to the first, so that what is left over is final last: nothing hides it. All holders of the same
+    compute the same cut, for it depends on nothing else.
     """
     bucket: list[T] = []
     num_bytes = 0.0
@@ -247,7 +251,7 @@ def _counterparts(unit: Unit, users: tuple[Tile, ...], coordinate: tuple[int, in
 
 
 class _Cutter:
-    """Cuts a rank's units where different grids meet. Blocks are equal: what is computed for one is used for all."""
+    """Cuts a rank's units where grids differ. Blocks are equal: what is computed for one is used for all."""
 
     def __init__(self, model: Model, plan: Plan, rank: int):
         self._model, self._tile = model, plan.tile_of(rank)

@@ -1,6 +1,6 @@
 """What one rank of a plan takes part in: its groups and its messages. Pure: needs neither MPI nor torch.
 
-Everything is listed in one plan-wide order (axes, holders by unit, channels by pair), so that ranks that make their
+Everything is listed in one plan-wide order (axes, holders by unit, channels by pair). So ranks that create their
 groups one after the other never wait in a circle.
 """
 
@@ -22,7 +22,7 @@ class Transfers:
     receive_gradient: list[Transfer]
     send_gradient: list[Transfer]
     gathers_activation: bool = False
-    """Whether the y of the tile receive pieces, and gather what they all need."""
+    """Whether the ranks along y of the tile receive parts, and gather what they all need."""
     gathers_gradient: bool = False
 
 

@@ -1,10 +1,10 @@
 """Schedules as data: what ranks do in one step, as typed instructions from pure functions.
 
-Ranks have one tile, or several, their chunks, between which they alternate. The first stands for them where schedules
-are listed by tile, and each instruction says which chunk it is for.
+Ranks have one tile, or several, their virtual stages, between which they alternate. Schedules that are listed by tile
+name the first one for all, and each instruction says which virtual stage it is for.
 
 The engine executes them, a person can print them; `plan.schedule_run` proves before the start that they end.
-At most `channel_depth` messages of a kind are on their way between two tiles, each in a slot that both made for it.
+At most `channel_depth` messages of a kind are in flight between two tiles, each in a slot that both made for it.
 """
 
 from collections import deque
@@ -51,7 +51,7 @@ class Instruction:
     op: Op
     microbatch: int = -1
     substep: int = 0
-    """Which piece of the tile's rows, for forward and backward."""
+    """Which row chunk of the tile, for forward and backward."""
     starts_reducing: bool = False
     """Whether this pass, the last that adds to gradients, starts to sum each item's when it has passed it.
 
@@ -64,7 +64,7 @@ class Instruction:
         if self.microbatch < 0:
             return self.op.value
         text = f"{self.op.value} {self.microbatch}" + (f".{self.substep}" if self.substep else "")
-        text += f" of chunk {self.virtual_stage}" if self.virtual_stage else ""
+        text += f" of virtual stage {self.virtual_stage}" if self.virtual_stage else ""
         return f"{text} and start to reduce" if self.starts_reducing else text
 
 
@@ -91,7 +91,7 @@ def in_flight(plan: Plan, tile: Tile) -> int:
 
 @lru_cache(maxsize=256)
 def _in_flight(virtual_stages: int, stages: int, behind: int, microbatches: int) -> list[int]:
-    """Return `in_flight` for each chunk of a stage."""
+    """Return `in_flight` for each virtual stage of a stage."""
     alive, most = [0] * virtual_stages, [0] * virtual_stages
     for op, virtual_stage, _ in _passes(virtual_stages, stages, behind, microbatches):
         alive[virtual_stage] += 1 if op is Op.FORWARD else -1
@@ -100,7 +100,7 @@ def _in_flight(virtual_stages: int, stages: int, behind: int, microbatches: int)
 
 
 Pass = tuple[Op, int, int]
-"""FORWARD or BACKWARD, the chunk, the microbatch."""
+"""FORWARD or BACKWARD, the virtual stage, the microbatch."""
 
 
 def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
@@ -120,7 +120,7 @@ def passes(plan: Plan, tile: Tile) -> tuple[Pass, ...]:
 
 
 def _place(plan: Plan, tile: Tile) -> tuple[int, int, int, int]:
-    """Return what the order of a tile's ranks depends on: chunks, stages of the pipeline, tiles behind the last chunk
+    """Return what the order of a tile's ranks depends on: virtual stages, stages of the pipeline, tiles behind the last
     (of a single tile: its warm-up), microbatches."""
     tiles = plan.virtual_stages(tile)
     stages = plan.depth_from_start(tiles[1]) - plan.depth_from_start(tiles[0]) if len(tiles) > 1 else 1
@@ -147,7 +147,7 @@ def _passes(virtual_stages: int, stages: int, behind: int, microbatches: int) ->
 
 
 def forward_part(plan: Plan, tile: Tile, m: int, virtual_stage: int = 0) -> list[Instruction]:
-    """Return the instructions of one microbatch's forward pass on a tile, chunk `virtual_stage` of its ranks."""
+    """Return the instructions of one microbatch's forward pass on a tile, number `virtual_stage` of its ranks."""
     steps = [Instruction(Op.FORWARD, m, s, virtual_stage=virtual_stage) for s in range(tile.row_chunks)]
     if plan.upstream(tile):
         steps.insert(0, Instruction(Op.RECEIVE_ACTIVATION, m, virtual_stage=virtual_stage))
@@ -167,7 +167,7 @@ def backward_part(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, virtual_
 
 
 def at_the_loss(plan: Plan, tile: Tile, m: int, op: Op = Op.BACKWARD, virtual_stage: int = 0) -> list[Instruction]:
-    """Return a whole microbatch on a tile with the loss: each substep forward and back, so that only one is kept."""
+    """Return a whole microbatch on a tile with the loss: each row chunk forward and back, so that only one is kept."""
     steps = []
     for s in range(tile.row_chunks):
         steps += [
@@ -193,10 +193,11 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
     """Return how many microbatches a tile's weight passes are behind its input passes; None where they are one.
 
     They are one where nobody waits for the gradient of the input. By 1F1B it is sent as soon as it is there (H2,
-    arXiv 2505.17548), with the weights' right after it, where that costs nothing: sums over x or y would no longer be
-    hidden behind the weights' products, and tiles that recompute or have row_chunks are short of the memory in which
-    these wait. Tiles with ZeRO 2 and 3 must do the same. By ZB-H1 each tile keeps as many microbatches in flight as the
-    first one on its longest path does by 1F1B, so that what is left at the end are weight passes.
+    arXiv 2505.17548), with the weights' right after it, where that costs nothing. With x or y it would cost: sums would
+    no longer be hidden behind the weights' products. Tiles that recompute, offload activations or have row_chunks are
+    short of the memory in which these wait. Tiles with ZeRO 2 and 3 must do the same. By ZB-H1 each tile keeps as many
+    microbatches in flight as the first one on its longest path does by 1F1B. So what is left at the end are weight
+    passes.
     """
     if not plan.upstream(tile):
         return None
@@ -208,7 +209,8 @@ def weight_delay(plan: Plan, tile: Tile) -> int | None:
 def splits_freely(tile: Tile) -> bool:
     """Say whether it costs a tile nothing to send the gradient of its input before it computes those of weights."""
     is_cut = tile.tensor.x > 1 or tile.tensor.y > 1
-    return not is_cut and tile.recompute == "none" and tile.row_chunks == 1 and tile.zero < 2
+    keeps_all = tile.recompute == "none" and not tile.offloads_activations
+    return not is_cut and keeps_all and tile.row_chunks == 1 and tile.zero < 2
 
 
 def schedule_of(plan: Plan, tile: Tile, reduce_early: bool = False) -> tuple[Instruction, ...]:
@@ -221,7 +223,8 @@ def one_f_one_b(
 ) -> tuple[Instruction, ...]:
     """Return a step in the order of `passes`.
 
-    With `reduce_early` (of all tiles alike) the last pass of each chunk that adds to gradients starts to reduce them.
+    With `reduce_early`, the same for all tiles, the last pass of each virtual stage that adds to gradients starts to
+    reduce them.
     If it `splits_backward`, backward passes are in two parts where `weight_delay` says so, of which that of weights is
     so many passes behind: the order in which tiles wait for each other stays the same. Delayed by the number of tiles
     before this one, it is ZB-H1 (Qi et al. 2024, arXiv 2401.10241).

@@ -53,9 +53,10 @@ class Runner:
     schedule: Schedule
     place: int = 0
     """The number of instructions that are done."""
-    waits_for: Wire | Op | None = None
+    waits_for: object = None
+    """A wire, or an operation in which several runners meet."""
     wires: dict[tuple[Op, int], tuple[Wire, ...]] = field(default_factory=dict)
-    """The wires that an instruction sends to or receives from, by its kind and chunk."""
+    """The wires that an instruction sends to or receives from, by its kind and virtual stage."""
     partners: tuple["Runner", ...] = ()
     """The runners that take each pass at the same time as this one."""
 
@@ -94,6 +95,11 @@ class ScheduleRun:
         """Return the prices of tiles and of their messages, to compare with those of other tiles."""
         return None
 
+    def may_pass(self, runner: Runner, step: Instruction) -> bool:
+        """Say whether nothing that is launched in a computing instruction, or in one that ends a step, keeps a runner
+        there; called again when it is woken."""
+        return True
+
     def compute(self, runner: Runner, step: Instruction) -> None: ...
 
     def send(self, runner: Runner, step: Instruction, wires: tuple[Wire, ...]) -> None: ...
@@ -114,7 +120,7 @@ class ScheduleRun:
         self._check_ends()
         for wire in self._wires:
             if wire.microbatches:
-                sender, receiver = map(_name, wire.ends)
+                sender, receiver = map(label, wire.ends)
                 raise PlanError(f"{sender}: '{wire.op.value} {wire.microbatches[0]}' to {receiver} is never received")
 
     def _check_ends(self) -> None:
@@ -123,19 +129,19 @@ class ScheduleRun:
         for runner, rest in ends.items():
             late = next((step for step in rest if step.op not in ENDING), None)
             if late and rest[0].op in ENDING:
-                raise PlanError(f"{_name(runner.virtual_stages[late.virtual_stage])}: '{late}' comes after '{rest[0]}'")
+                raise PlanError(f"{label(runner.virtual_stages[late.virtual_stage])}: '{late}' comes after '{rest[0]}'")
         if stuck := [
             (rest[0], runner.virtual_stages) for runner, rest in ends.items() if rest and rest[0].op not in ENDING
         ]:
             waits = "; ".join(
-                f"{_name(virtual_stages[step.virtual_stage])} waits at '{step}'" for step, virtual_stages in stuck[:4]
+                f"{label(virtual_stages[step.virtual_stage])} waits at '{step}'" for step, virtual_stages in stuck[:4]
             )
             raise PlanError(f"the schedule deadlocks: {waits}")
         first, *others = ends
         for other in others:
             if [step.op for step in ends[other]] != [step.op for step in ends[first]]:
                 mine, theirs = (", ".join(map(str, ends[each])) or "no more" for each in (first, other))
-                one, another = (_name(each.virtual_stages[0]) for each in (first, other))
+                one, another = (label(each.virtual_stages[0]) for each in (first, other))
                 raise PlanError(
                     f"the schedule deadlocks: {one} ends with '{mine}' and {another} with '{theirs}',"
                     " which all ranks do together"
@@ -144,9 +150,9 @@ class ScheduleRun:
     def copies(self) -> dict[Runner, Runner]:
         """Return by runner the one in whose place it is in the first equivalent pipeline.
 
-        Pipelines that share no messages, and have the same items, schedules and prices, go through a step in the same
-        way, so only the first runs. Even plans then take the same time with any number of replicas. Passes that tiles
-        take together keep this: a tile and its copy have the same partners and are always equally far.
+        Pipelines that share no messages, and have the same items, schedules and prices, take the same times, so only
+        the first runs. Even plans then take the same time with any number of replicas. Passes that tiles take together
+        keep this: a tile and its copy have the same partners and are always equally far.
         """
         pipelines = joined(self._plan)
         known: dict[tuple, list[list[Runner]]] = {}
@@ -199,7 +205,7 @@ class ScheduleRun:
             step = schedule[runner.place]
             op = step.op
             if op in COMPUTING:
-                if runner.partners and not self._meet(runner, step):
+                if (runner.partners and not self._meet(runner, step)) or not self.may_pass(runner, step):
                     return
                 self.compute(runner, step)
             elif op in RECEIVING:
@@ -210,7 +216,7 @@ class ScheduleRun:
                         return
                 for wire in wires:
                     if (got := wire.microbatches.popleft()) != step.microbatch:
-                        raise PlanError(f"{_name(wire.ends[1])} expects microbatch {step.microbatch} and is sent {got}")
+                        raise PlanError(f"{label(wire.ends[1])} expects microbatch {step.microbatch} and is sent {got}")
                     self._wake(wire.source, wire)
                 self.receive(runner, step, wires)
             elif op in SENDING:
@@ -224,10 +230,11 @@ class ScheduleRun:
                     wire.microbatches.append(step.microbatch)
                     self._wake(wire.target, wire)
             else:
+                self.may_pass(runner, step)
                 return
             runner.place += 1
 
-    def _wake(self, runner: Runner, event: Wire | Op) -> None:
+    def _wake(self, runner: Runner, event: object) -> None:
         if runner.waits_for is event:
             runner.waits_for = None
             self._runnable.append(runner)
@@ -239,7 +246,7 @@ class ScheduleRun:
             if theirs is not step and theirs != step:
                 mine = runner.virtual_stages[step.virtual_stage]
                 raise PlanError(
-                    f"{_name(mine)} exchanges in '{step}' while {_name(other.virtual_stages[0])} is at '{theirs}'"
+                    f"{label(mine)} exchanges in '{step}' while {label(other.virtual_stages[0])} is at '{theirs}'"
                 )
         if any(other.place < runner.place for other in runner.partners):
             runner.waits_for = step.op
@@ -262,8 +269,9 @@ def check_no_deadlock(plan: Plan, schedules: Mapping[Tile, Schedule]) -> None:
     Every message is received, and is the one that its receiver expects. All tiles sum gradients and update together,
     which is harder than need be: only those that share a parameter have to. Tiles with ZeRO 2 and 3 exchange in every
     pass, and take each pass together. A reduction that starts early waits for nobody, but must be final and be waited
-    for: the last pass that adds to gradients starts it, before the reduction. Gradients are added in the order of
-    microbatches and row_chunks, so that no schedule changes a bit.
+    for: the last pass that adds to gradients starts it, before the reduction. On devices that do one collective at a
+    time it does wait: see `plan.launch_order`. Gradients are added in the order of microbatches and row_chunks, so that
+    no schedule changes a bit.
     """
     checked: set[int] = set()
     for tile, schedule in schedules.items():
@@ -283,17 +291,17 @@ def _check_order_of_gradients(tile: Tile, steps: Sequence[Instruction]) -> None:
         if step.op is Op.BACKWARD_INPUT:
             kept.add(at)
         elif step.op is Op.BACKWARD_WEIGHT and at not in kept:
-            raise PlanError(f"{_name(tile)}: '{step}' comes before its input pass")
+            raise PlanError(f"{label(tile)}: '{step}' comes before its input pass")
         if step.op in ADDING:
             if at <= added:
                 raise PlanError(
-                    f"{_name(tile)}: '{step}' comes after microbatch {added[0]}, substep {added[1]} was added to the"
+                    f"{label(tile)}: '{step}' comes after microbatch {added[0]}, row chunk {added[1]} was added to the"
                     " gradients; add them in order"
                 )
             kept.discard(at)
             added = at
     if kept:
-        raise PlanError(f"{_name(tile)}: '{Instruction(Op.BACKWARD_INPUT, *min(kept))}' has no weight pass")
+        raise PlanError(f"{label(tile)}: '{Instruction(Op.BACKWARD_INPUT, *min(kept))}' has no weight pass")
 
 
 def _check_early_reduction(tile: Tile, steps: Sequence[Instruction]) -> None:
@@ -302,12 +310,13 @@ def _check_early_reduction(tile: Tile, steps: Sequence[Instruction]) -> None:
         return
     later = [step for step in steps[starts[0] + 1 :] if step.op in ADDING or step.starts_reducing]
     if later:
-        raise PlanError(f"{_name(tile)}: '{steps[starts[0]]}' comes before '{later[0]}', which adds to the gradients")
+        raise PlanError(f"{label(tile)}: '{steps[starts[0]]}' comes before '{later[0]}', which adds to the gradients")
     if Instruction(Op.REDUCE_GRADIENTS) not in steps[starts[0] :]:
         raise PlanError(
-            f"{_name(tile)}: what '{steps[starts[0]]}' starts is never waited for: nothing reduces after it"
+            f"{label(tile)}: what '{steps[starts[0]]}' starts is never waited for: nothing reduces after it"
         )
 
 
-def _name(tile: Tile) -> str:
+def label(tile: Tile) -> str:
+    """Return how a tile is called in messages."""
     return f"tile items {list(tile.items)} rows {list(tile.rows)}"

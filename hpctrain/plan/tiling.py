@@ -34,9 +34,11 @@ class Tile:
     state_share: int = 1
     """The share of each of its ranks when holders cut the state of the optimizer among them."""
     row_chunks: int = 1
-    """In how many pieces the tile goes through its rows of a microbatch."""
+    """In how many row chunks the tile computes its rows of a microbatch."""
     extra_warmup: int = 0
     """Microbatches that it has in flight beyond those of 1F1B, so that slow messages delay nobody."""
+    offload: str = "none"
+    """What is kept in host memory: "optimizer" (moments and fp32 masters), "activations", or "all"."""
 
     def __post_init__(self) -> None:
         # Tiles are keys of many dictionaries: these distinguish nearly all, and take a tenth of the time of all.
@@ -47,8 +49,16 @@ class Tile:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this stands for a rank that the plan does not use."""
+        """Whether this is a placeholder for a rank that the plan does not use."""
         return not self.items.size
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.offload in ("optimizer", "all")
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.offload in ("activations", "all")
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
         """Return the (x, y, z) of a rank of this tile."""
@@ -104,12 +114,12 @@ class Plan:
         return {rank: tiles for tiles in every for rank in tiles[0].ranks}
 
     def tiles_of(self, rank: int) -> tuple[Tile, ...]:
-        """Return the tiles of a rank, its chunks, in the order of items; an unused one has an idle tile, without items
-        and neighbours."""
+        """Return the tiles of a rank, its virtual stages, in the order of items; an unused one has an idle tile,
+        without items and neighbours."""
         return self._tiles_of[rank]
 
     def tile_of(self, rank: int) -> Tile:
-        """Return the first tile of a rank, for what all of them have alike: ranks, grid, rows, options (see
+        """Return the first tile of a rank, for what all of them have in common: ranks, grid, rows, options (see
         `check_tiling`)."""
         return self._tiles_of[rank][0]
 
@@ -119,7 +129,7 @@ class Plan:
 
     @cached_property
     def first_tiles(self) -> tuple[Tile, ...]:
-        """Of each tensor grid of ranks the first tile, which stands for what these do."""
+        """Of each tensor grid of ranks the first tile, which represents the ranks."""
         return tuple(tile for tile in self.tiles if self.virtual_stages(tile)[0] is tile)
 
     @cached_property

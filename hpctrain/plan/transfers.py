@@ -1,9 +1,9 @@
-"""Which piece of an activation goes from which rank to which, by intersecting intervals.
+"""Which part of an activation goes from which rank to which, by intersecting intervals.
 
 The activation between two tiles is a rectangle tokens x features: the positions of one row follow those of the row
 before it. A rank at (x, y, z) of a tile holds the tokens of the z-th part of the tile's rows and the x-th part of the
-features, and so do the other y. Different grids, rows and numbers of ranks on the two sides need nothing special: a
-section is where two parts meet.
+features. So do the other y. Different grids, rows and numbers of ranks on the two sides need nothing special: a
+section is the intersection of two parts.
 
 The y of a tile need the same. Where they are near each other and somebody who sends is far, each receives a part of the
 tokens, and they gather the whole among themselves (`gathers`): one copy crosses the slow link, also of a single row.
@@ -80,8 +80,8 @@ def everywhere(_one: int, _other: int) -> bool:
 
 
 def gathers(plan: Plan, tile: Tile, forward: bool, near: Near) -> bool:
-    """Say whether the y of a tile receive pieces of what they need and gather the whole: of activations (forward) or
-    gradients of a microbatch.
+    """Say whether the ranks along y of a tile receive parts of what they need and gather the whole: of activations
+    (forward) or gradients of a microbatch.
 
     That is where all y of each x and z are near each other, and some rank that sends is far from them. Where positions
     are cut over y, here or at who sends, what each receives is not what the others do.
@@ -98,9 +98,9 @@ def gathers(plan: Plan, tile: Tile, forward: bool, near: Near) -> bool:
 def _between(source: Tile, target: Tile, receiver: int, row: RowShape, is_gathered: bool) -> list[Transfer]:
     """Return what `receiver` is sent by the ranks of `source`.
 
-    The y of a tile hold the same. Each receives the whole of its part once, or the piece that it brings to a gather,
-    and they share the sending: of what two parts have in common, the i-th of n senders brings what the i-th n-th of the
-    receivers needs, or a piece of it.
+    The ranks along y of a tile hold the same. Each receives the whole of its part once, or the share that it brings to
+    a gather. They share the sending: of what two parts have in common, the i-th of n senders sends what the i-th n-th
+    of the receivers needs, or a share of it.
     """
     if source.tensor.sequence_parallel or target.tensor.sequence_parallel:
         return _between_cut(source, target, receiver, row)
@@ -147,8 +147,8 @@ def _between_cut(source: Tile, target: Tile, receiver: int, row: RowShape) -> li
         for x in range(source.tensor.x):
             their_tokens, their_features = owned_slice(source, source.rank_at(x, 0, z), row)
             rows, shared_features = tokens.intersect(their_tokens), features.intersect(their_features)
-            for y, held in sections:
-                shared = positions.intersect(held)
+            for y, section in sections:
+                shared = positions.intersect(section)
                 if not (rows.size and shared_features.size and shared.size):
                     continue
                 cut = None if shared.size == row.positions else PositionCut(shared, row.positions)

@@ -21,7 +21,7 @@ WANTED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Resolved:
-    """A plan, and for each thing that was chosen rather than given its reason."""
+    """A plan, and the reason of each value that was resolved rather than given."""
 
     plan: Plan
     reasons: dict[str, str]
@@ -31,8 +31,8 @@ def resolve_plan(job: Job, num_ranks: int, families: Sequence[str] | None = None
     """Return the plan that a job describes, checked against model, batch and ranks.
 
     `families` are those of the ranks that there are, in their order; without them a plan is believed what it says.
-    Raises LaunchError if it is for another number of ranks, PlanError if it does not fit the model, the batch or the
-    families, or is `auto`, which needs a machine.
+    Raises LaunchError if it is for another number of ranks. Raises PlanError if it does not fit the model, the batch or
+    the families, or is `auto`, which needs a machine.
     """
     request = job.plan
     if request is None:
@@ -108,7 +108,7 @@ def _draw(job: Job, request: PlanRequest) -> Resolved:
         )
     shape = job.model.num_items, grid, request.pipeline, request.data
     cut = per_replica // microbatch, microbatch * request.data, request.schedule, request.virtual_stages
-    plan = even_plan(*shape, *cut, recompute=request.recompute, zero=request.zero)
+    plan = even_plan(*shape, *cut, recompute=request.recompute, zero=request.zero, offload=request.offload)
     return Resolved(plan, reasons)
 
 

@@ -1,1 +1,1 @@
-"""Floor 2: layouts chosen and costed from plain data. Needs neither MPI nor torch nor a GPU."""
+"""Floor 2: prices and searches layouts, from plain data. Needs neither MPI nor torch nor a GPU."""

@@ -20,7 +20,7 @@ def crossing(pairs: Iterable[tuple[Tile, Tile]], network: ClusterNetwork) -> fro
 
 
 class _Messages:
-    """The messages of a plan; computed once for tiles that meet in the same way."""
+    """The messages of a plan; computed once for pairs of tiles with the same intersection."""
 
     def __init__(self, setup: Setup, plan: Plan, network: ClusterNetwork):
         self._setup, self._plan, self._network = setup, plan, network
@@ -106,7 +106,7 @@ class _Messages:
         """Return for each source what its messages take; None where it sends nothing."""
         result: dict[Tile, float] = {}
         like = len(sources) == 1 and (sources[0].rows, sources[0].tensor) == (tile.rows, tile.tensor)
-        # of tiles that are equal each rank hears of its counterpart alone: the ends stand for all
+        # between equal tiles each rank receives from its counterpart alone: the ends represent all
         for rank in {tile.ranks[0], tile.ranks[-1]} if like else tile.ranks:
             for source, seconds in self._arriving(tile, sources, rank, forward).items():
                 result[source] = max(result.get(source, 0.0), seconds)

@@ -1,7 +1,7 @@
 """A lower bound of the step time of every plan in the search's space. Pure.
 
 1. A rank's seconds for a row of a block depend on its tensor grid and on how many rows it has at once. Let b be the
-   least over all numbers of rows. A pool with room for g such grids x * y * z then does at most g * z / b rows of a
+   least over all numbers of rows. A pool with devices for g such grids x * y * z then does at most g * z / b rows of a
    block in a second. Its speed is the highest of all tensor grids.
 2. The head of a row takes a rank at least as long as `head` blocks of a row: the least ratio of all pools and grids.
 3. A step has `global_batch` rows, each of which goes through all blocks and the head. So all pools together need at

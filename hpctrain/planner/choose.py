@@ -1,4 +1,4 @@
-"""The plan that a job with `plan = "auto"` gets on a machine: what a search finds, and why. Pure."""
+"""The plan that a job with `plan = "auto"` gets on a machine: the result of a search, and its reasons. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """A plan, and for each thing that was chosen rather than given its reason."""
+    """A plan, and the reason of each value that was resolved rather than given."""
 
     plan: Plan
     reasons: dict[str, str]
@@ -86,12 +86,12 @@ def search_best(job: Job, cluster: Cluster, limits: Limits, where: str, space: S
     """
     families = families_in(job, cluster, where)
     result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
-    check_plan(job, result.best.plan, "the plan that was found")
+    check_plan(job, result.best.plan, "the plan of the search")
     return result
 
 
 def choose_plan(job: Job, cluster: Cluster, where: str) -> PlanChoice:
-    """Return the best plan that a search finds within the job's budget (`[search]`), with the reason and the runner-up.
+    """Return the best plan of a search within the job's budget (`[search]`), with the reason and the runner-up.
 
     `job` is resolved but for its plan. `where` is what messages call the cluster. Raises as `search_best`.
     """
@@ -113,6 +113,10 @@ def check_fits(prediction: Prediction, plan: Plan, where: str) -> None:
     """Refuse a plan that is predicted not to fit into memory. Raises PlanError with the numbers."""
     if prediction.fits:
         return
+    if prediction.host_shortage:
+        raise PlanError(
+            f"{plan.describe()} is predicted not to fit: {prediction.host_shortage}; let fewer tiles offload"
+        )
     stage = max(prediction.memory, key=lambda each: each.memory.total - each.available_bytes)
     needed, available = stage.memory.total / MIB, stage.available_bytes / MIB
     raise PlanError(

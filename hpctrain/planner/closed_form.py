@@ -48,7 +48,32 @@ def done_after(
         by_nic = m * sum(messages[max(0, s - 1) : s + 1])  # what it sends forward and backward shares one
         done.append(before + max(own, forward + by_nic))
         before += forward + (messages[s] if s < count - 1 else 0.0)
-    return _sent_back(done, passes, messages, passes)
+    return _sent_back(done, passes, messages, passes, [1] * count)
+
+
+def done_interleaved(
+    passes: Sequence[PassSeconds], messages: Sequence[float], microbatches: int, virtual_stages: int
+) -> list[float]:
+    """Return about when each stage of an interleaved pipeline is done (Narayanan et al. 2021, arXiv 2104.04473).
+
+    A stage is behind those before it by one of their tiles, and waits for those behind it as long as one tile of each
+    takes there and back. `messages` are the seconds of a message to the next stage, and from the last one to the first.
+    Nothing hides them on the way of the first microbatch to the loss, and of the last one back. In between a stage has
+    two passes more in flight than the next one, so they delay nobody while they take less than half a tile.
+    """
+    v, tiles = virtual_stages, [PassSeconds(*(part / virtual_stages for part in each)) for each in passes]
+    round_trips = (
+        sum(a) + sum(b) + 2 * seconds for a, b, seconds in zip(tiles, (*tiles[1:], tiles[0]), messages, strict=True)
+    )
+    each = max(*map(sum, tiles), max(round_trips) / 3)
+    exposed = 2 * (v * sum(messages) - messages[-1])
+    behind = sum(tile.forward + tile.backward for tile in tiles)
+    done, before = [], exposed
+    for tile in tiles:
+        behind -= tile.forward + tile.backward
+        done.append(before + microbatches * v * each + behind)
+        before += tile.forward
+    return done
 
 
 def _delays(passes: Sequence[PassSeconds], messages: Sequence[float], headroom: Sequence[float]) -> list[float]:
@@ -72,10 +97,13 @@ def _delays(passes: Sequence[PassSeconds], messages: Sequence[float], headroom: 
     return result
 
 
-def done_at_the_least(most: Sequence[PassSeconds], microbatches: int, least: Sequence[PassSeconds]) -> list[float]:
+def done_at_the_least(
+    most: Sequence[PassSeconds], microbatches: int, least: Sequence[PassSeconds], is_zero_bubble: bool = False
+) -> list[float]:
     """Return when each stage is done at the least, whatever it has in flight, if messages take no time.
 
-    `most` are the passes of a stage's slowest rank, `least` what others see of it.
+    `most` are the passes of a stage's slowest rank, `least` what others see of it. By ZB-H1 a stage delays the passes
+    of weights, and sends its last gradient before as many of them as there are stages before it, and one more.
     """
     count = len(most)
     done, before = [], 0.0
@@ -84,15 +112,23 @@ def done_at_the_least(most: Sequence[PassSeconds], microbatches: int, least: Seq
         there_and_back = own.forward + behind + own.backward + own.weight
         done.append(before + max(microbatches * sum(own), there_and_back))
         before += least[s].forward
-    return _sent_back(done, most, [0.0] * (count - 1), least)
+    delayed = [min(s + 1, microbatches) if is_zero_bubble else 1 for s in range(count)]
+    return _sent_back(done, most, [0.0] * (count - 1), least, delayed)
 
 
 def _sent_back(
-    done: list[float], passes: Sequence[PassSeconds], messages: Sequence[float], others: Sequence[PassSeconds]
+    done: list[float],
+    passes: Sequence[PassSeconds],
+    messages: Sequence[float],
+    others: Sequence[PassSeconds],
+    delayed: Sequence[int],
 ) -> list[float]:
-    """Return when stages are done that wait for the last microbatch's gradient to come back through those behind."""
-    sent = done[-1] - passes[-1].weight
+    """Return when stages are done that wait for the last microbatch's gradient to come back through those behind.
+
+    `delayed` are the passes of weights that each computes after it has sent its last gradient.
+    """
+    sent = done[-1] - delayed[-1] * passes[-1].weight
     for s in range(len(passes) - 2, -1, -1):
-        sent = max(done[s] - passes[s].weight, sent + messages[s] + others[s].backward)
+        sent = max(done[s] - delayed[s] * passes[s].weight, sent + messages[s] + others[s].backward)
         done[s] = max(done[s], sent + others[s].weight)
     return done

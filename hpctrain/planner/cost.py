@@ -5,7 +5,7 @@ are cut by x over one dim and by y over the other; blocks go from features cut b
 With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
@@ -14,8 +14,9 @@ from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.stack import HPCTRAIN, BytePasses, Stack
-from hpctrain.planner.work import Exchange, MatrixProduct, PassWork
+from hpctrain.planner.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
+from hpctrain.planner.stack import HPCTRAIN, HPCTRAIN_FUSED, BytePasses, Stack
+from hpctrain.planner.work import Exchange, LayerCost, MatrixProduct, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import block_of, is_attention
@@ -41,6 +42,7 @@ class Setup:
     """What is overlapped with computation. "tensor": sums over x and y, with the products of gradients of weights.
     "z": gathers of the next item's weights, scatters of the last one's gradients. "forward": outputs of x and y, with
     the other half of the rows."""
+    _: KW_ONLY
     masks_documents: bool = False
     """Attention stays inside documents: by a mask, which no kernel takes a short cut for."""
     bucket_bytes: int | None = None
@@ -48,17 +50,30 @@ class Setup:
     is computed."""
     by_family: tuple[tuple[str, str], ...] = ()
     """Families that compute in another dtype, and which. Memory and messages are priced in `dtype`."""
+    tensor_parts: int | None = 1
+    """Into how many parts blocks cut products next to collectives of x and y; None: a search chooses (`parts.py`), and
+    what is not searched for is not cut."""
 
     @classmethod
     def of_job(cls, job: Job, dtype: str | None = None) -> Self:
-        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off."""
+        """Return the setup of a job, in its own dtype where none is given. Switches that are `auto` count as off, and
+        kernels as fused where they are in all families."""
         dtype = dtype or job.train.resolved_dtype
         overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
-        stack = HPCTRAIN if job.comm.gather_messages else replace(HPCTRAIN, gathers_parts=False)
+        stack = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
+        stack = stack if job.comm.gather_messages else replace(stack, gathers_parts=False)
         data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
         differing = tuple(sorted(job.precision.by_family.items()))
         return cls(
-            job.model, data.sequence_length, dtype, stack, overlaps, data.mask_documents, bucket_bytes, differing
+            job.model,
+            data.sequence_length,
+            dtype,
+            stack,
+            overlaps,
+            masks_documents=data.mask_documents,
+            bucket_bytes=bucket_bytes,
+            by_family=differing,
+            tensor_parts=job.overlap.tensor_parts,
         )
 
     @cached_property
@@ -96,6 +111,13 @@ class Setup:
         return grid.y if self.stack.sequence_parallel else grid.position_parts
 
     @property
+    def block_parts(self) -> int:
+        """Into how many parts blocks cut products next to collectives of x and y."""
+        if "tensor" not in self.overlaps or "forward" in self.overlaps:
+            return 1
+        return self.tensor_parts or 1
+
+    @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
@@ -106,27 +128,12 @@ class Setup:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of a weight that is stored in shards, on its way."""
+        """Of a weight that is stored in shards, in flight."""
         return self.stack.gathered_bytes or self.item_bytes
 
     @property
     def passes(self) -> BytePasses:
         return self.stack.passes[4 if self.item_bytes >= 4 else 2]
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """The passes over one layer."""
-
-    forward: PassWork
-    backward_input: PassWork
-    """What is recomputed included."""
-    backward_weight: PassWork
-
-    @cached_property
-    def backward(self) -> PassWork:
-        """Both as one pass."""
-        return PassWork.joined((self.backward_input, self.backward_weight))
 
 
 @lru_cache(maxsize=4096)
@@ -145,7 +152,7 @@ def layer_cost(
 ) -> LayerCost:
     """Return what a layer costs one rank of a tensor grid for `rows` sequences of its own.
 
-    Raises PlanError for an unknown way to recompute.
+    Raises PlanError for an unknown value of `recompute`.
     """
     if recompute not in RECOMPUTE:
         raise PlanError(f"recompute = '{recompute}': set it to one of {', '.join(RECOMPUTE)}")
@@ -224,55 +231,6 @@ def _with_weights(setup: Setup, grid: TensorGrid, layer: Interval, zero: int, co
     )
 
 
-def _linear(setup: Setup, tokens: int, into: int, out: int, axes: tuple[str, str], sizes: dict[str, int]) -> LayerCost:
-    """Return the passes of a layer whose weight [out, in] is cut by the axes (of in, of out)."""
-    of_in, of_out = axes
-    num_bytes = setup.item_bytes
-    forward = PassWork([MatrixProduct(tokens, into, out)])
-    if sizes[of_in] > 1:
-        forward.exchanges.append(Exchange(of_in, "all_reduce", tokens * out * num_bytes, is_output=True))
-    backward, of_weight = PassWork([MatrixProduct(tokens, out, into)]), MatrixProduct(out, tokens, into)
-    if sizes[of_out] > 1:
-        backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, behind=of_weight))
-    added = 1 if setup.passes.weight else 0
-    return LayerCost(forward, backward, PassWork([of_weight], setup.passes.weight * into * out, added))
-
-
-def _gathering_linear(setup: Setup, rows: int, into: int, out: int, grid: TensorGrid, regathers: bool) -> LayerCost:
-    """Return the passes of a layer whose input is cut by positions over y, and whose weight is [out / y, in / x].
-
-    The input is gathered, and again for the gradient of the weight, if it `regathers`, while that of the input is made.
-    """
-    tokens, num_bytes = rows * setup.positions, setup.item_bytes
-    cost = _linear(setup, tokens, into, out, ("x", "y"), {"x": grid.x, "y": 1})
-    of_input, of_weight = cost.backward_input.products[0], cost.backward_weight.products[0]
-    whole = tokens * into * num_bytes
-    cost.forward.exchanges.insert(0, Exchange("y", "all_gather", whole))
-    if regathers:
-        cost.backward_input.exchanges.append(Exchange("y", "all_gather", whole, behind=of_input))
-    cost.backward_input.exchanges.append(Exchange("y", "reduce_scatter", whole, behind=of_weight))
-    cost.forward.passed_bytes += _joining(rows, whole)
-    cost.backward_input.passed_bytes += (1 + regathers) * _joining(rows, whole)
-    return cost
-
-
-def _scattering_linear(setup: Setup, rows: int, into: int, out: int, grid: TensorGrid) -> LayerCost:
-    """Return the passes of a layer whose weight is [out / x, in / y], and whose output is cut by positions over y."""
-    tokens, num_bytes = rows * setup.positions, setup.item_bytes
-    cost = _linear(setup, tokens, into, out, ("y", "x"), {"x": grid.x, "y": 1})
-    whole = tokens * out * num_bytes
-    cost.forward.exchanges.append(Exchange("y", "reduce_scatter", whole, is_output=True))
-    cost.backward_input.exchanges.insert(0, Exchange("y", "all_gather", whole))
-    for work in (cost.forward, cost.backward_input):
-        work.passed_bytes += _joining(rows, whole)
-    return cost
-
-
-def _joining(rows: int, num_bytes: int) -> float:
-    """Return the bytes passed over to put the positions of several rows in order, or to take them apart."""
-    return 2.0 * num_bytes if rows > 1 else 0.0
-
-
 def _norm(setup: Setup, grid: TensorGrid, tokens: int, norm: Norm) -> LayerCost:
     features = setup.model.hidden_size // grid.x
     tokens = -(-tokens // setup.position_parts(grid))
@@ -300,7 +258,7 @@ def heads_on(attention: Attention, grid: TensorGrid) -> tuple[int, int]:
 
 
 def _block(setup: Setup, grid: TensorGrid, layer: Interval, rows: int, regathers: bool = True) -> _BlockCost:
-    """Return what a block costs, or one branch of it; see `_gathering_linear`."""
+    """Return what a block costs, or one branch of it; see `linear_cost.py`."""
     attention, mlp = setup.branches(layer)
     branches = [_attention_branch(setup, grid, attention, rows, regathers)] if attention else []
     branches += [_mlp_branch(setup, grid, mlp, rows, regathers)] if mlp else []
@@ -355,7 +313,7 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
 
 
 def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: int, passed: float) -> PassWork:
-    """Return what selective recomputing runs again of attention (0) or feed-forward part (1), besides its scores.
+    """Return what selective recomputing runs again of attention (0) or feed-forward part (1), apart from its scores.
 
     That is the norm, by statistics that are kept, and what passes over so many bytes between the products.
     """
@@ -377,11 +335,11 @@ def _branch(
     sizes, (out, into) = {"x": grid.x, "y": grid.y}, features
     norm = _norm(setup, grid, tokens, branch.norm)
     if grid.sequence_parallel:
-        first = _gathering_linear(setup, rows, hidden, out, grid, regathers)
-        second = _scattering_linear(setup, rows, into, hidden, grid)
+        first = gathering_linear(setup, rows, hidden, out, grid, regathers, setup.block_parts)
+        second = scattering_linear(setup, rows, into, hidden, grid, setup.block_parts)
     else:
-        first = _linear(setup, tokens, hidden, out, ("x", "y"), sizes)
-        second = _linear(setup, tokens, into, hidden, ("y", "x"), sizes)
+        first = linear(setup, tokens, hidden, out, ("x", "y"), sizes, setup.block_parts)
+        second = linear(setup, tokens, into, hidden, ("y", "x"), sizes, setup.block_parts)
     residual = tokens * hidden / setup.position_parts(grid)
     ends = [PassWork(passed_bytes=residual * each / 2) for each in passes.residual]  # half of a block's
     costs = [norm, first, second]
@@ -438,8 +396,8 @@ def _embedding(setup: Setup, grid: TensorGrid, rows: int, _regathers: bool) -> L
     if grid.sequence_parallel:
         forward.exchanges.append(Exchange("y", "reduce_scatter", num_bytes))
         weight.exchanges.append(Exchange("y", "all_gather", num_bytes))
-        forward.passed_bytes += _joining(rows, num_bytes)
-        weight.passed_bytes += _joining(rows, num_bytes)
+        forward.passed_bytes += joining_bytes(rows, num_bytes)
+        weight.passed_bytes += joining_bytes(rows, num_bytes)
     elif grid.y > 1:
         forward.exchanges.append(Exchange("y", "all_reduce", num_bytes))
     return _labelled("embedding", rows, LayerCost(forward, PassWork(), weight))
@@ -451,18 +409,18 @@ def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCo
     vocabulary += -vocabulary % setup.stack.vocabulary_multiple
     norm = _norm(setup, grid, tokens, model.description.norm)
     if grid.sequence_parallel:
-        linear = _gathering_linear(setup, rows, model.hidden_size // grid.x, vocabulary, grid, regathers)
+        product = gathering_linear(setup, rows, model.hidden_size // grid.x, vocabulary, grid, regathers)
     else:
         sizes = {"x": grid.x, "y": grid.y}
-        linear = _linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
-    forward = PassWork.joined((norm.forward, linear.forward))
-    backward = PassWork.joined((norm.backward_input, linear.backward_input))
+        product = linear(setup, tokens, model.hidden_size // grid.x, vocabulary, ("x", "y"), sizes)
+    forward = PassWork.joined((norm.forward, product.forward))
+    backward = PassWork.joined((norm.backward_input, product.backward_input))
     for i, work in enumerate((forward, backward)):
         work.passed_bytes += tokens * vocabulary * passes.logits[i]
         work.operations += 12
     if grid.y > 1:
         forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
-    return _labelled("head", rows, LayerCost(forward, backward, linear.backward_weight))
+    return _labelled("head", rows, LayerCost(forward, backward, product.backward_weight))
 
 
 def update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:

@@ -38,7 +38,7 @@ def _monotone_cubics(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray
     """Return the values at some places of the cubic Hermite spline through ascending points, which keeps their order.
 
     Slopes as PCHIP chooses them: at a point the weighted harmonic mean of those of the lines to its neighbours, at the
-    ends that of a parabola through three points, held within what keeps the order.
+    ends that of a parabola through three points, limited to what keeps the order.
     """
     if len(x) == 1:
         return np.full(len(at), y[0])

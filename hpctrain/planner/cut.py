@@ -10,13 +10,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import counted
 from hpctrain.planner.closed_form import PassSeconds
 from hpctrain.planner.space import Shape, StageChoice
 from hpctrain.planner.stages import BlockLine
-from hpctrain.sharding.intervals import Interval
+from hpctrain.sharding.intervals import Interval, cut_evenly
 
 MANY_ROWS = 64
 """More are not all given one by one."""
@@ -43,10 +44,14 @@ class StageVariant(NamedTuple):
     """Of these, for each microbatch in flight."""
     split: tuple[BlockLine, BlockLine] | None = None
     """The parts of `backward`, one by one, where the gradient is sent between them."""
+    offload: str = "none"
+    """What it keeps in host memory."""
+    update: BlockLine = BlockLine(0.0, 0.0)
+    """What a microbatch's share of the update takes longer for that."""
 
     def seconds(self, blocks: int) -> float:
-        """Return the time of one microbatch, forward and backward."""
-        return self.forward.at(blocks) + self.backward.at(blocks)
+        """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
+        return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +59,24 @@ class StageVariants:
     """What a stage would take with so many blocks."""
 
     variants: tuple[StageVariant, ...]
+    offloading: Callable[[], tuple[StageVariant, ...]] = tuple
+    """Returns the variants that use host memory; asked where the device's is too small for the first of the others."""
+
+    @cached_property
+    def _all(self) -> tuple[StageVariant, ...]:
+        return self.variants + self.offloading()
 
     def variant(self, blocks: int) -> StageVariant | None:
         """Return the fastest way that has memory for so many blocks, and no more pieces than that takes."""
-        fitting = [variant for variant in self.variants if variant.beyond < blocks <= variant.most]
+        if self.variants and blocks <= self.variants[0].most:
+            return self.variants[0]
+        fitting = [variant for variant in self._all if variant.beyond < blocks <= variant.most]
         return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
 
     def seconds(self, blocks: int) -> float:
         """Return the time of one microbatch, forward and backward; without end where memory is short."""
-        return min(
-            (variant.seconds(blocks) for variant in self.variants if variant.beyond < blocks <= variant.most),
-            default=math.inf,
-        )
+        variant = self.variant(blocks)
+        return variant.seconds(blocks) if variant else math.inf
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | None:
@@ -160,6 +171,12 @@ class Placed(NamedTuple):
         return PassSeconds(self.forward, *(part.at(self.blocks) for part in self.variant.split))
 
     @property
+    def end_blocks(self) -> float:
+        """Return how many blocks take as long as the ends of the model that it has."""
+        forward, backward = self.variant.forward, self.variant.backward
+        return (forward.base + backward.base) / (forward.each + backward.each)
+
+    @property
     def needed_bytes(self) -> float:
         return self.variant.needed_bytes.at(self.blocks)
 
@@ -167,6 +184,28 @@ class Placed(NamedTuple):
 def whole_cuts(stages: Sequence[Placed]) -> list[int]:
     """Return the items where stages of whole blocks begin, and where the last one ends."""
     *ends, last = itertools.accumulate(2 * round(placed.blocks) for placed in stages)
+    return [0, *(end + 1 for end in ends), last + 2]
+
+
+def dealt_cuts(stages: Sequence[Placed], virtual_stages: int) -> list[int]:
+    """Return the items where tiles begin, and where the last one ends, if each stage of whole blocks has several tiles.
+
+    The longest tile of a stage is as short as can be: one with an end of the model has fewer blocks, but one at least.
+    """
+    parts, others = [], virtual_stages - 1
+    for number, placed in enumerate(stages):
+        blocks, end = round(placed.blocks), placed.end_blocks
+
+        def lengths(own: int, blocks: int = blocks, end: float = end) -> tuple[float, float]:
+            """Return the longest tile, and less than nothing by the shortest, if `own` blocks are with the end."""
+            left = blocks - own
+            return max(own + end, -(-left // others)), -min(own + end, left // others)
+
+        own = min(range(1, blocks - others + 1), key=lengths)
+        rest = [part.size for part in cut_evenly(blocks - own, others)]
+        parts.append([*rest, own] if number == len(stages) - 1 else [own, *rest])
+    sizes = itertools.chain(*zip(*parts, strict=True))
+    *ends, last = itertools.accumulate(2 * size for size in sizes)
     return [0, *(end + 1 for end in ends), last + 2]
 
 
@@ -199,15 +238,25 @@ class SearchLayout:
     """The same with whole blocks."""
 
     def items(self, pipeline: int) -> list[Interval]:
-        """Return the items of each stage of a pipeline."""
-        cuts = self.cuts[pipeline] if self.cuts else whole_cuts(self.stages[pipeline])
+        """Return the items of each tile of a pipeline's first replicas: those of its stages, as often as these have
+        virtual stages."""
+        if self.shape.virtual_stages > 1:
+            cuts = dealt_cuts(self.stages[pipeline], self.shape.virtual_stages)
+        else:
+            cuts = self.cuts[pipeline] if self.cuts else whole_cuts(self.stages[pipeline])
         return [Interval(*pair) for pair in itertools.pairwise(cuts)]
+
+    def items_of_stages(self, pipeline: int) -> list[list[Interval]]:
+        """Return the items of the tiles of each stage of a pipeline."""
+        items, count = self.items(pipeline), len(self.stages[pipeline])
+        return [items[number::count] for number in range(count)]
 
     @property
     def is_short_of_memory(self) -> bool:
         """Whether some stage could do better with more memory."""
         return any(
             placed.variant.recompute != "none"
+            or placed.variant.offload != "none"
             or placed.variant.row_chunks > 1
             or placed.variant.most < placed.blocks + 1
             for placed in self.all_stages
@@ -220,7 +269,9 @@ class SearchLayout:
             ", then ".join(f"{names[pool]}: {choice}" for pool, choice in zip(row, choices, strict=True))
             for row, choices in zip(shape.pipelines, shape.choices, strict=True)
         )
-        return f"{'; side by side with '.join(rows)}; {counted(shape.microbatches, 'microbatch')}, ZeRO {shape.zero}"
+        interleaved = f", {shape.virtual_stages} virtual stages" if shape.virtual_stages > 1 else ""
+        microbatches = counted(shape.microbatches, "microbatch")
+        return f"{'; side by side with '.join(rows)}; {microbatches}{interleaved}, ZeRO {shape.zero}"
 
     @property
     def all_stages(self) -> list[Placed]:

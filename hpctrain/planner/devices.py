@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hpctrain.config.cluster import ITEM_BYTES, Family
+from hpctrain.config.cluster import HOST_COPY_SHARE, ITEM_BYTES, Family
 from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.planner.efficiency import Efficiency, efficiency_of
 
@@ -85,6 +85,12 @@ class DeviceModel:
     def memory_bytes_per_second(self) -> float:
         measured = self.family.origin_of("memory_bytes_per_second") == "measured"
         return self.family.memory_bytes_per_second * (1.0 if measured else self.efficiency.memory_share)
+
+    @property
+    def host_copy_bytes_per_second(self) -> float:
+        """Return the bandwidth between the device and pinned host memory, one direction."""
+        family = self.family
+        return family.host_copy_bytes_per_second or HOST_COPY_SHARE * family.memory_bytes_per_second
 
     @cached_property
     def _cache(self) -> dict[tuple, float]:

@@ -45,7 +45,7 @@ NCCL_SLOWDOWN = 1.19
 # By family of accelerators. Shares of fp32 and tf32 are from profiles of single layers (Sailor, seven devices), those
 # of half precision and of memory from whole steps; families that nobody measured have those of the one before. Cards
 # for games sum products of half precision in fp32 at half their tensor cores' rate, and reach nearly all of that, as of
-# tf32 in the profiles. A T4 is held to 70 W, and its clock falls under load: products of 4096 reach 24 TFLOP/s of 65
+# tf32 in the profiles. A T4 is limited to 70 W, and its clock falls under load: products of 4096 reach 24 TFLOP/s of 65
 # (forums.developer.nvidia.com, thread 264462, confirmed there as power capping), memory 220 GB/s of 320 (Jia et al.
 # 2019, arXiv 1903.07486); whole steps of a GPT-2 on 16 of them (AMP, Li et al. 2022) want 14 % less of the first and
 # 10 % less of the second. A B200 computes all but attention of a training step 1.67 times as fast as an H200, where its
@@ -86,7 +86,7 @@ def efficiency_name(model: str | None) -> str | None:
 
 
 def efficiency_of(kind: str, model: str | None) -> Efficiency:
-    """Return the parameters of a model, as `efficiency_name` finds them; else assumed by kind."""
+    """Return the parameters of a model, as `efficiency_name` looks them up; else assumed by kind."""
     name = efficiency_name(model)
     if name is None:
         return _CPU if kind == "cpu" else _UNKNOWN

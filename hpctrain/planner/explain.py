@@ -13,7 +13,7 @@ def reasons(result: SearchResult) -> list[str]:
     """Return what limits the best plan, and what its main choices are better than."""
     best = result.best
     summary = [_bottleneck(result), _arrangement(result), _microbatches(result)]
-    summary += [_extra_warmup(best), *_memory(best)]
+    summary += [_schedule(best), *_memory(best)]
     summary += _unused(result)
     return [reason for reason in summary if reason]
 
@@ -38,16 +38,16 @@ def _bottleneck(result: SearchResult) -> str:
     def busy(placed: Placed) -> float:
         return shape.microbatches * (placed.forward + placed.backward)
 
-    cuts = [items for pipeline in range(len(shape.pipelines)) for items in best.layout.items(pipeline)]
-    inner = Interval(1, max(items.stop for items in cuts) - 1)
+    tiles = [tiles for pipeline in range(len(shape.pipelines)) for tiles in best.layout.items_of_stages(pipeline)]
+    inner = Interval(1, max(items.stop for of_stage in tiles for items in of_stage) - 1)
 
     def name(number: int) -> str:
-        blocks = cuts[number].intersect(inner).size / 2
+        blocks = sum(items.intersect(inner).size for items in tiles[number]) / 2
         return f"stage {number} ({counted(blocks, 'block')} on {result.pools[stages[number].pool].name})"
 
     slowest = max(range(len(stages)), key=lambda number: busy(stages[number]))
     text = (
-        f"{name(slowest)} is the bottleneck, because it computes {busy(stages[slowest]):.4g} s of the step's"
+        f"{name(slowest)} is the bottleneck: it computes {busy(stages[slowest]):.4g} s of the step's"
         f" {best.seconds:.4g} s, the most of all"
     )
     if len(stages) == 1:
@@ -78,14 +78,16 @@ def _microbatches(result: SearchResult) -> str:
     return f"{text}: with {other} a step takes about {_than(others[other], own)}"
 
 
-def _extra_warmup(best: SimulatedPlan) -> str:
-    if best.delay_seconds is None:
+def _schedule(best: SimulatedPlan) -> str:
+    if best.plain_seconds is None:
         return ""
+    longer = f"a step would take {_share(best.plain_seconds, best.seconds)} longer"
+    if best.plan.schedule != "1f1b":
+        return f"the schedule is {best.plan.schedule}; by 1F1B bubbles are longer, and {longer}"
     first = max(best.plan.tiles, key=lambda tile: tile.extra_warmup)
     return (
         f"up to {counted(first.extra_warmup, 'microbatch')} more than by 1F1B are in flight (items {list(first.items)},"
-        f" {first.family}), because messages would delay them: a step would take"
-        f" {_share(best.delay_seconds, best.seconds)} longer"
+        f" {first.family}), since messages would delay them: {longer}"
     )
 
 
@@ -100,9 +102,18 @@ def _memory(best: SimulatedPlan) -> list[str]:
     if again:
         which = f"{counted(len(again), 'stage')} of {len(stages)}, stage {again[0]} the first,"
         summary.append(f"{which} would not fit with all activations kept, and computes them again")
+    offloading = [number for number, placed in enumerate(stages) if placed.variant.offload != "none"]
+    if offloading:
+        first = stages[offloading[0]]
+        memory = next(each.memory for each in best.prediction.memory if each.memory.on_host)
+        which = f"{counted(len(offloading), 'stage')} of {len(stages)}, stage {offloading[0]} the first,"
+        summary.append(
+            f"{which} would not fit, or be slower, without host memory: offload {first.variant.offload} keeps"
+            f" {memory.on_host / MIB:,.1f} MiB of a rank there"
+        )
     if row_chunks := {tile.row_chunks for tile in best.plan.tiles if tile.row_chunks > 1}:
         summary.append(
-            f"at the loss rows go in {' or '.join(map(str, sorted(row_chunks)))} pieces, one of which is kept at a time"
+            f"at the loss rows go in {' or '.join(map(str, sorted(row_chunks)))} chunks, one of which is kept at a time"
         )
     fullest = max(best.prediction.memory, key=lambda stage: stage.memory.total / stage.available_bytes)
     used, available = fullest.memory.total, fullest.available_bytes

@@ -1,10 +1,10 @@
 """How many microbatches more than by 1F1B tiles should have in flight, for slow messages to delay nobody. Pure.
 
-Between two tiles, one of which has n microbatches more in flight than the other, a gradient goes back, and what it
-makes room for comes forth: meanwhile both go through n + 1 microbatches. By 1F1B n is 1, and messages of m seconds each
-way make every microbatch m longer; with n = 2 nothing is lost while they take less than half of it (Zhuang et al. 2023,
-arXiv 2211.05322). It costs the activations of as many microbatches, on all tiles before: where memory does not suffice
-for all, those are given more first whose messages hold up the most.
+Let one of two tiles have n microbatches more in flight than the other. A gradient goes back and the next activation
+comes forward while both go through n + 1 microbatches. By 1F1B n is 1, and messages of m seconds per direction make
+every microbatch m longer. With n = 2 they delay nothing while they take less than half of it (Zhuang et al. 2023,
+arXiv 2211.05322). An extra warm-up costs the activations of as many microbatches, on all tiles before. Where memory
+does not suffice for all, the tiles with the longest delay by messages get it first.
 """
 
 import math
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.prices import Costs
 
-MOST_AHEAD = 2
-"""Of the next tile, beyond 1F1B's."""
+MAX_EXTRA = 2
+"""Microbatches in flight beyond those of 1F1B, more than the next tile has."""
 WORTH_WAITING = 0.02
 """Of a microbatch's time, that messages may delay it."""
-ALIKE = 1 - 1e-9
+EQUAL = 1 - 1e-9
 
 
 class Gap(NamedTuple):
@@ -56,11 +56,11 @@ def widen(
     while True:
         times = [gap.round_trip / (gap.lead(in_flight) + 1) for gap in gaps]
         longest = max(times, default=0.0)
-        widest = [gap for gap, seconds in zip(gaps, times, strict=True) if seconds >= longest * ALIKE]
+        widest = [gap for gap, seconds in zip(gaps, times, strict=True) if seconds >= longest * EQUAL]
         more = {number for gap in widest for number in (gap.before, *raised[gap.before])}
         if (
             all(is_hidden(gap.round_trip, gap.lead(in_flight), slowest) for gap in widest)
-            or any(gap.lead(in_flight) > MOST_AHEAD for gap in widest)
+            or any(gap.lead(in_flight) > MAX_EXTRA for gap in widest)
             or any(in_flight[i] + 1 - at_first[i] > headroom[i] for i in more)
         ):
             return

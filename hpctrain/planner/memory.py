@@ -15,6 +15,7 @@ from hpctrain.planner.cost import Setup, goes_in_halves, heads_on, layer_element
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import EMBEDDING, is_attention, layers
+from hpctrain.sharding.offload import SLOTS, bucket_elements, moves
 from hpctrain.sharding.parameters import padded_vocabulary
 
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
@@ -35,14 +36,17 @@ class MemoryParts:
     """Kept between forward and backward passes, of all microbatches in flight, weight passes included."""
     gathered: int
     """Whole weights and gradients of the layers in the making, where they are stored in shards, and what comes in of
-    gradients that are on their way there."""
+    gradients that are in flight to them."""
     buffers: int
     """What a layer computes with and does not keep, beyond what those after it have kept and let go; what waits to be
     sent, where the next messages go, what libraries have taken, and what an allocator cannot use."""
+    on_host: int = 0
+    """In memory of the host, in place of the device's: what the tiles offload."""
 
     @property
     def total(self) -> int:
-        return sum(vars(self).values())
+        """Of the device."""
+        return sum(vars(self).values()) - self.on_host
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def memory_of(
     `shards` is what `rank` holds, which is of this tile or of one with like items, grid and state.
     Its device has so many bytes `available`, of which software may lose a share.
     """
-    weights = gradients = moments = 0
+    weights = gradients = num_updated = 0
     mixed = setup.item_bytes < MASTER_BYTES
     of_gradient = setup.stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
     z = plan.tile_of(rank).coordinate(rank)[2]
@@ -83,8 +87,12 @@ def memory_of(
         weights += (packed if group.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
         gradients += (updated if group.zero >= 2 else stored) * of_gradient
         if group.zero == 1 and len(group.ranks) > 1 and not setup.stack.sums_in_place:
-            gradients += updated * GRADIENT_BYTES  # what is summed, besides what is added to
-        moments += updated * (MOMENT_BYTES + (MASTER_BYTES if mixed else 0))
+            gradients += updated * GRADIENT_BYTES  # what is summed, in addition to what is added to
+        num_updated += updated
+    of_state = state_bytes(setup)
+    moments, on_host = num_updated * of_state, 0
+    if tile.offloads_optimizer:
+        moments, on_host = 0, moments
     kept, largest = _activations(setup, plan, tile)
     messages = waiting + _expected(setup, plan, tile) + _sent(plan, tile)
     buffers = largest + messages * largest_message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
@@ -92,7 +100,25 @@ def memory_of(
     others = (max((len(group.ranks) for group in shards.shard_groups), default=1), tile.tensor.x, tile.tensor.y)
     num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
     buffers += int(num_groups * setup.stack.communicator_bytes)
-    return MemoryParts(weights, gradients, moments, kept, _gathered(setup, plan, tile, shards), buffers)
+    on_host += _offloaded_activations(setup, plan, tile)
+    if tile.offloads_optimizer:  # when nothing of a microbatch is there
+        buffers = max(buffers, SLOTS * min(num_updated, bucket_elements(num_updated)) * of_state - kept)
+    return MemoryParts(weights, gradients, moments, kept, _gathered(setup, plan, tile, shards), buffers, on_host)
+
+
+def _offloaded_activations(setup: Setup, plan: Plan, tile: Tile) -> int:
+    """Return the bytes of activations that a rank keeps in host memory, for all of its tiles."""
+    if tile.is_idle or not tile.offloads_activations:
+        return 0
+    virtual_stages = plan.virtual_stages(tile)
+    moved = [sum(_moved(setup, each, layer) for layer in layers(each.items)) for each in virtual_stages]
+    return int(_most_alive(plan, virtual_stages, moved))
+
+
+def state_bytes(setup: Setup) -> int:
+    """Return the bytes of the optimizer's state for each weight that a rank updates: moments, and a master where
+    weights in use are half precision."""
+    return MOMENT_BYTES + (MASTER_BYTES if setup.item_bytes < MASTER_BYTES else 0)
 
 
 def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
@@ -112,8 +138,8 @@ def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
 
 
 def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, pair: int, splits: bool) -> float:
-    """Return the room for whole weights and gradients where a rank stores shards: those of its `largest` layer, or of a
-    `pair` of neighbours where they are overlapped, since one is gathered ahead and scattered behind.
+    """Return the bytes of whole weights and gradients where a rank stores shards: those of its `largest` layer, or of a
+    `pair` of neighbours where they are overlapped, since one is gathered early and scattered late.
 
     The shard of what is scattered comes on top; it is of both where a weight pass has gone before (`splits`).
     """
@@ -145,24 +171,36 @@ def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
 
 
 def _kept_of_virtual_stages(setup: Setup, plan: Plan, virtual_stages: Sequence[Tile]) -> int:
-    """Return the bytes kept of tiles that the same ranks work on in turn."""
+    """Return the bytes kept of tiles between which the same ranks alternate."""
+    return int(_most_alive(plan, virtual_stages, [_kept(setup, tile) for tile in virtual_stages]))
+
+
+def _most_alive(plan: Plan, virtual_stages: Sequence[Tile], row_bytes: Sequence[float]) -> float:
+    """Return the bytes of all microbatches in flight of tiles between which the same ranks alternate, which keep so
+    many of each of a rank's rows."""
     rows = -(-virtual_stages[0].rows.size // virtual_stages[0].tensor.z)
     each = []
-    for tile in virtual_stages:
-        kept_rows = rows if plan.downstream(tile) else -(-rows // tile.row_chunks)
-        each.append(
-            kept_rows * sum(layer_kept(setup, tile.tensor, layer, tile.recompute) for layer in layers(tile.items))
-        )
+    for tile, num_bytes in zip(virtual_stages, row_bytes, strict=True):
+        each.append(num_bytes * (rows if plan.downstream(tile) else -(-rows // tile.row_chunks)))
     alive = most = 0.0
     for op, virtual_stage, _ in passes(plan, virtual_stages[0]):
         alive += each[virtual_stage] if op is Op.FORWARD else -each[virtual_stage]
         most = max(most, alive)
-    return int(most)
+    return most
 
 
 def _kept(setup: Setup, tile: Tile) -> float:
-    """Return the bytes that a tile keeps of a row."""
-    return sum(layer_kept(setup, tile.tensor, layer, tile.recompute) for layer in layers(tile.items))
+    """Return the bytes that a tile keeps of a row on its device."""
+    return sum(_stays(setup, tile, layer) for layer in layers(tile.items))
+
+
+def _stays(setup: Setup, tile: Tile, layer: Interval) -> float:
+    """Return the bytes that a layer of a tile keeps of a row on its device, once it has been computed."""
+    return layer_kept(setup, tile.tensor, layer, tile.recompute) - _moved(setup, tile, layer)
+
+
+def _moved(setup: Setup, tile: Tile, layer: Interval) -> float:
+    return layer_moved(setup, tile.tensor, layer, tile.recompute) if tile.offloads_activations else 0.0
 
 
 def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
@@ -182,7 +220,7 @@ def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]
 
 
 def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return the bytes that a backward pass takes besides what was kept, when it takes the most.
+    """Return the peak of the bytes that a backward pass takes in addition to what was kept.
 
     Where weight passes come later, there is also what else would be gone by then. What the layers after it have kept is
     gone, or has become what weight passes need.
@@ -191,15 +229,42 @@ def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
     at_once = -(-rows // tile.row_chunks)
     is_split = _splits(setup, plan, tile)
     most = more = 0.0
-    for layer in reversed(layers(tile.items)):
+    all_layers = layers(tile.items)
+    for number, layer in reversed(list(enumerate(all_layers))):
         taken = layer_computing(setup, tile.tensor, layer, tile.recompute, at_once > 1)
+        taken += sum(_moved(setup, tile, each) for each in all_layers[max(0, number - 1) : number + 1])
         if is_split and setup.is_block(layer):
             taken += inner_bytes(setup, tile.tensor, layer)
         most = max(most, at_once * taken + more)
-        gone = layer_kept(setup, tile.tensor, layer, tile.recompute)
+        gone = _stays(setup, tile, layer)
         change = (layer_deferred(setup, tile.tensor, layer) if is_split else 0.0) - gone
         more += (rows if change > 0 and plan.downstream(tile) else at_once) * change
-    return int(most)
+    return int(max(most, at_once * _computing_forward(setup, plan, tile)))
+
+
+def _computing_forward(setup: Setup, plan: Plan, tile: Tile) -> float:
+    """Return the bytes that a forward pass takes of a row where activations are offloaded, when it takes the most: what
+    a block has kept, and the block before it, which may be the last one of another microbatch. The layers after it have
+    kept nothing yet."""
+    if not tile.offloads_activations:
+        return 0.0
+    every = layers(tile.items)
+    later = dict(zip(every, _sums_behind([_stays(setup, tile, layer) for layer in every]), strict=True))
+    moved = {layer: num_bytes for layer in every if (num_bytes := _moved(setup, tile, layer))}
+    blocks = list(moved)
+    wraps = len(plan.virtual_stages(tile)) > 1 or in_flight(plan, tile) > 1
+    hidden = setup.positions * setup.model.hidden_size / tile.tensor.x / tile.tensor.position_parts * setup.item_bytes
+    most = 0.0
+    for number, layer in enumerate(blocks):
+        before = blocks[number - 1] if number or wraps else None
+        taken = 2 * hidden + (inner_bytes(setup, tile.tensor, layer) if tile.recompute == "selective" else 0.0)
+        most = max(most, taken - later[layer] + moved[layer] + (moved[before] if before else 0.0))
+    return most
+
+
+def _sums_behind(sizes: Sequence[float]) -> list[float]:
+    """Return for each of some sizes the sum of those behind it."""
+    return list(itertools.accumulate(sizes[:0:-1], initial=0.0))[::-1]
 
 
 def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, in_halves: bool = True) -> float:
@@ -292,7 +357,7 @@ def waiting_share(forward_seconds: float, message_seconds: float) -> float:
 
 
 def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return how many messages a rank of a tile has room for before it comes to receive them."""
+    """Return how many messages a rank of a tile has buffers for before it comes to receive them."""
     kinds = sum(
         any(other.ranks != tile.ranks for other in near) for near in (plan.upstream(tile), plan.downstream(tile))
     )
@@ -300,8 +365,8 @@ def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:
 
 
 def _sent(plan: Plan, tile: Tile) -> int:
-    """Return how many messages a rank holds while it computes: one on its way for each tile that sends any, and the one
-    that it makes."""
+    """Return how many messages a rank holds while it computes: one in flight for each tile that sends any, and the
+    one that it makes."""
     sending = sum(
         any(other.ranks != tile.ranks for other in (*plan.upstream(virtual_stage), *plan.downstream(virtual_stage)))
         for virtual_stage in plan.virtual_stages(tile)
@@ -326,8 +391,26 @@ def layer_deferred(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
 
 
 def _norm_statistics(setup: Setup, norm: Norm) -> float:
-    """Return the bytes that a norm keeps of a row besides its input: the scale of each token, or mean and scale."""
+    """Return the bytes that a norm keeps of a row apart from its input: the scale of each token, or mean and scale."""
     return setup.positions * STATISTIC_BYTES * (2 if norm.has_bias else 1)
+
+
+def layer_moved(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) -> float:
+    """Return the bytes of what a layer keeps that an offload moves to host memory, for one row of a rank: all that a
+    block keeps but statistics. Other layers keep theirs on the device."""
+    if not setup.is_block(layer):
+        return 0.0
+    kept = layer_kept(setup, grid, layer, recompute)
+    if recompute == "full":
+        return kept
+    given = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
+    for branch in filter(None, setup.branches(layer)):
+        norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
+        kept -= sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
+        if isinstance(branch, Attention) and branch.score_cap is None:
+            sums = _sums_of_exponentials(setup, grid, branch)
+            kept -= 0.0 if moves(sums, given, grid.y) else sums
+    return kept
 
 
 def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) -> float:
@@ -374,4 +457,9 @@ def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recomp
         kept += b * (query + key) * ((branch.rotary is not None) + (branch.head_norm is not None))
     if branch.score_cap is not None:
         return kept + (0.0 if drops else _capped_scores_bytes(setup, grid, branch))
-    return kept + setup.positions * STATISTIC_BYTES * heads  # sums of exponentials
+    return kept + _sums_of_exponentials(setup, grid, branch)
+
+
+def _sums_of_exponentials(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
+    """Return the bytes that attention in one kernel keeps of a row besides its operands and its result."""
+    return setup.positions * STATISTIC_BYTES * attention.heads / grid.y

@@ -52,7 +52,7 @@ class Pool:
         return self._slots[size]
 
     def grids(self) -> list[TensorGrid]:
-        """Return all tensor grids that have room on a node, small ones first."""
+        """Return all tensor grids that fit on a node, small ones first."""
         most = self.largest_grid
         sizes = [
             (x, y, z)

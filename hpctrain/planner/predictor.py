@@ -19,20 +19,22 @@ from hpctrain.planner.assumed import list_assumed_inputs
 from hpctrain.planner.cost import Setup, layer_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
-from hpctrain.planner.memory import StageMemory, largest_message_bytes, memory_of, waiting_share
-from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, slowed_by
+from hpctrain.planner.memory import StageMemory, largest_message_bytes, layer_moved, memory_of, waiting_share
+from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
+from hpctrain.planner.pass_cost import pass_cost
+from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.simulate import simulate
-from hpctrain.planner.work import Exchange, PassWork
+from hpctrain.planner.work import PassWork
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
 
-# How far a step may be from its prediction, two times out of three: as benchmarks/predictor.py finds it for devices
-# that were measured, and for those of a data sheet.
+# How far a step may be from its prediction, two times out of three: by benchmarks/predictor.py, for devices that were
+# measured, and for those of a data sheet.
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
 MOST_BUCKETS = 32
-"""Into about how many pieces a rank's gradients are cut at the most where their sums are overlapped."""
+"""Into about how many buckets a rank's gradients are cut at the most where their sums are overlapped."""
 
 
 @dataclass(frozen=True)
@@ -53,74 +55,24 @@ class Prediction:
     exposed_seconds: dict[str, float]
     """The same as a rank's own clock shows it: waits are part of what is waited for, and nothing is hidden."""
 
+    host_shortage: str = ""
+    """What is offloaded and finds no room in the memory of a node's host."""
+
     @property
     def fits(self) -> bool:
-        return all(stage.fits for stage in self.memory)
+        return all(stage.fits for stage in self.memory) and not self.host_shortage
 
 
 def predict(setup: Setup, plan: Plan, cluster: Cluster, interleave: int = 1) -> Prediction:
     """Return the prediction of one step.
 
-    `interleave` is of other software: how many pieces of the model each rank of a pipeline has in turn (Narayanan et
-    al. 2021), which makes its bubble as many times shorter.
+    `interleave` is of other software: how many virtual stages each rank of a pipeline has (Narayanan et al. 2021),
+    which makes its bubble as many times shorter.
 
-    Raises LaunchError if the plan needs more ranks than there are devices, PlanError where a tile's ranks are of other
-    families than it says, or these do not compute in the dtype.
+    Raises LaunchError if the plan needs more ranks than there are devices. Raises PlanError where a tile's ranks are of
+    other families than it says, or these do not compute in the dtype.
     """
     return Predictor(setup, plan, cluster).predict(interleave)
-
-
-def pass_cost(
-    setup: Setup,
-    network: ClusterNetwork,
-    devices: Sequence[DeviceModel],
-    work: PassWork,
-    tile: Tile,
-    data_ranks: Sequence[int],
-    sharers: Crowd | None = None,
-) -> PassCost:
-    """Return what a pass over one layer takes on a tile whose ranks have such `devices`, the slowest of which counts.
-
-    `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that. Of what is
-    overlapped (`setup.overlaps`, and over holders with `setup.bucket_bytes`) that counts which a rank waits for: of the
-    sums behind a product what is longer than it, of those overlapped with the other half of the rows what outlasts
-    that half, of weights and gradients over z and over holders what outlasts all else, as the next layer's weights
-    come while this one computes; and by how much computing is slower meanwhile.
-    """
-    moved = {"z": 0.0, "data": 0.0}
-    coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
-    overlapped = {axis for axis, is_on in (("z", "z" in setup.overlaps), ("data", setup.bucket_bytes)) if is_on}
-    times, slowed = max(device.overlap_slowdown for device in devices), 0.0
-    compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
-    waited = {"tensor": 0.0, "data": 0.0}
-    axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
-    for exchange in work.exchanges:
-        what, part = (exchange.operation, exchange.num_bytes), "data" if exchange.axis == "data" else "tensor"
-        ranks, crowd = (data_ranks, sharers) if part == "data" else (axes[exchange.axis], network.crowd(tile.ranks))
-        seconds = network.group_seconds(*what, ranks, crowd)
-        if exchange.axis in overlapped:
-            moved[exchange.axis] += seconds
-            coming[exchange.operation] += seconds
-            continue
-        if part == "tensor" and (meanwhile := _overlapped_work(exchange, work, setup)) is not None:
-            hidden = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
-            longer = slowed_by(hidden, seconds, times)
-            slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
-        waited[part] += seconds
-    moving = sum(moved.values())
-    slowed = min(slowed + slowed_by(min(moving, compute), moving, times), compute * (times - 1))
-    # One after the other, as they share the links.
-    late = max(0.0, moving - compute - slowed - sum(waited.values()))
-    of_data = min(late, moved["data"])
-    return PassCost(compute + slowed, waited["tensor"] + late - of_data, waited["data"] + of_data, *coming.values())
-
-
-def _overlapped_work(exchange: Exchange, work: PassWork, setup: Setup) -> PassWork | None:
-    """Return what of a pass overlaps a sum over the tensor grid, None where it is waited for."""
-    # `is`: a product that is computed again may have the shape of one of a weight.
-    if "tensor" in setup.overlaps and (behind := exchange.behind) and any(each is behind for each in work.products):
-        return PassWork([behind], passes=work.passes)
-    return exchange.overlapped if "tensor" in setup.overlaps else None
 
 
 class Predictor:
@@ -148,6 +100,16 @@ class Predictor:
         self._sums: dict[tuple, list[float]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
         self._shares: dict[Tile, float] = {}
+        self._known_memory: dict[tuple, StageMemory] = {}
+
+    def in_parts(self, count: int) -> "Predictor":
+        """Return what is known of the same plan where products are cut in so many parts: memory is the same."""
+        other = copy(self)
+        other.setup = replace(self.setup, tensor_parts=count)
+        other._passes, other._until, other._shares = {}, {}, {}
+        for cached in ("costs", "_memory"):
+            vars(other).pop(cached, None)
+        return other
 
     def for_plan(self, plan: Plan) -> "Predictor":
         """Return what is known of a plan that has more microbatches in flight, and is else the same."""
@@ -158,6 +120,7 @@ class Predictor:
         other.costs = self.costs.of(tiles)
         other._places, other._until = {}, {}
         other._shares = {tiles[tile]: share for tile, share in self._shares.items()}
+        other._known_memory = {}
         vars(other).pop("_memory", None)
         return other
 
@@ -198,6 +161,7 @@ class Predictor:
             self.assumed_inputs,
             tuple(family for family in self._used_families if self._devices[family].profiled),
             exposed,
+            host_shortage(self.plan, self.cluster, self._memory),
         )
 
     def _weight_delay(self, tile: Tile) -> int | None:
@@ -221,8 +185,10 @@ class Predictor:
     def assumed_inputs(self) -> tuple[str, ...]:
         """Return which inputs nobody measured or read in a data sheet."""
         tiles = {used: [t for t, own in self._families.items() if used in own] for used in self._used_families}
-        return tuple(
-            list_assumed_inputs(self.cluster, self._devices, tiles, bool(self.setup.overlaps) or self._overlapped_work)
+        overlaps = bool(self.setup.overlaps) or self._overlapped_work
+        return (
+            *list_assumed_inputs(self.cluster, self._devices, tiles, overlaps),
+            *offload_guesses(self.plan, self.cluster, self._families),
         )
 
     def _device(self, rank: int) -> DeviceModel:
@@ -236,7 +202,7 @@ class Predictor:
         for tile in self.plan.tiles:
             place, splits = self._place(tile), self._weight_delay(tile) is not None
             row_chunks = tuple(chunk.size for chunk in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
-            key = (tile.items, row_chunks, tile.tensor, tile.recompute, place, splits)
+            key = (tile.items, row_chunks, tile.tensor, tile.recompute, place, splits, tile.offload)
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
@@ -245,7 +211,7 @@ class Predictor:
         return Costs(tiles, messages, self._sharings(), self._agree_seconds(), blocking, leaving)
 
     def _place(self, tile: Tile) -> tuple:
-        """Return what makes tiles alike: their families, on which tables of nodes, and how their ranks are spread."""
+        """Return what makes tiles equivalent: their families, tables of nodes, and how their ranks are spread."""
         if tile not in self._places:
             devices = [self.cluster.devices[rank] for rank in tile.ranks]
             nodes = list(dict.fromkeys(device.node for device in devices))
@@ -266,8 +232,10 @@ class Predictor:
             passes |= {"backward_input": [], "backward_weight": []}
         for rows in row_chunks:
             each = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
+            forward, backward = self._exposed_copies(tile, rows, each)
             for name, made in passes.items():
-                made.append(sum((of_layer[name] for of_layer in each), PassCost(0.0)))
+                longer = PassCost(forward if name == "forward" else 0.0 if name == "backward_weight" else backward)
+                made.append(sum((of_layer[name] for of_layer in each), longer))
         times = max(self._devices[family].overlap_slowdown for family in self._families[tile])
         before, after = self._alone(tile, row_chunks[0])
         return TileCost(
@@ -278,6 +246,16 @@ class Predictor:
             after_seconds=after,
             **{name: tuple(made) for name, made in passes.items()},
         )
+
+    def _exposed_copies(self, tile: Tile, rows: int, passes: Sequence[Mapping[str, PassCost]]) -> tuple[float, float]:
+        """Return how much longer the passes over the layers of a tile take, forward and backward, for what it offloads
+        of so many rows of a rank."""
+        if not tile.offloads_activations:
+            return 0.0, 0.0
+        speed = min(self._devices[family].host_copy_bytes_per_second for family in self._families[tile])
+        moved = (layer_moved(self.setup, tile.tensor, layer, tile.recompute) for layer in layers(tile.items))
+        compute = [(each["forward"].seconds, each["backward"].seconds) for each in passes]
+        return exposed_copies(compute, [rows * each / speed for each in moved], not self.plan.downstream(tile))
 
     def _alone(self, tile: Tile, rows: int) -> tuple[float, float]:
         """Return what comes over z and holders before the first block can compute, and goes after the last has; what an
@@ -328,7 +306,7 @@ class Predictor:
         return self._shards_by_tile[key]
 
     def _with_declared_zero(self, group: ShardGroup) -> ShardGroup:
-        """Return a holding in the ZeRO stage of its tiles, also where these are of several families."""
+        """Return a shard group in the ZeRO stage of its tiles, also where these are of several families."""
         return replace(group, zero=min(group.zero, max(self.plan.tile_of(rank).zero for rank in group.ranks)))
 
     @cached_property
@@ -338,18 +316,17 @@ class Predictor:
     def _stored(self, group, z: int) -> int:
         return sum(layout.size for layout in group.layouts) // z + sum(region.size for region in group.regions)
 
-    def _updated_and_stored(self, tile: Tile) -> tuple[int, int]:
-        """Return how many weights a rank updates, and how many it stores (in ZeRO 3 together with its holders)."""
-        updated = whole = 0
-        for group in self._rank_shards(tile).shard_groups:
-            stored = self._stored(group, tile.tensor.z)
-            updated += group.cuts(stored)[0].size if group.zero else stored
-            whole += stored
-        return updated, whole
+    def _updated(self, tile: Tile) -> list[int]:
+        """Return how many weights of each of its shards a rank updates."""
+        groups = self._rank_shards(tile).shard_groups
+        stored = [self._stored(group, tile.tensor.z) for group in groups]
+        return [group.cuts(n)[0].size if group.zero else n for group, n in zip(groups, stored, strict=True)]
 
     def _update_seconds(self, tile: Tile) -> float:
-        updated, _ = self._updated_and_stored(tile)
-        return max(update_seconds(self.setup, self._devices[f], updated) for f in self._families[tile])
+        devices, sizes = [self._devices[family] for family in self._families[tile]], self._updated(tile)
+        if tile.offloads_optimizer:
+            return max(offloaded_update_seconds(self.setup, device, sizes) for device in devices)
+        return max(update_seconds(self.setup, device, sum(sizes)) for device in devices)
 
     def _sharings(self) -> tuple[Sharing, ...]:
         result: dict[tuple, Sharing] = {}
@@ -429,17 +406,17 @@ class Predictor:
 
     def memory_by(self, interleave: int) -> tuple[StageMemory, ...]:
         """Return `memory` with what an interleaved schedule of other software keeps more (Korthikanti et al. 2022,
-        section 4.2.3). Raises PlanError where the plan has pieces of its own, or too few blocks for so many."""
+        section 4.2.3). Raises PlanError where the plan has virtual stages of its own, or too few blocks for so many."""
         if interleave == 1:
             return self.memory
         stages = max(self.plan.path_length(tile) for tile in self.plan.tiles)
         if any(len(self.plan.virtual_stages(tile)) > 1 for tile in self.plan.first_tiles):
-            raise PlanError("interleave is for plans whose ranks have one tile each: this one has pieces of its own")
+            raise PlanError("interleave is for plans whose ranks have one tile each: this one has virtual stages")
         num_layers = self.setup.model.num_layers + 2
         if stages < 2 or stages * interleave > num_layers:
             raise PlanError(
-                f"interleave = {interleave} of {stages} stages: there must be two stages, and no more pieces, here"
-                f" {stages * interleave}, than the model has layers with its ends, {num_layers}"
+                f"interleave = {interleave} of {stages} stages: there must be two stages, and no more virtual stages,"
+                f" here {stages * interleave}, than the model has layers with its ends, {num_layers}"
             )
         more = 1 + (stages - 1) / (stages * interleave)
         return tuple(
@@ -460,8 +437,7 @@ class Predictor:
 
     @cached_property
     def _memory(self) -> dict[Tile, StageMemory]:
-        known: dict[tuple, StageMemory] = {}
-        result = {}
+        known, result = self._known_memory, {}
         for tile in self.plan.first_tiles:
             virtual_stages = self.plan.virtual_stages(tile)
             available = min(self.cluster.families[f].usable_bytes for f in self._families[tile])
@@ -470,12 +446,15 @@ class Predictor:
                 tile.zero,
                 tile.family,
                 tile.row_chunks,
+                tile.offload,
                 *(self.plan.warm_up(virtual_stage) for virtual_stage in virtual_stages),
             )
             waiting = self._waiting(tile)
             key = (mixed, tile.rows.size, tile.tensor, how, waiting)
             if key not in known:
                 memory = memory_of(self.setup, self.plan, tile, *self._first_rank_shards(tile), waiting, available)
+                if any(self.cluster.families[f].kind == "cpu" for f in self._families[tile]):
+                    available -= memory.on_host  # of the host, as all else is
                 known[key] = StageMemory(
                     tile, memory, available, tuple(virtual_stage.items for virtual_stage in virtual_stages)
                 )

@@ -12,7 +12,7 @@ PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
 
 @dataclass(frozen=True)
 class PassCost:
-    """Seconds of one pass over a tile's items, for one piece of its rows."""
+    """Seconds of one pass over a tile's items, for one row chunk."""
 
     compute: float
     tensor: float = 0.0
@@ -66,7 +66,7 @@ class TileCost:
     """What the instructions of a tile take for one microbatch, in seconds."""
 
     forward: tuple[PassCost, ...]
-    """For each substep."""
+    """For each row chunk."""
     backward: tuple[PassCost, ...]
     update_seconds: float = 0.0
     backward_input: tuple[PassCost, ...] = ()

@@ -1,11 +1,11 @@
 """Seconds of computing from a profile of the very job, the best source, which corrects the formula. Pure.
 
-A profile (`hpctrain profile`) has what forward and backward passes over the embedding, a block and the head take one
-rank alone, over its rows. On the tensor grid 1 x 1 x 1 these are the seconds. For other tensor grids, and for parts of
-a pass, the formula of `planner/cost.py` is multiplied by what the profile has over the formula at *as many rows of the
-rank* on one rank. The rows are what the correction depends on: they are the rows of all products of a pass, so that a
-floor of launches, tiles that are not full, and speed that grows with rows are the same on both sides. What a grid
-changes, how wide products are, the formula knows.
+A profile (`hpctrain probe --job`) has the seconds of forward and backward passes over the embedding, a block and the
+head, on one rank alone, over its rows. On the tensor grid 1 x 1 x 1 these are the seconds. For other tensor grids, and
+for parts of a pass, the formula of `planner/cost.py` is corrected. The factor is the profile over the formula on one
+rank, at *as many rows of the rank*. The correction depends on rows, since they are the rows of all products of a pass:
+a floor of launches, tiles that are not full, and speed that grows with rows are the same on both sides. The formula
+knows what a grid changes: how wide products are.
 """
 
 from collections.abc import Mapping, Sequence

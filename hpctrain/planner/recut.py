@@ -2,7 +2,7 @@
 
 The search scores plans of whole, equal blocks, in closed form. Here each item has its own price, by kind: what a stage
 takes from one item to another is a difference of two sums. The least time of the slowest stage is searched by halving:
-for a time, each stage in turn takes as many items as it can. That is exact, since times grow with what is taken.
+within a time, one stage after the other takes as many items as it can. That is exact, since times grow with items.
 """
 
 import itertools
@@ -48,6 +48,8 @@ def recut(costs: StageCosts, layout: SearchLayout) -> SearchLayout:
     """Return a layout with better cuts, or the same one where there are none."""
     if layout.shape.zero >= 2 and len(layout.stages) > 1:
         return layout  # who exchanges in every pass has the same items
+    if any(placed.variant.offload in ("activations", "all") for placed in layout.all_stages):
+        return layout  # what is exposed of copies is no sum over items
     microbatches, cuts, pipelines = layout.shape.microbatches, [], []
     slowest, before = 0.0, 0.0
     for rows, stages in zip(layout.rows, layout.stages, strict=True):

@@ -10,10 +10,11 @@ from functools import lru_cache
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
-from hpctrain.planner.closed_form import PassSeconds, done_after, done_at_the_least
+from hpctrain.planner.closed_form import PassSeconds, done_after, done_at_the_least, done_interleaved
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, StageVariant, StageVariants, cut_blocks, cut_rows
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
+from hpctrain.planner.offload import offloaded_update_seconds
 from hpctrain.planner.predictor import MOST_BUCKETS
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Shape, Space, StageChoice
 from hpctrain.planner.stages import ALONE, BlockLine, Holders, StageCosts, row_chunk_counts
@@ -73,7 +74,7 @@ class Scorer:
                 self._variants(
                     pool,
                     choice,
-                    min(depth + 1, shape.microbatches),
+                    self._kept(shape, depth, len(roles)),
                     ends,
                     of_row,
                     self.holders(shape, choice),
@@ -81,11 +82,13 @@ class Scorer:
                     shape.zero,
                     row_chunks,
                     sharing if row_chunks else (),
+                    shape.microbatches,
+                    shape.virtual_stages,
                 )
                 for pool, choice, depth, ends in roles
             ]
             blocks = self._cut_blocks(roles, of_row, variants)
-            if blocks is None:
+            if blocks is None or min(blocks) < shape.virtual_stages:
                 return None
             placed = [
                 Placed(pool, choice, count, variant)
@@ -93,12 +96,23 @@ class Scorer:
                 if (variant := stage.variant(count))  # there is one, or there were no blocks
             ]
             messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(placed)]
+            pipelines.append(tuple(placed))
+            passes = [each.passes for each in placed]
+            if shape.virtual_stages > 1:
+                messages.append(self._message(placed[-1], placed[0], of_row))
+                passed.append(done_interleaved(passes, messages, shape.microbatches, shape.virtual_stages))
+                continue
             headroom = self._headroom(placed, [*messages, 0.0], of_row, shape.microbatches)
             if min(headroom) < 0:
                 return None
-            passed.append(done_after([each.passes for each in placed], messages, shape.microbatches, headroom))
-            pipelines.append(tuple(placed))
+            passed.append(done_after(passes, messages, shape.microbatches, headroom))
         return SearchLayout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
+
+    @staticmethod
+    def _kept(shape: Shape, depth: int, stages: int) -> float:
+        """Return of how many microbatches a stage keeps all activations at once; see `schedule.passes`."""
+        v = shape.virtual_stages
+        return min((depth if v == 1 else 2 * depth + (v - 1) * stages) + 1, v * shape.microbatches) / v
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
@@ -178,7 +192,7 @@ class Scorer:
         self,
         pool: int,
         choice: StageChoice,
-        kept: int,
+        kept: float,
         ends: tuple[bool, bool],
         rows: int,
         holders: int,
@@ -186,8 +200,10 @@ class Scorer:
         zero: int,
         row_chunks: int | None,
         sharing: tuple[tuple[int, int], ...],
+        microbatches: int,
+        virtual_stages: int,
     ) -> StageVariants:
-        """Return how a stage can be computed that keeps the activations of `kept` microbatches.
+        """Return how a stage can be computed that keeps the activations of `kept` microbatches of the step's.
 
         `sharing` are the pools and replicas that exchange in every pass, where these are of several pipelines.
         """
@@ -195,36 +211,52 @@ class Scorer:
         each = rank_rows(choice, rows)
         layers = costs.layers(ends)
         exchanging = exchanging_holders(pool, choice, zero, sharing)
-        counts = row_chunk_counts(each, rows // choice.replicas // grid.z) if ends[1] else [1]
+        counts = row_chunk_counts(each, rows // choice.replicas // grid.z) if ends[1] and virtual_stages == 1 else [1]
         counts = counts if row_chunks is None else [row_chunks]
-        variants: list[StageVariant] = []
-        for recompute in self.space.recompute:
-            fitting = 0
-            for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
-                at_once = -(-each // row_chunks) if row_chunks > 1 else None
-                needs = costs.needs(
-                    grid, each, recompute, zero, holders, ends, at_once=at_once, meets_mixed=meets_mixed
-                )
-                needed = needs.keeping(kept)
-                most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
-                if most > fitting:
-                    forward, backward = self._stage_seconds(pool, grid, layers, each, recompute, row_chunks, exchanging)
-                    split = None
-                    if not ends[0] and row_chunks == 1 and costs.splits(grid, recompute, zero):
-                        parts = [costs.parts(pool, grid, layer, each, recompute) for layer in layers]
-                        lines = (BlockLine(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
-                        split = next(lines), next(lines)
-                    variants.append(
-                        StageVariant(
-                            recompute, row_chunks, forward, backward, fitting, most, needed, needs.activations, split
-                        )
+
+        def variants(offload: str) -> tuple[StageVariant, ...]:
+            result: list[StageVariant] = []
+            update = BlockLine(0.0, 0.0)
+            if offload in ("optimizer", "all"):
+                update = costs.offloaded_update(pool, grid, ends, 1 / holders if zero else 1.0)
+                update = BlockLine(update.base / microbatches, update.each / microbatches)
+            for recompute in self.space.recompute:
+                fitting = 0
+                for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
+                    at_once = -(-each // row_chunks) if row_chunks > 1 else None
+                    needs = costs.needs(
+                        grid, each, recompute, zero, holders, ends, at_once, meets_mixed, virtual_stages, offload
                     )
-                    fitting = most
-                if most >= self._model.num_layers:
-                    break  # nothing is gained by more pieces
-            if any(variant.row_chunks == 1 and variant.most >= self._model.num_layers for variant in variants):
-                break  # nor by recomputing more
-        return StageVariants(tuple(variants))
+                    needed = needs.keeping(kept)
+                    most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
+                    if offload != "none" and not self._is_roomy:
+                        most = min(most, needs.host_keeping(kept).most(costs.host_bytes[pool]))
+                    if most > fitting:
+                        what = each, recompute, row_chunks
+                        forward, backward = self._stage_seconds(pool, grid, layers, *what, exchanging)
+                        moves, split = offload in ("activations", "all"), None
+                        if moves:
+                            copies = costs.copy_seconds(pool, grid, recompute, each)
+                            first = 0.0 if ends[1] else copies
+                            forward = BlockLine(forward.base, max(forward.each, copies))
+                            backward = BlockLine(backward.base + first, max(backward.each, copies))
+                        elif not ends[0] and row_chunks == 1 and costs.splits(grid, recompute, zero):
+                            parts = [costs.parts(pool, grid, layer, each, recompute) for layer in layers]
+                            lines = (BlockLine(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
+                            split = next(lines), next(lines)
+                        bounds = fitting, most, needed, needs.activations
+                        result.append(
+                            StageVariant(recompute, row_chunks, forward, backward, *bounds, split, offload, update)
+                        )
+                        fitting = most
+                    if most >= self._model.num_layers:
+                        break  # nothing is gained by more pieces
+                if any(variant.row_chunks == 1 and variant.most >= self._model.num_layers for variant in result):
+                    break  # nor by recomputing more
+            return tuple(result)
+
+        first, *others = self.space.offload if costs.pools[pool].device.family.kind != "cpu" else ("none",)
+        return StageVariants(variants(first), lambda: tuple(itertools.chain.from_iterable(map(variants, others))))
 
     def _stage_seconds(
         self,
@@ -253,8 +285,11 @@ class Scorer:
             holders = sum(each.choice.replicas for each in placed)
             for (p, i), each, elements in zip(shared.members, placed, shared.elements, strict=True):
                 is_cut = shape.zero > 0 and holders > 1
-                device = costs.pools[each.pool].device
-                updated[p][i] += update_seconds(setup, device, int(elements / holders if is_cut else elements))
+                device, own = costs.pools[each.pool].device, int(elements / holders if is_cut else elements)
+                if each.variant.offload in ("optimizer", "all"):
+                    updated[p][i] += offloaded_update_seconds(setup, device, [own])
+                else:
+                    updated[p][i] += update_seconds(setup, device, own)
             if holders > 1:
                 exchanged.append((shared.members, *self._exchange_seconds(shape.zero, placed, shared)))
         longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
@@ -278,7 +313,8 @@ class Scorer:
             message = message_bytes(setup, placed.choice.grid, rank_rows(placed.choice, rows)) if share else 0
             waiting = math.ceil(share * (kept - 1)) * message
             free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes - waiting
-            headroom = free // (placed.variant.kept_bytes.at(placed.blocks) + message)
+            each = placed.variant.kept_bytes.at(placed.blocks) + message
+            headroom = free // each if each else math.copysign(math.inf, free)
             result.append(headroom if headroom < 0 or kept + headroom < microbatches else math.inf)
         return result[::-1]
 
@@ -391,25 +427,36 @@ class Scorer:
 
     def bound(self, layout: SearchLayout) -> float:
         """Return a time that no simulation of the layout is below: what is sent and exchanged is left out."""
+        is_one = layout.shape.virtual_stages == 1 and layout.shape.zero < 2
+        return min(self._bound(layout, splits) for splits in ((False, True) if is_one else (False,)))
+
+    def _bound(self, layout: SearchLayout, splits: bool) -> float:
+        """Return the bound by 1F1B, or where every stage `splits` its backward passes, as by ZB-H1."""
         longest = 0.0
         for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
             most, least = [], []
-            for placed, items in zip(stages, layout.items(number), strict=True):
-                most.append(self._bare(placed, items, rank_rows(placed.choice, of_row)))
-                least.append(self._bare(placed, items, rank_rows(placed.choice, of_row, fewest=True)))
-            done = done_at_the_least(most, layout.shape.microbatches, least)
+            for placed, items in zip(itertools.cycle(stages), layout.items(number), strict=False):
+                for passes, fewest in ((most, False), (least, True)):
+                    passes.append(self._bare(placed, items, rank_rows(placed.choice, of_row, fewest), splits))
+            if layout.shape.virtual_stages == 1:
+                done = done_at_the_least(most, layout.shape.microbatches, least, splits)
+            else:  # each stage waits for those before it, and then goes through all microbatches of its tiles
+                before = itertools.accumulate((each.forward for each in least[: len(stages) - 1]), initial=0.0)
+                of_stage = (sum(map(sum, most[i :: len(stages)])) for i in range(len(stages)))
+                done = [wait + layout.shape.microbatches * own for wait, own in zip(before, of_stage, strict=True)]
             longest = max(longest, *done)
         return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
 
-    def _bare(self, placed: Placed, items: Interval, rows: int) -> PassSeconds:
+    def _bare(self, placed: Placed, items: Interval, rows: int, splits: bool) -> PassSeconds:
         forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
+        splits = placed.variant.split is not None or (splits and items.start > 0 and placed.variant.row_chunks == 1)
         for layer, times in self.costs.kinds(items).items():
             what = placed.pool, placed.choice.grid, layer, rows, placed.variant.recompute
             seconds = self.costs.piecewise(*what, placed.variant.row_chunks)
             forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
-            if placed.variant.split is not None:
+            if splits:
                 parts = [have + times * more for have, more in zip(parts, self.costs.parts(*what), strict=True)]
-        return PassSeconds(forward, backward) if placed.variant.split is None else PassSeconds(forward, *parts)
+        return PassSeconds(forward, *parts) if splits else PassSeconds(forward, backward)
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 
@@ -419,11 +466,12 @@ class Scorer:
         at = 0
         for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
             slots = {p.pool: iter(self.costs.pools[p.pool].slots(p.choice.grid.size)) for p in stages}
-            for placed, items in zip(stages, layout.items(number), strict=True):
-                for rows in cut_evenly(of_row, placed.choice.replicas):
-                    ranks = next(slots[placed.pool])
+            of_stages = [(p, [next(slots[p.pool]) for _ in range(p.choice.replicas)]) for p in stages]
+            for (placed, replicas), items in zip(itertools.cycle(of_stages), layout.items(number), strict=False):
+                for rows, ranks in zip(cut_evenly(of_row, len(replicas)), replicas, strict=True):
                     how = {
                         "recompute": placed.variant.recompute,
+                        "offload": placed.variant.offload,
                         "zero": layout.shape.zero,
                         "row_chunks": placed.variant.row_chunks,
                     }

@@ -3,8 +3,9 @@
 What is chosen from is in `planner/space.py`. The search goes through *groups* of plans that have the arrangement of
 pools and the number of microbatches in common. A closed form (`planner/score.py`) scores one plan of each, then those
 of the most promising groups, until a budget is spent; the best by weight are timed by the simulation of their
-instructions, which alone decides, and must fit by `planner/memory.py`. A plan that cannot be faster than the best by
-its bound is not timed. The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
+instructions, which alone decides, and must fit by `planner/memory.py`. Those with long bubbles are then tried with
+several tiles a rank (`planner/interleave.py`). A plan that cannot be faster than the best by its bound is not timed.
+The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
 """
 
 import gc
@@ -20,6 +21,7 @@ from hpctrain.config.errors import PlanError
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import SearchLayout
+from hpctrain.planner.interleave import INTERLEAVED, interleave
 from hpctrain.planner.pools import Pool, pools_of
 from hpctrain.planner.recut import recut
 from hpctrain.planner.score import Scorer
@@ -155,7 +157,11 @@ class Search:
         plans, all_timed = self._timer.time(self.layouts, self._first)
         if not plans:
             raise PlanError(self._timer.shortage or self._least_shortage())
-        return plans, all_scored and all_timed
+        count = INTERLEAVED if self._limits.timed is not None else None
+        several, left_out = interleave(self.scorer, self.layouts, plans[0].seconds, count)
+        plans, all_better = self._timer.improve(several, plans)
+        self.layouts = sorted([*self.layouts, *several], key=lambda layout: layout.seconds)
+        return plans, all_scored and all_timed and not left_out and all_better
 
     @_uncollected()
     def run(self) -> SearchResult:
@@ -240,7 +246,7 @@ class Search:
 
     def _least_shortage(self) -> str:
         """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
-        space = replace(self._space, recompute=self._space.recompute[-1:])
+        space = replace(self._space, recompute=self._space.recompute[-1:], offload=self._space.offload[-1:])
         roomy = Scorer(self.costs, self._global_batch, space, is_short_of_nothing=True)
         groups = itertools.product(self._arrangements, self._counts)
         shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))

@@ -94,9 +94,9 @@ class Shortlists:
         each, kept, space = rank_rows(choice, rows), min(stages, microbatches), self._scorer.space
         memory = costs.pools[pool].memory_bytes
 
-        def most(recompute: str, zero: int) -> int:
-            at_once = 1 if is_alone and stages == 1 and each > 1 else None  # with the loss, rows may go in pieces
-            needs = costs.needs(grid, each, recompute, zero, replicas, (False, False), at_once=at_once)
+        def most(recompute: str, zero: int, offload: str = "none") -> int:
+            at_once = 1 if is_alone and stages == 1 and each > 1 else None  # with the loss, rows may go in chunks
+            needs = costs.needs(grid, each, recompute, zero, replicas, (False, False), at_once=at_once, offload=offload)
             return needs.keeping(kept).most(memory)
 
         first, last = space.recompute[0], space.recompute[-1]
@@ -105,7 +105,7 @@ class Shortlists:
             slowest *= (
                 costs.seconds(pool, grid, BLOCK, few, last).both / costs.seconds(pool, grid, BLOCK, few, first).both
             )
-        is_short = most(last, max(space.zero)) < of_stage
+        is_short = most(last, max(space.zero), space.offload[-1]) < of_stage
         exchanged = int(costs.elements(grid, False, False).each * of_stage)
         ends = costs.sharing_seconds(((pool, grid.size, replicas),), 4 * exchanged, "all_reduce")
         return is_short, (microbatches - 1 + stages) * slowest + ends

@@ -2,9 +2,9 @@
 
 The loop of `plan.schedule_run` says what happens; this says when. Each tile has a clock; where ranks have several
 tiles, they share that of the first. A message leaves when it is sent, after those before it on its channel, and arrives
-after its seconds. What leaves a node forward and backward shares a NIC, and goes in turn. A receive waits for its
-message, and a send waits while the channel is full. All tiles meet where gradients are summed and where the step is
-agreed on. Overlapped exchanges have a lane: gradients are summed as soon as the last backward pass has computed them,
+after its seconds. Messages that leave a node forward and backward share a NIC, one after the other. A receive waits
+for its message, and a send waits while the channel is full. All tiles synchronise to sum gradients and to agree on the
+step. Overlapped exchanges have a lane: gradients are summed as soon as the last backward pass has computed them,
 and weights are gathered during the first forward pass of the next step. Each second of a tile's clock belongs to one
 part, so that the parts add up.
 """
@@ -20,7 +20,7 @@ from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, 
 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
-"""Where a rank stands, as its own clock shows: waits belong to what is waited for."""
+"""What a rank spends its time in, as its own clock shows: waits belong to what is waited for."""
 
 
 @dataclass(eq=False)
@@ -28,17 +28,17 @@ class _Clock(Runner):
     """The ranks of a tensor grid, and where their time goes."""
 
     costs: tuple[TileCost, ...] = ()
-    """The costs of their chunks."""
+    """The costs of their virtual stages."""
     now: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED, 0.0))
     sent_at: dict[Op, float] = field(default_factory=dict)
     """When the last message of each kind has left that leaves the node."""
     done: list[float] = field(default_factory=list)
-    """When each chunk did something for the last time."""
+    """When each virtual stage did something for the last time."""
     gathers: dict[int, list[tuple[float, float, float]]] = field(default_factory=dict)
-    """The weights of each chunk that are gathered with overlap: the seconds taken, when they are there, and how long
-    after the beginning of the first forward pass they are needed."""
+    """The weights of each virtual stage that are gathered with overlap: the seconds taken, when they are there, and
+    how long after the beginning of the first forward pass they are needed."""
 
     def __post_init__(self) -> None:
         self.done = [0.0] * len(self.virtual_stages)
@@ -56,7 +56,7 @@ class _Clock(Runner):
         self.exposed[part] += seconds
 
     def wait_until(self, until: float, exposed: str = "pipeline") -> float:
-        """Return how long nothing is done until a moment; to whoever looks it is part `exposed` that takes it."""
+        """Return the seconds of waiting `until` a time; by the rank's own clock they count as part `exposed`."""
         waited = max(0.0, until - self.now)
         self.now += waited
         self.exposed[exposed] += waited

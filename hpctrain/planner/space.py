@@ -8,6 +8,7 @@ A *shape* says everything but the cuts:
   to the number of blocks; and how many *replicas* each of its stages has, of `replica_counts`. Tensor grids take their
   pool's places node by node, those of a stage side by side, stage after stage; what is left is unused;
 - a number of microbatches that divides the global batch;
+- how many *virtual stages* a rank has: one, or those of `interleaved_shapes`, so that each rank has several tiles;
 - a ZeRO stage: 0 to 3. 1 where nobody shares a weight, so that it makes no difference. Pipelines side by side do not go
   through their items together: 1, or 2 and 3 where each of them is one stage, by the same tensor grid and in as many
   pieces (heterogeneous ZeRO: Poplar, arXiv 2408.12596).
@@ -15,7 +16,8 @@ A *shape* says everything but the cuts:
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
 are recomputed in the stages where they would not fit otherwise, by operator where that suffices; at the loss rows may
-go in pieces instead, of which one is kept at a time.
+go in pieces instead, of which one is kept at a time. Such stages may also keep in host memory what they have no room
+for; the fastest way that fits is taken.
 
 Two restricted spaces have the plans of a user who knows less. All devices are used in both.
 
@@ -30,7 +32,7 @@ A family alone needs no space of its own: `search` takes the families that it ma
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hpctrain.planner.pools import Pool
@@ -40,6 +42,8 @@ from hpctrain.sharding.intervals import divisors
 Pipelines = tuple[tuple[int, ...], ...]
 """Numbers of pools: those of one pipeline, for each of the pipelines side by side."""
 ALL_COUNTS_UP_TO = 8
+MOST_VIRTUAL_STAGES = 10
+"""By then the bubble is a tenth, and messages are many."""
 BEST, BY_SPEED, EVEN = "best", "by speed", "even"
 
 
@@ -64,6 +68,9 @@ class Space:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
     """From the fastest, which keeps the most, to the slowest."""
+    most_virtual_stages: int = MOST_VIRTUAL_STAGES
+    offload: tuple[str, ...] = ("none", "optimizer", "activations", "all")
+    """What stages keep in host memory where they are short of the device's, from nothing to the most."""
     cut: str = BEST
     """How rows and blocks are cut. `BY_SPEED` and `EVEN` restrict the shapes too."""
 
@@ -87,12 +94,12 @@ class Space:
 
 def by_speed_space(**restricted) -> Space:
     """Return the space of plans that are cut by the speeds of families alone; without memory, without communication."""
-    return Space(cut=BY_SPEED, **restricted)
+    return Space(cut=BY_SPEED, most_virtual_stages=1, **restricted)
 
 
 def even_space(**restricted) -> Space:
     """Return the space of even plans: tensor grid x pipeline x data, as if all devices were equal."""
-    return Space(cut=EVEN, **restricted)
+    return Space(cut=EVEN, most_virtual_stages=1, **restricted)
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,8 @@ class Shape:
     """For each pool of each pipeline."""
     microbatches: int
     zero: int
+    virtual_stages: int = 1
+    """Of each rank."""
 
     def zero_stages(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of the wanted ZeRO stages that this can have; 1 stands for all where they make no difference."""
@@ -142,14 +151,13 @@ def arrangements(num_pools: int) -> Iterator[Pipelines]:
 def replica_counts(most: int, rows: int) -> list[int]:
     """Return how many replicas a stage may have: all counts up to 8, which may leave devices unused.
 
-    Beyond, the fewest that are as fast as all (by the rows of the largest), and the most that divide the rows.
+    Beyond, all, and the most that divide the rows.
     """
     most = min(most, rows)
     if most <= ALL_COUNTS_UP_TO:
         return list(range(1, most + 1))
-    fewest = -(-rows // -(-rows // most))
     dividing = next(count for count in range(most, 0, -1) if rows % count == 0)
-    return sorted({fewest, dividing})
+    return sorted({dividing, most})
 
 
 def stage_counts(most: int, num_blocks: int) -> list[int]:
@@ -157,6 +165,19 @@ def stage_counts(most: int, num_blocks: int) -> list[int]:
     limit = min(most, num_blocks)
     wanted = {count for number in (num_blocks, most) for count in divisors(number) if count <= limit}
     return sorted(wanted | set(range(1, min(limit, ALL_COUNTS_UP_TO) + 1)))
+
+
+def interleaved_shapes(shape: Shape, num_blocks: int, most: int) -> list[Shape]:
+    """Return a shape with several virtual stages: two, and as many as divide the blocks of a stage, up to `most`.
+
+    All pipelines must have two stages or more, and microbatches for whole rounds, one for each stage.
+    """
+    depths = [sum(choice.stages for choice in row) for row in shape.choices]
+    if any(depth == 1 or shape.microbatches % depth for depth in depths):
+        return []
+    of_stage = num_blocks // max(depths)
+    counts = {2, *divisors(of_stage)} if of_stage else ()
+    return [replace(shape, virtual_stages=count) for count in sorted(counts) if 1 < count <= min(most, of_stage)]
 
 
 def choices_of(num_slots: dict[TensorGrid, int], num_blocks: int, rows: int) -> Iterator[StageChoice]:

@@ -5,7 +5,7 @@ What is the same for all software (products, what is exchanged) is in `hpctrain.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.cluster import Cluster
@@ -29,8 +29,8 @@ class BytePasses:
     logits: tuple[float, float]
     """Per token and id of the vocabulary."""
     weight: float
-    """Per weight and backward pass, besides the product itself: to add its gradient, and for all copies and casts that
-    sharding it takes."""
+    """Per weight and backward pass, in addition to the product itself: to add its gradient, and for all copies and
+    casts that sharding it takes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Stack:
     """Of the inner features of a block without a gate, how many copies are kept: what the activation function and what
     the product after it need. ReLU's own result is both."""
     loss_bytes: Mapping[int, int] = field(default_factory=dict)
-    """For each logit, besides what is kept, while the loss is computed; by bytes of a number."""
+    """For each logit, in addition to what is kept, while the loss is computed; by bytes of a number."""
     dropped_scores: bool = True
     """Whether attention drops scores, and so keeps them twice, and a mask."""
     evens_families: bool = False
@@ -83,11 +83,11 @@ class Stack:
     splits_backward: bool = False
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     copies_shards: bool = False
-    """Whether a rank copies its z-shard of weights and adds to that of gradients, besides `BytePasses.weight`."""
+    """Whether a rank copies its z-shard of weights and adds to that of gradients, on top of `BytePasses.weight`."""
     gathers_parts: bool = False
-    """Whether what comes over a slow link comes in pieces, see `hpctrain.plan.transfers.gathers`."""
+    """Whether what comes over a slow link comes in parts, see `hpctrain.plan.transfers.gathers`."""
     expected_messages: int = 0
-    """For how many messages between stages a rank has room before it comes to receive them."""
+    """For how many messages between stages a rank has buffers before it comes to receive them."""
     dispatch_seconds: float = 8e-6
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
     vocabulary_multiple: int = 1
@@ -130,3 +130,12 @@ HPCTRAIN = Stack(
     expected_messages=EXPECTED_AHEAD,
     evens_families=True,
 )
+# Counted in model/pure.py: a norm, a rotary position and a gated activation read their operands and write their results
+# once, and read them once more for what is summed over tokens. The host starts 281 operations of a block instead of
+# 402 (`benchmarks.gpu`).
+FUSED_PASSES = {
+    4: replace(EAGER_PASSES[4], norm=(8, 20), rotary=(8, 8), inner=(12, 20)),
+    2: replace(EAGER_PASSES[2], norm=(4, 10), rotary=(4, 4), inner=(6, 10)),
+}
+HPCTRAIN_FUSED = replace(HPCTRAIN, passes=FUSED_PASSES, block_operations=(20, 42), again_operations=(3, 2))
+"""With `kernels.fused`."""

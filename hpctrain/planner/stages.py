@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -17,21 +18,23 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import Setup, layer_cost, layer_elements
+from hpctrain.planner.cost import Setup, layer_cost, layer_elements, update_seconds
 from hpctrain.planner.memory import (
     GRADIENT_BYTES,
-    MASTER_BYTES,
-    MOMENT_BYTES,
     gathered_bytes,
     inner_bytes,
     layer_computing,
     layer_deferred,
     layer_kept,
+    layer_moved,
     message_bytes,
+    state_bytes,
 )
+from hpctrain.planner.offload import host_share, offloaded_update_seconds
+from hpctrain.planner.parts import part_counts
+from hpctrain.planner.pass_cost import pass_cost
 from hpctrain.planner.pools import Pool
-from hpctrain.planner.predictor import pass_cost
-from hpctrain.planner.work import PassWork
+from hpctrain.planner.work import LayerCost, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING, layers
@@ -85,9 +88,18 @@ class Needs(NamedTuple):
     """Whatever is kept of microbatches."""
     activations: BlockLine
     """Of each microbatch that is kept."""
+    on_host: BlockLine
+    """In memory of the host, of the optimizer's state."""
+    moved: BlockLine = BlockLine(0.0, 0.0)
+    """In memory of the host, of the activations of each microbatch that is kept."""
 
-    def keeping(self, microbatches: int) -> BlockLine:
-        state, kept = self
+    def host_keeping(self, microbatches: float) -> BlockLine:
+        """Return the bytes in memory of the host."""
+        more = self.moved
+        return BlockLine(self.on_host.base + more.base * microbatches, self.on_host.each + more.each * microbatches)
+
+    def keeping(self, microbatches: float) -> BlockLine:
+        state, kept, *_ = self
         return BlockLine(state.base + kept.base * microbatches, state.each + kept.each * microbatches)
 
 
@@ -108,7 +120,9 @@ class StageCosts:
         self.head = setup.head
         self.seconds = lru_cache(None)(self._seconds)
         self.parts = lru_cache(None)(self._parts)
-        self._cost = lru_cache(None)(partial(layer_cost, setup))
+        self._cost = lru_cache(None)(self._layer_cost)
+        self.part_count = lru_cache(None)(self._best_count)
+        self._in_parts = lru_cache(None)(lambda count: replace(setup, tensor_parts=count))
         self._tile = lru_cache(None)(self._first_tile)
         self.needs = lru_cache(None)(self._needs)
         self.elements = lru_cache(None)(self._elements)
@@ -119,6 +133,8 @@ class StageCosts:
         self._sharers = lru_cache(None)(self._sharing_ranks)
         self._crowd = lru_cache(None)(self._all_ranks)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
+        self.host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
+        """Of each pool, what a rank may fill of its host's memory."""
         self.grids = [self._grids(number) for number in range(len(self.pools))]
 
     def _grids(self, number: int) -> list[TensorGrid]:
@@ -157,8 +173,34 @@ class StageCosts:
         self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str, holders: Holders = ALONE
     ) -> Seconds:
         """Return what a layer takes on a grid of a pool, each of whose ranks has `rows`."""
-        cost = self._cost(grid, layer, rows, recompute, holders.zero)
+        count = self.part_count(number, grid) if self.setup.is_block(layer) else 1
+        return self._seconds_in(count, number, grid, layer, rows, recompute, holders)
+
+    def _seconds_in(
+        self,
+        count: int,
+        number: int,
+        grid: TensorGrid,
+        layer: Interval,
+        rows: int,
+        recompute: str = "none",
+        holders: Holders = ALONE,
+    ) -> Seconds:
+        """Return the same where products are cut in so many parts."""
+        cost = self._cost(count, grid, layer, rows, recompute, holders.zero)
         return Seconds(*self._passes(number, grid, (cost.forward, cost.backward), holders))
+
+    def _best_count(self, number: int, grid: TensorGrid) -> int:
+        """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
+        stands for all, though a plan may have another one. More are tried while they pay."""
+        best, *others = part_counts(self.setup, [grid])
+        least = self._seconds_in(best, number, grid, BLOCK, COMPARED_ROWS[-1]).both if others else 0.0
+        for count in others:
+            seconds = self._seconds_in(count, number, grid, BLOCK, COMPARED_ROWS[-1]).both
+            if seconds >= least:
+                break
+            best, least = count, seconds
+        return best
 
     def piecewise(
         self,
@@ -182,8 +224,12 @@ class StageCosts:
 
     def _parts(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> list[float]:
         """Return the seconds of the parts of a backward pass: until the gradient is sent, and after that."""
-        cost = self._cost(grid, layer, rows, recompute)
+        count = self.part_count(number, grid) if self.setup.is_block(layer) else 1
+        cost = self._cost(count, grid, layer, rows, recompute)
         return self._passes(number, grid, (cost.backward_input, cost.backward_weight))
+
+    def _layer_cost(self, parts: int, *what) -> LayerCost:
+        return layer_cost(self._in_parts(parts), *what)
 
     def _passes(
         self, number: int, grid: TensorGrid, works: Iterable[PassWork], holders: Holders = ALONE
@@ -230,6 +276,8 @@ class StageCosts:
         ends: tuple[bool, bool],
         at_once: int | None = None,
         meets_mixed: bool = False,
+        virtual_stages: int = 1,
+        offload: str = "none",
     ) -> Needs:
         """Return what a rank of a stage needs; see `memory_of`.
 
@@ -240,24 +288,44 @@ class StageCosts:
         zero = min(zero, 1) if zero > 1 and holders == 1 else zero
         share = 1 / holders if zero else 1.0
         state = b * (share if zero == 3 else 1) + GRADIENT_BYTES * (share if zero >= 2 else 1)
-        state += (MOMENT_BYTES + (MASTER_BYTES if b < MASTER_BYTES else 0)) * share
+        of_optimizer, on_host = state_bytes(setup) * share, 0.0
+        if offload in ("optimizer", "all"):
+            of_optimizer, on_host = 0.0, of_optimizer
+        state += of_optimizer
         if meets_mixed and zero < 3:
             state = state + b
         if zero == 1:
             state = state + GRADIENT_BYTES * share * (holders > 1)
         stored = self.elements(grid, *ends)
-        messages = 0 if all(ends) else 2 + setup.stack.expected_messages
+        messages = 0 if all(ends) else 1 + virtual_stages + setup.stack.expected_messages
         buffers = messages * message_bytes(setup, grid, rows)
-        splits = not ends[0] and at_once is None and self.splits(grid, recompute, zero)
+        moves = offload in ("activations", "all")
+        splits = not ends[0] and at_once is None and not moves and self.splits(grid, recompute, zero)
         rows = rows if at_once is None else at_once
         kept, computing = self._row(grid, recompute, ends, splits, rows > 1)
-        buffers = buffers + rows * computing
+        moved = layer_moved(setup, grid, BLOCK, recompute) if moves else 0.0
+        buffers = buffers + rows * (computing + 2 * moved)
+        kept = BlockLine(kept.base, kept.each - moved)
         sizes = [self._unit(grid, layer) for layer in self.layers(ends)]
         gathered = gathered_bytes(setup, grid.z, zero, holders, max(sizes), sizes[0] + max(sizes), splits)
         return Needs(
             BlockLine(stored.base * state + buffers + gathered, stored.each * state),
             BlockLine(rows * kept.base, rows * kept.each),
+            BlockLine(stored.base * on_host, stored.each * on_host),
+            BlockLine(0.0, rows * moved),
         )
+
+    def copy_seconds(self, number: int, grid: TensorGrid, recompute: str, rows: int) -> float:
+        """Return what it takes to move what a block of a pool keeps of so many rows of a rank, one way."""
+        moved = layer_moved(self.setup, grid, BLOCK, recompute)
+        return rows * moved / self.pools[number].device.host_copy_bytes_per_second
+
+    def offloaded_update(self, number: int, grid: TensorGrid, ends: tuple[bool, bool], share: float) -> BlockLine:
+        """Return what an update of a share of the stage's weights takes longer with its state in host memory."""
+        stored, device = self.elements(grid, *ends), self.pools[number].device
+        many = max(1, int(share * stored.at(self.setup.model.num_layers)))
+        longer = offloaded_update_seconds(self.setup, device, [many]) - update_seconds(self.setup, device, many)
+        return BlockLine(stored.base * share * longer / many, stored.each * share * longer / many)
 
     def _row_bytes(
         self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, in_halves: bool

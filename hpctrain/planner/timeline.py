@@ -22,7 +22,7 @@ class PredictedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """A predicted step in detail. Tiles stand for their ranks, as `Plan.first_tiles` does."""
+    """A predicted step in detail. Each tile represents its ranks, as in `Plan.first_tiles`."""
 
     prediction: Prediction
     spans: dict[Tile, list[PredictedSpan]]

@@ -2,19 +2,23 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import SearchLayout
 from hpctrain.planner.extra_warmup import with_extra_warmup
+from hpctrain.planner.parts import predict_in_parts
 from hpctrain.planner.predictor import Prediction, Predictor
 from hpctrain.planner.score import Scorer
 from hpctrain.sharding.intervals import Interval
 
 FEW = 5
 """So many are timed at least."""
+FEW_MORE = 3
+"""So many interleaved ones are timed at most, where the number is limited."""
 CLOSED_FORM_ERROR = 0.03
 """By more than this the closed form is rarely wrong: plans that are worse by it are not timed."""
 MIB = 2**20
@@ -27,8 +31,8 @@ class SimulatedPlan:
     layout: SearchLayout
     plan: Plan
     prediction: Prediction
-    delay_seconds: float | None = None
-    """Of a step with no more microbatches in flight than by 1F1B, if it has more because that is slower."""
+    plain_seconds: float | None = None
+    """Of a step by 1F1B with no extra warm-up, if that is slower than the plan's own schedule."""
 
     @property
     def seconds(self) -> float:
@@ -44,8 +48,8 @@ class Timer:
         self.shortage = ""
         """What the first plan lacked that did not fit after all."""
 
-    def _predictor(self, plan: Plan) -> Predictor:
-        return Predictor(self._setup, plan, self._cluster, network=self._scorer.costs.network)
+    def _predictor(self, plan: Plan, setup: Setup) -> Predictor:
+        return Predictor(setup, plan, self._cluster, network=self._scorer.costs.network)
 
     def one(self, layout: SearchLayout) -> SimulatedPlan | None:
         """Return a layout with its time, cut into whole blocks where it does not fit else; None where neither does."""
@@ -53,24 +57,30 @@ class Timer:
 
     def _one(self, layout: SearchLayout) -> SimulatedPlan | None:
         plan = self._scorer.plan(layout)
-        predictor = self._predictor(plan)
-        prediction = predictor.predict()
+        counts = {self._scorer.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
+        predictor, prediction = predict_in_parts(self._setup, plan, partial(self._predictor, plan), counts)
         if prediction.fits:
-            return self._with_extra_warmup(SimulatedPlan(layout, plan, prediction), predictor)
+            return self._with_best_schedule(SimulatedPlan(layout, plan, prediction), predictor)
+        if not self.shortage and prediction.host_shortage:
+            self.shortage = f"no plan of {self._cluster.describe()} fits in memory: {prediction.host_shortage}"
         if not self.shortage:
             stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
             which = stage.tile.items, stage.tile.family, stage.memory.total, stage.available_bytes
             self.shortage = format_shortage(self._cluster, self._setup, plan, *which)
         return None
 
-    def _with_extra_warmup(self, timed: SimulatedPlan, predictor: Predictor) -> SimulatedPlan:
-        """Return a plan with more microbatches in flight in place of the same one, if it fits and is faster."""
-        plan = with_extra_warmup(timed.plan, predictor.costs, predictor.headroom)
-        if plan is None:
-            return timed
-        prediction = predictor.for_plan(plan).predict()
-        other = SimulatedPlan(timed.layout, plan, prediction, timed.seconds)
-        return min(timed, other, key=lambda each: (not each.prediction.fits, each.seconds))
+    def _with_best_schedule(self, timed: SimulatedPlan, predictor: Predictor) -> SimulatedPlan:
+        """Return the same tiles by the fastest schedule that fits: 1F1B, with more in flight, or ZB-H1."""
+        result, predictors = [timed], []
+        if plan := with_extra_warmup(timed.plan, predictor.costs, predictor.headroom):
+            predictors.append(predictor.for_plan(plan))
+        if plan := zero_bubble(timed.plan):
+            predictors.append(self._predictor(plan, predictor.setup))
+        for other in predictors:
+            prediction = other.predict()
+            if prediction.fits:
+                result.append(SimulatedPlan(timed.layout, other.plan, prediction, timed.seconds))
+        return min(result, key=_by_seconds)
 
     def time(
         self, layouts: Sequence[SearchLayout], known: SimulatedPlan | None = None
@@ -79,10 +89,6 @@ class Timer:
 
         `layouts` are in the order of what the closed form says; `known` is one of them, if it was timed before.
         """
-
-        def by_seconds(timed: SimulatedPlan) -> float:
-            return timed.seconds
-
         result = [known] if known else []
         best, all_done = min((timed.seconds for timed in result), default=math.inf), True
         for number, layout in enumerate(layouts):
@@ -97,9 +103,29 @@ class Timer:
             if timed := self.one(layout):
                 result.append(timed)
                 best = min(best, timed.seconds)
-        of_whole = (timed.layout.whole for timed in sorted(result, key=by_seconds)[: 1 if self._limit else None])
+        of_whole = (timed.layout.whole for timed in sorted(result, key=_by_seconds)[: 1 if self._limit else None])
         result += filter(None, (self._one(layout) for layout in of_whole if layout))
-        return sorted(result, key=by_seconds), all_done
+        return sorted(result, key=_by_seconds), all_done
+
+    def improve(
+        self, layouts: Sequence[SearchLayout], plans: Sequence[SimulatedPlan]
+    ) -> tuple[list[SimulatedPlan], bool]:
+        """Return `plans` and those of other layouts that are expected to be about as fast as the best of them, the
+        fastest first, and whether no other one can be faster.
+
+        `layouts` are in the order of what the closed form says. A few are timed, if the number is limited.
+        """
+        result = list(plans)
+        for number, layout in enumerate(layouts):
+            best = min(timed.seconds for timed in result)
+            is_slower = self._limit is not None and layout.seconds > best * (1 + CLOSED_FORM_ERROR)
+            is_late = self._limit is not None and len(result) - len(plans) >= min(FEW_MORE, self._limit)
+            if is_slower or is_late or self._is_over():
+                is_complete = all(self._scorer.bound(other) >= best for other in layouts[number:])
+                return sorted(result, key=_by_seconds), is_complete
+            if self._scorer.bound(layout) < best and (timed := self.one(layout)):
+                result.append(timed)
+        return sorted(result, key=_by_seconds), True
 
     def _is_enough(self, num_timed: int, slower_share: float) -> bool:
         """Say whether no more plans are timed, the next of which is expected to be slower by so much."""
@@ -108,6 +134,22 @@ class Timer:
         if self._limit is None:
             return False
         return num_timed >= self._limit or (num_timed >= FEW and slower_share > CLOSED_FORM_ERROR)
+
+
+def zero_bubble(plan: Plan) -> Plan | None:
+    """Return a plan by ZB-H1 in place of 1F1B; None where tiles are in no pipeline, or must do backward passes whole.
+
+    Tiles with row chunks, ZeRO 2 or 3, or activations in host memory have no memory for the operands of dW.
+    """
+    splits = all(tile.zero < 2 and tile.row_chunks == 1 and not tile.offloads_activations for tile in plan.tiles)
+    is_pipeline = any(map(plan.upstream, plan.tiles)) and all(
+        len(plan.virtual_stages(tile)) == 1 for tile in plan.tiles
+    )
+    return replace(plan, schedule="zb-h1") if splits and is_pipeline and plan.microbatches > 1 else None
+
+
+def _by_seconds(timed: SimulatedPlan) -> float:
+    return timed.seconds
 
 
 def format_shortage(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 from hpctrain.planner.devices import DeviceModel
@@ -30,7 +31,7 @@ class Exchange(NamedTuple):
     is_output: bool = False
     """Whether it sums the output of a layer that is cut over its input."""
     behind: MatrixProduct | None = None
-    """What is computed meanwhile in a backward pass, where the software overlaps them."""
+    """The product of the same pass that is computed meanwhile, where the software overlaps them."""
     overlapped: "PassWork | None" = None
     """What is computed meanwhile of the other half of the rows, where they are computed in halves."""
 
@@ -86,3 +87,18 @@ class PassWork:
         computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
         dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
         return max(computed, (len(self.products) + self.operations) * dispatch)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The passes over one layer."""
+
+    forward: PassWork
+    backward_input: PassWork
+    """What is recomputed included."""
+    backward_weight: PassWork
+
+    @cached_property
+    def backward(self) -> PassWork:
+        """Both as one pass."""
+        return PassWork.joined((self.backward_input, self.backward_weight))

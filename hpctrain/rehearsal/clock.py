@@ -1,9 +1,9 @@
 """Pretended time: when a described device would have done what its rank has asked for.
 
-All moments are seconds of `time.monotonic`, which the ranks of a host share, so that a pretended moment is also one at
-which something really happens. They are absolute: a rank that is late, because its core was busy, does not make what
+All times are seconds of `time.monotonic`, which the ranks of a host share, so that a pretended time is also one at
+which something really happens. They are absolute: a rank that is late, as its core was busy, does not make what
 follows late too, as long as it catches up. What it does make late are messages that should have started when others
-had seen a later time; so a moment knows by how much it is later than it would be if no rank ever were.
+had seen a later time. So each time comes with its lateness: how much earlier it would be if no rank were ever late.
 """
 
 import threading
@@ -14,22 +14,22 @@ from typing import NamedTuple
 from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.waiting import WAKE_SECONDS
 
-# A rank does not run ahead of its device by more than this: what it sees of others would be of an earlier time.
+# A rank does not lead its device by more than this: what it sees of others would be of an earlier time.
 LONGEST_LEAD_SECONDS = 2e-3
 
 
 class DeviceQueue:
-    """One queue of a device: the moment at which all that was queued is done, and how late that is."""
+    """One queue of a device: the time at which all that was queued is done, and how late that is."""
 
     __slots__ = ("done_at", "late")
 
     def __init__(self):
         self.done_at = time.monotonic()
         self.late = 0.0
-        """By how many seconds, as messages started late on the way to this moment."""
+        """The part of `done_at`, in seconds, that is due to messages which started late."""
 
     def reach(self, when: float, late: float = 0.0) -> None:
-        """Let what is queued from now on start no earlier than a moment that is so late."""
+        """Let what is queued from now on start no earlier than at time `when`, of which `late` seconds are lateness."""
         in_time = max(self.done_at - self.late, when - late)
         self.done_at = max(self.done_at, when)
         self.late = self.done_at - in_time
@@ -64,14 +64,14 @@ class Clock:
         self._here = threading.local()
 
     def charge(self, seconds: float) -> None:
-        """Queue what takes the device so long, and wait where the rank is ahead of it."""
+        """Queue what takes the device so long, and wait where the rank leads it by too much."""
         self.compute.done_at += seconds
         self.busy_seconds += seconds
         self._wait(LONGEST_LEAD_SECONDS)
 
     @property
     def is_moving(self) -> bool:
-        """Whether bytes of an operation are on their way: they slow down what is computed meanwhile.
+        """Whether bytes of an operation are in flight: they slow down what is computed meanwhile.
 
         One that waits for a rank which has not come to it moves nothing.
         """
@@ -141,7 +141,7 @@ class RehearsedPace:
     def __init__(self, clock: Clock, group: str = ""):
         self.clock, self.group = clock, group
         self.stream = DeviceQueue()
-        """The group's; its transports start messages at its moment, and move it on to where they arrive."""
+        """The group's; its transports start messages at its time, and advance it to their arrival."""
 
     def steps(self, steps: Steps, operation: str = "", num_bytes: int = 0) -> "Paced":
         """Return steps that begin when all is done that the device was asked to compute before this call."""

@@ -31,7 +31,7 @@ class SharedNic:
 
 @dataclass(frozen=True)
 class Node:
-    """A host; its i-th device takes the i-th NIC of each fabric, or shares them in turn where there are fewer."""
+    """A host; its i-th device takes the i-th NIC of each fabric; fewer are shared round-robin."""
 
     ranks: tuple[int, ...]
     """Who impersonates its devices, in their order."""

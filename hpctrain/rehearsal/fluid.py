@@ -81,7 +81,7 @@ class Fluid:
         return self._left[slot]
 
     def earliest_end(self, slot: int) -> float:
-        """Return a time before which the flow cannot end, if no flow that starts by then makes room for it."""
+        """Return a time before which the flow cannot end, if no flow that starts by then yields bandwidth to it."""
         left = self._left[slot]
         return left if left < math.inf else max(self._earliest[slot], self.next_end)
 

@@ -84,7 +84,7 @@ class Miniature:
         if self.scale:
             factors = ("FLOP/s", self.scale.flops), ("bytes/s", self.scale.num_bytes), ("memory", self.scale.memory)
             parts += [f"{what} {_fraction(factor)}" for what, factor in factors]
-            parts.append(f"fp32 stands for {self.scale.dtype}")
+            parts.append(f"fp32 represents {self.scale.dtype}")
         else:
             parts.append("the cluster as it is")
         return f"rehearsal of {name}: {'; '.join(parts)}; {self.truth.time_scale:g} s for one of the cluster"
@@ -105,12 +105,12 @@ def miniature(
     """Return what is rehearsed of a cluster and a job on so many cores.
 
     The job's vocabulary size is a value. Without a `truth` devices behave as the cluster's own figures say.
-    `time_scale` goes before that of the truth; without both it is chosen so that the cores keep up.
+    `time_scale` overrides that of the truth; without both it is resolved so that the cores keep up.
 
-    Memory is scaled by one factor: what a rank needs for the scaled job over what it needs for the real one, by the
-    planner's memory model, for the same even plan on all devices. Weights, moments and activations shrink by different
-    factors, so the share of memory that the job fills is kept for the sum, not for each part. `truth.memory_times`
-    sets the factor instead: memory is divided by W^2 and multiplied by it.
+    Memory is scaled by one factor: what a rank needs for the scaled job over what it needs for the real one. Both are
+    by the planner's memory model, for the same even plan on all devices. Weights, moments and activations shrink
+    by different factors, so the share of memory that the job fills is kept for the sum, not for each part.
+    `truth.memory_times` sets the factor instead: memory is divided by W^2 and multiplied by it.
 
     Raises TopologyError where a family has no speed in the job's dtype.
     """
@@ -141,7 +141,7 @@ def miniature(
 
 
 def dtypes_of(cluster: Cluster, job: Job) -> dict[str, str]:
-    """Return which dtype of each family fp32 stands for. Raises TopologyError where a family does not have it.
+    """Return which dtype of each family fp32 represents. Raises TopologyError where a family does not have it.
 
     Where the job's is `auto`: half precision if all families have it, else fp32.
     """

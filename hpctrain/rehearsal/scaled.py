@@ -118,6 +118,7 @@ def own_truth(cluster: Cluster, dtypes: Mapping[str, str], tile: int = TILE) -> 
             tile=(tile, tile),
             half_speed_rows=half,
             overlap_slowdown=model.overlap_slowdown,
+            host_copy_bytes_per_second=model.host_copy_bytes_per_second,
         )
     return Truth(devices=devices)
 

@@ -111,7 +111,8 @@ class ShapedNetwork:
         return ((group << RECEIVER_BITS | receiver) << SEQUENCE_BITS) | sequence
 
     def start(self, target: int, num_bytes: int, tag: int, behind: int | None, now: float, late: float = 0.0) -> None:
-        """Start a flow from this rank at a moment that is so late, and later still where others have seen a later one.
+        """Start a flow from this rank at time `now`, of which `late` seconds are lateness; later still where others
+        have seen a later time.
 
         `behind` is the tag of the message before it, if any.
         """
@@ -253,7 +254,7 @@ class ShapedTransport:
     ):
         """`ranks` are the group's in the world, and `group` its `network.new_group()`, the same on all of them.
 
-        Messages start at the moment of `stream`, which they move on; without one, when they are sent. `inner` is owned
+        Messages start at the time of `stream`, which they advance; without one, when they are sent. `inner` is owned
         from now on.
         """
         self.name = f"{inner.name}, shaped"

@@ -1,4 +1,4 @@
-"""Half-open integer intervals: the one piece of arithmetic that plans, shards and checkpoints share."""
+"""Half-open integer intervals: the arithmetic that plans, shards and checkpoints share."""
 
 import itertools
 import math

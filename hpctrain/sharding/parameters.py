@@ -1,13 +1,13 @@
 """Every parameter of a model by name: its shape, how a tensor grid cuts it, how it starts.
 
 Pure functions of the model's shape and of a tensor grid: no weights here. The model allocates from this, the
-optimizer and the checkpoint take their pieces from it, the planner counts bytes with it, so that none can disagree.
+optimizer and the checkpoint take their parts from it, the planner counts bytes with it, so that none can disagree.
 
 How weights are cut (Agarwal's 3D product as used by AxoNN, arXiv 2305.13525): the weight of a layer `[out, in]` is
 cut by y over `out` and by x over `in`; layers whose input is the output of such a layer swap x and y, so that
-nothing is redistributed in between. What is left of a weight on coordinate (x, y) is its *box*; the boxes of one
-*unit* (the parameters of one item that are exchanged by the same ranks) lie one after another in one flat array,
-and coordinate z stores a consecutive z-th of it.
+nothing is redistributed in between. What is left of a weight on coordinate (x, y) is its *box*. The boxes of one
+*unit* (the parameters of one item that are exchanged by the same ranks) lie one after another in one flat array.
+Coordinate z stores a consecutive z-th of it.
 """
 
 import itertools

@@ -228,7 +228,7 @@ row_chunks = 3
 
 
 @pytest.mark.timeout(120)
-def test_a_mixed_plan_with_an_unused_rank_trains_stops_and_goes_on(hpctrain, folder, whole_run):
+def test_a_mixed_plan_with_an_unused_rank_trains_stops_and_continues(hpctrain, folder, whole_run):
     (folder / "mixed.toml").write_text(MIXED)
     args = ["train", "job.toml", "--run", "runs/mixed", "--sample", "0"]
     first = hpctrain(*args, "--set", "plan.file=mixed.toml", "--stop-after", "3", ranks=3, cwd=folder)

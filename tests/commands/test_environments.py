@@ -9,22 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch.code import PACKAGE
+from tests import clusters
 from tests.started import BIN
-
-CLUSTER = """
-[families.{name}]
-kind = "cpu"
-origin = "assumed"
-memory_bytes = 2e9
-memory_bytes_per_second = 1e10
-sustained_flops_per_second = {{fp32 = 1e9}}
-launch = {{venv = "{venv}", environment = {{MPI4PY_LIBMPI = "{libmpi}"}}}}
-[[nodes]]
-devices = {{{name} = 1}}
-origin = "assumed"
-nics = [{{fabric = "net", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "assumed"}}]
-"""
-FABRIC = '[fabrics.net]\norigin = "assumed"\nlatency_seconds = 1e-4\n'
 
 
 def make_environment(folder: Path, harmless: str, package: Path | None = None) -> Path:
@@ -61,10 +47,12 @@ def fast(tmp_path_factory) -> Path:
 
 def write_start(hpctrain, folder: Path, run: str, fast: Path, slow: Path) -> Path:
     """Write the start of a job on two families, and return its script."""
-    libmpi = BIN.parent / "lib" / "libmpi.so.12"
-    families = {"fast": fast, "slow": slow}.items()
-    tables = [CLUSTER.format(name=name, venv=venv, libmpi=libmpi) for name, venv in families]
-    (folder / f"{run}.toml").write_text("".join((FABRIC, *tables)))
+    environment = {"MPI4PY_LIBMPI": str(BIN.parent / "lib" / "libmpi.so.12")}
+    tables = [clusters.fabric()]
+    for name, path in {"fast": fast, "slow": slow}.items():
+        launch = {"venv": str(path), "environment": environment}
+        tables += clusters.family(name, launch=launch), clusters.nodes({name: 1})
+    (folder / f"{run}.toml").write_text("".join(tables))
     done = hpctrain("mpirun", "job.toml", "--cluster", f"{run}.toml", "--run", run, cwd=folder)
     assert done.code == 0, done.err
     return folder / run / "start.sh"

@@ -1,4 +1,4 @@
-"""Mixed clusters from end to end: plans by speed, their benchmark, and what happens where a device has no room."""
+"""Mixed clusters from end to end: plans by speed, their benchmark, and devices with too little memory."""
 
 import json
 
@@ -7,54 +7,31 @@ import pytest
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.intervals import Interval
+from tests.clusters import fabric, family, nodes, table
 
-CLUSTER = """
-[families.fast]
-kind = "cuda"
-origin = "datasheet"
-memory_bytes = 50_000_000
-memory_bytes_per_second = 2e9
-sustained_flops_per_second = {fp32 = 1.2e8}
+SMALL_BYTES = 850_000  # enough for weights, gradients and moments of the test's model, and for nothing else
+TINY_BYTES = 400_000  # too few for its weights and gradients, wherever its moments are
 
-[families.slow]
-kind = "rocm"
-origin = "datasheet"
-memory_bytes = SLOW_BYTES
-memory_bytes_per_second = 2e9
-sustained_flops_per_second = {fp32 = 4e7}
 
-[fabrics.ib]
-origin = "datasheet"
-latency_seconds = 1e-5
-
-[[nodes]]
-devices = {fast = 1}
-nics = [{fabric = "ib", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "datasheet"}]
-
-[[nodes]]
-devices = {slow = 1}
-nics = [{fabric = "ib", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "datasheet"}]
-
-[truth.devices.fast]
-memory_bytes = 50_000_000
-memory_bytes_per_second = 2e9
-flops_per_second = {fp32 = 1.2e8}
-
-[truth.devices.slow]
-memory_bytes = SLOW_BYTES
-memory_bytes_per_second = 2e9
-flops_per_second = {fp32 = 4e7}
-"""
-SMALL_BYTES = 850_000  # room for weights, gradients and moments of the test's model, and for nothing else
+def cluster_text(slow_bytes: int, slow_flops: float = 4e7, num_slow: int = 1) -> str:
+    """Return a cluster of one fast device and some slow ones, each on a node of its own, which are what they say."""
+    text = fabric("ib", 1e-5, "datasheet")
+    families = {"fast": ("cuda", 50_000_000, 1.2e8, 1), "slow": ("rocm", slow_bytes, slow_flops, num_slow)}
+    for name, (kind, memory_bytes, flops, count) in families.items():
+        memory = {"memory_bytes": memory_bytes, "memory_bytes_per_second": 2e9}
+        text += family(name, flops, kind=kind, origin="datasheet", **memory)
+        text += nodes({name: 1}, 1e8, "ib", origin="datasheet", count=count)
+        text += table(f"[truth.devices.{name}]", memory | {"flops_per_second": {"fp32": flops}})
+    return text
 
 
 @pytest.fixture(scope="module")
 def clusters(folder):
-    """A cluster of one fast and one slow device, and one whose slow device cannot hold the model alone."""
-    (folder / "two.toml").write_text(CLUSTER.replace("SLOW_BYTES", "50_000_000"))
-    (folder / "small.toml").write_text(CLUSTER.replace("SLOW_BYTES", str(SMALL_BYTES)))
-    more_slow = CLUSTER.replace("[[nodes]]\ndevices = {slow = 1}", "[[nodes]]\ncount = 2\ndevices = {slow = 1}")
-    (folder / "three.toml").write_text(more_slow.replace("SLOW_BYTES", "40_000_000").replace("4e7", "9e7"))
+    """Clusters of a fast device and a slow one, slow ones that are too small for the model alone, or two slow ones."""
+    (folder / "two.toml").write_text(cluster_text(50_000_000))
+    (folder / "small.toml").write_text(cluster_text(SMALL_BYTES))
+    (folder / "tiny.toml").write_text(cluster_text(TINY_BYTES))
+    (folder / "three.toml").write_text(cluster_text(40_000_000, 9e7, num_slow=2))
     return folder
 
 
@@ -88,13 +65,13 @@ def test_mixed_is_nearly_the_sum_of_its_families_with_the_same_losses(hpctrain, 
 
 @pytest.mark.timeout(120)
 def test_a_family_that_cannot_hold_the_model_is_named_instead_of_a_ratio(hpctrain, clusters):
-    arguments = ["bench", "mixed", "small.toml", "--job", "job.toml", "--steps", "1", "--plans", "1", "--alone", "1"]
+    arguments = ["bench", "mixed", "tiny.toml", "--job", "job.toml", "--steps", "1", "--plans", "1", "--alone", "1"]
     done = hpctrain(*arguments, ranks=2, cwd=clusters)
     assert done.code == 0, done.out + done.err
     assert "no ratio: slow alone cannot hold the model" in done.out
     assert "slow alone               no plan fits" in done.out and "of the sum" not in done.out
     assert "slow alone: no plan of 1 fast and 1 slow on 2 nodes, by ib fits in memory; the nearest" in done.err
-    assert "on a rank of family 'slow', which has 0.8 MiB" in done.err
+    assert "on a rank of family 'slow', which has 0.4 MiB" in done.err
 
 
 @pytest.mark.timeout(60)
@@ -115,7 +92,7 @@ def test_a_plan_by_speed_is_a_file_with_the_families_of_the_cluster(hpctrain, cl
 
 
 @pytest.mark.timeout(120)
-def test_a_run_begun_on_one_mix_goes_on_on_another_as_if_on_one_rank(hpctrain, clusters):
+def test_a_run_begun_on_one_mix_continues_on_another_as_if_on_one_rank(hpctrain, clusters):
     def train(*more, ranks, run):
         done = hpctrain("train", "job.toml", "--run", run, "--sample", "0", *more, ranks=ranks, cwd=clusters)
         assert done.code == 0, done.out + done.err

@@ -1,4 +1,4 @@
-"""`hpctrain probe` on ranks that are told to be two families on two hosts; its file is read back."""
+"""`hpctrain probe` on ranks that pretend to be two families on two hosts; its file is read back."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_two_families_on_two_hosts_become_a_cluster(probe, tmp_path):
     done = probe(tmp_path, "--out", "cluster.toml", "--seconds", "2")
     assert done.code == 0, done.out + done.err
     assert "wrote cluster.toml: 2 fast and 2 slow on 2 nodes, by network" in done.out
-    assert os.listdir(tmp_path) == ["cluster.toml"], "nothing is left beside it"
+    assert os.listdir(tmp_path) == ["cluster.toml"], "nothing else is left"
     cluster = load_cluster(tmp_path / "cluster.toml")
     assert [(d.node, d.family) for d in cluster.devices] == [(0, "fast"), (0, "fast"), (1, "slow"), (1, "slow")]
     for family in cluster.families.values():
@@ -62,7 +62,7 @@ def test_two_families_on_two_hosts_become_a_cluster(probe, tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_it_is_replaced_if_asked_for_and_told_as_json(hpctrain, tmp_path):
+def test_it_is_replaced_if_asked_for_and_printed_as_json(hpctrain, tmp_path):
     (tmp_path / "cluster.toml").write_text("old")
     done = hpctrain("probe", "--out", "cluster.toml", "--seconds", "0.5", "--force", "--json", cwd=tmp_path)
     assert done.code == 0, done.err
@@ -81,7 +81,7 @@ def test_it_is_replaced_if_asked_for_and_told_as_json(hpctrain, tmp_path):
         (".", ".: is a folder; give --out the name of a file in it"),
     ],
 )
-def test_where_it_cannot_be_written_is_told_before_anything_is_measured(hpctrain, tmp_path, out, message):
+def test_where_it_cannot_be_written_is_reported_before_anything_is_measured(hpctrain, tmp_path, out, message):
     done = hpctrain("probe", "--out", out, "--force", cwd=tmp_path)
     assert done.code == 11
     assert f"hpctrain: JobError: {message}" in done.err
@@ -107,7 +107,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(120)
-def test_ranks_of_a_host_that_name_unlike_fabrics_are_refused(probe, tmp_path):
+def test_ranks_of_a_host_that_name_different_fabrics_are_refused(probe, tmp_path):
     done = probe(tmp_path, "--out", "cluster.toml", variables={"HPCTRAIN_FABRIC": "backbone"})
     assert done.code == 13
     assert done.err.count("hpctrain: ") == 1, done.err

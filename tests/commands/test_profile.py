@@ -1,4 +1,4 @@
-"""`hpctrain profile`, the plan by its curves, and the run by that plan; and what does not fit, as a person sees it."""
+"""`hpctrain probe --job`, the plan by its curves, the run by that plan; and what does not fit, as a person sees it."""
 
 import json
 import re
@@ -116,7 +116,7 @@ def test_it_is_measured_again_if_asked_for_and_may_go_elsewhere(hpctrain, folder
 
 
 @pytest.mark.timeout(120)
-def test_what_cannot_be_is_told_before_anything_is_measured(hpctrain, folder, cluster):
+def test_what_cannot_be_is_reported_before_anything_is_measured(hpctrain, folder, cluster):
     name = next(iter(ready_clusters()))
     done = hpctrain("probe", "--job", "job.toml", "--cluster", name, ranks=2, cwd=folder)
     assert done.code == 11 and done.err.count("hpctrain: ") == 1, done.err

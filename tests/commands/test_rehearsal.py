@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.truth import PretendDevice, Truth
+from tests import clusters
 from tests.pretended import PAIR
 
 FAST = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})
@@ -46,30 +47,13 @@ def test_a_rehearsal_needs_a_rank_for_each_device(hpctrain, folder, cluster):
     assert not (folder / "nowhere").exists()
 
 
-FOUR_NODES = """
-[families.slow]
-origin = "datasheet"
-kind = "cpu"
-memory_bytes = 50_000_000
-memory_bytes_per_second = 2e9
-peak_flops_per_second = {fp32 = 2e9}
-
-[fabrics.ib]
-origin = "datasheet"
-latency_seconds = 1e-3
-
-[[nodes]]
-count = 4
-devices = {slow = 1}
-nics = [{fabric = "ib", send_bytes_per_second = SPEED, receive_bytes_per_second = SPEED, origin = "datasheet"}]
-"""
-
-
 @pytest.mark.timeout(400)
 def test_a_run_that_is_continued_keeps_the_algorithms_it_began_with(hpctrain, folder, tmp_path):
     """Sums over y are doubled by fast NICs and exchanged by slow ones: their bits differ."""
-    for name, speed in (("fast", "1e9"), ("slow", "1e8")):
-        (tmp_path / f"{name}.toml").write_text(FOUR_NODES.replace("SPEED", speed))
+    memory = {"memory_bytes": 50_000_000, "memory_bytes_per_second": 2e9}
+    devices = clusters.family("slow", 2e9, **memory) + clusters.fabric(latency_seconds=1e-3)
+    for name, speed in (("fast", 1e9), ("slow", 1e8)):
+        (tmp_path / f"{name}.toml").write_text(devices + clusters.nodes({"slow": 1}, speed, count=4))
 
     def train(run: str, cluster: str, *more: str) -> str:
         plan = ["--set", "plan.tensor.y=4", "--set", "train.steps=2", "--sample", "0", "--run", f"runs/{run}"]
@@ -86,41 +70,21 @@ def test_a_run_that_is_continued_keeps_the_algorithms_it_began_with(hpctrain, fo
     assert hpctrain("compare", "runs/by-fast", "runs/by-slow", "--exact", cwd=folder).code == 1
 
 
-REAL_SIZE = """
-[families.a100]
-kind = "cuda"
-model = "NVIDIA A100 SXM 80GB"
-origin = "datasheet"
-memory_bytes = 80e9
-memory_bytes_per_second = 2.0e12
-peak_flops_per_second = {fp32 = 19.5e12, bf16 = 312e12}
+def two_of_real_size(name: str, memory: tuple[float, float], peaks: dict[str, float], link: float) -> str:
+    """Return the tables of a family of GPUs by its data sheet, and of a node with two of them."""
+    sheet = dict(zip(("memory_bytes", "memory_bytes_per_second"), memory, strict=True)) | {
+        "peak_flops_per_second": peaks
+    }
+    links = {"link_latency_seconds": 3e-6, "link_bytes_per_second": link}
+    table = clusters.family(name, kind="cuda", origin="datasheet", **sheet)
+    return table + clusters.nodes({name: 2}, 25e9, "ib", origin="datasheet", **links)
 
-[families.v100]
-kind = "cuda"
-model = "NVIDIA V100 SXM2 32GB"
-origin = "datasheet"
-memory_bytes = 32e9
-memory_bytes_per_second = 0.9e12
-peak_flops_per_second = {fp32 = 15.7e12, fp16 = 125e12}
 
-[fabrics.ib]
-origin = "datasheet"
-latency_seconds = 3e-6
-
-[[nodes]]
-devices = {a100 = 2}
-origin = "datasheet"
-link_latency_seconds = 3e-6
-link_bytes_per_second = 300e9
-nics = [{origin = "datasheet", fabric = "ib", send_bytes_per_second = 25e9, receive_bytes_per_second = 25e9}]
-
-[[nodes]]
-devices = {v100 = 2}
-origin = "datasheet"
-link_latency_seconds = 3e-6
-link_bytes_per_second = 150e9
-nics = [{origin = "datasheet", fabric = "ib", send_bytes_per_second = 25e9, receive_bytes_per_second = 25e9}]
-"""
+REAL_SIZE = (
+    clusters.fabric("ib", 3e-6, "datasheet")
+    + two_of_real_size("a100", (80e9, 2.0e12), {"fp32": 19.5e12, "bf16": 312e12}, 300e9)
+    + two_of_real_size("v100", (32e9, 0.9e12), {"fp32": 15.7e12, "fp16": 125e12}, 150e9)
+)
 MOST_OVERRUN = 0.1
 LARGE_JOB = """
 plan = "auto"
@@ -154,7 +118,7 @@ def test_a_large_job_is_rehearsed_on_a_cluster_of_real_size(hpctrain, tmp_path):
     assert done.err.count("trained on generated tokens") == 1
     compared = json.loads((tmp_path / run / "drift.json").read_text())
     print(done.err, summary, compared)
-    assert summary["overrun"] < MOST_OVERRUN, "the time scale was chosen so that the cores keep up"
+    assert summary["overrun"] < MOST_OVERRUN, "the time scale was resolved so that the cores keep up"
     assert compared["measured_seconds"] == pytest.approx(compared["predicted_seconds"], rel=0.35)
     flops = 6 * 16 * 2048 * (4 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256)
     assert compared["measured_seconds"] > flops / (2 * 312e12 + 2 * 125e12), "no faster than the real devices' peaks"

@@ -1,4 +1,4 @@
-"""`hpctrain train JOB` and nothing else: the machine is known, the plan is found, the steps are compared."""
+"""`hpctrain train JOB` and nothing else: the machine is detected, the plan is searched, the steps are compared."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def losses(folder, run):
 
 
 @pytest.mark.timeout(200)
-def test_a_job_finds_its_plan_on_this_machine_and_the_same_one_again(start, folder, tmp_path):
+def test_a_job_searches_its_plan_on_this_machine_and_the_same_one_again(start, folder, tmp_path):
     cache = tmp_path / "cache"
     first = start(folder, "--run", "runs/road1", cache=cache, ranks=2)
     assert first.returncode == 0, first.stderr
@@ -75,7 +75,7 @@ def test_a_description_that_is_damaged_or_cannot_be_kept_is_measured_again(start
 
 
 @pytest.mark.timeout(300)
-def test_a_run_goes_on_with_other_ranks_by_a_plan_of_their_own(start, folder, tmp_path):
+def test_a_run_continues_with_other_ranks_by_a_plan_of_their_own(start, folder, tmp_path):
     """On 4 ranks, then on 3 of two families, then on 2; as if on one rank all the time."""
     cache = tmp_path / "cache"
     assert start(folder, "--run", "runs/one", cache=cache, ranks=1).returncode == 0
@@ -85,7 +85,8 @@ def test_a_run_goes_on_with_other_ranks_by_a_plan_of_their_own(start, folder, tm
     assert moved.returncode == 0, moved.stderr
     assert "planned again: " in moved.stdout
     # On a busy machine the best plan may leave ranks unused.
-    assert re.search(r"was written by [1-4] cpu; these are 2 fast and 1 slow", moved.stdout), moved.stdout
+    writers = r"was written by [1-4] cpu(?: and [1-3] unused)?; these are 2 fast and 1 slow"
+    assert re.search(writers, moved.stdout), moved.stdout
     last = start(folder, "--run", "runs/moved", cache=cache, ranks=2)
     assert last.returncode == 0, last.stderr
     assert "these are 2 cpu" in last.stdout

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = 4
 STARTED_BY = "HPCTRAIN_TEST_STARTED_BY"
 WAIT_SECONDS = 45
-"""Less than the 60 s for which ranks rest, or are lost, where nobody ends them."""
+"""Less than the 60 s for which ranks rest, or are stuck, where nobody ends them."""
 
 
 def start(folder: Path | str, story: str, culprit: int = 0) -> subprocess.Popen:
@@ -54,7 +54,7 @@ def wait_for(ready: Callable[[], bool]) -> None:
 
 
 def guardians() -> list[str]:
-    """Return the guardians that run for a test of this process; others test beside it."""
+    """Return the guardians that run for a test of this process; others test at the same time."""
     result, mark = [], f"{STARTED_BY}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, hpctrain, culprit):
         done,
         f"hpctrain: CommError: {name} has not entered all_reduce number 4 on lane data [0-3], 4.2 MB;"
         " its last was all_reduce number 3 on lane data [0-3], 4.2 MB, finished ",
-        " s ago; 3 ranks wait for it\n  found by rank 0: in a test an operation may take 1 s (raise"
+        " s ago; 3 ranks wait for it\n  detected by rank 0: in a test an operation may take 1 s (raise"
         " observe.step_timeout_seconds if it was only slow); all ranks are stopped",
         f"\n    {name}  works  all_reduce 3 on data, 4.2 MB, done ",
         "  waits  all_reduce 4 on data, 4.2 MB, begun ",
@@ -113,7 +113,7 @@ def test_where_files_are_waited_for_a_missing_rank_is_named_too(tmp_path, hpctra
         done,
         "hpctrain: CommError: rank 2 (host node1) has not entered agree number ",
         " on lane world [0-3]; its last was all_reduce number 3 on lane data [0-3], 4.2 MB, finished ",
-        "found by rank 0: in a test an operation may take 1 s (raise observe.step_timeout_seconds if",
+        "detected by rank 0: in a test an operation may take 1 s (raise observe.step_timeout_seconds if",
     )
     summary = hpctrain("inspect", tmp_path, cwd=tmp_path)
     assert "not ended in order, 4 ranks, in a test\n" in summary.out
@@ -124,10 +124,10 @@ def test_where_files_are_waited_for_a_missing_rank_is_named_too(tmp_path, hpctra
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("folder_is_known", [False, True])
-def test_where_all_ranks_fail_alike_one_speaks_and_the_code_is_theirs(tmp_path, folder_is_known):
-    done = run(tmp_path if folder_is_known else "-", "alike")
+def test_where_all_ranks_fail_equally_one_speaks_and_the_code_is_theirs(tmp_path, folder_is_known):
+    done = run(tmp_path if folder_is_known else "-", "equally")
     assert (done.code, done.out) == (DataError.exit_code, "")
-    assert done.err == "hpctrain: DataError: nothing to go on from\n"
+    assert done.err == "hpctrain: DataError: nothing to continue from\n"
     assert not guardians()
 
 
@@ -135,7 +135,7 @@ def test_where_all_ranks_fail_alike_one_speaks_and_the_code_is_theirs(tmp_path, 
 def test_where_one_rank_fails_it_speaks_and_the_code_is_its(tmp_path):
     done = run(tmp_path, "fails", 2)
     assert done.code == DataError.exit_code, done.out + done.err
-    banner = "hpctrain: DataError: nothing to go on from here\n  on rank 2 of 4, host node1; all ranks are stopped\n"
+    banner = "hpctrain: DataError: nothing to continue from here\n  on rank 2 of 4, host node1; all ranks are stopped\n"
     assert banner in done.err
     assert done.err.count("hpctrain: ") == 1, done.err
 
@@ -144,7 +144,7 @@ def test_where_one_rank_fails_it_speaks_and_the_code_is_its(tmp_path):
 def test_where_several_ranks_fail_one_of_them_speaks(tmp_path):
     done = run(tmp_path, "others", 0)
     assert done.code == DataError.exit_code, done.out + done.err
-    assert done.err.count("hpctrain: DataError: nothing to go on from here") == 1, done.err
+    assert done.err.count("hpctrain: DataError: nothing to continue from here") == 1, done.err
     assert done.err.count("hpctrain: ") == 1, done.err
 
 
@@ -172,7 +172,7 @@ def test_a_rank_that_cannot_answer_is_named(tmp_path, culprit):
         done,
         f"rank {culprit} (host node{culprit // 2}) does not answer: it is gone, or stuck in a call that holds Python's"
         " lock; has not entered all_reduce number 4 on lane data [0-3]",
-        f"found by rank {0 if culprit else 1}:",
+        f"detected by rank {0 if culprit else 1}:",
         f"rank {culprit} (host node{culprit // 2})  no answer  all_reduce 3 on data",
     )
 
@@ -208,7 +208,7 @@ def test_no_rank_is_blamed_where_the_launcher_is_killed(tmp_path):
     process = start(tmp_path, "rest")
     try:
         wait_for(lambda: len(list(tmp_path.glob("resting-*"))) == RANKS)
-        assert guardians(), "they are found while they are there"
+        assert guardians(), "they are detected while they are there"
         process.kill()
         _, err = process.communicate(timeout=WAIT_SECONDS)
     finally:

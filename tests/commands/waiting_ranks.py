@@ -1,9 +1,9 @@
 """Ranks whose operations move nothing, one of which does not come.
 
-`mpirun -n N python waiting_ranks.py FOLDER STORY R`; FOLDER "-" stands for none. Stories: "all" come; rank R "skips" an
+`mpirun -n N python waiting_ranks.py FOLDER STORY R`; FOLDER "-" is none. Stories: "all" come; rank R "skips" an
 operation; R is "absent" where all agree on something; R is "stuck" and never lets other Python threads run; R is
 "slow"; R is "killed"; R "fails"; "everybody" but R skips; all "others" fail. All "rest" for long, and wait for nobody;
-all fail "alike".
+all fail "equally".
 """
 
 import ctypes
@@ -52,8 +52,8 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
     together(comm, recorder, everyone, "broadcast")
     for _ in range(3):
         together(comm, recorder, data, "all_reduce")
-    if story == "alike":
-        raise DataError("nothing to go on from")
+    if story == "equally":
+        raise DataError("nothing to continue from")
     if story == "rest":
         (Path(folder) / f"resting-{rank}").touch()
         time.sleep(60)
@@ -65,7 +65,7 @@ def play(world: World, folder: str, story: str, culprit: int) -> None:
         elif story == "slow":
             lost_in_thought(PATIENCE_SECONDS / 2)
         elif story in ("fails", "others"):
-            raise DataError("nothing to go on from here")
+            raise DataError("nothing to continue from here")
         elif story == "killed":
             time.sleep(PATIENCE_SECONDS / 4)
             os.kill(os.getpid(), signal.SIGKILL)

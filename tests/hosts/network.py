@@ -30,9 +30,9 @@ SWITCH, SWITCH_ADDRESS = "switch", "10.77.0.1"
 LONGEST_CLUSTER_NAME = 10
 # What a link lets through at once after a pause: two packets of the size that TCP hands to an interface, 64 KiB.
 BURST_BYTES = 128 * 1024
-# What may wait in front of a link; what comes then is lost, as in a switch.
+# What may wait in front of a link; what comes then is dropped, as in a switch.
 QUEUE_SECONDS, SMALLEST_QUEUE_BYTES = 0.02, 512 * 1024
-# All hosts are one machine, and UCX would find that out and use its memory: only TCP, and only the shaped network.
+# All hosts are one machine, and UCX would detect that and use its memory: only TCP, and only the shaped network.
 # The ranks of one host still use MPICH's own shared memory.
 MPI_ENVIRONMENT = {"MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "fabric"}
 # How long a process may take to end in order.
@@ -212,7 +212,7 @@ class Network:
 def open_network(site: Site) -> Iterator[Network]:
     """Make a site's hosts and links; at the end, whatever happened, stop what runs there and remove them."""
     if too_long := [cluster.name for cluster in site.clusters if len(cluster.name) > LONGEST_CLUSTER_NAME]:
-        raise ValueError(f"clusters {too_long}: Linux has no room for names above {LONGEST_CLUSTER_NAME} characters")
+        raise ValueError(f"clusters {too_long}: Linux refuses names above {LONGEST_CLUSTER_NAME} characters")
     remove_leftovers()
     network = Network(site)
     try:
@@ -223,7 +223,7 @@ def open_network(site: Site) -> Iterator[Network]:
 
 
 def missing() -> str | None:
-    """Return why there can be no such network here, found by making a small one; None if there can be."""
+    """Return why there can be no such network here, after an attempt at a small one; None if there can be."""
     if os.geteuid():
         return "network namespaces need root"
     if absent := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:

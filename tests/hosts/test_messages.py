@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 
+from tests import clusters
 from tests.ranks.small_runs import write_tokens
 from tests.started import SMALL_MODEL
 
@@ -20,21 +21,6 @@ steps = {STEPS}
 global_batch = {ROWS}
 dtype = "fp32"
 """
-FAMILY = """
-[families.{name}]
-kind = "cpu"
-origin = "assumed"
-memory_bytes = 2e9
-memory_bytes_per_second = 1e10
-sustained_flops_per_second = {{fp32 = 1e9}}
-[[nodes]]
-devices = {{{name} = {ranks}}}
-origin = "assumed"
-link_latency_seconds = 1e-5
-link_bytes_per_second = 2e9
-nics = [{{fabric = "backbone", send_bytes_per_second = 1e7, receive_bytes_per_second = 1e7, origin = "assumed"}}]
-"""
-FABRIC = '[fabrics.backbone]\norigin = "assumed"\nlatency_seconds = 1e-4\n'
 OTHER_BYTES = 200_000
 """What else the ranks of a host send to the other one, at the most: to start and to agree."""
 HEADERS = 1.08
@@ -47,8 +33,10 @@ def test_one_copy_crosses_the_slow_link_however_few_rows_a_microbatch_has(networ
     write_tokens(tmp_path / "tokens.bin")
     (tmp_path / "job.toml").write_text(JOB)
     # Described, not measured: on a busy machine ranks of one host may be measured as slow as the link between hosts.
-    families = (FAMILY.format(name=name, ranks=y) for name in ("alpha", "beta"))
-    (tmp_path / "cluster.toml").write_text(FABRIC + "".join(families))
+    tables = [clusters.fabric("backbone")]
+    for name in ("alpha", "beta"):
+        tables += clusters.family(name), clusters.nodes({name: y}, 1e7, "backbone", link_bytes_per_second=2e9)
+    (tmp_path / "cluster.toml").write_text("".join(tables))
     layout = (f"plan.tensor.y={y}", "plan.pipeline=2", "plan.microbatch=1")
 
     def bytes_crossed(run: str, *settings: str) -> list[int]:

@@ -26,7 +26,7 @@ def site(inside: float, between: float) -> Site:
 
 
 NETWORKS = {"fast": site(FAST, 2 * FAST), "hybrid": site(FAST, SLOW), "slow": site(SLOW, 2 * SLOW)}
-"""Between clusters of one network there is room for both hosts of each."""
+"""Between clusters of one network there is bandwidth for both hosts of each."""
 LAYERS, ROWS, MICROBATCHES = 8, 4, 4
 JOB = f"""
 [model]
@@ -43,7 +43,7 @@ steps = 10
 global_batch = {ROWS * MICROBATCHES}
 dtype = "fp32"
 """
-NUM_PARAMETERS = 1_600_000  # at least: what the byte counters are held against
+NUM_PARAMETERS = 1_600_000  # at least: what the byte counters are compared with
 STEPS, WARMUP = 2, 1
 
 
@@ -94,6 +94,6 @@ def test_data_inside_a_fabric_and_pipeline_across_loses_little_to_a_slow_network
     assert len(losses) == 1, "the same training on each"
     gradients = 2 * 4 * NUM_PARAMETERS  # reduced and gathered, from each cluster once
     assert crossed["hybrid", "data across"] > gradients > 4 * crossed["hybrid", "data inside"]
-    with unless_busy(others):  # what it is exactly stands in the docs
+    with unless_busy(others):  # the docs have the exact figure
         assert slow / hybrid > 1.1 and across / hybrid > 1.5
         assert fast / hybrid > 0.7

@@ -1,4 +1,4 @@
-"""The probe finds the networks that the hosts really have."""
+"""The probe detects the networks that the hosts really have."""
 
 import shlex
 
@@ -10,7 +10,7 @@ from tests.busy import OtherPrograms, unless_busy
 
 
 @pytest.mark.timeout(90)
-def test_the_probe_finds_fast_clusters_and_the_slow_link_between_them(network, warm_start, tmp_path):
+def test_the_probe_detects_fast_clusters_and_the_slow_link_between_them(network, warm_start, tmp_path):
     probe = shlex.join([*warm_start, "probe", "--out", f"{tmp_path}/cluster.toml", "--seconds", "10"])
     command = ["sh", "-c", f"HPCTRAIN_FABRIC=$HPCTRAIN_FAMILY exec {probe}"]
     others = OtherPrograms()

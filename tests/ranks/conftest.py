@@ -80,7 +80,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is for another number of ranks; the suite runs these files on 2, 4 and 8 in turn.
+    """Leave out what is for another number of ranks; the suite runs these files on 2, then 4, then 8.
 
     What names no numbers is the same on all, and not run on 2 and 8: minutes count.
     """

@@ -153,10 +153,14 @@ class FakeAccelerator(Accelerator):
         return 1.0
 
 
-class FakeNccl:
-    """Stands for the module `cupy.cuda.nccl`: the same calls, done by MPI on host memory when they are made.
+def _notice() -> None:
+    pass
 
-    The real one's calls return at once, and the host goes on to move messages, which other ranks may be waiting for
+
+class FakeNccl:
+    """Replaces the module `cupy.cuda.nccl`: the same calls, done by MPI on host memory when they are made.
+
+    The real one's calls return at once, and the host continues to move messages, which other ranks may be waiting for
     before they come to this call. These return when all is done, so they move the messages themselves.
     """
 
@@ -168,12 +172,12 @@ class FakeNccl:
         self.calls: list[str] = []
         self.grouped: list | None = None
         self.dtypes = {0: "i1", 1: "u1", 2: "i4", 4: "i8", 7: "f4", 8: "f8"}
-        self._meanwhile: dict[int, tuple[FakeStream, Callable[[], None]]] = {}
+        self._meanwhile: dict[int, tuple[FakeStream, list[Callable[[], None]]]] = {}
         self._made = 0
 
     def moves(self, stream: FakeStream, poll: Callable[[], None]) -> None:
-        """Say what moves the messages of the route that uses a stream, which is kept, so that its address stays its."""
-        self._meanwhile[id(stream)] = stream, poll
+        """Say what moves the messages of a group that uses a stream, which is kept, so that its address stays its."""
+        self._meanwhile.setdefault(id(stream), (stream, []))[1].append(poll)
 
     def get_unique_id(self):
         self._made += 1
@@ -192,16 +196,19 @@ class FakeNccl:
         started = [(stream, call, next(call)) for stream, call in calls]
         while not self.mpi.Request.Testall([request for _, _, request in started]):
             for stream, _, _ in started:
-                self._meanwhile.get(stream, (None, os.sched_yield))[1]()
+                for poll in self._meanwhile.get(stream, (None, [os.sched_yield]))[1]:
+                    poll()
         for _, call, _ in started:
             next(call, None)
+        for stream in {stream for stream, _, _ in started} & self._meanwhile.keys():
+            self._meanwhile[stream][0].add(_notice)  # the host finds that it is done only when it looks again
 
     def NcclCommunicator(self, size, key, rank):  # noqa: N802
         return FakeNcclCommunicator(self, size, key, rank)
 
 
 class FakeNcclCommunicator:
-    """One communicator of the fake library. Ranks meet at the one that made the key."""
+    """One communicator of the fake library. Ranks synchronise at the one that made the key."""
 
     def __init__(self, nccl: FakeNccl, size: int, key, rank: int):
         self._nccl, self._mpi = nccl, nccl.mpi

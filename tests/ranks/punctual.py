@@ -39,6 +39,6 @@ class Measurement:
             return
         if excuse := self.excuse(overrun):
             text = next(filter(None, failures)).strip().splitlines()[0]
-            pytest.skip(f"not measured: {excuse}; found {text}")
+            pytest.skip(f"not measured: {excuse}; got {text}")
         if failure is not None:
             raise failure

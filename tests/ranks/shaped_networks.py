@@ -86,7 +86,7 @@ def everywhere(world, value) -> list:
     return world.broadcast_object(world.gather_objects(value))
 
 
-def tell(world, text: str) -> None:
+def report(world, text: str) -> None:
     if world.rank == 0:
         print(text)
 
@@ -118,7 +118,7 @@ def assert_in_time(world, measure: Callable[[], list[Figure]]) -> None:
                 f"{figure.what}: predicted {usual * 1e3:.3f} ms, late by {median * 1e3:.3f} ms in the median"
                 f" ({median / usual:.1%}), by {min(late) * 1e3:.3f} to {max(late) * 1e3:.3f} ms"
             )
-            tell(world, text)
+            report(world, text)
             assert min(late) > -1e-6, f"early: {text}"
             best[figure.what] = min(best.get(figure.what, math.inf), min(late))
             if best[figure.what] > max(figure.tolerance * usual, TOLERANCE_SECONDS):
@@ -138,7 +138,7 @@ class Times(NamedTuple):
 
 
 def together(world, network: SharedNetwork, flows, num_bytes: int, delays) -> list[Times]:
-    """Send one message for each pair in `flows`, after its delay, again and again; return what was found by repeat.
+    """Send one message for each pair in `flows`, after its delay, again and again; return what each repeat took.
 
     Predictions are the fluid's, from the times at which flows were really started.
     """

@@ -123,7 +123,7 @@ def losses(
 
 
 def parametrize_by_turns(metafunc, name: str, values: tuple[str, ...], layouts: dict[int, list[dict]]) -> None:
-    """Give a test that asks for a `layout` those of its number of ranks, and with each one of the values, in turn."""
+    """Give a test that asks for a `layout` those of its number of ranks, each with the next of the values."""
     if "layout" in metafunc.fixturenames:
         from mpi4py import MPI
 

@@ -18,30 +18,25 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
+from tests import clusters
 from tests.ranks.small_runs import curve_and_weights, make_job, rehearsed_world
 
 MOST_STEPS, LATEST = 3, 0.02
-"""Steps are taken until one is punctual; an overrun beyond which they tell nothing of 5 %."""
+"""Steps are taken until one is punctual; an overrun beyond which they say nothing about 5 %."""
 FLOPS, MEMORY, MEMORY_SPEED = 5e8, 200_000_000, 2e9
 DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
 APART = parse_cluster(
-    f"""
-    [families.equal]
-    origin = "measured"
-    kind = "cuda"
-    memory_bytes = {MEMORY}
-    memory_bytes_per_second = {MEMORY_SPEED}
-    peak_flops_per_second = {{fp32 = {FLOPS}}}
-    products = [{{dtype = "fp32", shape = [64, 128, 128], flops_per_second = {FLOPS}}}]
-    [fabrics.slow]
-    origin = "measured"
-    latency_seconds = 1e-3
-    [[nodes]]
-    count = 4
-    origin = "measured"
-    devices = {{equal = 1}}
-    nics = [{{fabric = "slow", send_bytes_per_second = 4e5, receive_bytes_per_second = 4e5, origin = "measured"}}]
-    """,
+    clusters.family(
+        "equal",
+        kind="cuda",
+        origin="measured",
+        memory_bytes=MEMORY,
+        memory_bytes_per_second=MEMORY_SPEED,
+        peak_flops_per_second={"fp32": FLOPS},
+        products=[{"dtype": "fp32", "shape": [64, 128, 128], "flops_per_second": FLOPS}],
+    )
+    + clusters.fabric("slow", 1e-3, "measured")
+    + clusters.nodes({"equal": 1}, 4e5, "slow", origin="measured", count=4),
     "a test",
 )
 
@@ -55,7 +50,7 @@ def for_plan(plan: Plan, *extra_warmup: int) -> Plan:
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("route", ["auto", "messages"])
-def test_more_under_way_are_the_same_bits(world, tokens, route, monkeypatch):
+def test_more_in_flight_are_the_same_bits(world, tokens, route, monkeypatch):
     monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route=route)))
     monkeypatch.setattr(HostTransport, "polls_freely", True)
     layouts = {2: [(2, 1, (1, 0)), (2, 1, (5, 0))], 4: [(4, 1, (3, 2, 1, 0)), (4, 1, (1, 1, 0, 0)), (2, 2, (2, 0))]}
@@ -70,7 +65,7 @@ def test_more_under_way_are_the_same_bits(world, tokens, route, monkeypatch):
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-def test_messages_hold_up_nobody_where_more_are_under_way(world, tokens):
+def test_messages_hold_up_nobody_where_more_are_in_flight(world, tokens):
     """Between four nodes a message takes about two fifths of a microbatch's time."""
     job = make_job(tokens, "llama", shape={"num_layers": 4, "hidden_size": 128, "ffn_size": 512}, global_batch=32)
     job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False, forward=False)})

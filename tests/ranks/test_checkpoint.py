@@ -55,7 +55,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(world, tokens, fol
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
-def test_another_layout_goes_on_where_the_first_stopped(world, tokens, folder):
+def test_another_layout_continues_where_the_first_stopped(world, tokens, folder):
     first, second = (make_job(tokens, "gpt2", layout, steps=STEPS) for layout in layouts(world.size))
     uninterrupted = run(world, second, folder / "a")
     run(world, first, folder / "b", interrupt_after=3)
@@ -88,7 +88,7 @@ def test_the_index_shows_every_parameter_whole(world, tokens, folder, model):
 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
-def test_damage_is_found_before_anything_is_loaded(world, tokens, folder):
+def test_damage_is_detected_before_anything_is_loaded(world, tokens, folder):
     job = make_job(tokens, "gpt2", {"data": 2}, steps=STEPS)
     run(world, job, folder, interrupt_after=1)
     part = latest_checkpoint(folder) / "part-00001.h5"
@@ -140,7 +140,7 @@ def test_only_the_newest_are_kept_and_the_latest_is_among_them(world, tokens, fo
         trainer.save(folder, {})
     assert step_names(folder) == ["step-00000002", "step-00000003"]
     world.agree(None)  # all have looked
-    # going on from an older one: what came after it is of another past
+    # continued from an older one: what came after it is of another past
     trainer.steps_done = 2
     trainer.save(folder, {})
     assert step_names(folder) == ["step-00000002"]

@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused_before_anybody_waits(world):
         comm.all_reduce(torch.ones(4), "mean")
     with pytest.raises(CommError, match="not contiguous"):
         comm.all_reduce(torch.ones(4, 4).t())
-    with pytest.raises(CommError, match=f"room for 1 elements, of which rank {world.rank} gets 2"):
+    with pytest.raises(CommError, match=f"1 elements of output, where rank {world.rank} gets 2"):
         comm.reduce_scatter(torch.ones(2 * world.size), torch.ones(1))
     with pytest.raises(CommError, match="no peer at position 99"):
         comm.send(torch.ones(1), 99)

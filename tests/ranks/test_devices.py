@@ -20,7 +20,7 @@ NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU that torch sees")
 # Cycles of a kernel that only waits, some 10 ms: what is queued behind it is late.
 LATE = 20_000_000
-# Beside small ones, some that go through host buffers in several chunks.
+# Small ones, and some that go through host buffers in several chunks.
 SIZES = (1, 100, 500_000)
 
 

@@ -1,4 +1,4 @@
-"""Every family on several ranks has the losses of one: x, y, z, pipelines, unlike tiles, heads that several y share."""
+"""Every family on several ranks has the losses of one: x, y, z, pipelines, mixed tiles, heads that several y share."""
 
 import functools
 
@@ -31,7 +31,7 @@ def tile(items, rows, ranks, grid, **more) -> Tile:
     return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **more)
 
 
-UNLIKE = {  # 4 blocks are 10 items, cut inside of blocks too; y = 4 is more than the 2 key/value heads
+MIXED = {  # 4 blocks are 10 items, cut inside of blocks too; y = 4 is more than the 2 key/value heads
     2: [tile((0, 4), (0, 4), (0,), (1, 1, 1)), tile((4, 10), (0, 4), (1,), (1, 1, 1))],
     4: [tile((0, 10), (0, 3), (2, 0), (1, 2, 1)), tile((0, 10), (3, 4), (1,), (1, 1, 1))],
     8: [
@@ -68,8 +68,8 @@ def test_each_layout_has_the_losses_of_one_rank(world, tokens, family):
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_unlike_tiles_have_the_losses_of_one_rank(world, tokens, family):
-    tiles = UNLIKE[world.size]
+def test_different_tiles_have_the_losses_of_one_rank(world, tokens, family):
+    tiles = MIXED[world.size]
     unused = set(range(world.size)) - {rank for each in tiles for rank in each.ranks}
     plan = Plan(tuple(tiles), 4, 4, unused=tuple(sorted(unused)))
     with world.freeing():

@@ -13,6 +13,10 @@ from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.plan.uniform import resolve_plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.search import search
+from hpctrain.planner.space import Space
+from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.ranks.small_runs import (
@@ -25,7 +29,8 @@ from tests.ranks.small_runs import (
     rehearsed_world,
 )
 from tests.ranks.test_split_backward import DEVICE, EQUAL, MICROBATCHES, check_formulas, in_one, measured
-from tests.tilings import stages_of_unlike_degree
+from tests.tilings import stages_of_different_degree
+from tests.unit.small_searches import cluster_of
 
 STEPS = 2
 SHAPE = {"num_layers": 8, "hidden_size": 16, "num_heads": 4}
@@ -83,7 +88,7 @@ def test_losses_are_those_of_one_rank(world, tokens, model, layout, monkeypatch)
 
 @pytest.mark.timeout(120)
 @pytest.mark.ranks(4)
-def test_what_is_split_and_goes_on_beside_changes_no_bit(world, tokens, monkeypatch):
+def test_what_is_split_and_overlapped_changes_no_bit(world, tokens, monkeypatch):
     plan = even_plan(18, TensorGrid(z=2), 2, 1, 4, 2, virtual_stages=2)
     result = check(world, tokens, "gpt2", plan)
     monkeypatch.setattr(pipeline, "schedule_of", in_one)
@@ -95,6 +100,26 @@ def test_what_is_split_and_goes_on_beside_changes_no_bit(world, tokens, monkeypa
 @pytest.mark.ranks(4)
 def test_microbatches_need_be_no_multiple_of_the_stages(world, tokens):
     check(world, tokens, "gpt2", even_plan(18, TensorGrid(), 4, 1, 5, 2, virtual_stages=2, row_chunks=2))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("model", "microbatches", "rows", "options", "wanted"),
+    [
+        ("gpt2", 4, 1, {"largest_grid": 1}, "TP1 x PP4 (2 virtual stages) x DP1, ZeRO 1"),
+        ("llama", 2, 2, {"largest_grid": 1, "zero": (3,)}, "TP1 x PP2 (4 virtual stages) x DP2, ZeRO 3"),
+        ("llama", 2, 1, {"largest_grid": 2}, "TP2+SP x PP2 (4 virtual stages) x DP1, ZeRO 1"),
+    ],
+)
+def test_what_a_search_interleaves_trains_as_one_rank(world, tokens, model, microbatches, rows, options, wanted):
+    batch = microbatches * rows
+    job = make_job(tokens, model, shape=SHAPE, global_batch=batch)
+    setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
+    cluster = cluster_of([("a", 2, 2)], speeds={"a": 1e7})
+    plan = search(setup, batch, cluster, space=Space(microbatches=(microbatches,), **options)).best.plan
+    assert plan.describe().startswith(wanted)
+    check(world, tokens, model, replace(plan, tiles=tuple(replace(tile, family="cpu") for tile in plan.tiles)))
 
 
 @pytest.mark.timeout(120)
@@ -110,13 +135,13 @@ def test_tiles_of_one_rank_that_are_neighbours_hand_over_to_each_other(world, to
 
 @pytest.mark.timeout(120)
 @pytest.mark.ranks(4)
-def test_stages_may_have_unlike_replicas_and_grids(world, tokens):
-    check(world, tokens, "llama", stages_of_unlike_degree())
+def test_stages_may_have_different_replicas_and_grids(world, tokens):
+    check(world, tokens, "llama", stages_of_different_degree())
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.ranks(2, 4, 8)
-def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_goes_on(world, tokens, folder):
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_continues(world, tokens, folder):
     job = make_job(tokens, "llama", {"microbatch": 2}, shape=SHAPE)
     pipeline_size = min(world.size, 4)
     plans = {
@@ -140,7 +165,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_and_any_plan_goes_
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, tokens, monkeypatch):
-    """A bubble of (p - 1) (f + dX + dW), which are those of a chunk: as many times shorter as there are chunks."""
+    """A bubble of (p - 1) (f + dX + dW), those of a virtual stage: as many times shorter as a rank has stages."""
     stages, virtual_stages = 4, 2
     shape = {"num_layers": stages * virtual_stages, "hidden_size": 128, "ffn_size": 512}
     job = make_job(tokens, "llama", shape=shape, global_batch=4 * MICROBATCHES)
@@ -152,7 +177,7 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
         monkeypatch.setattr(pipeline, "schedule_of", in_one)
         whole, _, *later = measured(own, job, plan)
     forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
-    busy = MICROBATCHES * virtual_stages * (forward + back + weight) + passes["beside"]
+    busy = MICROBATCHES * virtual_stages * (forward + back + weight) + passes["overlapped"]
     formulas = {
         "in one": (whole, busy + (stages - 1) * (forward + back + weight)),
         "split": (split, busy + (stages - 1) * (forward + back)),

@@ -50,9 +50,50 @@ LAYOUTS = {
     "x, selective": {"tensor": {"x": 2}, "data": 2, "recompute": "selective"},
     "zero-bubble": {"pipeline": 4, "microbatch": 2, "schedule": "zb-h1"},
     "chunks": {"pipeline": 2, "data": 2, "microbatch": 2, "virtual_stages": 2},
+    "replicas, optimizer on the host": {"data": 4, "offload": "optimizer"},
+    "replicas, ZeRO 2, optimizer on the host": {"data": 4, "zero": 2, "microbatch": 2, "offload": "optimizer"},
+    "replicas, ZeRO 2, all on the host": {"data": 4, "zero": 2, "microbatch": 2, "offload": "all"},
+    "replicas, ZeRO 3, all on the host": {"data": 4, "zero": 3, "microbatch": 2, "offload": "all"},
+    "pipeline, optimizer on the host": {"pipeline": 2, "data": 2, "microbatch": 2, "offload": "optimizer"},
+    "replicas, activations on the host": {"data": 4, "offload": "activations"},
+    "pipeline, all on the host": {"pipeline": 2, "data": 2, "microbatch": 2, "offload": "all"},
+    "pipeline, selective, activations on the host": {
+        "pipeline": 4,
+        "microbatch": 2,
+        "recompute": "selective",
+        "offload": "activations",
+    },
+    "y, recompute, activations on the host": {
+        "tensor": {"y": 2},
+        "data": 2,
+        "recompute": "full",
+        "offload": "activations",
+    },
+    "y, sequence parallel, activations on the host": {
+        "tensor": {"y": 2},
+        "pipeline": 2,
+        "microbatch": 4,
+        "sequence_parallel": True,
+        "offload": "activations",
+    },
+    "zero-bubble, activations on the host": {
+        "pipeline": 4,
+        "microbatch": 2,
+        "schedule": "zb-h1",
+        "offload": "activations",
+    },
+    "chunks, activations on the host": {
+        "pipeline": 2,
+        "data": 2,
+        "microbatch": 2,
+        "virtual_stages": 2,
+        "offload": "activations",
+    },
 }
 
 
+CAREFUL = "zero-bubble, activations on the host", "chunks, activations on the host"
+"""The largest needs of parts of a rank's work count together here, though they come one after the other."""
 OVERLAPPED = ("replicas, ZeRO 2", "replicas, ZeRO 3", "z", "z, pipeline")
 CASES = [(name, False) for name in LAYOUTS] + [(name, True) for name in OVERLAPPED]
 
@@ -65,7 +106,7 @@ def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout, 
     overlap = job.overlap.model_copy(update={"z": is_overlapped})
     data = job.data.model_copy(update={"sequence_length": 64})
     job = job.model_copy(update={"data": data, "overlap": overlap})
-    check_memory(world, job)
+    check_memory(world, job, least=-0.08 if layout in CAREFUL else -0.04)
 
 
 @pytest.mark.ranks(4)
@@ -75,8 +116,8 @@ def test_nor_does_one_that_goes_through_its_rows_in_chunks(world, tokens):
     check_memory(world, job, even_plan(job.model.num_items, TensorGrid(y=2), 1, 2, 1, 16, row_chunks=4))
 
 
-def check_memory(world, job, plan=None):
-    """Rehearse two steps and compare the peaks with the prediction."""
+def check_memory(world, job, plan=None, least=-0.04):
+    """Rehearse two steps and compare the peaks with the prediction, below which they are by no more than `least`."""
     _, training, _ = open_datasets(job.data, job.train.seed)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
         trainer = make_trainer(own, job, plan, own.accelerator)
@@ -84,6 +125,7 @@ def check_memory(world, job, plan=None):
         for _ in range(2):
             trainer.step(training)
         peaks = own.broadcast_object(own.gather_objects(own.accelerator.memory().peak))
+        on_host = own.broadcast_object(own.gather_objects(own.accelerator.host_peak_bytes))
         is_late = own.largest(own.accelerator.overrun) > QUOTED_OVERRUN
     setup = Setup.of_job(job)
     for stage in Predictor(setup, trainer.plan, CLUSTER).memory:
@@ -92,4 +134,5 @@ def check_memory(world, job, plan=None):
         late = largest_message_bytes(setup, stage.tile) / memory.total if is_late else 0.0
         for rank in stage.tile.ranks:
             off = peaks[rank] / memory.total - 1
-            assert -0.04 < off < 0.015 + late, f"rank {rank}: {off:+.2%}, {peaks[rank]:,} bytes of {memory}"
+            assert least < off < 0.015 + late, f"rank {rank}: {off:+.2%}, {peaks[rank]:,} bytes of {memory}"
+            assert abs(on_host[rank] - memory.on_host) <= 0.02 * memory.on_host, (rank, on_host[rank], memory)

@@ -13,7 +13,7 @@ STEPS = 6
 
 
 def mixed(job, folder, world):
-    """Return the job with a second source, of tokens that follow each other in another way."""
+    """Return the job with a second source, of tokens that follow each other in another order."""
     other = folder / "other.bin"
     if world.rank == 0:
         np.random.default_rng(1).integers(VOCAB, size=5_000).astype("<u2").tofile(other)
@@ -24,7 +24,7 @@ def mixed(job, folder, world):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(120)
-def test_the_mixture_is_that_of_one_rank_and_goes_on_elsewhere(world, tokens, folder):
+def test_the_mixture_is_that_of_one_rank_and_continues_elsewhere(world, tokens, folder):
     first, second = ({"data": world.size}, {"pipeline": 2, "tensor": {"y": world.size // 2}, "recompute": "selective"})
     alone = mixed(make_job(tokens, "llama"), folder, world)
     expected = world.broadcast_object(losses(Alone(), alone, STEPS) if world.rank == 0 else None)[:STEPS]

@@ -95,7 +95,7 @@ UNEVEN = {
     # 3 + 5 rows feed 8 rows that z splits; blocks cut 3.5 : 4.5
     "different data degrees": [((0, 8), (0, 3), (0,), (1, 1, 1)), ((0, 8), (3, 8), (1,), (1, 1, 1))]
     + [((8, 18), (0, 8), (2, 3), (1, 1, 2))],
-    # y hands over to x: features meet by intersection
+    # y hands over to x: features are exchanged by intersection
     "different grids": [((0, 13), (0, 8), (0, 1), (1, 2, 1)), ((13, 18), (0, 8), (2, 3), (2, 1, 1))],
     # two pipelines side by side, of different depth
     "different depths": [((0, 4), (0, 3), (0,), (1, 1, 1)), ((4, 11), (0, 3), (1,), (1, 1, 1))]

@@ -58,7 +58,7 @@ def alone(world, tokens, dtype: str) -> list[dict]:
 def test_fp16_skips_the_same_steps_on_all_layouts_and_follows_one_rank(world, tokens):
     expected = alone(world, tokens, "fp16")
     skipped = of(expected, "skipped")
-    assert skipped[0] and not skipped[-1], "the scale was too large at first, and found"
+    assert skipped[0] and not skipped[-1], "the scale was too large at first, and then lowered"
     for layout in LAYOUTS[world.size]:
         result = curve(world, job_in(tokens, "fp16", layout))
         assert of(result, "skipped") == skipped and of(result, "loss_scale") == of(expected, "loss_scale")

@@ -1,4 +1,4 @@
-"""What the profiler finds on each rank alone, against what the ranks then do together."""
+"""What the profiler measures on each rank alone, against what the ranks then do together."""
 
 import gc
 
@@ -25,7 +25,7 @@ SHAPE = {"num_layers": 4}
 
 
 def resolved(world, job):
-    """What `hpctrain profile` makes of a job whose vocabulary size and dtype are given."""
+    """What `hpctrain probe --job` makes of a job whose vocabulary size and dtype are given."""
     return job.model_copy(update={"overlap": resolve_overlap(job.overlap, world.topology)[0]})
 
 
@@ -81,7 +81,7 @@ def check_limits(world, device, job, zero: int, rows: dict[str, int]) -> float:
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(240)
-def test_what_was_found_alone_holds_together(world, tokens):
+def test_limits_measured_alone_hold_together(world, tokens):
     measurement = Measurement(world)
     with rehearsed_world(world, CLUSTER, TRUTH) as own:
         job = resolved(own, make_job(tokens, "gpt2", shape=SHAPE, global_batch=400))
@@ -105,7 +105,7 @@ def test_what_was_found_alone_holds_together(world, tokens):
 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
-def test_ranks_on_cores_find_what_the_job_has(world, tokens):
+def test_ranks_on_cores_measure_what_the_job_has(world, tokens):
     """Memory of the host is not the limit of a small job."""
     accelerator = CpuAccelerator()
     job = resolved(world, make_job(tokens, "llama", shape=SHAPE, global_batch=world.size + 5))
@@ -122,11 +122,11 @@ def test_ranks_on_cores_find_what_the_job_has(world, tokens):
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-def test_a_family_without_room_for_a_block_is_told_by_all(world, tokens):
+def test_a_family_without_memory_for_a_block_is_reported_by_all(world, tokens):
     small = Truth(devices={"fast": FAST, "slow": SLOW.model_copy(update={"memory_bytes": 30_000})})
     with rehearsed_world(world, CLUSTER, small) as own:
         job = resolved(own, make_job(tokens, "llama", shape=SHAPE, global_batch=40))
         with pytest.raises(
-            TrainingError, match=r"rank 2 \(slow\) has no room for the embedding, one block and the head"
+            TrainingError, match=r"rank 2 \(slow\) has no memory for the embedding, one block and the head"
         ):
             profile(own, own.accelerator, job, 2.0)

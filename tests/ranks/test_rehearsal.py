@@ -48,7 +48,7 @@ def test_a_rehearsal_gives_the_losses_of_one_rank(world, tokens, plan):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_unlike_families_in_unlike_tiles_give_them_too(world, tokens, model):
+def test_different_families_in_different_tiles_give_them_too(world, tokens, model):
     """Tensor parallelism on one family, uneven replicas on the other; a tied embedding is held by both."""
     job = make_job(tokens, model)
     expected = losses(Alone(), job, steps=3)
@@ -70,7 +70,7 @@ def test_unlike_families_in_unlike_tiles_give_them_too(world, tokens, model):
         (Tile(ENDS[0], ROWS, (1,), family="fast"), Tile(ENDS[1], ROWS, (2, 3), TensorGrid(y=2), "slow")),
     ],
 )
-def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world, tokens, tiles):
+def test_parts_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world, tokens, tiles):
     """The two y of each tile share their node's NIC. Sent whole, messages are twice as large, or as many."""
     job = make_job(tokens, "llama", shape={"num_layers": 2, "hidden_size": 64}, dtype="fp32")
     unused = tuple(sorted(set(range(4)) - {rank for tile in tiles for rank in tile.ranks}))
@@ -79,29 +79,29 @@ def test_pieces_that_are_gathered_are_the_same_bits_over_a_slow_link_once(world,
     result, seconds, sent, overruns = {}, {}, {}, []
     measurement = Measurement(world)
     truth = TRUTH.model_copy(update={"time_scale": 4.0})
-    for way in ("pieces", "whole"):
+    for variant in ("parts", "whole"):
         with rehearsed_world(world, cluster_with(SLOW_BANDWIDTH), truth) as own:
-            if way == "whole":
+            if variant == "whole":
                 own.is_near = lambda one, other: True
             trainer = make_trainer(own, job, plan, own.accelerator)
             trainer.initialise()
             metrics = [trainer.step(training)[0] for _ in range(3)]
-            result[way] = [each[key] for each in metrics for key in ("loss", "grad_norm")]
+            result[variant] = [each[key] for each in metrics for key in ("loss", "grad_norm")]
             overruns.append(own.accelerator.overrun)
-            seconds[way] = own.largest(min(each["step_seconds"] for each in metrics))
+            seconds[variant] = own.largest(min(each["step_seconds"] for each in metrics))
             transfers = trainer.layout.transfers[0]
-            own_pieces = transfers.send_activation + transfers.send_gradient
-            elements = sum(piece.num_elements for piece in own_pieces)
-            sent[way] = sum(own.broadcast_object(own.gather_objects(elements)))
+            own_parts = transfers.send_activation + transfers.send_gradient
+            elements = sum(part.num_elements for part in own_parts)
+            sent[variant] = sum(own.broadcast_object(own.gather_objects(elements)))
     if world.rank == 0:
         print(f"sent {sent}, seconds of a step {seconds}")
-    assert result["pieces"] == result["whole"]
+    assert result["parts"] == result["whole"]
     num_ys = sum(tile.tensor.y for tile in tiles)
-    assert sent["whole"] / sent["pieces"] == num_ys / 2, "to each tile one copy in place of one for each y"
+    assert sent["whole"] / sent["parts"] == num_ys / 2, "to each tile one copy in place of one for each y"
     # 2 microbatches x 8 rows x 16 positions x 64 features x 4 bytes at 1 MB/s: 65 ms for each copy.
     saved = (num_ys - 2) * 2 * ROWS.size * 16 * 64 * 4 / SLOW_BANDWIDTH
     with measurement.checking(max(overruns)):
-        assert seconds["whole"] - seconds["pieces"] > 0.4 * saved
+        assert seconds["whole"] - seconds["parts"] > 0.4 * saved
 
 
 @pytest.mark.timeout(60)

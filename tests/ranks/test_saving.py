@@ -39,7 +39,7 @@ class NoRequests(Requests):
 
 @pytest.mark.timeout(120)
 def test_one_save_is_in_flight_and_the_next_waits_for_it(world, tokens, folder, monkeypatch):
-    """Rank 1 writes so slowly that training is steps ahead."""
+    """Rank 1 writes so slowly that training continues for several steps."""
     write = saving.write_stream
     slow = [1.5, 0.0, 0.0, 0.0]
     started = []

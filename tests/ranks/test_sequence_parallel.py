@@ -175,7 +175,7 @@ def test_y_moves_the_bytes_of_its_formula_and_stages_send_a_part_each(world, tok
 
     Of each block four are gathered or scattered forward, and four backward; the inputs of qkv and up are gathered once
     more for the gradients of their weights, but not of what is computed again. The embedding is scattered forward and
-    gathered backward, the head the other way round and gathered once more. Beyond that: the sums of the loss, and once
+    gathered backward, the head in reverse and gathered once more. Beyond that: the sums of the loss, and once
     a step the gradients of what y does not cut.
     """
     preferences = Preferences(route="messages", algorithm="exchange")

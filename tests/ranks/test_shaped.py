@@ -18,8 +18,8 @@ from tests.ranks.shaped_networks import (
     Shaped,
     assert_in_time,
     everywhere,
+    report,
     shaped,
-    tell,
     together,
     two_nodes,
     until_all_arrived,
@@ -160,7 +160,7 @@ def test_messages_of_a_pair_leave_one_after_the_other_whoever_looks(world, looki
         due = [at - start for _, at in result]
         assert due == pytest.approx([LATENCY_SECONDS + (i + 1) * size / bandwidth for i in range(count)], abs=1e-6)
         arrived = ", ".join(f"{(at - start) * 1e3:.2f}" for at, _ in result)
-        tell(world, f"{count} messages of 10 ms, {looking=}: {arrived} ms")
+        report(world, f"{count} messages of 10 ms, {looking=}: {arrived} ms")
 
 
 @pytest.mark.timeout(60)
@@ -183,7 +183,7 @@ def test_what_was_asked_for_and_is_taken_late_is_counted(world):
 def test_a_message_that_starts_late_makes_what_waits_for_it_late(world):
     """Rank 0 comes to its message after ranks 2 and 3 have done what ends 50 ms later in pretended time."""
     bandwidth, size = 1e8, 5_000_000
-    for long, short in ((size, 1000), (1000, size)):  # the other way round rank 0 is in time
+    for long, short in ((size, 1000), (1000, size)):  # in reverse order rank 0 is in time
         with shaped(world, two_nodes(4, 1e9, link=bandwidth)) as made:
             stream = DeviceQueue()
             transport = made.transport(range(4), stream)
@@ -202,7 +202,7 @@ def test_a_message_that_starts_late_makes_what_waits_for_it_late(world):
                 assert stream.done_at - begin == pytest.approx(behind + seconds, abs=1e-6)
             late = {0: behind, 1: behind, 2: 0.0, 3: 0.0}[world.rank]
             assert stream.late == pytest.approx(late, abs=1e-6)
-            waits_too = DeviceQueue()  # for another that comes at the same moment, and is not late
+            waits_too = DeviceQueue()  # for another that comes at the same time, and is not late
             waits_too.reach(stream.done_at)
             waits_too.reach(stream.done_at, stream.late)
             assert waits_too.late == 0.0

@@ -19,6 +19,7 @@ from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.plan.uniform import resolve_plan
 from hpctrain.sharding.grid import TensorGrid
+from tests import clusters
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (
     curve_and_weights,
@@ -127,33 +128,23 @@ def test_interrupted_and_resumed_by_another_schedule_is_uninterrupted_bit_for_bi
 
 # ---- time ------------------------------------------------------------------------------------------------------------
 
+MEMORY = {"memory_bytes": 200_000_000, "memory_bytes_per_second": 4e10}
+FLOPS = {"fp32": 2e9}
 EQUAL = parse_cluster(
-    """
-    [families.equal]
-    origin = "datasheet"
-    kind = "cuda"
-    memory_bytes = 200_000_000
-    memory_bytes_per_second = 4e10
-    peak_flops_per_second = {fp32 = 2e9}
-
-    [[nodes]]
-    origin = "datasheet"
-    devices = {equal = 4}
-    link_latency_seconds = 1e-5
-    link_bytes_per_second = 1e9
-    """,
+    clusters.family("equal", kind="cuda", origin="datasheet", peak_flops_per_second=FLOPS, **MEMORY)
+    + clusters.nodes({"equal": 4}, None, origin="datasheet"),
     "a test",
 )
-DEVICE = PretendDevice(memory_bytes=200_000_000, memory_bytes_per_second=4e10, flops_per_second={"fp32": 2e9})
+DEVICE = PretendDevice(flops_per_second=FLOPS, **MEMORY)
 MICROBATCHES = 8
 MOST_STEPS = 6
 LATEST = 0.02
-"""An overrun beyond which steps tell nothing of 5 %."""
+"""An overrun beyond which steps say nothing about 5 %."""
 PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 
 def measured(world, job, plan: Plan) -> tuple[float, dict[str, float], float]:
-    """Return the pretended seconds of a step; of each pass over a tile of the slowest rank, and of all beside; overrun.
+    """Return the pretended seconds of a step; of each pass over a tile of the slowest rank, and of overlaps; overrun.
 
     Steps are taken until one is punctual enough, or they are `MOST_STEPS`.
     """
@@ -182,7 +173,7 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float], float]:
             if (overrun := trainer.overrun()) <= LATEST:
                 break
         concurrent = device.busy_seconds - sum(map(sum, noted.values()))
-        own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"beside": concurrent}
+        own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"overlapped": concurrent}
     every = world.broadcast_object(world.gather_objects(own))
     return seconds, {name: max(each[name] for each in every) for name in own}, overrun
 
@@ -211,7 +202,7 @@ def test_rehearsed_steps_of_equal_stages_take_what_the_literature_says(world, to
         monkeypatch.setattr(pipeline, "schedule_of", in_one)
         whole, _, *latest = measured(own, job, replace(plan, schedule="1f1b"))
     forward, back, weight = (passes[name] for name in ("forward", "backward_input", "backward_weight"))
-    busy, hops = MICROBATCHES * (forward + back + weight) + passes["beside"], len(plan.tiles) - 1
+    busy, hops = MICROBATCHES * (forward + back + weight) + passes["overlapped"], len(plan.tiles) - 1
     formulas = {
         "1f1b in one": (whole, busy + hops * (forward + back + weight)),
         "1f1b": (split, busy + hops * (forward + back)),

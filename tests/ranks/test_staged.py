@@ -60,9 +60,10 @@ class Pretended:
         self.routes = RouteMaker(mpi, mpi.COMM_WORLD, settings, nccl=self.nccl)
 
     def group(self, ranks, name: str = "", overlapped: bool = False, on_host: bool = False) -> Communicator:
-        several = overlapped and len(ranks) > 1
-        lane = Lane(ranks, self.backend(ranks), self.progress, self.patience) if several else None
-        return Communicator(ranks, self.backend(ranks, on_host), self.patience, lane=lane)
+        backend, lane = self.backend(ranks, on_host), None
+        if backend and overlapped:
+            lane = Lane(ranks, backend if backend.is_launched else self.backend(ranks), self.progress, self.patience)
+        return Communicator(ranks, backend, self.patience, lane=lane)
 
     def backend(self, ranks, on_host: bool = False) -> Backend | None:
         made = self.routes.backend(ranks, on_host)
@@ -225,7 +226,7 @@ def test_native_routes_inside_a_family_and_across(world, dtype):
 @pytest.mark.ranks(4, 8)
 @pytest.mark.timeout(60)
 def test_messages_across_move_while_a_rank_is_inside_its_family(world):
-    """Parts so uneven that a rank has all that it waits for, and goes on inside, while others still wait for its."""
+    """Parts so uneven that a rank has all that it waits for, and continues inside, while others still wait."""
     half = world.size // 2
     pretended = Pretended(world, "a" * half + "b" * half, native=True)
     of_family = [3, 1] if half == 2 else [4, 2, 1, 0]
@@ -257,7 +258,7 @@ def test_half_precision_on_native_routes_is_summed_in_fp32(world):
 
 
 @pytest.mark.timeout(60)
-def test_lanes_and_channels_of_devices_go_on_while_the_rank_computes(world):
+def test_lanes_and_channels_of_devices_continue_while_the_rank_computes(world):
     pretended = Pretended(world, ["a", "b"] * (world.size // 2))  # of the fake library even lanes would block
     ranks = list(range(world.size))
     with small_chunks():

@@ -29,7 +29,7 @@ from tests.ranks.small_runs import (
     make_trainer,
     whole,
 )
-from tests.tilings import share_items_by_unlike_grids, tilings
+from tests.tilings import share_items_by_different_grids, tilings
 
 TOLERANCE = 1e-5
 STEPS = 5
@@ -91,17 +91,17 @@ def check(world, tokens, name: str, plan: Plan, steps: int = STEPS, overlap: boo
     assert difference < TOLERANCE, plan
 
 
-def unlike_tilings(tokens, name: str, size: int):
+def different_tilings(tokens, name: str, size: int):
     drawn = tilings(job_of(tokens, name).model, size, ROWS, MICROBATCHES, exchanging=True)
     if size > 2:  # fewer ranks cannot be different
-        drawn = drawn.filter(share_items_by_unlike_grids)
+        drawn = drawn.filter(share_items_by_different_grids)
     return drawn.map(lambda plan: (name, plan))
 
 
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(300)
 def test_random_tilings_give_the_losses_of_one_rank(world, tokens, monkeypatch):
-    mixed = st.one_of(*(unlike_tilings(tokens, name, world.size) for name in MODELS))
+    mixed = st.one_of(*(different_tilings(tokens, name, world.size) for name in MODELS))
 
     @given_on_ranks(st.tuples(mixed, st.sampled_from(["auto", "messages"])), max_examples=10)
     def every(world, drawn):
@@ -194,12 +194,12 @@ def test_a_checkpoint_of_one_tiling_is_that_of_any_other_bit_for_bit(world, toke
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "zero"), [("gpt2 untied, a key/value head for all", 3), ("llama tied", 2)])
-def test_unlike_grids_share_gradients_and_weights(world, tokens, name, zero):
-    """x, y and z against each other in one stage, the exchange while they compute, and beside."""
+def test_different_grids_share_gradients_and_weights(world, tokens, name, zero):
+    """x, y and z against each other in one stage, the exchange between passes, and overlapped with them."""
     x_y = {"zero": zero, "recompute": "full"}
-    check(world, tokens, name, plan_of(unlike_grids(zero), 4))
+    check(world, tokens, name, plan_of(different_grids(zero), 4))
     for tiles in (
-        unlike_grids(zero),
+        different_grids(zero),
         (tile((0, LAST), (0, 3), (2, 0), (2, 1, 1), **x_y), tile((0, LAST), (3, 5), (1, 3), (1, 2, 1), **x_y)),
         (tile((0, LAST), (0, 4), (1, 3, 0), (1, 1, 3), zero=zero), tile((0, LAST), (4, 5), (2,), zero=zero)),
     ):
@@ -209,13 +209,13 @@ def test_unlike_grids_share_gradients_and_weights(world, tokens, name, zero):
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("zero", [2, 3])
-def test_unlike_grids_move_each_slab_by_formula(world, tokens, zero, monkeypatch):
+def test_different_grids_move_each_region_by_formula(world, tokens, zero, monkeypatch):
     """A step of one microbatch: n holders of a region send n - 1 times its gradients, and its weights as often as these
     are gathered: before each pass of an item by ZeRO 3, but once for the head, which goes back at once; after the
     update by ZeRO 2."""
     monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
     job = job_of(tokens, "llama", global_batch=ROWS)
-    plan = Plan(unlike_grids(zero), 1, ROWS)
+    plan = Plan(different_grids(zero), 1, ROWS)
     sent = bytes_of_a_step(world, job, lambda layout: layout.groups, plan)
     expected = 0
     for shard_group in {h for rank in plan.ranks for h in rank_shards_of(job.model, plan, rank).shard_groups}:
@@ -254,7 +254,7 @@ def test_replicas_that_share_gradients_and_weights(world, tokens, folder, name, 
     world.agree(None)
 
 
-def unlike_grids(zero: int) -> tuple[Tile, ...]:
+def different_grids(zero: int) -> tuple[Tile, ...]:
     return (
         tile((0, LAST), (0, 2), (0, 1), (1, 2, 1), zero=zero, row_chunks=1),
         tile((0, LAST), (2, 5), (3, 2), (1, 1, 2), zero=zero, state_share=3),
@@ -268,7 +268,7 @@ EXACT = {
         tile((0, LAST), (3, 5), (2, 3), (1, 2, 1), zero=3),
     ),
     "uneven rows": FIXED["rows that z cuts unevenly"],
-    "different grids that share weights": unlike_grids(3),
+    "different grids that share weights": different_grids(3),
 }
 
 

@@ -106,8 +106,8 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
                 else ("forward", "backward input", "backward weight")
             )
             num_items = max(each.items.stop for each in plan.tiles)
-            for layer, way in itertools.product(layers(tile.items), layouts):
-                assert names.count(f"{name_layer(layer, num_items)} {way}") == STEPS * plan.microbatches
+            for layer, layout in itertools.product(layers(tile.items), layouts):
+                assert names.count(f"{name_layer(layer, num_items)} {layout}") == STEPS * plan.microbatches
         lanes = {(rank, name): spans for (rank, name), spans in threads.items() if name != "compute"}
         for spans in lanes.values():
             assert all(a["end"] <= b["begin"] for a, b in itertools.pairwise(spans))
@@ -129,7 +129,7 @@ def test_all_that_ranks_did_is_in_one_file(world, tokens, folder, switches, rout
 
 @pytest.mark.timeout(60)
 def test_clocks_of_hosts_are_aligned(world, monkeypatch):
-    """All ranks have one clock here, of which those of every other pretended host are told to be ahead."""
+    """All ranks have one clock here; the test adds an offset to it on every other pretended host."""
     hosts = [f"host {rank // 2}" for rank in range(world.size)]
     monkeypatch.setattr(world, "_hosts", hosts)
     extra_warmup, real = 100.0 * (world.rank // 2), time.monotonic

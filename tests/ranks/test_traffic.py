@@ -1,4 +1,4 @@
-"""Weights gathered ahead and gradients scattered behind, on ranks: the same bits, few alive, bytes by formula."""
+"""Weights gathered early and gradients scattered late, on ranks: the same bits, few alive, bytes by formula."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc):
 
 
 def history(world, job, folder, plan: Plan | None = None) -> list[float]:
-    """Train, validate and save, go on from there in a new trainer; return losses, norms, and losses of validation."""
+    """Train, validate and save, continue in a new trainer; return losses, norms, and losses of validation."""
     _, training, validation = open_datasets(job.data, job.train.seed)
     result = []
     with world.freeing():
@@ -99,7 +99,7 @@ def test_on_and_off_are_bit_equal_through_validation_and_resuming(world, tokens,
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(300)
-def test_substeps_and_unlike_grids_are_bit_equal_too(world, tokens, folder, monkeypatch):
+def test_row_chunks_and_different_grids_are_bit_equal_too(world, tokens, folder, monkeypatch):
     monkeypatch.setattr(world, "settings", replace(world.settings, preferences=Preferences(route="messages")))
     tiles = (
         Tile(Interval(0, 10), Interval(0, 5), (0, 1), TensorGrid(z=2), row_chunks=2, recompute="full"),
@@ -142,7 +142,7 @@ def test_weights_move_as_often_as_the_formula_says(world, tokens, on, recompute,
     """3 (n - 1) / n of each weight a rank and microbatch: gathered forward and backward, scattered once (fp32).
 
     The head goes back right after it went forward, and the embedding forward right after it went back: one gather.
-    Where another item is gathered ahead anyway, the blocks next to these wait for their turn in its place.
+    Where another item is gathered early anyway, the blocks next to these wait for their turn in its place.
     What is kept is gathered once a step. What is recomputed is with the weights that the backward pass has anyway.
     """
     monkeypatch.setattr(

@@ -8,6 +8,7 @@ machine may have is touched. Needs Linux, root, and Debian's slurm-wlm and munge
 """
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +23,8 @@ from tests.started import BIN
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2", "n3", "n4")
 CORES, BIG_NODES = 4, 300
+SITES, JOBS = 50_000, 1_000
+"""Slurm's job numbers go up to 67 million."""
 START_SECONDS, STOP_SECONDS, POLL_SECONDS = 30.0, 10.0, 0.1
 CONFIGURATION = """\
 ClusterName=test
@@ -49,6 +52,7 @@ MpiDefault=none
 GresTypes=gpu
 KillWait=5
 MinJobAge=600
+FirstJobId={first_job}
 SuspendProgram=/bin/true
 ResumeProgram=/bin/true
 SuspendTime=-1
@@ -89,7 +93,10 @@ class SlurmSite:
     def start(self) -> None:
         """Start all daemons, and wait until the nodes are idle. Raises RuntimeError with their last words."""
         host, ports = socket.gethostname(), _free_ports(5)
-        text = CONFIGURATION.format(host=host, ports=ports, folder=self.folder, cores=CORES, big=BIG_NODES)
+        # MPICH names what ranks of a host share by the job's number: two sites on one host must not have the same ones.
+        first_job = 1 + JOBS * secrets.randbelow(SITES)
+        facts = {"host": host, "ports": ports, "folder": self.folder, "first_job": first_job}
+        text = CONFIGURATION.format(**facts, cores=CORES, big=BIG_NODES)
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "gres.conf").write_text(f"NodeName=big[1-{BIG_NODES}] Name=gpu Count=8\n")
         (self.folder / "state").mkdir()
@@ -223,7 +230,7 @@ MUNGE_FILES = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-f
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports in a row that nobody listens at."""
+    """Return consecutive ports that nobody listens at."""
     for first in range(46_000 + os.getpid() % 2_000, 60_000, count):
         with suppress(OSError):
             for port in range(first, first + count):

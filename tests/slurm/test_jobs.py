@@ -105,7 +105,7 @@ MPI.Finalize()
 
 
 @pytest.mark.timeout(60)
-def test_ranks_find_each_other_however_long_their_addresses_are(work: Work):
+def test_ranks_connect_however_long_their_addresses_are(work: Work):
     """MPICH hands over more of its heap than the address: without zeros in it the lines are longer than Slurm reads."""
     command = ("srun", "--mpi=pmi2", "--partition=every", "--nodes=4", "--ntasks=8", "--time=1", sys.executable)
     assert work.site.call(*command, "-c", FULL_HEAP).split() == ["8"] * 8

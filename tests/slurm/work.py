@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from hpctrain.observe.run import read_metrics
+from tests import clusters
 from tests.slurm.site import SlurmSite
 from tests.started import BIN, SMALL_MODEL, Finished
 
@@ -23,23 +24,6 @@ dtype = "fp32"
 [checkpoint]
 every = 5
 """
-FAMILY = """
-[families.{name}]
-kind = "cpu"
-origin = "assumed"
-memory_bytes = 2e9
-memory_bytes_per_second = 1e10
-sustained_flops_per_second = {{fp32 = {speed}}}
-launch = {{partition = "{name}", cores_per_rank = 1{launch}}}
-[[nodes]]
-devices = {{{name} = 2}}
-count = {nodes}
-origin = "assumed"
-link_latency_seconds = 1e-5
-link_bytes_per_second = 1e9
-nics = [{{fabric = "net", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "assumed"}}]
-"""
-FABRIC = '[fabrics.net]\norigin = "assumed"\nlatency_seconds = 1e-4\n'
 
 
 class Work:
@@ -65,7 +49,7 @@ class Work:
         (self.folder / "job.toml").write_text(text)
 
     def write_cluster(self, *families: str) -> None:
-        (self.folder / "cluster.toml").write_text(FABRIC + "".join(families))
+        (self.folder / "cluster.toml").write_text(clusters.fabric() + "".join(families))
 
     def hpctrain(self, *arguments: str | Path) -> Finished:
         command = [str(BIN / "hpctrain"), *map(str, arguments)]
@@ -116,6 +100,6 @@ class Work:
 
 
 def family(name: str, nodes: int = 1, speed: float = 1e8, **launch: object) -> str:
-    """Return the tables of a family with a partition of its own."""
-    more = "".join(f", {key} = {json.dumps(value)}" for key, value in launch.items())
-    return FAMILY.format(name=name, nodes=nodes, speed=speed, launch=more)
+    """Return the tables of a family with a partition of its own, two devices a node."""
+    table = clusters.family(name, speed, launch={"partition": name, "cores_per_rank": 1} | launch)
+    return table + clusters.nodes({name: 2}, count=nodes)

@@ -1,4 +1,4 @@
-"""Stands for a module of torch such as `torch.cuda`, and for CuPy: pooled streams, a current device of each thread."""
+"""Replaces a module of torch such as `torch.cuda`, and CuPy: pooled streams, a current device of each thread."""
 
 import ctypes
 import itertools

@@ -11,13 +11,14 @@ from hpctrain.observe.sample import TIMELINE, TRAFFIC, shown_tiles, write_json
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.simulate import EXPOSED
 from hpctrain.planner.timeline import forecast
+from tests import clusters
 
 SLOWER = 1.25
 """How many times as long as predicted everything takes."""
 
 
 def make_run(path, job, plan, cluster, steps=6, ends=True):
-    """Write a run folder of so many steps; without `ends` its last start neither ended nor failed in a known way."""
+    """Write a run folder of so many steps; without `ends` its last start neither ended nor failed on record."""
     folder = RunFolder(path)
     reasons = {"plan": "of a test <&>", "train.dtype": "fp32: of a test"}
     folder.describe(job, plan, reasons, cluster)
@@ -71,30 +72,12 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     return path
 
 
+GPU = {"memory_bytes": 80e9, "memory_bytes_per_second": 2e12, "peak_flops_per_second": {"bf16": 300e12, "fp32": 20e12}}
+LINKS = {"link_latency_seconds": 2e-6, "link_bytes_per_second": 300e9}
 LARGE = parse_cluster(
-    """
-    [families.gpu]
-    origin = "datasheet"
-    kind = "cuda"
-    memory_bytes = 80_000_000_000
-    memory_bytes_per_second = 2e12
-    peak_flops_per_second = {bf16 = 300e12, fp32 = 20e12}
-    [fabrics.ib]
-    origin = "datasheet"
-    latency_seconds = 2e-6
-    [[nodes]]
-    origin = "datasheet"
-    count = 128
-    devices = {gpu = 8}
-    link_latency_seconds = 2e-6
-    link_bytes_per_second = 300e9
-    [[nodes.nics]]
-    origin = "datasheet"
-    fabric = "ib"
-    count = 8
-    send_bytes_per_second = 25e9
-    receive_bytes_per_second = 25e9
-    """,
+    clusters.family("gpu", kind="cuda", origin="datasheet", **GPU)
+    + clusters.fabric("ib", 2e-6, "datasheet")
+    + clusters.nodes({"gpu": 8}, 25e9, "ib", 8, "datasheet", count=128, **LINKS),
     "a test",
 )
 """1,024 devices on 128 nodes."""

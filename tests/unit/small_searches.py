@@ -26,6 +26,7 @@ from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid
+from tests import clusters
 
 EVERYTHING = Limits(scored=None, timed=None, per_group=None)
 # of devices, their memory, and links: computing takes milliseconds, and sending some of them
@@ -63,30 +64,17 @@ def cluster_of(
     """Return a cluster of (family, nodes, devices of a node), `times` as slow in everything, and while devices
     communicate `slowed`; the nodes of each table have so many `nics`, or one."""
     speeds = speeds or dict(zip("abc", SPEEDS, strict=True))
-    text = f'[fabrics.ib]\norigin = "datasheet"\nlatency_seconds = {latency * times!r}\n'
+    text = clusters.fabric("ib", latency * times, "datasheet")
     for family in dict.fromkeys(family for family, _, _ in tables):
         speed = speeds[family] / times
-        text += f"""
-            [families.{family}]
-            kind = "cpu"
-            origin = "datasheet"
-            memory_bytes = {memory}
-            memory_bytes_per_second = {speed!r}
-            sustained_flops_per_second = {{fp32 = {speed!r}}}
-            overlap_slowdown = {slowed}
-        """
+        sizes = {"memory_bytes": memory, "memory_bytes_per_second": speed, "overlap_slowdown": slowed}
+        text += clusters.family(family, speed, origin="datasheet", **sizes)
     for place, (family, count, devices) in enumerate(tables):
-        text += f"""
-            [[nodes]]
-            count = {count}
-            devices = {{{family} = {devices}}}
-            origin = "datasheet"
-            link_latency_seconds = {latency * times / 10!r}
-            link_bytes_per_second = {link / times!r}
-            nics = [{{fabric = "ib", send_bytes_per_second = {nic / times!r}, origin = "datasheet",
-                     count = {nics[place] if nics else 1}, receive_bytes_per_second = {nic / times!r}}}]
-        """
-    return parse_cluster(text.replace("\n                     ", " "), "a test")
+        num_nics = nics[place] if nics else 1
+        link_figures = {"link_latency_seconds": latency * times / 10, "link_bytes_per_second": link / times}
+        own = {family: devices}
+        text += clusters.nodes(own, nic / times, "ib", num_nics, "datasheet", count=count, **link_figures)
+    return parse_cluster(text, "a test")
 
 
 # ---- every plan of the space, enumerated plainly from its definition in hpctrain/planner/space.py --------------------
@@ -109,12 +97,22 @@ def every_plan(setup: Setup, batch: int, cluster: Cluster, space: Space):
                 zeros = space.zero if is_whole else ()
             if any(grid.z * replicas > rows for grid, _, replicas in choices):
                 continue
-            for zero in zeros:
-                if plan := plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero):
+            depths = [sum(resolved[family][1] for family in row) for row in pipelines]
+            several = every_count(setup.model.num_layers, depths, microbatches)
+            for zero, count in itertools.product(zeros, several):
+                if plan := plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero, count):
                     yield plan
                     least = min(tile.rows.size // tile.tensor.z for tile in plan.tiles)
-                    for pieces in row_chunk_counts(least, least) if zero > 1 and len(pipelines) > 1 else ():
-                        yield replace(plan, tiles=tuple(replace(tile, row_chunks=pieces) for tile in plan.tiles))
+                    for row_chunks in row_chunk_counts(least, least) if zero > 1 and len(pipelines) > 1 else ():
+                        yield replace(plan, tiles=tuple(replace(tile, row_chunks=row_chunks) for tile in plan.tiles))
+
+
+def every_count(num_blocks: int, depths: list[int], microbatches: int) -> list[int]:
+    """Return how many tiles a rank may have where pipelines have so many stages."""
+    if min(depths) == 1 or any(microbatches % depth for depth in depths):
+        return [1]
+    of_stage = num_blocks // max(depths)
+    return [1] + [count for count in range(2, of_stage + 1) if count == 2 or of_stage % count == 0]
 
 
 def every_arrangement(families: list[str]) -> set:
@@ -144,8 +142,8 @@ def every_choice(model: Model, cluster: Cluster, family: str, space: Space):
                 yield grid, stages, replicas
 
 
-def plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero) -> Plan | None:
-    """Cut rows and blocks one by one, and check what memory allows by the predictor itself."""
+def plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero, virtual_stages=1) -> Plan | None:
+    """Cut rows and blocks one by one, and deal the blocks of each stage to its tiles."""
     model, last = setup.model, setup.head
 
     def seconds(family: str, layer: Interval, of_row: int, recompute: str = "none") -> float:
@@ -181,18 +179,44 @@ def plan_of(setup, cluster, pipelines, resolved, microbatches, rows, zero) -> Pl
 
         while sum(blocks) < model.num_layers:
             blocks[min(range(len(stages)), key=lambda i: (round(with_one_more(i), 12), -i))] += 1
-        item, taken = 0, {}
-        for i, (family, count) in enumerate(zip(stages, blocks, strict=True)):
-            grid, _, replicas = resolved[family]
-            stop = item + 2 * count + (i == 0) + (i == len(stages) - 1)
-            for part in cut_evenly(of_row, replicas):
-                ranks = places(cluster, family, grid.size)[taken.setdefault(family, 0)]
-                taken[family] += 1
+        if min(blocks) < virtual_stages:
+            return None
+        item, of_stages = 0, ranks_of(cluster, stages, resolved)
+        counts = dealt_blocks(stages, blocks, virtual_stages, lambda f, layer, n=of_row: seconds(f, layer, n), last)
+        for number, i in itertools.product(range(virtual_stages), range(len(stages))):
+            family, is_last = stages[i], (number, i) == (virtual_stages - 1, len(stages) - 1)
+            stop = item + 2 * counts[i][number] + (number == i == 0) + is_last
+            for part, ranks in zip(cut_evenly(of_row, len(of_stages[i])), of_stages[i], strict=True):
                 unused -= set(ranks)
+                grid = resolved[family][0]
                 tiles.append(Tile(Interval(item, stop), part.shift(at), ranks, grid, family, "none", zero))
             item = stop
         at += of_row
     return Plan(tuple(tiles), microbatches, rows, unused=tuple(sorted(unused)))
+
+
+def ranks_of(cluster: Cluster, stages: list[str], resolved: dict) -> list[list[tuple[int, ...]]]:
+    """Return the ranks of each stage's replicas."""
+    free = {family: iter(places(cluster, family, resolved[family][0].size)) for family in stages}
+    return [[next(free[family]) for _ in range(resolved[family][2])] for family in stages]
+
+
+def dealt_blocks(stages: list[str], blocks: list[int], virtual_stages: int, seconds, head: Interval) -> list[list[int]]:
+    """Return the blocks of each stage's tiles: as even as can be, where the first tile of the first stage has the
+    embedding too, and the last one of the last stage the head."""
+    result = []
+    for i, (family, count) in enumerate(zip(stages, blocks, strict=True)):
+        layer = EMBEDDING if i == 0 else head
+        is_end = virtual_stages > 1 and i in (0, len(stages) - 1)
+        worth = seconds(family, layer) / seconds(family, BLOCK) if is_end else 0.0
+        every = []
+        for own in range(1, count - virtual_stages + 2) if virtual_stages > 1 else [count]:
+            parts = [part.size for part in cut_evenly(count - own, virtual_stages - 1)] if virtual_stages > 1 else []
+            lengths = [own + worth, *parts]
+            every.append((max(lengths), -min(lengths), own, parts))
+        *_, own, parts = min(every)
+        result.append([*parts, own] if i == len(stages) - 1 else [own, *parts])
+    return result
 
 
 def places(cluster: Cluster, family: str, size: int) -> list[tuple[int, ...]]:
@@ -289,15 +313,21 @@ def cases(draw, networks=NETWORKS, batches=(2, 4, 6), buckets=BUCKETS):
 
 
 def step_seconds(setup: Setup, plan: Plan, cluster: Cluster) -> float:
-    """What the predictor says of a plan, or of it with more microbatches in flight, if that fits and is faster."""
+    """What the predictor says of a plan, or of it with more microbatches in flight or by ZB-H1, if that fits and is
+    faster."""
 
     def simulated(plan: Plan, predictor: Predictor) -> float:
-        schedules = {tile: schedule_of(plan, tile) for tile in plan.tiles}
+        schedules = {tile: schedule_of(plan, tile) for tile in plan.first_tiles}
         return simulate(plan, schedules, predictor.costs).step_seconds + setup.stack.step_seconds
 
     predictor = Predictor(setup, plan, cluster)
     result = [simulated(plan, predictor)]
-    if other := with_extra_warmup(plan, predictor.costs, predictor.headroom):
+    others = [with_extra_warmup(plan, predictor.costs, predictor.headroom)]
+    ranks, whole = [rank for tile in plan.tiles for rank in tile.ranks], {tile.items.size for tile in plan.tiles}
+    is_split = all(tile.zero < 2 and tile.row_chunks == 1 for tile in plan.tiles)
+    if is_split and len(ranks) == len(set(ranks)) and whole != {setup.model.num_items} and plan.microbatches > 1:
+        others.append(replace(plan, schedule="zb-h1"))
+    for other in filter(None, others):
         predictor = Predictor(setup, other, cluster)
         if all(stage.fits for stage in predictor.memory):
             result.append(simulated(other, predictor))

@@ -43,7 +43,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_families_are_found_by_the_names_of_devices(name):
+def test_families_are_detected_by_the_names_of_devices(name):
     assert family_of(name) == NAMES[name]
 
 
@@ -53,7 +53,7 @@ def test_the_device_is_what_the_environment_says():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_found_out_later_by_all_ranks():
+def test_a_device_that_is_not_there_is_detected_later_by_all_ranks():
     assert detect_device({}) == ("cpu", "cpu")
     assert detect_device({"HPCTRAIN_DEVICE": "cuda"}) == ("cuda", "cuda")
 
@@ -173,7 +173,7 @@ def test_the_probe_says_why_it_could_not():
 def test_a_probe_that_dies_is_a_no():
     result = probe_direct("cpu", command=[sys.executable, "-c", "import ctypes; ctypes.string_at(0)"])
     assert result == (False, "a probe that sent it died of SIGSEGV: this MPI takes host memory only")
-    assert judge(139, "", "").reason == result.reason, "a launcher or a library's handler tells it so"
+    assert judge(139, "", "").reason == result.reason, "a launcher or a library's handler reports it so"
     assert judge(3, "", "one\nthe last\n").reason.endswith("(exit code 3): the last")
     assert judge(0, "", "").reason.endswith("it said nothing")
 

@@ -30,15 +30,15 @@ def trainer_of(tokens, model: str, zero: int = 1, **train):
 
 
 def each_parameter(trainer):
-    """Return by name the shard and the piece of each parameter; one rank has them whole."""
-    pieces = [(shard, piece) for shard in trainer.optimizer.shards for piece in shard.group.regions(shard.updated)]
-    return {piece.parameter.name: (shard, piece) for shard, piece in pieces}
+    """Return by name the shard and the region of each parameter; one rank has them whole."""
+    regions = [(shard, region) for shard in trainer.optimizer.shards for region in shard.group.regions(shard.updated)]
+    return {region.parameter.name: (shard, region) for shard, region in regions}
 
 
 def masters(trainer) -> dict[str, torch.Tensor]:
     return {
-        name: shard.of(shard.master, piece.at).view(piece.parameter.shape).clone()
-        for name, (shard, piece) in each_parameter(trainer).items()
+        name: shard.of(shard.master, region.at).view(region.parameter.shape).clone()
+        for name, (shard, region) in each_parameter(trainer).items()
     }
 
 
@@ -103,10 +103,10 @@ def test_fifty_updates_are_those_of_torch_adamw_with_clipping(tokens, dtype, zer
     count = sum(weight.numel() for weight in reference.weights.values())
     for step in range(STEPS):
         size = (0.2, 5.0, 1.0)[step % 3] / math.sqrt(count)
-        for name, (shard, piece) in parameters.items():
-            grad = size * torch.randn(piece.parameter.shape, generator=generator)
+        for name, (shard, region) in parameters.items():
+            grad = size * torch.randn(region.parameter.shape, generator=generator)
             reference.weights[name].grad = grad
-            shard.of(shard.grads, piece.at).copy_(grad.flatten())
+            shard.of(shard.grads, region.at).copy_(grad.flatten())
         norm = math.sqrt(trainer.optimizer.squared_norm())
         trainer.optimizer.update(step, norm)
         _, expected = reference.step()
@@ -115,8 +115,8 @@ def test_fifty_updates_are_those_of_torch_adamw_with_clipping(tokens, dtype, zer
     assert 10 < sum(clipped) < 40
     result = masters(trainer)
     assert largest_error(result, reference) < 1e-6
-    for name, (shard, piece) in parameters.items():
-        in_use = shard.group.weights_at(piece.at)
+    for name, (shard, region) in parameters.items():
+        in_use = shard.group.weights_at(region.at)
         assert in_use.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         assert torch.equal(in_use, result[name].flatten().to(in_use.dtype)), name
 

@@ -10,28 +10,12 @@ from hpctrain.planner.arrivals import arrivals
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.intervals import Interval
+from tests import clusters
 
 MODEL = Model(architecture="llama", num_layers=4, hidden_size=64, num_heads=4, vocab_size=64)
 POSITIONS = 128
 ROW_SECONDS = POSITIONS * MODEL.hidden_size * 4 / 1e5
-CLUSTER = """
-[families.a]
-kind = "cpu"
-origin = "assumed"
-memory_bytes = 1e9
-memory_bytes_per_second = 1e10
-sustained_flops_per_second = {fp32 = 1e9}
-[fabrics.net]
-origin = "assumed"
-latency_seconds = 1e-6
-[[nodes]]
-count = 3
-devices = {a = 1}
-origin = "assumed"
-link_latency_seconds = 1e-6
-link_bytes_per_second = 1e9
-nics = [{fabric = "net", send_bytes_per_second = 1e5, receive_bytes_per_second = 1e5, origin = "assumed"}]
-"""
+CLUSTER = clusters.family("a") + clusters.fabric(latency_seconds=1e-6) + clusters.nodes({"a": 1}, 1e5, count=3)
 
 
 def test_messages_of_a_stage_to_two_tiles_share_its_nic_and_those_of_two_tiles_to_one_too():

@@ -1,4 +1,4 @@
-"""Calibration finds the constants that made the measurements, and tells mistakes in files."""
+"""Calibration recovers the constants that made the measurements, and reports mistakes in files."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def measured(parameters=TRUE) -> list[Measured]:
     return result
 
 
-def test_constants_that_made_the_measurements_are_found_again():
+def test_constants_that_made_the_measurements_are_recovered():
     result = fit(measured())
     for _, constant, true, fitted in changes(TRUE, result):
         assert fitted == pytest.approx(true, rel=0.1), constant
@@ -69,7 +69,7 @@ def test_parameters_are_written_and_read_back(tmp_path):
         ("stacks = ", "cannot be read"),
     ],
 )
-def test_mistakes_in_a_file_of_parameters_are_told(tmp_path, text, message):
+def test_mistakes_in_a_file_of_parameters_are_reported(tmp_path, text, message):
     (tmp_path / "p.toml").write_text(text)
     with pytest.raises(PlanError, match=message):
         load_parameters(tmp_path / "p.toml")
@@ -121,7 +121,7 @@ def test_runs_that_ran_out_of_memory_are_counted_and_fit_nothing(tmp_path):
         ("a,64,2,2,64,1,1,1,1,1,A100-80,megatron-lm,inf", r"runs.csv:2: step_seconds = inf is no finite number"),
     ],
 )
-def test_mistakes_in_measurements_are_told(tmp_path, line, message):
+def test_mistakes_in_measurements_are_reported(tmp_path, line, message):
     (tmp_path / "runs.csv").write_text(f"{HEAD}\n{line}\n")
     result = CliRunner().invoke(command, [str(tmp_path / "runs.csv")])
     assert isinstance(result.exception, PlanError)
@@ -129,7 +129,7 @@ def test_mistakes_in_measurements_are_told(tmp_path, line, message):
         raise result.exception
 
 
-def test_a_column_that_nobody_knows_is_told(tmp_path):
+def test_a_column_that_nobody_knows_is_reported(tmp_path):
     (tmp_path / "runs.csv").write_text(f"{HEAD},micro_batch\n")
     result = CliRunner().invoke(command, [str(tmp_path / "runs.csv")])
     assert "has no rows" in str(result.exception)

@@ -1,4 +1,4 @@
-"""The program in docs/checkpoints.md that reads a checkpoint without hpctrain, run as it stands there."""
+"""The program in docs/checkpoints.md that reads a checkpoint without hpctrain, run as it is there."""
 
 import re
 import subprocess

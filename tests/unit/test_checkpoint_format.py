@@ -47,7 +47,7 @@ def damaged_by(path) -> str:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_every_flipped_byte_is_found_and_none_is_read(run, monkeypatch, behind):
+def test_every_flipped_byte_is_detected_and_none_is_read(run, monkeypatch, behind):
     """A byte in every stretch of every file, and `latest`; also cut short, longer, missing.
 
     Checked at once, as small tensors are, or `behind`: by other threads while more is read, as large ones are.
@@ -105,7 +105,7 @@ def test_damage_names_the_part_and_the_tensor(run):
     assert "part-00001.h5: is damaged: block 0 of rank-00002 has another CRC-32, in model/embedding" in damaged_by(path)
 
 
-def test_parts_of_other_checkpoints_are_found(run):
+def test_parts_of_other_checkpoints_are_detected(run):
     write_checkpoint(run, 1, seed=1)
     write_checkpoint(run, 2, seed=2)
     one, two = complete_checkpoints(run)

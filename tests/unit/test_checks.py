@@ -87,7 +87,7 @@ def test_cores_are_counted_by_host():
     ranks = [rank("a", [0, 1]), rank("a", [0, 1]), rank("b", [0]), rank("b", [0])]
     verdicts = [(each.verdict, each.text) for each in check_cores(ranks)]
     assert verdicts[0] == ("ok", "a: 2 ranks on 2 cores")
-    assert verdicts[1] == ("warning", "b: 2 ranks on 1 core: they compute in turn")
+    assert verdicts[1] == ("warning", "b: 2 ranks on 1 core: they share cores")
     (threads,) = check_cores([rank("a", [0, 1], 2), rank("a", [0, 1], 2)])
     assert threads.verdict == "warning" and threads.remedy == "export OMP_NUM_THREADS=1"
     assert check_cores([rank("a", [0, 1], 8, "cuda")])[0].verdict == "ok"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import hpctrain.planner.cut as cut
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_tiling
-from hpctrain.planner.cut import MANY_ROWS, StageVariant, StageVariants, cut_blocks, cut_rows
+from hpctrain.planner.cut import MANY_ROWS, SearchLayout, StageVariant, StageVariants, cut_blocks, cut_rows
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Search, search
@@ -21,9 +21,15 @@ from tests.unit.small_searches import ALL_IN_ONE, BUCKETS, EVERYTHING, cases, ev
 
 
 def lie_the_same(pool: Pool, size: int, replicas: int) -> bool:
-    """Say whether all stages of so many replicas, of `size` ranks each, are placed the same way on a pool's nodes."""
+    """Say whether all stages of so many replicas, of `size` ranks each, have equal places on a pool's nodes."""
     in_node = {len(ranks) // size for ranks in pool.nodes}
     return len(in_node) == len(pool.families) == 1 and not (replicas % min(in_node) and min(in_node) % replicas)
+
+
+def some_layouts(searching: Search) -> list[SearchLayout]:
+    """Return the layouts that rank first, and of interleaved pipelines more."""
+    interleaved = [layout for layout in searching.layouts[20:] if layout.shape.virtual_stages > 1]
+    return searching.layouts[:20] + interleaved[:20]
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -32,12 +38,12 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
     setup, batch, cluster, space = case
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
     least = searching.run().lower_bound_seconds
-    for layout in searching.layouts[:20]:
+    for layout in some_layouts(searching):
         seconds = step_seconds(setup, searching.scorer.plan(layout), cluster)
         assert searching.scorer.bound(layout) <= seconds * (1 + 1e-9)
         assert least <= seconds * (1 + 1e-9)
         # As if each stage began at its pool's first node, and all ranks of its nodes exchanged: it knows nothing of
-        # those that lie across nodes in other ways, nor that unused ones go through no NIC.
+        # those that lie across nodes differently, nor that unused ones go through no NIC.
         resolved = zip(itertools.chain(*layout.shape.pipelines), itertools.chain(*layout.shape.choices), strict=True)
         if all(lie_the_same(searching.costs.pools[pool], c.grid.size, c.replicas) for pool, c in resolved):
             assert 0.4 * seconds <= layout.seconds <= 2 * seconds, "what ranks plans is near what decides"
@@ -48,7 +54,7 @@ def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
     case=cases(batches=(4, 6, 16), buckets=(*BUCKETS, ALL_IN_ONE)), share=st.sampled_from([0.2, 0.35, 0.5, 0.7, 0.9])
 )
 def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
-    """Then stages recompute, have more or fewer blocks, or go through their rows in pieces."""
+    """Then stages recompute, have more or fewer blocks, or go through their rows in chunks."""
     setup, batch, cluster, space = case
     space = replace(space, recompute=("none", "full"))
     most = max(stage.memory.total for stage in search(setup, batch, cluster, None, space).best.prediction.memory)
@@ -60,12 +66,14 @@ def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
     except PlanError as error:
         assert "MiB too few" in str(error)
         return
-    for layout in searching.layouts[:20]:
+    for layout in some_layouts(searching):
         plan = searching.scorer.plan(layout)
         check_tiling(plan, setup.model.num_items)
         assert least <= step_seconds(setup, plan, cluster) * (1 + 1e-9)
+        # Which tiles of a rank keep the most is not known of uneven ones.
+        most = 1.02 if layout.shape.virtual_stages == 1 else 1.15
         for stage in Predictor(setup, plan, cluster).memory:
-            assert stage.memory.total <= 1.02 * stage.available_bytes, "what is scored has about the memory it needs"
+            assert stage.memory.total <= most * stage.available_bytes, "what is scored has about the memory it needs"
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -97,8 +105,8 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
     stages = []
     for seconds in each:
         base, kept, again = data.draw(st.tuples(st.sampled_from([0.0, 0.4]), st.integers(0, 5), st.integers(0, 9)))
-        pieces = data.draw(st.tuples(st.sampled_from([1.1, 1.6]), st.sampled_from([1, 4]), st.integers(0, 9)))
-        ways = [(1.0, 1, kept), (1.3, 1, max(kept, again)), pieces]
+        chunked = data.draw(st.tuples(st.sampled_from([1.1, 1.6]), st.sampled_from([1, 4]), st.integers(0, 9)))
+        variants = [(1.0, 1, kept), (1.3, 1, max(kept, again)), chunked]
         stages.append(
             StageVariants(
                 tuple(
@@ -112,7 +120,7 @@ def test_blocks_are_cut_as_no_other_cut_is_better(data):
                         BlockLine(0, 1),
                         BlockLine(0, 1),
                     )
-                    for more, head, most in ways
+                    for more, head, most in variants
                 )
             )
         )
@@ -159,8 +167,10 @@ def test_many_rows_are_cut_as_if_they_were_given_one_by_one(pipelines, num_rows)
     assert sum(result) == num_rows
 
 
-@pytest.mark.parametrize(("num_pools", "ways"), [(1, 1), (2, 2 + 3), (3, 3 + 3 * 3 + 13), (4, 4 + 6 * 3 + 4 * 13 + 73)])
-def test_every_arrangement_is_there_once(num_pools, ways):
+@pytest.mark.parametrize(
+    ("num_pools", "count"), [(1, 1), (2, 2 + 3), (3, 3 + 3 * 3 + 13), (4, 4 + 6 * 3 + 4 * 13 + 73)]
+)
+def test_every_arrangement_is_there_once(num_pools, count):
     result = list(arrangements(num_pools))
-    assert len(result) == len(set(result)) == ways, "Lah numbers of all subsets"
+    assert len(result) == len(set(result)) == count, "Lah numbers of all subsets"
     assert set(result) == every_arrangement(list(range(num_pools)))

@@ -78,7 +78,7 @@ def test_a_message_takes_what_was_measured_and_lines_between(cluster):
     assert message_seconds(described, 25_000_000, flows=4) == pytest.approx(4.002e-3)
 
 
-def test_the_slowest_links_of_a_cluster_are_found(cluster):
+def test_the_slowest_links_of_a_cluster_are_listed(cluster):
     links = slowest_links(cluster)
     assert {where: (link.latency_seconds, link.message_bytes_per_second) for where, link in links.items()} == {
         "inside": (2e-6, 50e9),
@@ -120,7 +120,7 @@ def test_times_that_were_measured_are_never_discounted(cluster):
     assert link.times and message_seconds(link, 10**6, 2, 0.5) == message_seconds(link, 10**6, 2)
 
 
-def test_what_was_guessed_is_listed(cluster):
+def test_what_was_assumed_is_listed(cluster):
     assert assumed_figures(cluster) == [
         "families.a100.host_copy_bytes_per_second",
         "fabrics.ethernet.latency_seconds",

@@ -197,7 +197,7 @@ def test_profiles_are_replaced_and_nothing_else(data, name, at_end):
     ]
 
 
-def test_profiles_that_cannot_be_told_from_the_rest_are_left_alone(write):
+def test_profiles_that_cannot_be_distinguished_from_the_rest_are_left_alone(write):
     """A table that is written in line, as `profiles = [...]` at the top, is no [[profiles]] that can be cut out."""
     profile = "{origin = 'measured', family = 'mi250x', work = 'w', zero = 1, replicas = 1, largest_rows = 1, times = ["
     times = "{rows = 1, embedding_seconds = [1.0, 1.0], block_seconds = [1.0, 1.0], head_seconds = [1.0, 1.0]}]}"
@@ -222,7 +222,7 @@ def test_the_truth_is_kept_apart(cluster, write):
     assert not hasattr(load_cluster(path), "truth")
 
 
-def test_comments_stand_above_what_they_are_about(cluster):
+def test_comments_are_above_what_they_are_about(cluster):
     text = dump_cluster(cluster, {"families.a100.memory_bytes": "words " * 30, "": "head"})
     assert text.startswith("# head\n\n[families.a100]\n")
     above, _ = text.split("memory_bytes = 80_000_000_000", 1)

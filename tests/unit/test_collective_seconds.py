@@ -86,7 +86,7 @@ def test_hosts_of_two_fabrics_send_by_both_at_once(operation):
 
 
 LAID_OUT = {
-    "alike": ([("a", 1, 4), ("b", 1, 4)], [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]),
+    "equal": ([("a", 1, 4), ("b", 1, 4)], [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]),
     "on more nodes": ([("a", 1, 4), ("b", 2, 2)], [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]),
     "on a node each": ([("a", 1, 3), ("b", 3, 1)], [[(0,), (3,)], [(1,), (4,)], [(2,), (5,)]]),
     "more than in groups": ([("a", 1, 4), ("b", 1, 2)], [[(0, 1), (4, 5)]]),
@@ -114,7 +114,7 @@ def all_reduce_seconds(cluster, algorithm: str, num_bytes: int) -> float:
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4])
 @pytest.mark.parametrize("num_bytes", [1 << 12, 1 << 19])
-def test_the_algorithm_that_is_chosen_is_the_fastest_and_takes_what_is_predicted(num_nodes, num_bytes):
+def test_the_algorithm_that_is_selected_is_the_fastest_and_takes_what_is_predicted(num_nodes, num_bytes):
     cluster = cluster_of([("a", num_nodes, 1)], nic=1e8, latency=2e-3)
     network, ranks = ClusterNetwork(cluster), range(num_nodes)
     taken = {each: all_reduce_seconds(cluster, each, num_bytes) for each in ("exchange", "doubling", "ring")}
@@ -123,7 +123,7 @@ def test_the_algorithm_that_is_chosen_is_the_fastest_and_takes_what_is_predicted
     assert network.group_seconds("all_reduce", num_bytes, ranks) == pytest.approx(taken[resolved], rel=0.02)
 
 
-def test_small_all_reduces_double_and_large_ones_need_no_room_for_it():
+def test_small_all_reduces_double_and_large_ones_need_no_memory_for_it():
     network = ClusterNetwork(cluster_of([("a", 2, 1)]))
     assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES, (0, 1)) == "doubling"
     assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES + 4, (0, 1)) == "exchange"
@@ -136,7 +136,7 @@ def test_all_reduces_with_no_part_for_each_rank_are_not_those_of_domains():
     assert network.algorithm("all_reduce", MOST_DOUBLED_BYTES, everybody, by_domains=False) == "exchange"
 
 
-def test_who_communicates_beside_changes_what_a_group_takes_and_not_what_it_chooses():
+def test_concurrent_communication_changes_what_a_group_takes_and_not_what_it_chooses():
     """Its ranks do not know of other groups: four groups of a rank of each node here, which share its NIC."""
     network, ranks = ClusterNetwork(cluster_of([("a", 4, 4)], nic=1e9)), (0, 4, 8, 12)
     assert network.algorithm("all_reduce", 40_000, ranks) == "doubling"

@@ -1,4 +1,4 @@
-"""The rank that the others wait for is found and named, from flight records alone."""
+"""The rank that the others wait for is identified and named, from flight records alone."""
 
 import dataclasses
 import time
@@ -79,7 +79,10 @@ def test_another_size_and_an_operation_that_went_through_where_others_wait():
     lane = everywhere(recorders, "data")
     for recorder in recorders:  # uneven cuts: all_gather's sizes may differ
         recorder.start(lane, "all_gather", 8 * recorder.rank)
-    assert "nobody is missing there, the transfer itself stands still" in diagnose(evidence_of(recorders)).sentences[0]
+    assert (
+        "nobody is missing there, the transfer itself makes no progress"
+        in diagnose(evidence_of(recorders)).sentences[0]
+    )
 
 
 def test_the_end_of_a_chain_is_named_and_a_circle_as_such():
@@ -97,7 +100,7 @@ def test_the_end_of_a_chain_is_named_and_a_circle_as_such():
     assert result.sentences[0].startswith("ranks wait for each other: ")
 
 
-def test_a_message_is_not_missing_because_the_ring_has_forgotten_it():
+def test_a_message_that_the_ring_has_forgotten_is_not_missing():
     recorders = make_recorders(2)
     pipeline, data = everywhere(recorders, "pipeline 0-1"), everywhere(recorders, "data")
     recorders[1].finish(recorders[1].start(pipeline, "send", 8))
@@ -109,7 +112,7 @@ def test_a_message_is_not_missing_because_the_ring_has_forgotten_it():
     assert [wait.missing for wait in detect_waits(evidence_of(recorders).flights)] == [(), ()]
 
 
-def test_lanes_of_one_name_are_told_apart_by_the_order_in_which_they_were_made():
+def test_lanes_of_one_name_are_distinguished_by_the_order_in_which_they_were_made():
     recorders = make_recorders(2)
     first, second = everywhere(recorders, "data"), everywhere(recorders, "data")
     recorders[0].start(first, "all_reduce", 8)
@@ -121,7 +124,7 @@ LANES = st.lists(st.sets(st.integers(0, 4), min_size=2).map(sorted).map(tuple), 
 
 
 @given(LANES, st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30), st.integers(0, 4), st.integers(0, 10))
-def test_the_rank_that_stopped_is_always_found(lanes, program, stopped, after):
+def test_the_rank_that_stopped_is_always_identified(lanes, program, stopped, after):
     """Ranks go through one order of operations, as far as they get after one of them has stopped."""
     recorders = make_recorders(5)
     numbers = {(rank, lane): recorders[rank].add_group("lane", lane) for lane in lanes for rank in lane}
@@ -150,7 +153,7 @@ def test_the_rank_that_stopped_is_always_found(lanes, program, stopped, after):
                 blocked[rank] = i
             if len(inside[i]) == (2 if is_message else len(lane)):
                 for other, handle in inside[i].items():
-                    if blocked.get(other) == i:  # who sent has gone on, and may wait in something else
+                    if blocked.get(other) == i:  # who sent has continued, and may wait in something else
                         recorders[other].finish(handle)
                         del blocked[other]
     result = diagnose(evidence_of(recorders))
@@ -190,7 +193,7 @@ def test_nothing_is_said_of_a_run_that_ended_in_order_or_left_no_records(tmp_pat
     assert post_mortem(tmp_path, time.time()) is None
 
 
-def test_a_run_that_is_under_way_is_told_as_such(tmp_path):
+def test_a_run_that_still_trains_is_reported_as_such(tmp_path):
     recorders = make_recorders(2, tmp_path)
     lane = everywhere(recorders, "data")
     recorders[0].start(lane, "all_reduce", 8)

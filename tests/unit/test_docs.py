@@ -23,17 +23,17 @@ LAUNCHERS = ("mpirun", "srun", "sbatch")
 
 
 def blocks(page: Path, kind: str) -> list[str]:
-    return [text for found, text in BLOCK.findall(page.read_text()) if found == kind]
+    return [text for language, text in BLOCK.findall(page.read_text()) if language == kind]
 
 
 def commands() -> list[tuple[str, str]]:
     """Return (page, command) for each line of a console block that begins with a prompt."""
-    found = []
+    commands = []
     for page in PAGES:
         for text in blocks(page, "console"):
             lines = text.replace("\\\n", " ").splitlines()
-            found += [(page.name, line[2:].split("  #")[0].strip()) for line in lines if line.startswith("$ ")]
-    return found
+            commands += [(page.name, line[2:].split("  #")[0].strip()) for line in lines if line.startswith("$ ")]
+    return commands
 
 
 def parse(command: click.Command, name: str, arguments: list[str], parent: click.Context | None = None) -> None:

@@ -37,7 +37,7 @@ def opened(tokens):
     return source, Sequences(source, Interval(0, source.num_tokens), LENGTH, seed=3, mask_documents=True)
 
 
-def pieces(document_starts: np.ndarray) -> list[tuple[int, int]]:
+def document_spans(document_starts: np.ndarray) -> list[tuple[int, int]]:
     """Cut the inputs of a sequence, of which we know where each one's document starts, into documents."""
     bounds = [*np.unique(document_starts).tolist(), len(document_starts)]
     return list(itertools.pairwise(bounds))
@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone(tokens, name, recom
     packed.backward(saved, one)
     expected = 0.0
     for row, cut, valid in zip(rows, starts, counted, strict=True):
-        for start, stop in pieces(cut.numpy()):
+        for start, stop in document_spans(cut.numpy()):
             last = stop if valid[stop - 1] else stop - 1  # of the input before a new document nothing is learnt
             if last > start:
                 part, kept = alone.forward(row[None, start:last], row[None, start + 1 : last + 1].clone(), True)

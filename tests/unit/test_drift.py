@@ -1,4 +1,4 @@
-"""What is measured of a run beside its prediction: where ranks stood, and which part is to blame."""
+"""What is measured of a run against its prediction: where ranks spent time, and which part is to blame."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
 
 
 @pytest.mark.parametrize("plan", LAYOUTS)
-def test_where_ranks_stand_adds_up_to_the_step_as_predicted(plan):
+def test_what_ranks_spend_adds_up_to_the_step_as_predicted(plan):
     result = predict(SETUP, plan, CLUSTER)
     assert sum(result.exposed_seconds.values()) == pytest.approx(result.step_seconds)
     assert result.exposed_seconds["compute"] == pytest.approx(result.breakdown_seconds["compute"])
@@ -66,16 +66,16 @@ def test_a_meter_knows_where_time_goes_and_passes_on_what_it_hears():
 
 
 PLAN = plan_of()
-FOUND = predict(SETUP, PLAN, CLUSTER)
+PREDICTED = predict(SETUP, PLAN, CLUSTER)
 
 
 def measured(**times) -> list[drift.MeasuredStep]:
-    parts = {part: seconds * times.get(part, 1.0) for part, seconds in FOUND.exposed_seconds.items()}
+    parts = {part: seconds * times.get(part, 1.0) for part, seconds in PREDICTED.exposed_seconds.items()}
     return [drift.MeasuredStep(sum(parts.values()), parts, 30_000_000) for _ in PLAN.ranks]
 
 
 def test_a_step_as_predicted_is_no_drift(tmp_path):
-    summary = drift.Expected(FOUND, PLAN, "c.toml", True).compare(measured(), 4)
+    summary = drift.Expected(PREDICTED, PLAN, "c.toml", True).compare(measured(), 4)
     assert summary["drift"] == pytest.approx(0.0) and not summary["is_large"]
     assert "warning" not in drift.text(summary)
     drift.write(tmp_path, summary)
@@ -85,8 +85,8 @@ def test_a_step_as_predicted_is_no_drift(tmp_path):
 
 @pytest.mark.parametrize(("part", "times"), [(part, times) for part in ("compute", "data") for times in (0.3, 3.0)])
 def test_a_part_that_drifts_is_named(part, times):
-    share = FOUND.exposed_seconds[part] / FOUND.step_seconds
-    expected = drift.Expected(replace(FOUND, interval_seconds=(0, FOUND.step_seconds)), PLAN, "c.toml", True)
+    share = PREDICTED.exposed_seconds[part] / PREDICTED.step_seconds
+    expected = drift.Expected(replace(PREDICTED, interval_seconds=(0, PREDICTED.step_seconds)), PLAN, "c.toml", True)
     summary = expected.compare(measured(**{part: times}), 4)
     assert summary["drift"] == pytest.approx(share * (times - 1))
     assert summary["drifted"] == part
@@ -95,8 +95,8 @@ def test_a_part_that_drifts_is_named(part, times):
     assert ("warning: " in drift.text(summary)) == summary["is_large"]
 
 
-def test_of_devices_that_compute_beside_their_host_the_step_alone_is_told():
-    summary = drift.Expected(FOUND, PLAN, "c.toml", False).compare(measured(compute=2.0), 4)
+def test_of_devices_that_compute_while_their_host_waits_the_step_alone_is_reported():
+    summary = drift.Expected(PREDICTED, PLAN, "c.toml", False).compare(measured(compute=2.0), 4)
     assert "parts" not in summary and summary["is_large"]
     assert "steps took" in drift.text(summary)
-    assert set(EXPOSED) == set(FOUND.exposed_seconds)
+    assert set(EXPOSED) == set(PREDICTED.exposed_seconds)

@@ -28,11 +28,11 @@ SOME = st.integers(0, 60)
 
 
 @given(st.one_of(st.sets(st.integers(0, 5000)), st.sets(SOME), st.builds(range, SOME, SOME, st.integers(1, 9))))
-def test_ranks_are_written_in_a_way_that_can_be_read(ranks):
+def test_ranks_are_written_so_that_they_can_be_read(ranks):
     assert parse_ranks(flight.write_ranks(ranks)) == tuple(sorted(ranks))
 
 
-def test_ranks_are_written_in_a_short_way():
+def test_ranks_are_written_in_short():
     assert flight.write_ranks(range(4096)) == "0-4095"
     assert flight.write_ranks(range(3, 4096, 8)) == "3-4091:8"
     assert flight.write_ranks([8, 0, 1, 2, 3]) == "0-3,8"
@@ -65,7 +65,7 @@ def test_what_is_recorded_is_read_back(tmp_path, in_file):
     assert (ended.state, ended.error) == (flight.ENDED, "")
 
 
-def test_the_ring_keeps_the_last_operations_and_all_that_are_under_way():
+def test_the_ring_keeps_the_last_operations_and_all_that_are_in_flight():
     recorder = Recorder(None, 0, 2, "a", "cpu")
     lanes = recorder.add_group("slow", [0, 1]), recorder.add_group("fast", [0, 1])
     handle = recorder.start(lanes[0], "all_reduce", 1)
@@ -82,7 +82,7 @@ def test_the_ring_keeps_the_last_operations_and_all_that_are_under_way():
     assert recorder.max_in_flight() is None
 
 
-def test_more_under_way_than_the_ring_holds():
+def test_more_in_flight_than_the_ring_holds():
     recorder = Recorder(None, 0, 2, "a", "cpu")
     lane = recorder.add_group("data", [0, 1])
     handles = [recorder.start(lane, "all_reduce", 1) for _ in range(flight.RING_SLOTS + 10)]

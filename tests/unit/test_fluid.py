@@ -29,7 +29,7 @@ def fluid_of(bandwidths, paths=PATHS, num_slots=16) -> Fluid:
 
 
 def ends(bandwidths, started, looks=(), paths=PATHS) -> list[float]:
-    """Return when each flow left, if somebody looks at these times besides."""
+    """Return when each flow left, if somebody looks at these times too."""
     fluid = fluid_of(bandwidths, paths)
     looks = sorted(looks)
     for slot, (start, path, size) in enumerate(started):

@@ -1,4 +1,4 @@
-"""The benchmark of a machine with a GPU: ends in its time, goes on where it was, says what it could not do."""
+"""The benchmark of a machine with a GPU: ends in its time, continues where it was, says what it could not do."""
 
 import argparse
 import json

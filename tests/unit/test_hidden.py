@@ -1,4 +1,4 @@
-"""What predictions make of communication beside computation: what is waited for, and what is slower meanwhile."""
+"""How predictions price overlapped communication: what is waited for, and what is slower meanwhile."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import PassWork, _block, layer_cost
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.predictor import Predictor, pass_cost, predict
+from hpctrain.planner.pass_cost import pass_cost
+from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, slowed_by
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
@@ -20,7 +21,7 @@ from hpctrain.sharding.items import BLOCK, layers
 from tests.pretended import CLUSTER
 from tests.unit.test_predict import LAYOUTS, SETUP, plan_of
 
-BESIDE = [  # (ready, needed) of two sums and gathers of 1 s each, and what they add to a step of 2 x (1 + 2) s
+OVERLAPPED = [  # (ready, needed) of two sums and gathers of 1 s each, and what they add to a step of 2 x (1 + 2) s
     ((0.0, 0.0), None, 4.0),
     ((1.5, 0.0), None, 3.0),
     ((0.0, 1.5), None, 3.0),
@@ -30,8 +31,8 @@ BESIDE = [  # (ready, needed) of two sums and gathers of 1 s each, and what they
 ]
 
 
-@pytest.mark.parametrize(("ready", "needed", "exposed"), BESIDE)
-def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
+@pytest.mark.parametrize(("ready", "needed", "exposed"), OVERLAPPED)
+def test_what_is_overlapped_adds_what_is_waited_for(ready, needed, exposed):
     plan = even_plan(6, TensorGrid(), 1, 2, 2, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),))
@@ -53,7 +54,7 @@ def test_what_goes_on_beside_adds_what_is_waited_for(ready, needed, exposed):
 
 
 @pytest.mark.parametrize("plan", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[7], plan_of((1, 1, 2), pipeline=1, data=2)])
-def test_buckets_beside_computation_save_no_more_than_was_exposed(plan):
+def test_overlapped_buckets_save_no_more_than_was_exposed(plan):
     exposed, concurrent = (predict(replace(SETUP, bucket_bytes=size), plan, CLUSTER) for size in (None, 1_000_000))
     assert sum(concurrent.breakdown_seconds.values()) == pytest.approx(concurrent.step_seconds)
     saved = exposed.step_seconds - concurrent.step_seconds
@@ -71,7 +72,7 @@ def test_a_device_that_communicates_computes_more_slowly_until_either_is_done(al
 
 
 @pytest.mark.parametrize(("seconds", "longer"), [(0.5, 0.25), (1.5, 0.75), (3.0, 2.0), (5.0, 4.0)])
-def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
+def test_overlapped_sums_slow_the_last_backward_pass(seconds, longer):
     """A pass whose last second makes what is summed, on a device that takes twice as long while bytes move."""
     plan = even_plan(6, TensorGrid(), 1, 2, 1, 2)
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
@@ -83,7 +84,7 @@ def test_sums_beside_slow_the_last_backward_pass(seconds, longer):
         assert sum(parts.values()) == pytest.approx(result.step_seconds)
 
 
-def test_what_unlike_pipelines_share_is_exchanged_once():
+def test_what_different_pipelines_share_is_exchanged_once():
     """Each of the holders has it among other things, so in another place; a bucket is a block or more."""
     whole, first, last = LAYOUTS[-1].tiles
     of_all, of_blocks = (
@@ -94,7 +95,7 @@ def test_what_unlike_pipelines_share_is_exchanged_once():
     assert of_blocks == [{whole, first}] * len(layers(first.items)) + [{whole, last}] * len(layers(last.items))
 
 
-TWO_SUMS = [  # moments of a pass of 2 s at which two sums of 0.5 and 1 s are ready, and how much longer the step is
+TWO_SUMS = [  # times within a pass of 2 s at which two sums of 0.5 and 1 s are ready, and how much longer the step is
     ((1.0, 2.0), 1.0 + 0.25),
     ((1.0, 1.5), 0.75),  # the second from 1.5 s of the pass, which is at 1.75 s; both are done at 2.75 s
     ((0.0, 0.5), 0.75),
@@ -107,8 +108,8 @@ def test_sums_are_ready_later_where_others_slow_what_makes_them(ready, longer):
     schedules = {tile: one_f_one_b(plan, tile) for tile in plan.tiles}
     cost = TileCost((PassCost(1.0),), (PassCost(2.0),), overlap_slowdown=2.0)
     sharings = tuple(
-        Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - moment))
-        for seconds, moment in zip((0.5, 1.0), ready, strict=True)
+        Sharing(plan.tiles, seconds, 0.0, dict.fromkeys(plan.tiles, 2.0 - ready_at))
+        for seconds, ready_at in zip((0.5, 1.0), ready, strict=True)
     )
     result = simulate(plan, schedules, Costs(dict.fromkeys(plan.tiles, cost), {}, sharings))
     assert result.step_seconds == pytest.approx(3.0 + longer)
@@ -167,7 +168,7 @@ IN_HALVES = replace(SETUP, overlaps=frozenset(("tensor", "forward")))
 
 
 def alternating(halves: list[list[PassWork]], device: DeviceModel, message_seconds: float) -> float:
-    """Return when two halves are through that take turns, where all sums go one after the other beside them."""
+    """Return when two alternating halves are done, where all sums go one after the other behind them."""
     now = lane = 0.0
     arrived = [0.0, 0.0]
     for segments in zip(*halves, strict=True):
@@ -181,7 +182,7 @@ def alternating(halves: list[list[PassWork]], device: DeviceModel, message_secon
 
 @pytest.mark.parametrize("grid", [TensorGrid(y=2), TensorGrid(x=2), TensorGrid(x=2, y=2)])
 @pytest.mark.parametrize("rows", [2, 5])
-def test_outputs_are_summed_beside_the_other_half_of_the_rows(grid, rows):
+def test_outputs_are_summed_during_the_other_half_of_the_rows(grid, rows):
     tile = plan_of(grid, pipeline=1, data=1).tiles[0]
     # A CPU's operations cost their host nothing, so that what segments take adds up.
     device = DeviceModel("fast", CLUSTER.families["fast"].model_copy(update={"kind": "cpu"}))

@@ -68,7 +68,7 @@ class Position(Communicator):
 
 
 def store_of(model: Model, plan, rank: int):
-    """Return a rank's store, and its holdings."""
+    """Return a rank's store, and its shard groups."""
     tile = plan.tile_of(rank)
     sizes = (tile.tensor.x, tile.tensor.y, tile.tensor.z)
     axes = Axes(*(Position(i, n) for i, n in zip(tile.coordinate(rank), sizes, strict=True)))
@@ -86,10 +86,10 @@ def test_owners_cover_every_element_once(drawn):
         store, shards = store_of(model, plan, rank)
         for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
             owned = shard_group.cuts(group.size)[shard_group.ranks.index(rank)]
-            for piece in group.regions(owned):
-                if piece.counts:
-                    for rows, columns, _ in whole_rows(piece.parameter, piece.box, piece.elements):
-                        seen[piece.parameter.name][slice(*rows), columns] += 1
+            for region in group.regions(owned):
+                if region.counts:
+                    for rows, columns, _ in whole_rows(region.parameter, region.box, region.elements):
+                        seen[region.parameter.name][slice(*rows), columns] += 1
     assert all((count == 1).all() for count in seen.values())
 
 
@@ -103,7 +103,7 @@ def test_holders_agree_about_each_other_and_their_order(drawn):
         assert len(set(exchanged_at_once)) == len(exchanged_at_once)
         for ranks in sets:
             assert rank in ranks
-        # the plan-wide order: any two ranks meet in their common groups in the same order
+        # the plan-wide order: any two ranks come to their common groups in the same order
         for other, (_, theirs) in of_rank.items():
             common = [ranks for ranks in sets if other in ranks]
             assert common == [shard_group.ranks for shard_group in theirs.shard_groups if rank in shard_group.ranks]
@@ -111,8 +111,8 @@ def test_holders_agree_about_each_other_and_their_order(drawn):
     for store, shards in of_rank.values():
         said = defaultdict(list)
         for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
-            pieces = tuple((p.parameter.name, p.at) for p in group.regions(Interval(0, group.size)))
-            said[shard_group.ranks].append((pieces, group.size, shard_group.shares, shard_group.zero))
+            regions = tuple((p.parameter.name, p.at) for p in group.regions(Interval(0, group.size)))
+            said[shard_group.ranks].append((regions, group.size, shard_group.shares, shard_group.zero))
         for ranks, all_of_them in said.items():
             summary[ranks].add(tuple(all_of_them))
     assert {len(different) for different in summary.values()} == {1}
@@ -132,7 +132,7 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
     expected = {name: np.zeros(p.shape, np.float32) for name, p in parameters.items()}
     result = {name: np.zeros(p.shape, np.float32) for name, p in parameters.items()}
     sums: dict[tuple, torch.Tensor] = {}
-    pieces: dict[tuple, list] = {}
+    regions: dict[tuple, list] = {}
     for number, tile in enumerate(plan.tiles):
         used = {p.name: p for u in units(model, tile.tensor) if any(map(tile.contains, u.items)) for p in u.parameters}
         for name, parameter in used.items():
@@ -156,14 +156,14 @@ def test_what_holders_add_up_is_the_gradient_of_every_tile_once(drawn):
                         arrays.grads[first : first + values.numel()] = values
         for group, shard_group in zip(store.groups, shards.shard_groups, strict=True):
             sums[shard_group.ranks] = sums.get(shard_group.ranks, 0) + group.own_grads()
-            pieces[shard_group.ranks] = [p for p in group.regions(Interval(0, group.size)) if p.counts] or pieces.get(
+            regions[shard_group.ranks] = [p for p in group.regions(Interval(0, group.size)) if p.counts] or regions.get(
                 shard_group.ranks, []
             )
     for ranks, total in sums.items():
-        for piece in pieces[ranks]:
-            for rows, columns, taken in whole_rows(piece.parameter, piece.box, piece.elements):
-                values = total[slice(*taken.shift(piece.at.start - piece.elements.start))].numpy()
-                target = result[piece.parameter.name].reshape(piece.parameter.shape[0], -1)
+        for region in regions[ranks]:
+            for rows, columns, taken in whole_rows(region.parameter, region.box, region.elements):
+                values = total[slice(*taken.shift(region.at.start - region.elements.start))].numpy()
+                target = result[region.parameter.name].reshape(region.parameter.shape[0], -1)
                 target[slice(*rows), columns] = values.reshape(rows.size, -1)
     for name in parameters:
         assert np.array_equal(result[name], expected[name]), name
@@ -186,30 +186,30 @@ def test_shared_heads_and_tied_embeddings_have_more_holders():
     assert tied.ranks == (1, 5)
 
 
-def unlike_pair(**options) -> Plan:
+def different_pair(**options) -> Plan:
     """Rank 0 computes half of the rows alone, ranks 1 and 2 the others with y = 2."""
     items = Interval(0, MODELS[0].num_items)
     first = Tile(items, Interval(0, 2), (0,), **options)
     return Plan((first, Tile(items, Interval(2, 4), (1, 2), TensorGrid(y=2))), 1, 4)
 
 
-def test_unlike_grids_hold_slabs_together():
-    sets = [shard_group.ranks for shard_group in rank_shards_of(MODELS[0], unlike_pair(), 0).shard_groups]
+def test_different_grids_hold_regions_together():
+    sets = [shard_group.ranks for shard_group in rank_shards_of(MODELS[0], different_pair(), 0).shard_groups]
     assert sets == [(0, 1), (0, 2), (0, 1, 2)], "a half with each of the two, norms and such with both"
     for rank in (1, 2):
-        shards = rank_shards_of(MODELS[0], unlike_pair(), rank)
+        shards = rank_shards_of(MODELS[0], different_pair(), rank)
         assert [shard_group.ranks for shard_group in shards.shard_groups] == [(0, rank), (0, 1, 2)]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_everybody_updates_everything_only_where_all_are_alike(zero):
+def test_everybody_updates_everything_only_where_all_are_equal(zero):
     items, other = Interval(0, MODELS[0].num_items), {"family": "a100"}
     tiles = [Tile(items, Interval(i, i + 1), (i,), zero=0) for i in range(2)]
     stages = [
         (Plan(tuple(tiles), 1, 2), 0),
         (Plan((tiles[0], Tile(items, Interval(1, 2), (1,), zero=1)), 1, 2), 1),
         (Plan((tiles[0], Tile(items, Interval(1, 2), (1,), zero=0, **other)), 1, 2), 1),
-        (unlike_pair(zero=zero), 1),
+        (different_pair(zero=zero), 1),
     ]
     for plan, expected in stages:
         assert {h.zero for h in rank_shards_of(MODELS[0], plan, 0).shard_groups} == {expected}

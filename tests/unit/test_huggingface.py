@@ -1,4 +1,4 @@
-"""Hugging Face models in and out, held against the transformers library: names, logits, training, weights."""
+"""Hugging Face models in and out, compared with the transformers library: names, logits, training, weights."""
 
 import json
 

@@ -249,7 +249,7 @@ def kinds_of(annotation: Any) -> set[Any]:
 
 
 def test_no_table_takes_text_or_booleans_for_numbers():
-    """A field added later, or one that turns strictness off, is found here."""
+    """A field added later, or one that turns strictness off, is detected here."""
     seen = 0
     for table in tables():
         for name, field in table.model_fields.items():

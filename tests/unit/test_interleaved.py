@@ -1,9 +1,10 @@
 """Interleaved pipelines: plans whose ranks have several tiles, and the order of their passes."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config.errors import PlanError
@@ -15,18 +16,25 @@ from hpctrain.plan.holders import check_zero
 from hpctrain.plan.schedule import ADDING, Instruction, Op, forward_only, in_flight, one_f_one_b, passes, schedule_of
 from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.planner.closed_form import PassSeconds, done_interleaved
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.cut import Placed, StageVariant, dealt_cuts
+from hpctrain.planner.explain import reasons
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
+from hpctrain.planner.search import search
 from hpctrain.planner.simulate import simulate
+from hpctrain.planner.space import Space, StageChoice
 from hpctrain.planner.stack import HPCTRAIN
+from hpctrain.planner.stages import BlockLine
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER
-from tests.tilings import stages_of_unlike_degree
+from tests.tilings import stages_of_different_degree
+from tests.unit.small_searches import EVERYTHING, cases, cluster_of, setup_of
 
 SHAPES = st.tuples(st.integers(2, 5), st.integers(2, 3), st.integers(1, 12), st.integers(1, 2))
-"""Stages, chunks, microbatches, replicas."""
+"""Stages, virtual stages of each, microbatches, replicas."""
 
 
 def plan_of(shape, **tile) -> Plan:
@@ -56,7 +64,7 @@ def test_it_is_described_and_drawn():
     assert drawing.startswith("TP1 x PP2 (2 virtual stages) x DP2, ZeRO 1, 4 microbatches of 2 rows\n")
     assert drawing.count(" virtual stage 0 of 2 ") == drawing.count(" virtual stage 1 of 2 ") == 4
     assert drawing.count(" rank 3 ") == 2
-    assert stages_of_unlike_degree().describe().startswith("6 tiles of TP1/TP2, up to 2 a rank, ")
+    assert stages_of_different_degree().describe().startswith("6 tiles of TP1/TP2, up to 2 a rank, ")
 
 
 def refusal(tiles, **plan) -> str:
@@ -69,11 +77,11 @@ def in_a_row(*ranks: int, **options) -> list[Tile]:
     return [Tile(Interval(i, i + 1), Interval(0, 2), (rank,), **options) for i, rank in enumerate(ranks)]
 
 
-def test_ranks_whose_tiles_are_no_chunks_are_refused():
+def test_ranks_whose_tiles_are_no_virtual_stages_are_refused():
     for ranks in ((0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 0, 1, 0), (0, 1, 0), (0, 1, 2, 0, 2, 1)):
         assert "give each rank one tile, or every s-th" in refusal(in_a_row(*ranks))
     assert refusal(in_a_row(0, 1, 1, 0)) == (
-        "tiles 0, 3 have the same ranks [0], with 0, 3 tiles before them of the 4 on their way from the embedding to"
+        "tiles 0, 3 have the same ranks [0], with 0, 3 tiles before them of the 4 from the embedding to"
         " the loss: ranks with several tiles are an interleaved pipeline, in which all have as many, and of s stages"
         " each has every s-th tile; give each rank one tile, or every s-th"
     )
@@ -123,13 +131,13 @@ def test_tiles_with_zero_2_equal_virtual_stages_or_are_refused():
 
 
 def written(plan: Plan, tile: Tile) -> str:
-    """Passes by microbatch, forward ones of chunks as `a b c`, backward ones as `A B C`."""
+    """Passes by microbatch, forward ones of virtual stages as `a b c`, backward ones as `A B C`."""
     letters = {Op.FORWARD: "abc", Op.BACKWARD: "ABC"}
     return " ".join(f"{letters[op][virtual_stage]}{m}" for op, virtual_stage, m in passes(plan, tile))
 
 
 def test_the_order_is_that_of_the_paper():
-    """Narayanan et al. 2021, figure 4: four stages of two chunks, eight microbatches."""
+    """Narayanan et al. 2021, figure 4: four stages of two virtual stages, eight microbatches."""
     plan = plan_of((4, 2, 8, 1))
     first, *_, last = (written(plan, tile) for tile in plan.first_tiles)
     assert first == ("a0 a1 a2 a3 b0 b1 b2 b3 a4 a5 a6 B0 a7 B1 b4 B2 b5 B3 b6 A0 b7 A1 A2 A3 B4 B5 B6 B7 A4 A5 A6 A7")
@@ -165,7 +173,7 @@ def test_each_pass_is_there_once_in_the_order_of_microbatches_and_all_end(shape,
 
 
 @given(SHAPES)
-def test_channels_hold_what_is_under_way(shape):
+def test_channels_hold_what_is_in_flight(shape):
     plan = plan_of(shape)
     for tile in plan.tiles:
         alive = most = 0
@@ -176,24 +184,25 @@ def test_channels_hold_what_is_under_way(shape):
         assert in_flight(plan, tile) == most <= shape[2]
 
 
-def test_stages_of_unlike_degree_and_two_tiles_of_one_rank_end():
-    check_schedules(stages_of_unlike_degree())
+def test_stages_of_different_degree_and_two_tiles_of_one_rank_end():
+    check_schedules(stages_of_different_degree())
     alone = Plan(tuple(in_a_row(0, 0, 0)), 3, 2)
     check_tiling(alone, 3)
     check_schedules(alone)
     assert written(alone, alone.tiles[0]) == "a0 b0 c0 C0 a1 B0 b1 A0 c1 C1 a2 B1 b2 A1 c2 C2 B2 A2"
 
 
-def test_instructions_say_which_chunk_they_are_for_and_are_checked_by_it():
+def test_instructions_say_which_virtual_stage_they_are_for_and_are_checked_by_it():
     plan = plan_of((2, 2, 2, 1))
     schedules = {tile: list(one_f_one_b(plan, tile)) for tile in plan.first_tiles}
     text = ", ".join(map(str, schedules[plan.tiles[1]]))
     assert text.startswith("receive activation 0, forward 0, send activation 0, receive activation 1, forward 1, send")
-    assert "forward 0 of chunk 1, backward 0 of chunk 1, send gradient 0 of chunk 1" in text
+    assert "forward 0 of virtual stage 1, backward 0 of virtual stage 1, send gradient 0 of virtual stage 1" in text
     check_no_deadlock(plan, schedules)
     first = schedules[plan.tiles[0]]
     first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_ACTIVATION, 0, virtual_stage=1))))
-    with pytest.raises(PlanError, match=r"deadlocks: .*items \[5, 7\].* waits at 'receive activation 0 of chunk 1'"):
+    waits = r"deadlocks: .*items \[5, 7\].* waits at 'receive activation 0 of virtual stage 1'"
+    with pytest.raises(PlanError, match=waits):
         check_no_deadlock(plan, schedules)
 
 
@@ -211,6 +220,9 @@ def test_the_bubble_of_equal_stages_is_that_of_the_paper(stages, virtual_stages,
         return simulate(plan, steps, costs).step_seconds - plan.microbatches * sum(seconds)
 
     assert bubble(one_f_one_b) == pytest.approx((stages - 1) * sum(seconds) / virtual_stages)
+    passes = [PassSeconds(forward, back + weight)] * stages
+    done = done_interleaved(passes, [0.0] * stages, plan.microbatches, virtual_stages)
+    assert max(done) - plan.microbatches * sum(seconds) == pytest.approx(bubble(one_f_one_b)), "the closed form's, too"
     split = bubble(schedule_of) * virtual_stages / (stages - 1)
     assert split == pytest.approx(forward + back) or forward + back < split < sum(seconds)
 
@@ -225,6 +237,93 @@ def test_passes_of_equal_length_hide_those_of_weights():
         assert simulate(plan, steps, costs).step_seconds == pytest.approx(busy + (shape[0] - 1) * 2.0)
 
 
+@pytest.mark.parametrize("message", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize("shape", [(2, 2, 4, 1), (4, 2, 8, 1), (4, 3, 16, 1), (3, 4, 9, 1)])
+def test_messages_that_nothing_hides_are_counted(shape, message):
+    """As long as a hundredth, a tenth, and a third of a forward pass of a tile."""
+    stages, virtual_stages, microbatches, _ = shape
+    plan = plan_of(shape)
+    cost = TileCost((PassCost(1.0),), (PassCost(2.0),), 0.0)
+    costs = Costs(dict.fromkeys(plan.tiles, cost), {(a, b): message for a in plan.tiles for b in plan.tiles})
+    steps = {tile: one_f_one_b(plan, tile) for tile in plan.first_tiles}
+    passes = [PassSeconds(1.0 * virtual_stages, 2.0 * virtual_stages)] * stages
+    simulated, hidden = (
+        simulate(plan, steps, each).step_seconds
+        for each in (costs, replace(costs, messages=dict.fromkeys(costs.messages, 0.0)))
+    )
+    done = max(done_interleaved(passes, [message] * stages, microbatches, virtual_stages))
+    assert simulated > hidden
+    assert done == pytest.approx(simulated, rel=0.05) and done > hidden
+
+
+# ---- searches --------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_dealt_as_evenly_as_ends_of_the_model_allow():
+    line = BlockLine(0.0, 1.0)
+
+    def stage(blocks: int, end: float) -> Placed:
+        variant = StageVariant("none", 1, BlockLine(end, 1.0), BlockLine(end, 1.0), 0, 99, line, line)
+        return Placed(0, StageChoice(TensorGrid(), 2, 1), blocks, variant)
+
+    def dealt(blocks: int, virtual_stages: int, end: float) -> list[int]:
+        cuts = dealt_cuts([stage(blocks, 0.01), stage(blocks, end)], virtual_stages)
+        assert cuts[0] == 0 and cuts[-1] == 4 * blocks + 2
+        return [b // 2 - a // 2 for a, b in itertools.pairwise((0, *(cut - 1 for cut in cuts[1:-1]), cuts[-1] - 2))]
+
+    assert dealt(4, 2, 0.0) == [2, 2, 2, 2]
+    assert dealt(5, 2, 1.2) == [2, 3, 3, 2]
+    assert dealt(6, 3, 2.2) == [2, 2, 2, 3, 2, 1]
+    assert dealt(4, 4, 9.0) == [1] * 8, "each tile has a block"
+
+
+SLOW = cluster_of([("a", 2, 2)], speeds={"a": 1e7})
+"""Products take long compared with messages."""
+
+
+def pipeline_search(num_blocks: int, most_virtual_stages: int = 10, **space):
+    """Return a search of which pipelines are the only plans that use all devices."""
+    space = Space(microbatches=(4,), largest_grid=1, most_virtual_stages=most_virtual_stages, **space)
+    return search(setup_of(num_blocks, vocabulary=2), 4, SLOW, None, space, EVERYTHING)
+
+
+def test_a_search_interleaves_where_that_shortens_the_bubble():
+    interleaved, plain = pipeline_search(8), pipeline_search(8, 1)
+    plan = interleaved.best.plan
+    check_tiling(plan, 18)
+    check_schedules(plan)
+    assert plan.describe() == "TP1 x PP4 (2 virtual stages) x DP1, ZeRO 1, 4 microbatches of 1 row"
+    assert plain.best.plan.describe() == "TP1 x PP4 x DP1, ZeRO 1, 4 microbatches of 1 row, zb-h1"
+    by_1f1b = predict(setup_of(8, vocabulary=2), replace(plain.best.plan, schedule="1f1b"), SLOW)
+    bubbles = [each.breakdown_seconds["bubble"] for each in (interleaved.best.prediction, by_1f1b)]
+    assert bubbles[0] == pytest.approx(bubbles[1] / 2, rel=0.1)
+    assert interleaved.best.layout.seconds == pytest.approx(interleaved.best.seconds, rel=0.02)
+    assert "; 4 microbatches, 2 virtual stages, ZeRO 1" in interleaved.best.layout.describe(["a"])
+    assert any("(2 blocks on a) is the bottleneck" in reason for reason in reasons(interleaved))
+
+
+def test_a_search_takes_the_zero_bubble_schedule_where_stages_are_too_short_to_interleave():
+    result = pipeline_search(4)
+    best = result.best
+    assert best.plan.describe() == "TP1 x PP4 x DP1, ZeRO 1, 4 microbatches of 1 row, zb-h1"
+    check_schedules(best.plan)
+    plain = Predictor(setup_of(4, vocabulary=2), replace(best.plan, schedule="1f1b"), SLOW).predict().step_seconds
+    assert best.plain_seconds == plain > 1.05 * best.seconds
+    longer = f"{plain / best.seconds - 1:.1%} longer"
+    assert any("the schedule is zb-h1" in reason and longer in reason for reason in reasons(result))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_interleaving_makes_no_plan_slower(case):
+    setup, batch, cluster, space = case
+    plain, result = (
+        search(setup, batch, cluster, None, each).best.seconds
+        for each in (replace(space, most_virtual_stages=1), space)
+    )
+    assert result <= plain
+
+
 # ---- predictions -----------------------------------------------------------------------------------------------------
 
 SETUP = Setup(load_job("tiny", ["model.vocab_size=64", "model.num_layers=8"]).model, 128, "fp32", HPCTRAIN)
@@ -234,7 +333,7 @@ def on_two_ranks(plan: Plan) -> Plan:
     return replace(plan, unused=(2, 3))
 
 
-def test_chunks_shorten_the_predicted_bubble_and_cost_memory_as_the_paper_says():
+def test_virtual_stages_shorten_the_predicted_bubble_and_cost_memory_as_the_paper_says():
     plans = {
         n: on_two_ranks(even_plan(18, TensorGrid(), 2, 1, 8, 8, virtual_stages=n, family="fast")) for n in (1, 2, 4)
     }
@@ -260,7 +359,7 @@ def test_what_stays_on_a_rank_takes_no_time():
     assert seconds[0] == pytest.approx(seconds[1])
 
 
-def test_gradients_of_the_last_chunks_are_summed_beside_the_passes_of_the_first():
+def test_gradients_of_the_last_virtual_stages_are_summed_during_the_passes_of_the_first():
     plan = even_plan(18, TensorGrid(), 2, 2, 8, 8, virtual_stages=2, zero=1)
     families = ("fast", "fast", "slow", "slow")
     plan = replace(plan, tiles=tuple(replace(tile, family=families[tile.ranks[0]]) for tile in plan.tiles))

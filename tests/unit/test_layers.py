@@ -51,7 +51,7 @@ def test_collectives_of_a_grid_are_part_of_the_layers_and_recomputing_is_a_forwa
     assert again.breakdown_seconds["compute"] == pytest.approx(result.breakdown_seconds["compute"] * 4 / 3)
 
 
-def test_what_a_table_does_not_have_is_told(tmp_path):
+def test_what_a_table_does_not_have_is_reported(tmp_path):
     with pytest.raises(PlanError, match="layers.csv has no layers of slow by tensor 1; known are: fast"):
         predicted(tmp_path, plan_of(), {"fast": 0.5})
     (tmp_path / "two.csv").write_text(table({"fast": 0.5}) + table({"fast": 0.5}, model="b").split("\n", 1)[1])

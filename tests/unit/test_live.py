@@ -161,7 +161,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
 
 
 def test_weights_and_biases_gets_one_run_with_every_step(tmp_path, monkeypatch):
-    """A stand-in for its package, which needs an account: the calls are those of its documentation."""
+    """A replacement of its package, which needs an account: the calls are those of its documentation."""
     made, logged = [], []
     run = SimpleNamespace(log=lambda figures, step: logged.append((step, figures)), finish=lambda: logged.append("end"))
     wandb = SimpleNamespace(init=lambda **options: made.append(options) or run)

@@ -48,7 +48,7 @@ def left_by_another_host(run):
     (run / "lock").write_text(json.dumps(about))
 
 
-def test_what_another_host_left_is_taken_over_when_its_heart_stands_still(tmp_path, monkeypatch):
+def test_what_another_host_left_is_taken_over_when_its_heartbeat_stops(tmp_path, monkeypatch):
     """Where the system's locks do not reach from host to host."""
     run = tmp_path / "run"
     left_by_another_host(run)
@@ -68,7 +68,7 @@ def test_a_heart_that_beats_is_left_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"pid": []}', "\0" * 50, "[" * 3000])
-def test_a_garbled_lock_stands_in_nobodys_way(tmp_path, text, monkeypatch):
+def test_a_garbled_lock_blocks_nobody(tmp_path, text, monkeypatch):
     monkeypatch.setattr(lock, "STILL_SECONDS", 0.1)
     (tmp_path / "lock").write_text(text)
     RunLock(tmp_path).release()

@@ -96,7 +96,7 @@ def made_of(job: Job, text: str = CLUSTER, cores: int = 2):
 
 
 @pytest.mark.parametrize("preset", WIDTHS)
-def test_heads_stay_and_widths_and_positions_shrink_alike(preset):
+def test_heads_stay_and_widths_and_positions_shrink_equally(preset):
     real = job_of(preset)
     made = made_of(real)
     width, model = WIDTHS[preset], made.job.model
@@ -203,7 +203,7 @@ def test_a_truth_of_real_size_goes_before_them():
     assert "v100" in made.truth.devices, "by its own figures"
     assert made.describe("ours") == (
         "rehearsal of ours: hidden 4096 -> 64, positions 2048 -> 32, vocabulary 128256 -> 2004 (1/64);"
-        " FLOP/s 1/262,144; bytes/s 1/2,048; memory 1/2,048; fp32 stands for half precision; 7 s for one of the cluster"
+        " FLOP/s 1/262,144; bytes/s 1/2,048; memory 1/2,048; fp32 represents half precision; 7 s for one of the cluster"
     )
 
 

@@ -24,7 +24,7 @@ def test_mutated_files_end_well():
     assert 150 <= cases <= 230, done.stdout
 
 
-def test_a_bad_end_is_told_from_a_good_one():
+def test_a_bad_end_is_distinguished_from_a_good_one():
     def verdict(right: str, ended: Ended, intact: Ended | None = None) -> str:
         return classify(Case(Mutant("job", "", "job.toml", right), "inspect job.toml"), ended, intact, 0)
 

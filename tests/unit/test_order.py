@@ -57,7 +57,7 @@ def test_positions_outside_are_a_mistake_of_the_caller(bad):
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), size=st.integers(1, 100), seed=SEEDS)
-def test_positions_and_epochs_are_independent_of_what_is_asked_beside_them(data, size, seed):
+def test_positions_and_epochs_are_independent_of_what_is_asked_along_with_them(data, size, seed):
     asked = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 5)), min_size=1, max_size=20))
     positions, epochs = np.array(asked).T
     alone = [permute(np.array([position]), size, seed, epoch).item() for position, epoch in asked]
@@ -272,7 +272,7 @@ def test_tokenizers_must_agree(tmp_path):
     one, other = (train_bpe([text * 50], 257) for text in ("hello ", "other "))
     same = write(tmp_path / "a.h5", np.arange(257), 257, tokenizer=one)
     bytewise = write(tmp_path / "b.h5", np.arange(257), 257, tokenizer=ByteTokenizer())
-    assert one.to_json() == other.to_json()  # 257 leave no room for merges
+    assert one.to_json() == other.to_json()  # 257 leave none for merges
     datasets(tokens=same, validation=write(tmp_path / "c.h5", np.arange(257), 257, tokenizer=other), sequence_length=9)
     with pytest.raises(
         DataError, match=r"b\.h5: .* made with another tokenizer .* though both have 257 tokens; prepare"

@@ -1,9 +1,10 @@
-"""What communicates beside computation: what `auto` becomes, how gradients are cut into buckets, what can be hidden."""
+"""Communication that overlaps computation: what `auto` becomes, buckets of gradients, what can be hidden."""
 
 import itertools
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -13,7 +14,16 @@ from hpctrain.comm.topology import Place, Topology
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
 from hpctrain.config.parallelism import Overlap
-from hpctrain.engine.resolve_overlap import continued, crossings, resolve_forward, resolve_on, resolve_overlap
+from hpctrain.engine.resolve import check_plan
+from hpctrain.engine.resolve_overlap import (
+    Spread,
+    continued,
+    launch_refusal,
+    resolve_on,
+    resolve_overlap,
+    resolve_rows,
+    spreads,
+)
 from hpctrain.plan.holders import rank_shards_of
 from hpctrain.plan.schedule import Instruction, Op, one_f_one_b
 from hpctrain.plan.schedule_run import check_no_deadlock
@@ -35,7 +45,8 @@ ACROSS, FOUR = cluster_with(3e6), TensorGrid(y=4)
         (Topology((HERE, HERE)), (False, False, False), "off: all ranks compute on the cores of one host"),
         (Topology((HERE, THERE)), (True, True, True), "on: there are groups of x or y on several of 2 hosts"),
         (Topology((HERE, HERE), shares_memory=False), (True, True, True), "on: a rehearsal's devices"),
-        (Topology((HERE, Place("a", "h200", "cuda"))), (True, False, False), "on: devices compute while bytes move"),
+        (Topology((Place("a", "h200", "cuda"),) * 2), (True, True, True), "on: devices compute while bytes move"),
+        (Topology((HERE, Place("a", "h200", "cuda"))), (True, True, True), "on: devices compute while bytes move"),
     ],
 )
 def test_auto_becomes_a_value_with_a_reason(topology, expected, reason):
@@ -45,9 +56,10 @@ def test_auto_becomes_a_value_with_a_reason(topology, expected, reason):
     assert set(reasons) == {"overlap.tensor", "overlap.data", "overlap.z"}
 
 
-def test_only_what_crosses_between_hosts_goes_beside():
+def test_only_what_crosses_between_hosts_is_overlapped():
     topology = Topology((HERE, HERE, THERE, THERE))
-    result, reasons = resolve_overlap(Overlap(), topology, {"tensor": False, "data": True, "z": False})
+    spread = {key: Spread(key == "data", False) for key in ("tensor", "data", "z")}
+    result, reasons = resolve_overlap(Overlap(), topology, spread)
     assert (result.tensor, result.data, result.z) == (False, True, False)
     assert reasons["overlap.tensor"].startswith("off: no groups of x or y on several hosts")
     assert reasons["overlap.data"].startswith("on: there are holders of the same weights on")
@@ -71,8 +83,40 @@ def test_what_crosses_between_hosts_follows_from_the_plan(hosts, grid, expected)
     summary = []
     for rank in range(4):
         world = SimpleNamespace(topology=topology, rank=rank, largest=lambda value: value)
-        summary.append(crossings(world, job, plan))
-    assert tuple(any(each[key] for each in summary) for key in ("tensor", "data", "z")) == expected
+        summary.append(spreads(world, job, plan))
+    assert tuple(any(each[key].crosses_hosts for each in summary) for key in ("tensor", "data", "z")) == expected
+
+
+H200, MI250 = Place("a", "h200", "cuda"), Place("a", "mi250x", "rocm")
+
+
+@pytest.mark.parametrize(
+    ("families", "grid", "data"),
+    [
+        ((H200,) * 4, TensorGrid(y=2), True),
+        ((H200, H200, MI250, MI250), TensorGrid(y=2), True),  # each y has one holder in each family: messages alone
+        ((H200, H200, MI250, MI250), TensorGrid(), False),
+        ((H200, MI250, HERE, HERE), TensorGrid(), True),
+        ((H200, H200, HERE, HERE), TensorGrid(), False),
+    ],
+)
+def test_gradients_of_several_families_are_overlapped_where_no_library_does_parts_of_their_sums(families, grid, data):
+    plan, topology = even_plan(MODEL.num_items, grid, 1, 4 // grid.size, 1, 4), Topology(families)
+    job = SimpleNamespace(model=MODEL, overlap=Overlap())
+    world = SimpleNamespace(topology=topology, rank=0, largest=lambda value: value)
+    result, reasons = resolve_overlap(Overlap(), topology, spreads(world, job, plan), launch_refusal(plan))
+    assert (result.tensor, result.data, result.z) == (True, data, True)
+    if data:
+        assert reasons["overlap.data"].endswith("all ranks launch collectives in one order")
+    else:
+        assert reasons["overlap.data"].startswith("off: there are holders of the same weights of several families")
+
+
+def test_sums_start_at_the_end_where_launches_have_no_order():
+    result, reasons = resolve_overlap(Overlap(), Topology((H200,) * 2), refusal="tile items [0, 3] waits")
+    assert (result.data, result.z) == (False, True)
+    reason = reasons["overlap.data"]
+    assert reason.startswith("off: sums that start early") and "items [0, 3]" in reason
 
 
 def test_what_was_asked_for_stays():
@@ -113,13 +157,24 @@ GPUS = Topology((Place("a", "h200", "cuda"),) * 4)
     ],
 )
 def test_halves_of_rows_are_computed_in_turn_where_that_is_predicted_to_pay(plan, overlap, topology, cluster, expected):
-    result, reasons = resolve_forward(job_of(**overlap), plan, topology, cluster)
+    result, reasons = resolve_rows(job_of(tensor_parts=1, **overlap), plan, topology, cluster)
     value, reason = expected
     assert result.forward is value and result.tensor is overlap["tensor"]
     assert reasons.get("overlap.forward", "").startswith(reason) if reason else not reasons
 
 
-def test_halves_that_are_asked_for_have_sums_go_on_beside():
+def test_sums_that_would_wait_for_ever_are_refused_where_a_job_asks_for_them():
+    def facts(topology):
+        return SimpleNamespace(plan=WHOLE, world=SimpleNamespace(topology=topology, on_first_rank=lambda make: make()))
+
+    with patch("hpctrain.engine.resolve.launch_refusal", lambda plan: "the schedule deadlocks"):
+        with pytest.raises(PlanError, match=r"deadlocks, where devices .* set overlap.data = false"):
+            check_plan(job_of(data=True), facts(GPUS))
+        check_plan(job_of(data=False), facts(GPUS))
+        check_plan(job_of(data=True), facts(replace(GPUS, shares_memory=False)))
+
+
+def test_halves_that_are_asked_for_have_overlapped_sums():
     result, reasons = resolve_overlap(Overlap(forward=True), HOST)
     assert result.tensor is True and reasons["overlap.tensor"] == "on: overlap.forward needs it"
     assert resolve_overlap(Overlap(forward=True, tensor=False), HOST)[0].tensor is False
@@ -128,11 +183,10 @@ def test_halves_that_are_asked_for_have_sums_go_on_beside():
 def test_a_run_that_is_continued_keeps_what_can_change_its_bits():
     before = Overlap(tensor=False, data=True, z=False)  # saved before there was `forward`
     result, reasons = continued(Overlap(), before)
-    assert result == Overlap(tensor=False, data=True, z=False, forward=False)
-    assert reasons == {
-        f"overlap.{k}": v for k, v in (("tensor", "off"), ("data", "on"), ("z", "off"), ("forward", "off"))
-    }
-    saved = Overlap(tensor=True, data=False, z=False, forward=True)
+    assert result == Overlap(tensor=False, data=True, z=False, forward=False, tensor_parts=1)
+    values = {"tensor": "off", "data": "on", "z": "off", "forward": "off", "tensor_parts": "1"}
+    assert reasons == {f"overlap.{key}": value for key, value in values.items()}
+    saved = Overlap(tensor=True, data=False, z=False, forward=True, tensor_parts=1)
     assert continued(Overlap(tensor=False), saved)[0] == saved.model_copy(update={"tensor": False})
 
 
@@ -151,7 +205,7 @@ def test_a_prediction_resolves_what_is_auto_as_a_run_would(plan, pretended, expe
     result, _ = resolve_on(job_of(), cpus, pretended, plan)
     assert (result.tensor, result.data, result.z, result.forward) == expected
     devices, reasons = resolve_on(job_of(), CLUSTER, False, plan)
-    assert (devices.tensor, devices.data, devices.z) == (True, False, False), reasons
+    assert (devices.tensor, devices.data, devices.z) == (True, plan is CUT, True), reasons
 
 
 def test_buckets_are_whole_blocks_of_enough_bytes_and_the_first_has_what_is_left_over():
@@ -183,7 +237,7 @@ def test_a_tied_embedding_is_final_after_the_first_of_its_items_that_a_tile_has(
     assert (final(whole, 0), final(two, 0), final(two, 1)) == (0, 0, TIED.num_items - 1)
 
 
-def test_holders_of_slabs_find_the_same_buckets():
+def test_holders_of_regions_compute_the_same_buckets():
     tiles = (
         Tile(Interval(0, TIED.num_items), Interval(0, 2), (0, 1), TensorGrid(1, 2, 1)),
         Tile(Interval(0, TIED.num_items), Interval(2, 4), (2, 3), TensorGrid(1, 1, 2)),
@@ -215,7 +269,7 @@ def test_the_last_backward_pass_starts_to_reduce_and_nobody_waits_for_it():
     check_no_deadlock(plan, schedules(plan))
 
 
-def test_a_start_before_gradients_are_final_is_found():
+def test_a_start_before_gradients_are_final_is_detected():
     plan = even_plan(6, TensorGrid(), 1, 1, 2, 1)
     made = schedules(plan)
     steps = made[plan.tiles[0]]
@@ -225,7 +279,7 @@ def test_a_start_before_gradients_are_final_is_found():
         check_no_deadlock(plan, made)
 
 
-def test_a_start_that_nobody_waits_for_is_found():
+def test_a_start_that_nobody_waits_for_is_detected():
     plan = even_plan(6, TensorGrid(), 1, 1, 1, 1)
     made = schedules(plan)
     made[plan.tiles[0]].remove(Instruction(Op.REDUCE_GRADIENTS))
@@ -243,7 +297,7 @@ def test_what_is_computed_between_start_and_end_hides_it():
     assert exposed_seconds(blocking, alone) == 0.5
     assert exposed_seconds([operation((1, 1.0), (2, 1.3), 9.0)], alone) == pytest.approx(0.2)
     assert exposed_seconds([operation((1, 1.0), (2, 2.0), 9.0)], alone) == 0.0
-    # one after the other on a stream, beside each other on two
+    # one after the other on a stream, at the same time on two
     both = [operation((1, 0.0), (3, 0.6), 9.0), operation((2, 0.0), (4, 0.6), 9.0)]
     assert exposed_seconds(both, alone) == pytest.approx(0.4)
     assert exposed_seconds([both[0], both[1]._replace(stream=1)], alone) == 0.0

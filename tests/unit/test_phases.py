@@ -59,12 +59,12 @@ def test_training_enters_each_phase_before_it_does_what_is_in_it():
     )
 
 
-def test_the_key_of_earlier_versions_is_told():
+def test_the_key_of_earlier_versions_is_reported():
     with pytest.raises(JobError, match=r"observe.timeout_seconds: unknown key; did you mean 'step_timeout_seconds'\?"):
         load_job("tiny", ["observe.timeout_seconds=3"])
 
 
-def test_unknown_keys_of_every_section_are_told():
+def test_unknown_keys_of_every_section_are_reported():
     for key in ("comm.rout", "comm.link", "plan.tensor.w", "nam"):
         with pytest.raises(JobError, match=f"{key}: unknown key"):
             load_job("tiny", [f"{key}=1"])

@@ -94,7 +94,7 @@ def test_depths_are_those_of_the_longest_paths():
     assert [plan.depth_to_loss(t) for t in plan.tiles] == [2, 3, 2, 1, 0]
 
 
-AHEAD = (
+USELESS = (
     "tile 1: extra_warmup = 2, so that it wants 4 microbatches before it sends one back, and tile 0 before it sends 3;"
     " set extra_warmup of that one to 1 or more"
 )
@@ -129,7 +129,7 @@ def broken(plan: Plan | None = None, **changes) -> Plan:
             broken(tile=2, extra_warmup=1),
             r"tile 2: extra_warmup = 1, and nothing comes after it that it could warm up for; set it to 0",
         ),
-        (broken(three_stages(), tile=1, extra_warmup=2), AHEAD),
+        (broken(three_stages(), tile=1, extra_warmup=2), USELESS),
         (
             broken(replace(three_stages(), schedule="zb-h1"), tile=0, extra_warmup=1),
             r'tile 0: extra_warmup = 1 is of schedule = "1f1b" with one tile a rank; set it to 0',

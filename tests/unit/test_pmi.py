@@ -10,7 +10,7 @@ from hpctrain.comm.pmi import short_values
 ANSWER = b"cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=%d\n"
 
 
-def test_a_rank_is_told_a_limit_that_leaves_room_for_the_line():
+def test_a_rank_gets_a_limit_that_fits_the_line():
     ours, launcher = socket.socketpair()
     stream = ours.fileno()
 
@@ -25,9 +25,9 @@ def test_a_rank_is_told_a_limit_that_leaves_room_for_the_line():
     thread = threading.Thread(target=answer)
     thread.start()
     with short_values(stream):
-        for told in (1024 - 128, 100):
+        for limit in (1024 - 128, 100):
             os.write(stream, b"cmd=get_maxes\n")
-            assert os.read(stream, 1000) == ANSWER % told
+            assert os.read(stream, 1000) == ANSWER % limit
     thread.join()
     os.write(stream, b"cmd=finalize\n")
     assert launcher.recv(100) == b"cmd=finalize\n"

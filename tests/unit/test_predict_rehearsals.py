@@ -1,4 +1,4 @@
-"""The predictor against steps that were rehearsed: it is told the pretended devices' true figures, and no more.
+"""The predictor against steps that were rehearsed: it is given the pretended devices' true figures, and no more.
 
 Recorded by `mpirun -n 4 hpctrain bench train tiny --set train.dtype=fp32 --rehearse TEXT`, whose pretended devices
 (`[truth]`) have the speeds and memory bandwidths below and need 20 us for an operation.
@@ -13,28 +13,16 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.stack import HPCTRAIN
+from tests import clusters
 
-NODE = """
-[families.{name}]
-origin = "datasheet"
-kind = "cuda"
-memory_bytes = 300e6
-memory_bytes_per_second = {speed}
-peak_flops_per_second = {{fp32 = {speed}}}
 
-[[nodes]]
-origin = "datasheet"
-devices = {{{name} = 2}}
-link_latency_seconds = 20e-6
-link_bytes_per_second = 1e9
-nics = [{{fabric = "ib", send_bytes_per_second = 2e8, receive_bytes_per_second = 2e8, origin = "datasheet"}}]
-"""
-FABRIC = """
-[fabrics.ib]
-origin = "datasheet"
-latency_seconds = 50e-6
-"""
-TEXT = NODE.format(name="fast", speed="4e9") + NODE.format(name="slow", speed="2e9") + FABRIC
+def two_devices(name: str, speed: float) -> str:
+    figures = {"memory_bytes": 300e6, "memory_bytes_per_second": speed, "peak_flops_per_second": {"fp32": speed}}
+    table = clusters.family(name, kind="cuda", origin="datasheet", **figures)
+    return table + clusters.nodes({name: 2}, 2e8, "ib", origin="datasheet", link_latency_seconds=20e-6)
+
+
+TEXT = two_devices("fast", 4e9) + two_devices("slow", 2e9) + clusters.fabric("ib", 50e-6, "datasheet")
 FOUR_STAGES, ZB_H1, AGAIN = ("plan.pipeline=4", "plan.microbatch=4"), "plan.schedule=zb-h1", "plan.recompute=full"
 TRUE = Efficiency(product_share=1.0, memory_share=1.0, launch_seconds=20e-6, processors=1)
 

@@ -176,7 +176,7 @@ def test_folders_and_files_that_vanish_are_skipped(corpus, tmp_path, monkeypatch
 
 def test_only_what_is_not_text_is_refused(tmp_path):
     make(tmp_path / "bad", {"x": b"\xff", "y": b"\xfe", "z": b""})
-    with pytest.raises(DataError, match=r"no text in the 3 files found \(1 empty, 2 not text\); give UTF-8 text"):
+    with pytest.raises(DataError, match=r"no text in the 3 files seen \(1 empty, 2 not text\); give UTF-8 text"):
         prepare([tmp_path / "bad"], tmp_path / "t.h5")
     assert not (tmp_path / "t.h5").exists()
 
@@ -184,13 +184,13 @@ def test_only_what_is_not_text_is_refused(tmp_path):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text(st.sampled_from("aü🙂\n\r "), min_size=1, max_size=60), min_size=1, max_size=4),
-    piece=st.integers(1, 9),
+    part=st.integers(1, 9),
     batch=st.integers(1, 30),
 )
-def test_large_files_go_in_pieces_and_come_out_whole(tmp_path_factory, texts, piece, batch):
-    folder = make(tmp_path_factory.mktemp("pieces"), {f"{i}.txt": text for i, text in enumerate(texts)})
+def test_large_files_go_in_parts_and_come_out_whole(tmp_path_factory, texts, part, batch):
+    folder = make(tmp_path_factory.mktemp("parts"), {f"{i}.txt": text for i, text in enumerate(texts)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE_BYTES", piece)
+        patch.setattr(module, "PART_BYTES", part)
         patch.setattr(module, "BATCH_CHARACTERS", batch)
         seen = []
         prepare([folder], folder / "t.h5", on_progress=lambda done, total: seen.append((done, total)))
@@ -201,17 +201,17 @@ def test_large_files_go_in_pieces_and_come_out_whole(tmp_path_factory, texts, pi
 
 
 @pytest.mark.parametrize("damage", [b"\xff" * 20, b"\0" * 20, b"ab\xc3"])
-def test_what_is_not_text_is_seen_in_any_piece(tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(module, "PIECE_BYTES", 8)
+def test_what_is_not_text_is_seen_in_any_part(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(module, "PART_BYTES", 8)
     folder = make(tmp_path / "c", {"good.txt": "good", "bad.txt": b"good so far\n" * 5 + damage})
     assert prepare([folder], tmp_path / "t.h5").skipped == {"not text": 1}
 
 
-def test_pieces_are_whole_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PIECE_BYTES", 10)
-    (tmp_path / "t.txt").write_text("one\ntwo\nthree\nlonger than a piece\nend")
-    pieces = ["one\ntwo\n", "three\n", "longer than a pi", "ece\nend"]
-    assert list(module._texts(tmp_path / "t.txt")) == pieces
+def test_parts_are_whole_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART_BYTES", 10)
+    (tmp_path / "t.txt").write_text("one\ntwo\nthree\nlonger than a part!\nend")
+    parts = ["one\ntwo\n", "three\n", "longer than a pa", "rt!\nend"]
+    assert list(module._texts(tmp_path / "t.txt")) == parts
 
 
 def test_bpe_learns_from_the_first_documents_only(tmp_path, monkeypatch):

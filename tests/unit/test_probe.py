@@ -1,4 +1,4 @@
-"""The probe, as far as one rank goes: which pairs stand for all, what is measured how, and what is made of it."""
+"""The probe, as far as one rank goes: which pairs represent all, what is measured how, and what is computed from it."""
 
 import itertools
 import time
@@ -33,7 +33,7 @@ PLACES = ALPHA + BETA
 FABRICS = ["ib"] * 8 + ["roce"] * 3
 
 
-def test_pairs_stand_for_all_that_are_alike():
+def test_pairs_represent_all_that_are_equal():
     assert pair_classes(PLACES, FABRICS) == [
         PairClass(("fast", "fast"), None, ((0, 1), (2, 3))),
         PairClass(("slow", "slow"), None, ((8, 9),)),
@@ -66,7 +66,7 @@ def test_flows_double(number, flows):
     assert PairClass(("a", "a"), None, tuple((2 * i, 2 * i + 1) for i in range(number))).flows == flows
 
 
-def test_one_way_is_what_the_answer_leaves_and_at_least_half():
+def test_one_direction_is_what_the_answer_leaves_and_at_least_half():
     pairs = PairClass(("a", "a"), None, ((0, 1),))
     trips = {(1, 1): 20e-6} | {(1, size): 20e-6 + size / 1e9 for size in SIZES}
     measured = one_direction(pairs, trips)
@@ -122,8 +122,8 @@ def _wall_stopwatch():
     return lambda: time.perf_counter() - start
 
 
-def test_host_copies_are_awaited_and_the_slower_way_counts():
-    """An accelerator that is slow to tell that a copy from the device has ended."""
+def test_host_copies_are_awaited_and_the_slower_direction_counts():
+    """An accelerator that is slow to report that a copy from the device has ended."""
 
     class Event:
         def __init__(self, until: float):
@@ -182,7 +182,7 @@ def test_what_was_measured_becomes_a_cluster_whose_links_are_those():
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["fast", "slow", "other"])), min_size=1, max_size=9),
     st.data(),
 )
-def test_every_rank_is_found_where_it_is_whatever_the_order(ranks, data):
+def test_every_rank_is_located_where_it_is_whatever_the_order(ranks, data):
     """Its node, its family, and of every pair what was measured for its class."""
     places = [Place(f"host-{host}", family) for host, family in ranks]
     own = [data.draw(st.sampled_from(["ib", "roce"])) for _ in range(4)]

@@ -119,7 +119,7 @@ def true_models(cluster: Cluster, *_) -> dict[str, DeviceModel]:
 
 
 def true_profile(cluster: Cluster, family: str, **changed) -> Profile:
-    """What a profiler would find of the job on a true device."""
+    """What a profiler would measure of the job on a true device."""
     device = true_models(cluster)[family]
 
     def passes(layer: Interval, rows: int) -> tuple[float, float]:
@@ -239,13 +239,13 @@ def test_times_hold_for_any_number_of_replicas_and_updates_do_not():
     plan = replicas_plan()
     eight, four = (predict(SETUP, plan, profiled(replicas=n)) for n in (8, 4))
     assert four.breakdown_seconds["compute"] == pytest.approx(eight.breakdown_seconds["compute"])
-    assert any("families.fast: seconds of updates, by formula" in guess for guess in four.assumed_inputs)
+    assert any("families.fast: seconds of updates, by formula" in text for text in four.assumed_inputs)
     slower = predict(SETUP, plan, profiled(update_seconds=1.0))
     assert slower.breakdown_seconds["optimizer"] == pytest.approx(1.0, rel=0.3), "each updates an eighth"
     assert predict(SETUP, plan, profiled(zero=2)) == predict(SETUP, plan, parse_cluster(WRONG, "a test"))
 
 
-def test_families_with_the_same_sheet_and_unlike_profiles_are_two_pools():
+def test_families_with_the_same_sheet_and_different_profiles_are_two_pools():
     text = RIGHT.replace("1.328e+08", "3.735e+08").replace("1.233e+08", "377100000.0").replace("1.25", "1.2")
     text = text.replace("8e-06", "3e-06").replace("5.859e+06", "7.324e+07")
     same = parse_cluster(text, "a test")
@@ -255,7 +255,7 @@ def test_families_with_the_same_sheet_and_unlike_profiles_are_two_pools():
 
 @pytest.mark.parametrize("rows", range(1, 17))
 def test_no_rows_are_faster_than_the_bound_allows(rows):
-    """Two rows take about as long as three here, and four much longer: other numbers do not stand for three."""
+    """Two rows take about as long as three here, and four much longer: other numbers say nothing about three."""
     seconds = {1: 1.0, 2: 2.0, 3: 2.1, 4: 8.0, 8: 16.0}
     times = tuple(
         RowTimes(rows=rows, **dict.fromkeys(("embedding_seconds", "block_seconds", "head_seconds"), (each, 2 * each)))
@@ -280,7 +280,7 @@ def test_a_prediction_says_what_is_measured_and_what_is_assumed():
     result = predict(SETUP, replicas_plan(), profiled())
     assert result.profiled == ("fast", "slow")
     assert result.interval_seconds[0] == pytest.approx(result.step_seconds * (1 - MEASURED_ERROR))
-    assert not any(guess.startswith("families.") for guess in result.assumed_inputs), result.assumed_inputs
+    assert not any(text.startswith("families.") for text in result.assumed_inputs), result.assumed_inputs
     half = predict(SETUP, replicas_plan(), profiled(families=("fast",)))
     assert half.profiled == ("fast",)
     assert half.interval_seconds[0] == pytest.approx(half.step_seconds * (1 - DATASHEET_ERROR))

@@ -34,8 +34,8 @@ def small_job(folder, model: str) -> Job:
 
 
 @settings(deadline=None)
-@given(limit=st.integers(0, 300), most=st.integers(1, 200), guess=st.integers(0, 400))
-def test_the_largest_is_found_from_any_guess_in_few_trials(limit, most, guess):
+@given(limit=st.integers(0, 300), most=st.integers(1, 200), estimate=st.integers(0, 400))
+def test_the_largest_is_reached_from_any_estimate_in_few_trials(limit, most, estimate):
     tried = []
 
     def fits(rows: int) -> bool:
@@ -43,13 +43,13 @@ def test_the_largest_is_found_from_any_guess_in_few_trials(limit, most, guess):
         tried.append(rows)
         return rows <= limit
 
-    result = largest_that_fits(fits, most, guess)
+    result = largest_that_fits(fits, most, estimate)
     assert result == min(limit, most)
     assert len(tried) == len(set(tried))
-    distance = abs(result - min(max(guess, 1), most))
+    distance = abs(result - min(max(estimate, 1), most))
     assert len(tried) <= 2 * (distance + 1).bit_length() + 2
     if distance == 0:
-        assert len(tried) <= 2, "a good guess is confirmed by two"
+        assert len(tried) <= 2, "a good estimate is confirmed by two"
 
 
 def test_what_is_an_overflow_and_what_a_mistake():
@@ -105,7 +105,7 @@ def test_the_state_alone_may_be_too_large(tmp_path):
     alone, _ = trials(small_job(tmp_path, "llama"), DEVICE.model_copy(update={"memory_bytes": 50_000}))
     with pytest.raises(
         TrainingError,
-        match=r"rank 2 \(slow\) has no room for the embedding, one block and the head .* ZeRO stage 3 of 4",
+        match=r"rank 2 \(slow\) has no memory for the embedding, one block and the head .* ZeRO stage 3 of 4",
     ):
         alone.times(3, 4, time.monotonic() + 30)
 

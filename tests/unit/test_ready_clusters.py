@@ -20,8 +20,8 @@ DEVICES = {
     "three-vendors": [4, 2, 2],
     "v100-t4": [4, 4],
 }
-# Figures for a hidden size of 64 that stands for 4,096, as docs/benchmarks.md measured them: memory (for memory_times
-# 4), its bandwidth, peak, what a probe finds, what large products reach, rows of half speed.
+# Figures for a hidden size of 64 that represents 4,096, as docs/benchmarks.md measured them: memory (for memory_times
+# 4), its bandwidth, peak, what a probe measures, what large products reach, rows of half speed.
 FIGURES = {
     "a100-80": (78_125_000, 8.463e8, 1.19e9, 9.922e8, 1.012e9, 5.0),
     "a100-40": (39_062_500, 6.454e8, 1.19e9, 9.922e8, 1.012e9, 5.0),
@@ -34,7 +34,7 @@ FIGURES = {
 }
 LINKS = {300e9: 1.465e8, 200e9: 9.766e7, 150e9: 7.324e7, 12e9: 5.859e6, 50e9: 2.441e7, 30e9: 1.465e7}
 NICS = {25e9: 1.221e7, 12.5e9: 6.104e6, 3.125e9: 1.526e6}
-# Chosen by hand so that all plans of `bench mixed` are late by less than 1 % on two cores.
+# Set by hand so that all plans of `bench mixed` are late by less than 1 % on two cores.
 TIME_SCALES = {
     "a100-80-40": 5.0,
     "a800-v100s": 2.5,
@@ -91,13 +91,13 @@ def test_its_miniature_has_the_figures_of_a_model_64_times_narrower(name):
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_time_scales_are_near_those_that_were_found_by_hand(name):
+def test_time_scales_are_near_those_that_were_set_by_hand(name):
     assert 0.8 <= ready_miniature(name).truth.time_scale / TIME_SCALES[name] <= 3.0
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_what_is_measured_follows_from_the_truth(name):
-    """A probe of the rehearsal would find the speeds and the memory that the miniature gives."""
+    """A probe of the rehearsal would measure the speeds and the memory that the miniature has."""
     made = ready_miniature(name)
     for family, device in made.truth.devices.items():
         given = made.cluster.families[family]
@@ -107,7 +107,7 @@ def test_what_is_measured_follows_from_the_truth(name):
         assert device.flops_per_second["fp32"] < given.peak_flops_per_second["fp32"]
 
 
-def test_a_name_that_is_none_is_told_with_a_likely_one(tmp_path):
+def test_a_name_that_is_none_is_reported_with_a_likely_one(tmp_path):
     with pytest.raises(TopologyError, match="v100-t5: no such cluster file, nor a ready one .* did you mean 'v100-t4'"):
         locate_cluster("v100-t5")
-    assert locate_cluster("missing.toml") == Path("missing.toml"), "told by who reads it"
+    assert locate_cluster("missing.toml") == Path("missing.toml"), "reported by who reads it"

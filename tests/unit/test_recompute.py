@@ -118,6 +118,6 @@ def test_operators_that_compute_in_another_dtype_do_so_again(name):
 def test_the_search_recomputes_on_the_family_that_is_short_of_memory_as_little_as_fits(memory_bytes, expected):
     job = load_job("tiny", list(SETTINGS))
     cluster = cluster_of({"old": OLD.model_copy(update={"memory_bytes": int(memory_bytes)}), "new": DEVICE})
-    space = Space(microbatches=(2,), largest_grid=1)
+    space = Space(microbatches=(2,), largest_grid=1, offload=("none",))
     best = search(Setup.of_job(job, "fp32"), GLOBAL_BATCH, cluster, space=space).best
     assert {(tile.family, tile.recompute) for tile in best.plan.tiles} == {("old", expected), ("new", "none")}

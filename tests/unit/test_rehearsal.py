@@ -46,7 +46,7 @@ def test_small_operations_take_the_launch_and_large_ones_of_few_products_the_mem
         truth.product_seconds("bf16", 2, 2, 2)
 
 
-def test_a_dtype_that_it_does_not_have_is_never_chosen():
+def test_a_dtype_that_it_does_not_have_is_never_selected():
     assert device().products_per_second(torch.float32) == pytest.approx(1e9, rel=1e-3)
     assert device().products_per_second(torch.bfloat16) == 0.0
 

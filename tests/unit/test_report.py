@@ -76,7 +76,7 @@ def test_a_number_that_is_not_in_its_file_is_noticed(run, page, tmp_path, file, 
 
 
 def value_at(svg, axis, pixel):
-    """Return the value that a place of a picture stands for."""
+    """Return the value that a place of a picture represents."""
     low, high, start, stop = map(float, svg[f"data-{axis}"].split())
     return low + (pixel - start) / (stop - start) * (high - low)
 
@@ -94,7 +94,7 @@ def test_curves_go_through_the_metrics(run, page):
     assert len(dots) == 2 * 2, "two validations, in a wide and a narrow picture"
 
 
-def test_bars_are_as_long_as_what_they_stand_for(run, page):
+def test_bars_are_as_long_as_what_they_represent(run, page):
     record = read_run(run, "a")
     ranks = json.loads((run / "ranks.json").read_text())
     for group in groups_of(record):
@@ -167,7 +167,7 @@ def test_several_runs_are_shown_next_to_each_other(run, tmp_path):
     assert {"a/metrics.jsonl:loss", "b/metrics.jsonl:loss"} <= curves
     for source, value, _ in both.numbers:
         assert value in in_files(run if source.startswith("a/") else other, source), source
-    assert read_runs([run, run])[0].name != "a", "equal names are told apart by their paths"
+    assert read_runs([run, run])[0].name != "a", "equal names are distinguished by their paths"
 
 
 def test_events_without_anything_new_are_not_repeated(tmp_path):

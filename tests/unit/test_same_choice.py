@@ -27,7 +27,7 @@ GRIDS = {
     "y, z and stages": PlanRequest(tensor=TensorSizes(y=2, z=2), pipeline=2, microbatch=4),
     "y of all devices": PlanRequest(tensor=TensorSizes(y=8), microbatch=4),
 }
-"""Plans with other groups than those that are found, whose tensor grids sum over families and nodes too."""
+"""Plans with other groups than those of the search, whose tensor grids sum over families and nodes too."""
 SIZES = [1 << power for power in range(3, 22)]
 
 
@@ -104,7 +104,7 @@ def groups_of(job: Job, plan) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("grid", [None, *GRIDS])
 @pytest.mark.parametrize("name", DEVICES)
 def test_the_engine_takes_the_algorithm_that_was_priced(name, grid):
-    """For what the job exchanges by the plan that a search finds, or by another; and for all-reduces of other sizes."""
+    """For what the job exchanges by the plan of a search, or by another; and for all-reduces of other sizes."""
     made = ready_miniature(name)
     cluster, job = made.cluster, made.job
     plan = even_plan(job, cluster, GRIDS[grid]) if grid else found_plan(name, job, cluster)

@@ -1,4 +1,4 @@
-"""One rank among thousands finds out what it takes part in, quickly and in little memory."""
+"""One rank among thousands computes what it takes part in, quickly and in little memory."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ print(json.dumps({"ranks": len(places), "groups": len(groups), "routes": routes,
 """
 
 
-@pytest.mark.parametrize("grids", ["alike", "different"])
+@pytest.mark.parametrize("grids", ["equal", "different"])
 def test_a_rank_among_4096_knows_its_groups_and_routes(grids):
     done = subprocess.run([sys.executable, "-c", SCRIPT, grids], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def test_a_rank_among_4096_knows_its_groups_and_routes(grids):
     assert result["ranks"] == 4096
     assert result["groups"] >= 7
     assert {"hierarchical", "messages"} <= set(result["routes"])
-    assert ("shared" in result["routes"]) == (grids == "alike"), "x and y of the other grid are on two nodes"
+    assert ("shared" in result["routes"]) == (grids == "equal"), "x and y of the other grid are on two nodes"
     assert result["seconds"] < 1.0
     assert result["bytes"] < 200e6
     assert result["heavy"] == []

@@ -1,4 +1,4 @@
-"""Schedules do all the work once, as 1F1B says, and do not deadlock; those that do are found out."""
+"""Schedules do all the work once, as 1F1B says, and do not deadlock; those that do are detected."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from hpctrain.planner.prices import Costs, PassCost, TileCost
 from hpctrain.planner.simulate import simulate
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from tests.tilings import going_ahead, tilings
+from tests.tilings import tilings, with_extra_warmups
 from tests.unit.test_plan import uneven_plan
 
 LAYOUTS = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
@@ -62,7 +62,7 @@ def test_1f1b_holds_no_more_activations_than_its_warm_up(layout):
         assert most == min(plan.microbatches, plan.depth_to_loss(tile) + 1)
 
 
-def test_tiles_of_unlike_shape_do_not_deadlock():
+def test_tiles_of_different_shape_do_not_deadlock():
     plan = uneven_plan()
     check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
 
@@ -72,7 +72,7 @@ def schedules_of_two_stages():
     return plan, {tile: list(one_f_one_b(plan, tile)) for tile in plan.tiles}
 
 
-def test_waiting_for_each_other_is_found():
+def test_waiting_for_each_other_is_detected():
     plan, schedules = schedules_of_two_stages()
     first = schedules[plan.tiles[0]]
     first.insert(0, first.pop(first.index(Instruction(Op.RECEIVE_GRADIENT, 0))))
@@ -98,14 +98,14 @@ def test_a_send_waits_while_its_channel_is_full():
         check_no_deadlock(plan, schedules)
 
 
-def test_a_send_that_nobody_takes_is_found():
+def test_a_send_that_nobody_takes_is_detected():
     plan, schedules = schedules_of_two_stages()
     schedules[plan.tiles[1]].remove(Instruction(Op.RECEIVE_ACTIVATION, 1))
     with pytest.raises(PlanError, match="'send activation 1' to tile items .* is never received"):
         check_no_deadlock(plan, schedules)
 
 
-def test_a_message_out_of_order_is_found():
+def test_a_message_out_of_order_is_detected():
     plan, schedules = schedules_of_two_stages()
     last = schedules[plan.tiles[1]]
     a, b = (last.index(Instruction(Op.RECEIVE_ACTIVATION, m)) for m in (0, 1))
@@ -143,7 +143,7 @@ def test_all_ranks_end_a_step_together():
     assert "rows [0, 1] with 'no more', which all ranks do together" in neither
 
 
-def test_substeps_keep_one_at_the_loss():
+def test_row_chunks_keep_one_at_the_loss():
     plan = even_plan(6, TensorGrid(), 2, 1, 1, 2, row_chunks=2)
     check_no_deadlock(plan, {tile: one_f_one_b(plan, tile) for tile in plan.tiles})
     assert ", ".join(map(str, one_f_one_b(plan, plan.tiles[1]))) == (
@@ -168,7 +168,7 @@ TILINGS = st.integers(1, 12).flatmap(
 
 
 def most(steps, over: tuple[Op, ...]) -> int:
-    """The most pieces of microbatches that were forward and not yet in a pass of `over`."""
+    """The largest number of row chunks that were forward and not yet in a pass of `over`."""
     alive = result = 0
     for step in steps:
         alive += (step.op is Op.FORWARD) - (step.op in over)
@@ -194,8 +194,8 @@ def test_any_tiling_has_each_pass_once_in_the_order_of_microbatches_and_ends(dra
         ] * reduce_early
 
 
-@given(TILINGS.flatmap(going_ahead), st.booleans())
-def test_more_microbatches_under_way_wait_for_nobody_for_ever(plan, reduce_early):
+@given(TILINGS.flatmap(with_extra_warmups), st.booleans())
+def test_more_microbatches_in_flight_wait_for_nobody_for_ever(plan, reduce_early):
     check_tiling(plan, MODEL.num_items)
     check_schedules(plan, reduce_early)
     for tile in plan.tiles:
@@ -213,7 +213,7 @@ EXCHANGING = st.integers(1, 8).flatmap(
 
 
 @given(st.one_of(TILINGS, EXCHANGING), st.data())
-def test_what_goes_further_ahead_for_its_messages_is_a_plan(plan, data):
+def test_what_warms_up_longer_for_its_messages_is_a_plan(plan, data):
     seconds = st.floats(0.1, 3.0)
     cost = {tile: TileCost((PassCost(data.draw(seconds)),), (PassCost(data.draw(seconds)),)) for tile in plan.tiles}
     pairs = [pair for tile in plan.tiles for o in plan.downstream(tile) for pair in ((tile, o), (o, tile))]
@@ -229,7 +229,7 @@ def test_what_goes_further_ahead_for_its_messages_is_a_plan(plan, data):
         assert in_flight(further, other) <= plan.microbatches
 
 
-def test_messages_that_take_longer_have_more_under_way():
+def test_messages_that_take_longer_have_more_in_flight():
     plan = even_plan(8, TensorGrid(), 3, 1, 12, 1)
     cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
 
@@ -246,27 +246,27 @@ def test_messages_that_take_longer_have_more_under_way():
     assert extra_warmup(100.0, microbatches=2) == [0, 0, 0]
 
 
-def test_where_memory_is_short_the_slowest_messages_have_more_under_way_first():
+def test_where_memory_is_short_the_slowest_messages_have_more_in_flight_first():
     plan = even_plan(10, TensorGrid(), 4, 1, 16, 1)
     cost = dict.fromkeys(plan.tiles, TileCost((PassCost(1.0),), (PassCost(2.0),)))
     first, second, third, last = plan.tiles
     messages = {(first, second): 2.0, (third, last): 3.0}
 
-    def extra_warmup(*room: int) -> list[int]:
-        further = with_extra_warmup(plan, Costs(cost, messages), dict(zip(plan.tiles, room, strict=True)))
+    def extra_warmup(*headroom: int) -> list[int]:
+        further = with_extra_warmup(plan, Costs(cost, messages), dict(zip(plan.tiles, headroom, strict=True)))
         return [tile.extra_warmup for tile in further.tiles] if further else [0, 0, 0, 0]
 
     assert extra_warmup(9, 9, 9, 0) == [2, 1, 1, 0], "one more for each of the two gaps"
     assert extra_warmup(2, 1, 1, 0) == [2, 1, 1, 0]
     assert extra_warmup(1, 1, 1, 0) == [1, 1, 1, 0], "the later messages take longer"
     assert extra_warmup(1, 0, 1, 0) == [0, 0, 0, 0], (
-        "all before must have room; and without them the earlier gain nothing"
+        "all before must have headroom; and without them the earlier gain nothing"
     )
 
 
-def test_pipelines_that_are_alike_but_for_what_is_under_way_are_not_simulated_as_one():
+def test_pipelines_that_are_equal_but_for_what_is_in_flight_are_not_simulated_as_one():
     def step(*extra_warmup: int) -> float:
-        """Return what pipelines side by side take together, the first stages of which are so far ahead."""
+        """Return what pipelines side by side take together, the first stages of which have so much extra warm-up."""
         tiles = []
         for row, number in enumerate(extra_warmup):
             tiles.append(Tile(Interval(0, 3), Interval(row, row + 1), (2 * row,), extra_warmup=number))
@@ -354,7 +354,7 @@ def test_the_bubbles_of_equal_stages_are_those_of_the_paper(stages, more, second
     assert bubble("zb-h1", schedule_of) == pytest.approx(expected)
 
 
-def test_gradients_that_are_added_out_of_order_or_never_are_found():
+def test_gradients_that_are_added_out_of_order_or_never_are_detected():
     plan = even_plan(6, TensorGrid(), 2, 1, 2, 1, schedule="zb-h1")
 
     def refusal(change) -> str:
@@ -370,12 +370,12 @@ def test_gradients_that_are_added_out_of_order_or_never_are_found():
         a, b = steps.index(first), steps.index(second)
         steps[a], steps[b] = steps[b], steps[a]
 
-    assert "'backward weight 0' comes after microbatch 1, substep 0 was added" in refusal(swap)
+    assert "'backward weight 0' comes after microbatch 1, row chunk 0 was added" in refusal(swap)
     assert "'backward input 0' has no weight pass" in refusal(lambda steps: steps.remove(first))
     assert "'backward weight 0' comes before its input pass" in refusal(lambda steps: steps.insert(0, first))
 
 
-def test_tiles_with_zero_2_delay_their_weight_passes_alike_or_are_refused():
+def test_tiles_with_zero_2_delay_their_weight_passes_equally_or_are_refused():
     check_schedules(even_plan(10, TensorGrid(), 2, 2, 3, 2, schedule="zb-h1", zero=3))
     cuts = [((0, 2), (0, 1)), ((0, 1), (1, 2)), ((1, 2), (1, 2))]
     tiles = [Tile(Interval(*items), Interval(*rows), (i,)) for i, (items, rows) in enumerate(cuts)]

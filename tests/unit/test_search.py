@@ -59,11 +59,11 @@ def test_as_good_as_looking_at_every_plan(case):
 
 
 @pytest.mark.parametrize("memory", [40_000_000, 1_600_000, 1_400_000, 1_300_000])
-def test_memory_decides_how_many_are_under_way_where_messages_are_slow(memory):
+def test_memory_decides_how_many_are_in_flight_where_messages_are_slow(memory):
     """What ranks plans knows of it: else it would prefer those that have no memory for what it thinks of them."""
     cluster = cluster_of([("a", 1, 1), ("b", 1, 1), ("c", 1, 1)], memory=memory, nic=1e6)
     result = best(cluster, batch=16, setup=setup_of(12, vocabulary=512), largest_grid=1, microbatches=(16,))
-    plan, delay = result.best.plan, result.best.delay_seconds
+    plan, delay = result.best.plan, result.best.plain_seconds
     assert delay > 1.2 * result.best.seconds and max(tile.extra_warmup for tile in plan.tiles) >= 2
     assert result.best.prediction.fits
     assert result.best.layout.seconds == pytest.approx(result.best.seconds, rel=0.1)
@@ -160,20 +160,20 @@ def test_a_device_short_of_memory_recomputes_or_keeps_less_of_the_state():
     assert changed, "less is kept by somebody"
 
 
-def test_at_the_loss_rows_go_in_pieces_where_memory_is_short():
+def test_at_the_loss_rows_go_in_chunks_where_memory_is_short():
     """One of which is kept at a time: that costs less than to compute blocks again."""
     setup = setup_of(4, vocabulary=512)
     tables, space = [("a", 2, 1)], {"microbatches": (1,), "largest_grid": 1}
     roomy = best(cluster_of(tables), batch=16, setup=setup, **space).best
     most = max(stage.memory.total for stage in roomy.prediction.memory)
     result = best(cluster_of(tables, memory=int(most * 0.6)), batch=16, setup=setup, **space)
-    (pieces,) = {tile.row_chunks for tile in result.best.plan.tiles}
-    assert pieces > 1 and {tile.recompute for tile in result.best.plan.tiles} == {"none"}
+    (row_chunks,) = {tile.row_chunks for tile in result.best.plan.tiles}
+    assert row_chunks > 1 and {tile.recompute for tile in result.best.plan.tiles} == {"none"}
     assert result.best.prediction.fits and result.best.seconds < 1.1 * roomy.seconds
-    assert any(f"rows go in {pieces} pieces" in reason for reason in reasons(result))
+    assert any(f"rows go in {row_chunks} chunks" in reason for reason in reasons(result))
 
 
-def test_what_fits_nowhere_is_told_with_the_numbers():
+def test_what_fits_nowhere_is_reported_with_the_numbers():
     with pytest.raises(PlanError) as error:
         best(cluster_of([("a", 2, 1), ("b", 1, 1)], memory=120_000))
     summary = str(error.value)
@@ -182,7 +182,7 @@ def test_what_fits_nowhere_is_told_with_the_numbers():
     assert "MiB too few; use more devices, or shorter sequences (data.sequence_length is 16)" in summary
 
 
-def test_a_plan_with_more_under_way_is_predicted_as_if_nothing_were_known_of_it():
+def test_a_plan_with_more_in_flight_is_predicted_from_its_tiles_alone():
     setup, cluster = setup_of(12), cluster_of([("a", 1, 1), ("b", 1, 1), ("c", 1, 1)], nic=1e6)
     result = best(cluster, batch=16, setup=setup, largest_grid=1, microbatches=(16,)).best.plan
     plain = replace(result, tiles=tuple(replace(tile, extra_warmup=0) for tile in result.tiles))
@@ -199,23 +199,23 @@ def test_the_answer_depends_on_the_budget_alone():
     result = [search(setup, 16, cluster, limits=limits) for _ in range(2)]
     assert result[0].best.plan == result[1].best.plan
     assert result[0].searched == result[1].searched
-    assert 200 <= result[0].searched["scored"] < 210 and result[0].searched["timed"] <= 5
+    assert 200 <= result[0].searched["scored"] < 210 and result[0].searched["timed"] <= 2 * 5
     assert not result[0].is_complete
     more = search(setup, 16, cluster)
     assert more.best.seconds <= result[0].best.seconds
 
 
 @pytest.mark.parametrize("name", ["six-two", "ib-roce", "three-vendors"])
-def test_what_is_found_for_a_ready_cluster_can_run(name):
+def test_what_is_planned_for_a_ready_cluster_can_run(name):
     made = ready_miniature(name)
     job, cluster = made.job, made.cluster
     setup = Setup(job.model, job.data.sequence_length, "fp32", HPCTRAIN)
     result = search(setup, job.train.global_batch, cluster, limits=Limits(scored=400, timed=4))
     for timed in result.plans:
-        check_runs(job, timed.plan, "what was found")
+        check_runs(job, timed.plan, "the result")
 
 
-def test_a_limit_in_seconds_still_finds_a_plan():
+def test_a_limit_in_seconds_still_gives_a_plan():
     ticks = itertools.count()
     result = search(
         setup_of(8), 16, cluster_of([("a", 2, 2), ("c", 1, 2)]), limits=Limits(seconds=0.0), clock=lambda: next(ticks)

@@ -1,4 +1,4 @@
-"""The simulation runs pipelines that are equal once: nothing may come out another way for it."""
+"""The simulation runs pipelines that are equal once: that may not change any result."""
 
 from dataclasses import replace
 

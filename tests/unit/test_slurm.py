@@ -236,7 +236,7 @@ def test_what_no_batch_system_could_start_is_refused(old, new, message):
 
 
 def test_mistakes_in_launch_are_named():
-    with pytest.raises(TopologyError, match=r"families.a.launch.partition: 'a b' cannot stand in a batch script"):
+    with pytest.raises(TopologyError, match=r"families.a.launch.partition: 'a b' cannot be in a batch script"):
         parse_cluster(CLUSTER.replace('partition = "x", min_nodes = 1, env', 'partition = "a b", env'), "c.toml")
     with pytest.raises(TopologyError, match="families.a.launch.partitio: unknown key; did you mean 'partition'"):
         parse_cluster(CLUSTER.replace('partition = "x", min_nodes = 1, env', 'partitio = "x", env'), "c.toml")

@@ -1,4 +1,4 @@
-"""Files of people: an unknown key is told wherever it is, with what it may have meant."""
+"""Files of people: an unknown key is reported wherever it is, with what it may have meant."""
 
 import pytest
 
@@ -20,7 +20,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_an_unknown_key_of_every_section_is_told(section):
+def test_an_unknown_key_of_every_section_is_reported(section):
     known = list(SECTIONS[section].model_fields)[-1]
     key = f"{section}.{known}x".lstrip(".")
     with pytest.raises(JobError) as caught:
@@ -28,7 +28,7 @@ def test_an_unknown_key_of_every_section_is_told(section):
     assert str(caught.value).startswith(f"--set: {key}: unknown key; did you mean '{known}'?")
 
 
-def test_what_should_be_a_section_is_told():
+def test_what_should_be_a_section_is_reported():
     with pytest.raises(
         JobError, match=r"tiny.toml: train = 3: must be a section of keys$|--set: train = 3: must be a sec"
     ):

@@ -87,7 +87,7 @@ def test_bpe_of_a_tiny_text_is_smaller_than_asked():
 
 
 @pytest.mark.parametrize("size", [-1, 0, 256])
-def test_a_vocabulary_without_room_for_bytes_is_refused(size):
+def test_a_vocabulary_too_small_for_bytes_is_refused(size):
     with pytest.raises(DataError, match=f"vocabulary of {size} is too small.*set --vocab-size to at least 257"):
         train_bpe(CORPUS, size)
 
@@ -138,7 +138,7 @@ def test_ids_with_holes_count_up_to_the_largest():
 
 
 @pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<eos>"])
-def test_other_tokenizers_separators_are_found(name):
+def test_other_tokenizers_separators_are_detected(name):
     assert LibraryTokenizer(BPE.to_json().replace(END_OF_TEXT, name)).separator == BPE.separator
     assert LibraryTokenizer(BPE.to_json().replace(END_OF_TEXT, "<other>")).separator is None
 

@@ -179,7 +179,7 @@ def test_a_file_rewritten_in_chunks_is_read_too(three_blocks, tmp_path):
 
 @settings(max_examples=40, **IN_A_FIXTURE)
 @given(token=st.integers(0, 5 * BLOCK_BYTES // 4 - 1), bit=st.integers(0, 15))
-def test_a_flipped_bit_in_any_token_is_found_when_its_block_is_touched(three_blocks, tmp_path, token, bit):
+def test_a_flipped_bit_in_any_token_is_detected_when_its_block_is_touched(three_blocks, tmp_path, token, bit):
     content = bytearray(three_blocks.read_bytes())
     with h5py.File(three_blocks) as file:
         at = file["tokens"].id.get_offset() + 2 * token + bit // 8
@@ -217,7 +217,7 @@ def test_verify_looks_again_at_what_was_good(three_blocks, tmp_path):
 
 @settings(max_examples=250, **IN_A_FIXTURE)
 @given(data=st.data())
-def test_a_flipped_bit_anywhere_is_harmless_or_found(small, tmp_path, data):
+def test_a_flipped_bit_anywhere_is_harmless_or_detected(small, tmp_path, data):
     """Not only in tokens: HDF5's own structures, the documents, the counts and the tokenizer as well."""
     whole = tmp_path / "whole.h5"
     whole.write_bytes(small)
@@ -247,7 +247,7 @@ def test_a_file_cut_short_anywhere_is_refused_with_its_sizes(small, tmp_path, da
 
 
 @pytest.mark.parametrize("part", ["documents", "counts", "checksums"])
-def test_a_flipped_bit_in_what_describes_the_tokens_is_found_at_once(small, tmp_path, part):
+def test_a_flipped_bit_in_what_describes_the_tokens_is_detected_at_once(small, tmp_path, part):
     path = tmp_path / "t.h5"
     path.write_bytes(small)
     with h5py.File(path) as file:
@@ -257,7 +257,7 @@ def test_a_flipped_bit_in_what_describes_the_tokens_is_found_at_once(small, tmp_
         open_tokens(path)
 
 
-def test_a_token_outside_the_vocabulary_is_found(tmp_path):
+def test_a_token_outside_the_vocabulary_is_detected(tmp_path):
     path = write(tmp_path / "t.h5", np.arange(200), 200)
     with h5py.File(path, "r+") as file:
         file["tokens"][150] = 200
@@ -424,7 +424,7 @@ def test_nothing_appears_under_the_name_before_it_is_whole(tmp_path, monkeypatch
     assert os.listdir(tmp_path) == ["t.h5"]
 
 
-def test_a_failure_to_rename_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failure_to_rename_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
     def fail(source, target):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 

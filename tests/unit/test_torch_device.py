@@ -19,6 +19,7 @@ from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, may_be_ther
 from hpctrain.comm.accelerators.torch_device import FRAGMENTATION_SHARE, LIBRARY_BYTES, TorchAccelerator
 from hpctrain.comm.communicator import Communicator, as_tensor
 from hpctrain.comm.lanes import Progress, Work
+from hpctrain.comm.launches import DeviceLaunch
 from hpctrain.comm.probe import overlap_slowdown
 from hpctrain.comm.probe.overlap_slowdown import measure_overlap
 from hpctrain.comm.routes import cuda_aware
@@ -29,7 +30,7 @@ from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.errors import CommError
-from tests.ranks.fake_devices import FakeAccelerator
+from tests.ranks.fake_devices import FakeAccelerator, FakeStream
 from tests.unit.fake_torch import GIB, FakeCupy, FakePlace, FakeTorchModule
 
 SOON = Patience(Phase("a test", 20.0, "nothing"))
@@ -135,6 +136,27 @@ def test_a_waiting_stream_is_not_a_waiting_host():
     assert module.current_stream().waited == []
 
 
+def test_what_is_offloaded_has_streams_of_its_own_and_waits_for_what_was_computed():
+    """The streams of messages never wait for computation, and each direction has one."""
+    made, module = device()
+    made.is_on_device = lambda tensor: tensor is on_device  # both are in host memory here
+    on_device, on_host = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    computed, used = FakePlace(passed=False), []
+    real = module.stream
+
+    def stream(which):
+        used.append(which)
+        return real(which)
+
+    module.stream = stream
+    assert made.move(on_host, on_device, computed) is not DONE
+    made.move(on_device, on_host, DONE)
+    assert on_host.tolist() == [0, 1, 2, 3]
+    out, back = used
+    assert out.waited == [computed] and back.waited == []
+    assert len({id(each) for each in (out, back, *made._copy_streams)}) == 4
+
+
 class AllReduceInFlight:
     """A group whose all-reduce takes a while on a stream of its own, whatever the rank computes."""
 
@@ -229,7 +251,7 @@ def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
     assert time.monotonic() - start < 5, "an abort that hangs is not waited for"
     assert communicator.aborted == 1 and not communicator.destroyed
     del connection
-    assert sys.getrefcount(communicator) > references, "nor given back at the interpreter's exit"
+    assert sys.getrefcount(communicator) > references, "nor released at the interpreter's exit"
 
 
 def test_a_library_that_refuses_the_ranks_leaves_them_to_mpi_with_the_reason():
@@ -417,3 +439,97 @@ def test_threads_that_look_at_the_library_and_abort_it_have_the_ranks_device(mon
         time.sleep(0.001)
     connection.abort()
     assert set(seen) == {("look", 1), ("abort", 1)}
+
+
+class Passing(FakeStream):
+    """A stream of a device that does what is queued when somebody looks."""
+
+    def wait_event(self, event) -> None:
+        self.add(event.force)
+
+
+class Looking(FakeAccelerator):
+    """Streams that wait for events on the device, and not when they are told to."""
+
+    def new_stream(self) -> FakeStream:
+        self._made.append(Passing())
+        return self._made[-1]
+
+    def wait_for(self, event) -> None:
+        self._stream.add(event.force)
+
+
+def launch_of(device: FakeAccelerator, done: list[str], name: str) -> DeviceLaunch:
+    """An operation of which `done` has the name once the device has done it."""
+
+    def steps():
+        device._stream.add(lambda: done.append(name))
+        yield from ()
+
+    return DeviceLaunch(device.launches, steps(), device.queued(), [torch.zeros(1)])
+
+
+def test_a_launch_is_done_after_what_was_queued_and_before_what_is_queued_behind_it():
+    device, done, ended = Looking(), [], []
+    for name in ("first", "second"):
+        device._stream.add(lambda name=name: done.append(f"computed for {name}"))
+        launch = launch_of(device, done, name)
+        launch.start(SOON, lambda name=name: ended.append(name))
+    launch.wait()
+    device._stream.add(lambda: done.append("computed with both"))
+    assert done == ["computed for first"], "the host waits for nothing: this is what a fake device does at one look"
+    device.finish_queued()
+    launches = ["computed for first", "first", "second", "computed with both"]
+    assert sorted(launches, key=done.index) == launches and len(done) == 5
+    assert done.index("computed for second") < done.index("second")
+    assert not ended
+    device.launches.look()
+    assert ended == ["first", "second"] and launch.times.ended >= launch.times.begun > 0
+
+
+def test_a_host_is_no_further_ahead_than_its_flight_record_has_room(monkeypatch):
+    monkeypatch.setattr("hpctrain.comm.launches.MOST_IN_FLIGHT", 3)
+    device, done = Looking(), []
+    for number in range(5):
+        launch_of(device, done, str(number)).start(SOON, lambda: None)
+    assert done == ["0", "1"]
+
+
+def test_an_error_that_a_communicator_notices_ends_the_next_launch():
+    device, error = Looking(), CommError("NCCL reports: a rank is gone")
+
+    class Lost:
+        def check(self):
+            raise error
+
+    lost = Lost()
+    device.launches.watch(lost)
+    with pytest.raises(CommError, match="a rank is gone"):
+        launch_of(device, [], "never").start(SOON, lambda: None)
+    device.launches.forget(lost)
+    launch_of(device, [], "now").start(SOON, lambda: None)
+
+
+def test_no_launch_comes_between_the_parts_of_a_composite_operation():
+    device, done = Looking(), []
+
+    class Moving:
+        def wait(self):
+            done.append("the last part")
+
+    device.launches.settle()
+    device.launches.start_composite(Moving())
+    for name in ("one", "two"):
+        launch_of(device, done, name).start(SOON, lambda: None)
+        done.append(f"{name} was launched")
+    assert done == ["the last part", "one was launched", "two was launched"]
+
+
+def test_an_operation_that_waits_for_messages_is_no_launch():
+    device = Looking()
+
+    def steps():
+        yield Pending(lambda: True, "a message")
+
+    with pytest.raises(AssertionError, match="waits for a message is no launch"):
+        DeviceLaunch(device.launches, steps(), device.queued(), []).start(SOON, lambda: None)

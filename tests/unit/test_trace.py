@@ -98,7 +98,7 @@ def test_a_recording_keeps_what_happens_while_it_runs():
     assert recording.spans == [Span(COMPUTED, "a", 4.0, 5.0), Span(EXPOSED, "all_reduce", 5.5, 6.0, "x", "compute", 8)]
 
 
-def test_who_traces_offers_all_that_is_told():
+def test_who_traces_offers_all_that_is_traced():
     text = {name for name in vars(Tracer) if not name.startswith("_")}
     assert text <= {*vars(Recording), "now"} and type(UNTRACED) is Tracer
 
@@ -117,7 +117,7 @@ def test_steps_note_when_they_begin_and_end():
 
 
 class PretendedRanks:
-    """Rank 1's view of two ranks on two hosts, of which the other's clock is ahead and answers with a delay."""
+    """Rank 1's view of two ranks on two hosts, of which the other's clock is fast and answers with a delay."""
 
     rank = 1
 
@@ -186,7 +186,7 @@ def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, 
     assert json.loads((tmp_path / SUMMARY).read_text())["steps"] == expected
 
 
-def test_a_trace_that_cannot_be_written_is_told(tmp_path):
+def test_a_trace_that_cannot_be_written_is_reported(tmp_path):
     world = Lonely()
     trace = RunTrace(world, CpuAccelerator(), tmp_path / "gone", num_steps=1)
     trace.start()

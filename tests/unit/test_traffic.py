@@ -159,8 +159,8 @@ def test_shards_over_z_and_over_holders_are_gathered_one_after_the_other(order, 
     concurrent=st.tuples(st.booleans(), st.booleans()),
     layout=st.sampled_from([(2, 1, 1), (2, 2, 2), (1, 2, 2), (1, 2, 3), (2, 2, 3), (1, 1, 1)]),
 )
-def test_gradients_are_added_in_the_order_of_microbatches_and_told_when_they_are(microbatches, concurrent, layout):
-    """Each pass adds another number to all gradients; who is told of an item finds them all in its shards.
+def test_gradients_are_added_in_the_order_of_microbatches_and_reported_when_they_are(microbatches, concurrent, layout):
+    """Each pass adds another number to all gradients; who is notified of an item sees them all in its shards.
 
     Those of a tied head's table are made by two items; what no item makes is zero.
     """

@@ -52,9 +52,9 @@ def cells(plan: Plan, tokens: Interval, features: Interval, positions: Interval 
     return result
 
 
-def cells_of(plan: Plan, piece: Transfer) -> np.ndarray:
-    result = cells(plan, piece.tokens, piece.features, piece.cut and piece.cut.positions)
-    assert result.sum() == piece.num_elements
+def cells_of(plan: Plan, transfer: Transfer) -> np.ndarray:
+    result = cells(plan, transfer.tokens, transfer.features, transfer.cut and transfer.cut.positions)
+    assert result.sum() == transfer.num_elements
     return result
 
 
@@ -72,10 +72,10 @@ def test_every_rank_receives_its_part_exactly_once(forward, plan):
             continue
         for rank in tile.ranks:
             count = np.zeros((plan.rows * POSITIONS, HIDDEN), int)
-            for piece in receives(plan, tile, rank, ROW, forward):
-                assert piece.receiver == rank
-                assert (cells_of(plan, piece) <= held_by(plan, piece.sender)).all()
-                count += cells_of(plan, piece)
+            for transfer in receives(plan, tile, rank, ROW, forward):
+                assert transfer.receiver == rank
+                assert (cells_of(plan, transfer) <= held_by(plan, transfer.sender)).all()
+                count += cells_of(plan, transfer)
             assert np.array_equal(count, held_by(plan, rank))
 
 
@@ -91,14 +91,14 @@ HOSTS = st.integers(1, 12).map(of_hosts)
 @given(plan=two_stage_plans(), near=HOSTS)
 def test_what_is_sent_is_what_is_received(forward, plan, near):
     places = [(tile, rank) for tile in plan.tiles for rank in tile.ranks]
-    sent = {piece for place in places for piece in sends(plan, *place, ROW, forward, near)}
-    received = {piece for place in places for piece in receives(plan, *place, ROW, forward, near)}
+    sent = {transfer for place in places for transfer in sends(plan, *place, ROW, forward, near)}
+    received = {transfer for place in places for transfer in receives(plan, *place, ROW, forward, near)}
     assert sent == received
 
 
 @pytest.mark.parametrize("forward", [True, False])
 @given(plan=two_stage_plans(), near=HOSTS)
-def test_where_pieces_are_gathered_each_element_comes_once_to_all_y_together(forward, plan, near):
+def test_where_parts_are_gathered_each_element_comes_once_to_all_y_together(forward, plan, near):
     for tile in plan.tiles:
         if not gathers(plan, tile, forward, near):
             continue
@@ -107,8 +107,8 @@ def test_where_pieces_are_gathered_each_element_comes_once_to_all_y_together(for
             assert all(near(together[0], rank) for rank in together)
             count = np.zeros((plan.rows * POSITIONS, HIDDEN), int)
             for rank in together:
-                for piece in receives(plan, tile, rank, ROW, forward, near):
-                    count += cells_of(plan, piece)
+                for transfer in receives(plan, tile, rank, ROW, forward, near):
+                    count += cells_of(plan, transfer)
             assert np.array_equal(count, held_by(plan, together[0]))
 
 
@@ -123,12 +123,12 @@ def test_one_copy_goes_over_the_slow_link_and_all_senders_share_it(source_y, tar
     assert gathers(plan, target, True, near) and not gathers(plan, target, True, everywhere)
 
     def bytes_sent(rank: int, near) -> int:
-        return sum(piece.num_elements for piece in sends(plan, source, rank, ROW, True, near))
+        return sum(transfer.num_elements for transfer in sends(plan, source, rank, ROW, True, near))
 
     whole = sum(bytes_sent(rank, everywhere) for rank in source.ranks)
-    pieces = [bytes_sent(rank, near) for rank in source.ranks]
-    assert whole == target_y * 12 * POSITIONS * HIDDEN and sum(pieces) == 12 * POSITIONS * HIDDEN
-    assert max(pieces) == min(pieces)
+    sizes = [bytes_sent(rank, near) for rank in source.ranks]
+    assert whole == target_y * 12 * POSITIONS * HIDDEN and sum(sizes) == 12 * POSITIONS * HIDDEN
+    assert max(sizes) == min(sizes)
 
 
 @pytest.mark.parametrize(("source_y", "target_y"), [(2, 2), (3, 3), (2, 3), (3, 1), (1, 2)])
@@ -140,10 +140,10 @@ def test_what_y_cuts_by_positions_is_sent_once_and_never_gathered(source_y, targ
     plan, near = Plan((source, target), 1, 4, unused=tuple(range(source_y, size))), of_hosts(size)
     for forward, tile, others in ((True, target, source), (False, source, target)):
         assert not gathers(plan, tile, forward, near)
-        pieces = [piece for rank in tile.ranks for piece in receives(plan, tile, rank, ROW, forward, near)]
-        assert sum(piece.num_elements for piece in pieces) == 4 * POSITIONS * HIDDEN
+        transfers = [transfer for rank in tile.ranks for transfer in receives(plan, tile, rank, ROW, forward, near)]
+        assert sum(transfer.num_elements for transfer in transfers) == 4 * POSITIONS * HIDDEN
         if source_y == target_y:
-            assert [(p.sender, p.receiver) for p in pieces] == list(zip(others.ranks, tile.ranks, strict=True))
+            assert [(p.sender, p.receiver) for p in transfers] == list(zip(others.ranks, tile.ranks, strict=True))
 
 
 def test_a_single_row_is_cut_too_and_far_y_are_sent_it_whole():
@@ -151,8 +151,8 @@ def test_a_single_row_is_cut_too_and_far_y_are_sent_it_whole():
     target = Tile(Interval(2, 4), Interval(0, 1), (2, 3), TensorGrid(y=2))
     plan, near = Plan((source, target), 1, 1, unused=(1,)), of_hosts(2)
     assert gathers(plan, target, True, near)
-    pieces = [sum(piece.num_elements for piece in receives(plan, target, rank, ROW, True, near)) for rank in (2, 3)]
-    assert pieces == [POSITIONS * HIDDEN // 2] * 2
+    sizes = [sum(each.num_elements for each in receives(plan, target, rank, ROW, True, near)) for rank in (2, 3)]
+    assert sizes == [POSITIONS * HIDDEN // 2] * 2
     assert not gathers(plan, target, True, lambda one, other: {one, other} <= {0, 2}), "3 is elsewhere"
 
 
@@ -164,10 +164,10 @@ def test_channels_hold_the_largest_message(plan, data):
     needed: dict[int, int] = {}
     tile = plan.tile_of(rank)
     for forward in (True, False):
-        pieces = [(piece.receiver, piece) for piece in sends(plan, tile, rank, ROW, forward)]
-        pieces += [(piece.sender, piece) for piece in receives(plan, tile, rank, ROW, forward)]
-        for peer, piece in pieces:
-            needed[peer] = max(needed.get(peer, 0), piece.num_elements)
+        transfers = [(transfer.receiver, transfer) for transfer in sends(plan, tile, rank, ROW, forward)]
+        transfers += [(transfer.sender, transfer) for transfer in receives(plan, tile, rank, ROW, forward)]
+        for peer, transfer in transfers:
+            needed[peer] = max(needed.get(peer, 0), transfer.num_elements)
     role = role_of(model, POSITIONS, plan, rank)
     assert {need.peer: need.elements for need in role.channels} == needed
     assert role.transfers[0].send_activation == sends(plan, tile, rank, ROW, True)
@@ -188,7 +188,8 @@ def test_all_ranks_that_hold_the_same_share_the_sending(source_y, target_y):
     target_ranks = tuple(range(source_y, source_y + target_y))
     plan = Plan((source, Tile(Interval(2, 4), Interval(0, 12), target_ranks, TensorGrid(y=target_y))), 1, 12)
     sent = [
-        sum(piece.num_elements for piece in sends(plan, plan.tile_of(rank), rank, ROW, True)) for rank in source.ranks
+        sum(transfer.num_elements for transfer in sends(plan, plan.tile_of(rank), rank, ROW, True))
+        for rank in source.ranks
     ]
     assert sum(sent) == target_y * 12 * POSITIONS * HIDDEN, "conserved"
     assert max(sent) == min(sent)

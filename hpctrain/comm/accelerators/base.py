@@ -9,10 +9,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 
+from hpctrain.comm.accelerators.compiling import try_compile
+from hpctrain.comm.launches import LaunchOrder
+from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.routes.staging import BufferPool
 
 
@@ -72,9 +76,17 @@ class Accelerator(ABC):
         self.staging = BufferPool(self.host_buffer)
         """Host memory through which tensors go that MPI cannot be given."""
 
+    @cached_property
+    def launches(self) -> LaunchOrder:
+        """The order in which the vendor's library gets its operations."""
+        return LaunchOrder(self)
+
     @abstractmethod
     def bind(self) -> None:
         """Make it the device of this process, and make its results the same in every run."""
+
+    def sum_in_one_order(self, always: bool) -> None:  # noqa: B027
+        """Have the same bits in every run, as after `bind`, or not: hosts always have."""
 
     def use(self) -> None:  # noqa: B027
         """Make it the current device of the calling thread. Every thread that queues work or calls MPI does so first;
@@ -113,6 +125,11 @@ class Accelerator(ABC):
             return time.perf_counter() - start
 
         return read
+
+    def step_stopwatch(self) -> Callable[[], float]:
+        """Start to measure a step, which waits for the device in its middle; return a function that returns its
+        seconds. What is queued after that wait counts to the next step, which a device with a queue begins at once."""
+        return self.stopwatch()
 
     def compute_stopwatch(self) -> Callable[[], float]:
         """Start to measure; return a function that returns the seconds of computing since.
@@ -155,10 +172,20 @@ class Accelerator(ABC):
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Copy between the device and a host buffer, on a stream for each way that is used for nothing else.
+        """Copy between the device and a host buffer. Each direction has a stream that does nothing else.
 
         It starts at once, whatever else is queued: what it reads must be there. Keep both tensors until the event.
         """
+
+    def move(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+        """Copy between the device and a host buffer after an event; return the event of its end. The host continues.
+
+        Copies of each direction have a stream of their own where the device has streams, other than those of `copy`:
+        what waits for computation must not delay a message. Keep both tensors until the event.
+        """
+        self.wait_for(after)
+        target.copy_(source)
+        return self.queued()
 
     @abstractmethod
     def stream_address(self) -> int:
@@ -171,6 +198,10 @@ class Accelerator(ABC):
     @abstractmethod
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Say whether a tensor is in memory of the device, which the host must not touch."""
+
+    def compiles(self) -> Ability:
+        """Say whether functions can be compiled for the device: tried, which takes seconds. Never raises."""
+        return try_compile(self.device)
 
     @abstractmethod
     def products_per_second(self, dtype: torch.dtype) -> float:

@@ -71,7 +71,7 @@ def resolved_devices(topology: Topology, visible: Sequence[Sequence[str]], shari
 
 
 def learn_devices(world: World, accelerator: Accelerator, sharers: int) -> Devices:
-    """Find out what each family's devices can do. All ranks must call, with their devices bound.
+    """Detect what each family's devices can do. All ranks must call, with their devices bound.
 
     `sharers` is how many ranks use this rank's device. The first rank of each host with devices probes MPI, in a child
     process, which takes seconds; then ranks that can be given device memory prove it by messages between them.
@@ -176,8 +176,8 @@ def choose_device(topology: Topology, visible: Sequence[Sequence[str]], rank: in
         if not free:
             num_devices = len(set().union(*(visible[r] for r in peers)))
             raise TopologyError(
-                f"host {host} has {len(peers)} ranks for {num_devices} visible devices: rank {peer} finds all of its"
-                f" {len(visible[peer])} taken; start {num_devices} ranks a host (--ntasks-per-node={num_devices}), show"
+                f"host {host} has {len(peers)} ranks for {num_devices} visible devices: all {len(visible[peer])} that"
+                f" rank {peer} sees are taken; start {num_devices} ranks a host (--ntasks-per-node={num_devices}), show"
                 f" them more devices (--gpus-per-node={len(peers)}), let some ranks use {DEVICE_VARIABLE}=cpu, or set"
                 f" {SHARE_VARIABLE}=1 for a test"
             )

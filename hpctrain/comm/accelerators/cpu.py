@@ -107,7 +107,7 @@ def _processor_name() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep what is freed: a step frees and takes the same activations again and again.
+    """Have glibc's malloc keep what is freed: a step frees and takes the same activations again and again.
 
     Without this each of them is mapped anew, a page fault for every 4 KiB. Other C libraries are left alone.
     """

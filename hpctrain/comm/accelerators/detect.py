@@ -29,7 +29,7 @@ class DetectedDevice(NamedTuple):
     """What a rank says of its device before it takes one."""
 
     kind: str
-    """cpu or one of `KINDS`; or what was asked for and may not be there, which `bind_accelerator` finds."""
+    """cpu or one of `KINDS`; or what was asked for and may be missing, which `bind_accelerator` detects."""
     family: str
 
 

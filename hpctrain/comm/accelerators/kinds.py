@@ -64,7 +64,7 @@ KINDS = {kind.name: kind for kind in (CUDA, ROCM, XPU, NPU, MPS)}
 
 
 def may_be_there(kind: DeviceKind) -> bool:
-    """Say whether a driver and a torch for a kind may be there; torch is not loaded to find out."""
+    """Say whether a driver and a torch for a kind may be there, without loading torch."""
     if not any(map(os.path.exists, kind.driver_files)) or (kind is MPS and sys.platform != "darwin"):
         return False
     try:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import ModuleType
@@ -17,7 +18,7 @@ from hpctrain.config.errors import TopologyError
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
 MEASURED_SIZE, MEASURED_PRODUCTS = 4096, 8
 POOLED_STREAMS = 32
-"""How many streams torch has; it hands them out in turn, so that the next one is the first again."""
+"""How many streams torch has; it hands them out round-robin, so that the next one is the first again."""
 LIBRARY_BYTES = 1 << 30
 """For the buffers of a library of collectives: NCCL takes 0.1 to 0.4 GB for a communicator, and a rank has a few."""
 FRAGMENTATION_SHARE = 0.04
@@ -32,7 +33,7 @@ class TorchAccelerator(Accelerator):
     def __init__(
         self, kind: DeviceKind, index: int, family: str, sharers: int = 1, module: Any = None, cupy: Any = None
     ):
-        """`sharers` is how many ranks use the device. `module` and `cupy` stand for torch's and CuPy, for tests."""
+        """`sharers` is how many ranks use the device. `module` and `cupy` replace torch's and CuPy, for tests."""
         module = module or torch_module(kind)
         if module is None:
             raise TopologyError(f"torch {torch.__version__} sees no device of kind {kind.name}")
@@ -67,11 +68,14 @@ class TorchAccelerator(Accelerator):
             os.environ.setdefault(name, value)
         self.use()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        torch.use_deterministic_algorithms(True)  # with `warn_only` attention would be left as it is
-        torch.backends.cudnn.deterministic = True
+        self.sum_in_one_order(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.autograd.set_multithreading_enabled(False)
         self._outside = self._measure_outside()
+
+    def sum_in_one_order(self, always: bool) -> None:
+        torch.use_deterministic_algorithms(always)  # with `warn_only` attention would be left as it is
+        torch.backends.cudnn.deterministic = always
 
     def _measure_outside(self) -> int:
         """Return the bytes that are taken by others than torch's allocator: the driver's context and libraries, once
@@ -109,6 +113,10 @@ class TorchAccelerator(Accelerator):
         """Wait until everything that was queued on any stream is done, collectives included."""
         self._module.synchronize()
 
+    def step_stopwatch(self) -> Callable[[], float]:
+        start = time.perf_counter()
+        return lambda: time.perf_counter() - start
+
     def release(self) -> None:
         if hasattr(self._module, "empty_cache"):
             self._module.empty_cache()
@@ -121,8 +129,8 @@ class TorchAccelerator(Accelerator):
     def new_stream(self) -> Stream:
         """Return a stream that is nobody else's: CuPy's, since those of torch's pool come again after 32.
 
-        Without CuPy there is no library whose operations wait for other ranks on the device, and a stream that two
-        routes share only makes one wait for the other's copies.
+        Without CuPy there is no library whose operations wait for other ranks on the device. A stream that two routes
+        share then only makes one wait for the other's copies.
         """
         self._num_streams += 1
         if self.cupy is not None and self._kind.has_streams:
@@ -152,6 +160,18 @@ class TorchAccelerator(Accelerator):
             target.copy_(source, non_blocking=True)
         return stream.record_event()
 
+    @cached_property
+    def _move_streams(self) -> list[Any]:
+        return [self._pooled_stream() for _ in range(2)]
+
+    def move(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+        stream = self._move_streams[self.is_on_device(target)]
+        if after is not DONE:
+            stream.wait_event(after)
+        with self.on(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
     def stream_address(self) -> int:
         return getattr(self._current(), self._kind.stream_attribute) if self._kind.stream_attribute else 0
 
@@ -164,7 +184,8 @@ class TorchAccelerator(Accelerator):
     def view_for_mpi(self, data: torch.Tensor) -> Any:
         """Return device bytes as a CuPy array over the same memory; None without CuPy.
 
-        Nothing is queued and nothing waits, unlike with DLPack: the caller knows that the bytes are there.
+        DLPack would wait for a stream; here nothing is queued and nothing waits. The caller knows that the bytes are
+        there.
         """
         if self.cupy is None or not self.is_on_device(data) or not data.numel():
             return None
@@ -184,7 +205,7 @@ class TorchAccelerator(Accelerator):
 
 
 class SingleStream:
-    """Stands for the one queue of a device without streams."""
+    """The one queue of a device without streams, with the interface of a stream."""
 
     def __init__(self, module: ModuleType):
         self._module = module

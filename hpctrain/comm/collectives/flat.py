@@ -2,7 +2,7 @@
 
 Names as in the literature (Thakur, Rabenseifner, Gropp 2005): `exchange` sends each rank its part directly, `ring`
 sends to the neighbour only, `doubling` is recursive doubling of whole tensors, for small ones. Every element is reduced
-in an order that depends on ranks alone, by one rank (or alike by all): the result is the same bits on every rank.
+in an order that depends on ranks alone, by one rank or by each of them: the result is the same bits on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ class FlatCollectives:
                 reduce_in_order(seen, out[start : start + own.size], op)
 
     def _ring_reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        """What ends on rank r starts on r + 1 and is added to by every rank on its way round."""
+        """What ends on rank r starts on r + 1, and every rank that it passes adds to it."""
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         travelling = partial_dtype(flat.dtype, op)
         total = flat[slice(*cuts[before])].to(travelling, copy=True)

@@ -1,9 +1,9 @@
 """Collectives over domains: groups of ranks that are near each other (a family, a host), of any sizes.
 
 Reduce-scatter inside each domain, exchange of shards across, all-gather inside. Each domain's sum of what another one
-owns is cut evenly among its ranks, so that every rank's network carries its part, and each byte crosses between two
+owns is cut evenly among its ranks, so that every rank's network carries its part. Each byte crosses between two
 domains once: 2 (D - 1) / D of the tensor leave a domain in an all-reduce over D equal ones, however many ranks it has.
-Shards of domains of different size meet by intersecting intervals.
+Domains of different size exchange the intersections of their shards' intervals.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +93,7 @@ class HierarchicalCollectives:
         return [(self._mine + i) % count for i in range(1, count)]
 
     def _meetings(self, region: Interval, theirs: Sequence[Interval], own: Interval) -> Iterator[tuple[int, Interval]]:
-        """Yield the places in another domain, and the elements, where their intervals meet `own`."""
+        """Yield the places in another domain whose intervals intersect `own`, and the elements in common."""
         for place, interval in enumerate(theirs):
             common = interval.shift(region.start).intersect(own)
             if common.size:
@@ -128,7 +128,7 @@ class HierarchicalCollectives:
                     section = parts[d][slice(*met.shift(-own.start))]
                     arriving.append(self._transport.receive(domain[place], section))
         leaving: list[Ready] = []
-        for d in self._others():  # theirs is on its way while ours is summed
+        for d in self._others():  # theirs is in flight while ours is summed
             share, summed = yield from self._reduce_inside(flat, regions[d], None, partial, op)
             for place, met in self._meetings(Interval(0, 0), owned[d], share):
                 leaving.append(self._transport.send(self._domains[d][place], summed[slice(*met.shift(-share.start))]))

@@ -2,7 +2,7 @@
 
 No message is matched and nobody needs to make progress for anybody else: a rank copies its part into its own slot,
 says so by raising a counter, and reads the slots of the others. Tensors in memory from `allocate` are read where they
-are, without slots. Reductions are done by ourselves, in the order of ranks and in fp32 for half precision, so that the
+are, without slots. Reductions are done by ourselves, in the order of ranks and in fp32 for half precision. So the
 result is the same on every rank and in every run.
 """
 
@@ -17,11 +17,11 @@ from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.window import SharedWindow
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
-# Two slots a rank are used in turn: who writes the third chunk knows that all have read the first, because all have
-# announced the second. Small enough for the slots of a few ranks to stay in the cache; large enough that ranks that
-# share cores, and find each other only when the scheduler lets them, do not have to meet too often.
+# A rank alternates between two slots: who writes the third chunk knows that all have read the first, since all have
+# announced the second. Small enough for the slots of a few ranks to stay in the cache. Large enough that ranks which
+# share cores synchronise rarely: each time they wait for the scheduler.
 SLOT_BYTES = 2 * 1024 * 1024
-# Which of a window's counters hold the length of a rank's longest piece in an all_to_all.
+# Which of a window's counters hold the length of a rank's longest part in an all_to_all.
 LONGEST = 1
 # Nothing large is put into shared memory unless it leaves this share of what is free to others.
 SHARE_LEFT_FREE = 0.5
@@ -240,7 +240,7 @@ class SharedCollectives:
                 if other != self.rank and tensor.numel() > start:
                     section, at = _part(tensor, start, step), other * step
                     self._view(self.rank, half, dtype, at, at + section.numel()).copy_(section)
-            if start == 0:  # two counters used in turn, for the reason that there are two slots
+            if start == 0:  # two alternating counters, for the same reason as two slots
                 index = LONGEST + half
                 self._window.counters[self.rank][index] = max(tensor.numel() for tensor in sent)
             yield from self._announce()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     remedy: str = ""
     """The line to type, or what to change."""
     exit_code: int = 0
-    """With which a job would end because of it."""
+    """With which a job would end for this reason."""
 
 
 def error_finding(name: str, error: HpctrainError) -> Finding:
@@ -222,11 +222,6 @@ def check_hdf5(folder: Path) -> Finding:
         text += f" cannot write to {folder.absolute()}: {str(error).splitlines()[0]}"
         return Finding("HDF5", "error", text, remedy, TrainingError.exit_code)
     return Finding("HDF5", "ok", text)
-
-
-def format_findings(findings: Sequence[Finding]) -> str:
-    """Return the ladder as text: a line for each finding, its remedy below."""
-    return "\n".join(format_finding(each) for each in findings)
 
 
 def format_finding(finding: Finding) -> str:

@@ -97,7 +97,7 @@ def check_cores(ranks: Sequence[dict[str, Any]]) -> list[Finding]:
         text = f"{host}: {count} rank{'s' * (count > 1)} on {len(cores)} core{'s' * (len(cores) > 1)}"
         if count > len(cores):
             remedy = f"mpirun -n {len(cores)}, mpirun --bind-to none, or srun --cpus-per-task=1 on a larger node"
-            findings.append(Finding("cores", "warning", f"{text}: they compute in turn", remedy))
+            findings.append(Finding("cores", "warning", f"{text}: they share cores", remedy))
         elif threads > len(cores):
             text += f" with {threads} threads"
             findings.append(Finding("cores", "warning", text, f"export OMP_NUM_THREADS={len(cores) // count}"))
@@ -167,7 +167,7 @@ def _check_clocks(world: "World") -> Finding:
 
 
 def _check_shared(world: "World", folder: Path) -> list[Finding]:
-    """Find out whether all hosts see the folder in which rank 0 writes."""
+    """Check whether all hosts see the folder in which rank 0 writes."""
     name, wrote = folder / f".hpctrain-doctor-{world.broadcast_object(os.getpid())}", True
     if world.rank == 0:
         try:

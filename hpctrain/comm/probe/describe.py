@@ -145,13 +145,13 @@ def _nic(fabric: str, measured: Sequence[MeasuredLinks]) -> Nic:
 def _link(measured: MeasuredLinks, key: str, comments: dict[str, str]) -> LinkClass:
     pairs = measured.pairs
     where = f"between nodes, by {pairs.fabric}" if pairs.fabric else "inside a node"
-    flows = f", and up to {len(pairs.pairs)} such pairs at once" if len(pairs.pairs) > 1 else ", which stand for all"
+    flows = f", and up to {len(pairs.pairs)} such pairs at once" if len(pairs.pairs) > 1 else ", which represent all"
     source, target = next(iter(pairs.pairs))
     comments[key] = f"{pairs.families[0]} to {pairs.families[1]}, {where}: from rank {source} to rank {target}{flows}."
     comments[f"{key}.latency_seconds"] = "Half of what an empty message takes there and back."
     comments[f"{key}.bytes_per_second"] = "Of the largest message, once it is in flight."
     comments[f"{key}.times"] = (
-        "One way, the slowest flow; the best of some rounds. What would have taken too long is left out."
+        "Per direction, the slowest flow; the best of some rounds. What would have taken too long is left out."
     )
     times = [
         Time(message_bytes=size, flows=flows, seconds=_short(seconds))

@@ -184,7 +184,7 @@ def round_trip(
 ) -> float:
     """Return the mean seconds of a message and the answer to it. Both positions of the group must call, nobody else.
 
-    An answer of one byte comes back after a latency: what is left is the time of the message, one way.
+    An answer of one byte comes back after a latency: what is left is the time of the message, in one direction.
     """
     start = time.perf_counter()
     for _ in range(repeats):

@@ -26,7 +26,7 @@ from hpctrain.config.tables import read_text
 CACHE_VARIABLE = "HPCTRAIN_CACHE"
 SHORT_PROBE_SECONDS = 0.5
 FORMAT = 1
-"""Of the descriptions; raised where they are measured in another way, so that old ones do not count."""
+"""Of the descriptions; raised where the method of measurement changes, so that old ones do not count."""
 
 
 class Machine(NamedTuple):

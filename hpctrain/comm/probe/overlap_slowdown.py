@@ -15,8 +15,8 @@ from hpctrain.comm.probe.device_timing import SHARE_OF_MEMORY
 PRODUCT_SIZE, PRODUCT_SIZE_ON_CPUS = 2048, 256
 MOVED_BYTES, MOVED_BYTES_ON_CPUS = 256 << 20, 32 << 20
 SAMPLE_BYTES, SHORTEST_SECONDS = 1 << 20, 0.2
-"""Of a first all-reduce, which tells how many bytes move in the time; and of those that are measured, at most the time
-that there is."""
+"""Of a first all-reduce, by which the number of bytes is set; and of those that are measured, at most the time that
+there is."""
 
 
 def _affordable_count(comm: Communicator, accelerator: Accelerator, most_bytes: int, seconds: float) -> int:

@@ -1,4 +1,4 @@
-"""Finds out whether this MPI moves memory of devices: by trying it, in a process that may die of it.
+"""Detects whether this MPI moves memory of devices: by trying it, in a process that may die of it.
 
 What an MPI says of itself is no proof, and one that cannot do it usually ends with a segmentation fault. The child is
 an MPI job of its own, of one rank, which sends to itself; it knows nothing of the launcher of this one.

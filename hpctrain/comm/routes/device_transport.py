@@ -18,7 +18,7 @@ class DeviceTransport:
     """MPI on memory of devices where both ends are known to take it (`direct` peers), else through host buffers.
 
     Tensors may be on the host too, at either end. What was queued on the caller's stream before `send` or `receive`
-    comes first; what is queued after `ready` said True finds the message. Any look at one message moves all.
+    comes first; what is queued after `ready` said True sees the message. Polling one message moves all.
     """
 
     polls_freely = True

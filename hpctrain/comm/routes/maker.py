@@ -26,7 +26,7 @@ class RouteMaker:
     """Makes backends for groups of one world. Ranks of a group must call in the same order of calls."""
 
     def __init__(self, mpi, parent, settings: Settings, nccl=None):
-        """`parent` is the communicator of all ranks. `nccl` stands for the library, for tests."""
+        """`parent` is the communicator of all ranks. `nccl` replaces the library, for tests."""
         self.mpi, self.rank = mpi, parent.rank
         self._parent = parent
         self._topology, self._preferences = settings.topology, settings.preferences

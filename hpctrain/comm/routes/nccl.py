@@ -48,7 +48,7 @@ def load_nccl() -> Library:
         from cupy.cuda import nccl  # pyright: ignore[reportMissingImports] - an extra
 
         if not getattr(nccl, "available", False):
-            return Library(None, Ability(False, "CuPy was built without NCCL, or does not find libnccl.so.2"))
+            return Library(None, Ability(False, "CuPy was built without NCCL, or cannot load libnccl.so.2"))
         version = nccl.get_version()
     except Exception as error:  # whatever a broken installation raises
         return Library(None, Ability(False, f"CuPy cannot be used ({type(error).__name__}: {error})"))
@@ -96,7 +96,7 @@ class Connection:
         """Leave without the others, whatever is in flight: the communicator is aborted, not destroyed.
 
         Destroying waits for what is in flight, and the interpreter would do it at its exit to what is left. One whose
-        abort does not end in `ABORT_SECONDS` is therefore never given back.
+        abort does not end in `ABORT_SECONDS` is therefore never released.
         """
         with self._lock:
             if not self._is_open:
@@ -137,8 +137,7 @@ class NativeCollectives:
 
     Sums are the library's in fp32, fp64 and integers, in an order that depends on ranks, sizes and the machine alone;
     half precision, which it would round at every addition, is exchanged and summed here, in fp32 and in order of rank.
-    Groups with ranks in common must use theirs in the same order everywhere, or one after the other: operations of
-    NCCL that are in flight together may wait for each other on the device.
+    Of several groups a device does one operation at a time (see `hpctrain.comm.launches`).
     """
 
     def __init__(self, nccl, comm, accelerator: Accelerator):
@@ -155,13 +154,16 @@ class NativeCollectives:
             torch.int8: nccl.NCCL_INT8,
             torch.uint8: nccl.NCCL_UINT8,
         }
+        accelerator.synchronize()  # ranks connect on the host, while no other group's operation waits for them
         key = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
         self._comm = nccl.NcclCommunicator(comm.size, key, comm.rank)
         self.connection = Connection(self.name, self._comm, accelerator.use)
-        self._connect()
+        accelerator.launches.watch(self.connection)
+        with accelerator.on(accelerator.launches.stream):
+            self._connect()
 
     def _connect(self) -> None:
-        """Let every pair meet once: a connection for messages is made by the first of them, and blocks the host."""
+        """Send one message between each pair: the first one opens a connection, which blocks the host."""
         sent = torch.zeros(self.size, dtype=torch.uint8, device=self._accelerator.device)
         self._swap(sent.split(1), torch.empty_like(sent).split(1))
         self._accelerator.synchronize()
@@ -264,11 +266,14 @@ class NativeCollectives:
 
     def abandon(self) -> None:
         """Leave without the others; what is in flight is aborted, since waiting for it could be for ever."""
+        self._accelerator.launches.forget(self.connection)
         self.connection.abort()
 
     def close(self) -> None:
         """All ranks must call."""
         self._accelerator.synchronize()
+        self._accelerator.launches.note_ended()
+        self._accelerator.launches.forget(self.connection)
         self.connection.destroy()
 
 

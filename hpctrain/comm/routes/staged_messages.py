@@ -1,7 +1,7 @@
-"""Messages of one peer, one way, as state machines: whoever polls takes them as far as they go.
+"""Messages of one peer in one direction, as state machines: whoever polls moves them as far as they go.
 
-A message is posted to MPI in parts, of which the other end posts the same: chunks of a size that follows from the
-message's, whether memory is the host's or a device's, or the whole where both ends give MPI memory of devices.
+A message is posted to MPI in parts, the same at both ends. Where both ends give MPI memory of devices, it is one part.
+Otherwise it is chunks whose size follows from the message's, whether memory is the host's or a device's.
 """
 
 from collections import deque

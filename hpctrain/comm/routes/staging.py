@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-# A chunk costs its sender and its receiver about so much besides the copies: an event polled late, a message posted.
+# A chunk costs its sender and its receiver about so much on top of the copies: an event polled late, a message posted.
 CHUNK_OVERHEAD_SECONDS = 20e-6
 # The slower of the two things that overlap, network and copy, on machines of the day.
 BANDWIDTH_BYTES_PER_SECOND = 10e9

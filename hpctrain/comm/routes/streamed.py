@@ -1,4 +1,4 @@
-"""Collectives on tensors of devices: on a stream of their own, after what the caller queued."""
+"""Collectives on tensors of devices: on another stream than the caller's, after what was queued there."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,6 +7,7 @@ import torch
 
 from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.collectives.hierarchical import Collectives
+from hpctrain.comm.launches import Asked, Composite, DeviceLaunch
 from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.nccl import NativeCollectives
 from hpctrain.comm.steps import Pending, Ready, Steps
@@ -14,10 +15,15 @@ from hpctrain.sharding.intervals import Interval
 
 
 class StreamedCollectives:
-    """Runs collectives on a stream of the route's own.
+    """Runs collectives on a stream that is not the caller's.
 
-    They begin on the device after what the caller had queued when it asked, whichever thread takes their steps, and
-    end when the device has done them: what is queued after that, on any stream, finds the result.
+    They begin on the device after what the caller had queued when it asked, whichever thread takes their steps.
+
+    | the library does        | what is returned        | stream             | it has ended when                |
+    |-------------------------|-------------------------|--------------------|----------------------------------|
+    | all of it               | a `DeviceLaunch`        | that of `launches` | the caller's stream waits for it |
+    | parts, between messages | steps, in a `Composite` | that of `launches` | the device has done it           |
+    | nothing of it           | steps                   | one of its own     | the device has done it           |
     """
 
     def __init__(
@@ -27,11 +33,13 @@ class StreamedCollectives:
         transport: DeviceTransport,
         natives: Sequence[NativeCollectives] = (),
     ):
-        """`natives` are those of the vendor's library that `inner` uses: a lost peer shows in them."""
+        """`natives` are those of the vendor's library that `inner` uses: they report a failed peer."""
         self._natives = natives
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self._inner, self._accelerator, self._transport = inner, accelerator, transport
-        self.stream = accelerator.new_stream()
+        self.is_launched = isinstance(inner, ByMemory)
+        """Whether the library does all of what is asked for tensors of the device."""
+        self.stream = accelerator.launches.stream if natives else accelerator.new_stream()
         """Where the device does them."""
 
     # None of these is a generator: the place in the caller's stream is taken when it calls, not at the first step.
@@ -40,23 +48,29 @@ class StreamedCollectives:
         """Of hosts: what is queued on devices may still be in flight."""
         return self._run(self._inner.barrier(), None)
 
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Steps:
-        return self._run(self._inner.all_reduce(flat, op), self._queued(flat))
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Asked:
+        return self._asked(self._inner.all_reduce(flat, op), flat)
 
-    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Steps:
-        return self._run(self._inner.reduce_scatter(flat, cuts, out, op), self._queued(flat))
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> Asked:
+        return self._asked(self._inner.reduce_scatter(flat, cuts, out, op), flat, out)
 
-    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Steps:
-        return self._run(self._inner.all_gather(flat, cuts), self._queued(flat))
+    def all_gather(self, flat: torch.Tensor, cuts: Sequence[Interval]) -> Asked:
+        return self._asked(self._inner.all_gather(flat, cuts), flat)
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
-        return self._run(self._inner.broadcast(flat, root), self._queued(flat))
+    def broadcast(self, flat: torch.Tensor, root: int) -> Asked:
+        return self._asked(self._inner.broadcast(flat, root), flat)
 
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Steps:
-        return self._run(self._inner.all_to_all(sent, received), self._queued(sent[0]))
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Asked:
+        return self._asked(self._inner.all_to_all(sent, received), *sent, *received)
 
-    def _queued(self, tensor: torch.Tensor) -> Event | None:
-        return self._accelerator.queued() if self._accelerator.is_on_device(tensor) else None
+    def _asked(self, steps: Steps, *tensors: torch.Tensor) -> Asked:
+        if not self._accelerator.is_on_device(tensors[0]):
+            return self._run(steps, None)
+        queued, order = self._accelerator.queued(), self._accelerator.launches
+        if self.is_launched:
+            return DeviceLaunch(order, steps, queued, tensors)
+        steps = self._run(steps, queued)
+        return Composite(order, steps) if self._natives else steps
 
     def _run(self, steps: Steps, queued: Event | None) -> Steps:
         if queued is not None:

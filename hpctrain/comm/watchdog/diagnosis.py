@@ -37,7 +37,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known at one moment (`now`, seconds of the wall clock) of all `size` ranks."""
+    """The state of all `size` ranks at one time (`now`, seconds of the wall clock), as far as it is recorded."""
 
     flights: Mapping[int, Flight]
     size: int
@@ -107,7 +107,7 @@ def format_bytes(count: int) -> str:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Find the ranks that the others wait for, or that ended first, and say so."""
+    """Identify the ranks that the others wait for, or that ended first, and report them."""
     result = (
         _deaths(evidence) + _failures(evidence) or _losses(evidence) or _mismatches(evidence) or _absences(evidence)
     )
@@ -213,7 +213,7 @@ def _standstill(evidence: Evidence) -> DetectedDevice:
         summary = (
             f"{evidence.names(wait.waiting)} in {describe(wait.operation)}, begun {evidence.age(wait.operation.start)}"
         )
-        return [((), f"{summary}: nobody is missing there, the transfer itself stands still")]
+        return [((), f"{summary}: nobody is missing there, the transfer itself makes no progress")]
     return [((), "no rank waited for another one")]
 
 
@@ -258,7 +258,7 @@ def _operations(evidence: Evidence, rank: int) -> str:
 
 
 def post_mortem(folder: Path, now: float) -> tuple[str, Diagnosis] | None:
-    """Tell how a run that did not end in order stands, from its folder of records; None where there is nothing to say.
+    """Return the state of a run that did not end in order, by its folder of records; None where there is none.
 
     `now` is seconds of the wall clock, for runs that are still in flight.
     """

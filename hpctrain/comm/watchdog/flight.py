@@ -7,8 +7,8 @@ A record is one file a rank, `RUN/flight/rank-00003.bin`, in the byte order of i
     counters    for each lane how many collectives, sends and receives were entered
     table       JSON lines: ["lane", number, name, ranks, number of ranks, checksum of ranks], ["op", number, name]
 
-A rank can be killed between any two stores. So a slot holds its ticket first and last, text is written before the
-length that makes it count, and what follows from an impossible value is left out.
+A rank can be killed between any two stores. So a slot has its ticket first and last, and text is written before the
+length that makes it count. What follows from an impossible value is left out.
 """
 
 import functools
@@ -45,7 +45,7 @@ MAX_RANKS_TEXT = 1000
 MOST_RANKS = 1_000_000
 FOLDER = "flight"
 LAST_WORD = "last-word.json"
-# What has one sender and one receiver, and what it meets at the other end.
+# What has one sender and one receiver, and its counterpart at the other end.
 MATCHING = {"send": "receive", "receive": "send"}
 
 
@@ -246,7 +246,7 @@ def _read_table(data: bytes) -> tuple[dict[int, RecordedLane], dict[int, str]]:
 
 
 def write_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks in a short way, without their order: "0-3,8" or, for every 8th, "0-56:8"."""
+    """Format ranks in short, without their order: "0-3,8" or, for every 8th, "0-56:8"."""
     ranks = sorted(set(ranks))
     parts, at = [], 0
     while at < len(ranks):

@@ -1,13 +1,13 @@
-"""The guardian: a tiny process on each host that outlives the ranks by a moment, to say which of them died first.
+"""The guardian: a tiny process on each host that outlives the ranks briefly, to report which of them died first.
 
 Where one rank is killed, MPICH's launcher kills the others of its host within milliseconds and names a host and some
 process, but no rank: nobody is left to speak. So the lowest rank of a host starts a process that belongs to no group
-of the launcher's, and every rank of the host keeps a socket to it open. The kernel closes a rank's socket before the
-launcher can know of the death, and so before others are killed because of it: the first that is closed without a
-goodbye is the rank that died first. A goodbye is said by a rank that ends in order or has printed an error of its own.
+of the launcher's. Every rank of the host keeps a socket to it open. The kernel closes a rank's socket before the
+launcher can know of the death, and so before it kills others: the first that is closed without a goodbye is the rank
+that died first. A rank says goodbye if it ends in order or has printed an error of its own.
 
 The launcher turns to the other hosts only when all that write to its standard error have closed it, this process
-among them. So the note that it leaves with the flight records before it ends is there before the guardians of other
+among them. Before it ends it leaves a note with the flight records. So the note is there before the guardians of other
 hosts see their ranks die, and orders them to be silent.
 
 Where the launcher itself was killed, no rank is to blame, and it says nothing. Where all were sent a signal that they

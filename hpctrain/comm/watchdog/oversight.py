@@ -42,7 +42,7 @@ class Oversight:
         self._comm.Abort(code)
 
     def note_failure(self, error: BaseException) -> bool:
-        """Stop watching because this rank ends with an error; return False where another one reports what happened."""
+        """Stop watching: this rank ends with an error. Return False where another one reports what happened."""
         if self._watchdog:
             self._watchdog.abandon()
         self.recorder.close(f"{type(error).__name__}: {error}")

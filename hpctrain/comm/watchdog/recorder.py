@@ -57,8 +57,8 @@ class Recorder:
     def move_to(self, folder: Path) -> None:
         """Continue in a file of `folder`, with what was recorded so far. Raises CommError if it cannot be written.
 
-        What other threads record at this moment may be lost. The folder must be made by nobody in particular; rank 0
-        removes what an earlier attempt left there.
+        What other threads record meanwhile may be missing. Any rank may create the folder; rank 0 removes what an
+        earlier attempt left there.
         """
         path = flight.record_path(folder, self.rank)
         partial = path.with_suffix(".partial")
@@ -67,7 +67,7 @@ class Recorder:
             if self.rank == 0:
                 self._tidy(folder)
             with partial.open("w+b") as file:
-                # Whole, not sparse: a page that finds the disk full later would be a bus error.
+                # Whole, not sparse: a page for which the disk is full later would be a bus error.
                 file.write(self._memory[:])
                 file.flush()
                 made = mmap.mmap(file.fileno(), flight.TOTAL_BYTES)
@@ -117,8 +117,8 @@ class Recorder:
     def start(self, group: int, op: str, num_bytes: int, peer: int = -1) -> int:
         """Record that an operation begins; return what `finish` wants.
 
-        `op` is the name of a collective, or "send" or "receive" with the rank of the other end in `peer` (which a
-        lane of two ranks knows by itself). Collectives are counted by lane, sends and receives by lane and peer.
+        `op` is the name of a collective, or "send" or "receive". These have the rank of the other end in `peer`, which
+        a lane of two ranks knows by itself. Collectives are counted by lane, sends and receives by lane and peer.
         """
         code = self._codes.get(op) or self._add_operation(op)
         kind = 0

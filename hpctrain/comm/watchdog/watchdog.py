@@ -1,7 +1,7 @@
-"""The watchdog: when ranks wait for too long, one of them finds out why, says it once, and ends all.
+"""The watchdog: when ranks wait for too long, one of them determines why, reports it once, and ends all.
 
-Every rank has a thread that looks a few times a second whether an operation of its own has been in flight for longer
-than the patience, and whether another rank asks. A rank that is overdue appeals to rank 0, which asks all ranks what
+Every rank has a thread that looks a few times a second: is an operation of its own in flight for longer than the
+patience, and does another rank ask? A rank that is overdue appeals to rank 0, which asks all ranks what
 they do, waits for their answers, prints one report and aborts. Where rank 0 does not react, ranks 1, 2, 4, ... are
 tried, and at last the rank speaks for itself: all that are overdue try the same ranks in the same order, so that one
 speaks. A rank that was asked by another one does not speak.
@@ -235,7 +235,7 @@ class Watchdog:
             f"hpctrain: CommError: {result.sentences[0]}",
             *(f"  {text}" for text in result.sentences[1:SHOWN_SENTENCES]),
         ]
-        lines.append(f"  found by rank {self._rank}: {phase}; all ranks are stopped")
+        lines.append(f"  detected by rank {self._rank}: {phase}; all ranks are stopped")
         lines += [f"    {line}" for line in result.table]
         return "\n".join(lines + self._stacks(result, answers)), result.sentences[0]
 

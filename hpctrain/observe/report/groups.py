@@ -46,7 +46,7 @@ def groups_of(run: RunRecord) -> list[TileGroup]:
     groups: dict[tuple, list[Tile]] = {}
     for tile in plan.first_tiles:
         every = tuple((t.items, t.rows.size) for t in plan.virtual_stages(tile))
-        groups.setdefault((every, tile.family, tile.tensor, tile.recompute), []).append(tile)
+        groups.setdefault((every, tile.family, tile.tensor, tile.recompute, tile.offload), []).append(tile)
     made = [TileGroup(tuple(tiles), tuple(sorted(r for t in tiles for r in t.ranks))) for tiles in groups.values()]
     return sorted(made, key=lambda group: (group.tile.items, group.ranks))
 

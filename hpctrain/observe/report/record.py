@@ -49,7 +49,7 @@ class RunRecord:
     traffic: dict | None
     ranks: dict | None
     ending: tuple[str, Diagnosis] | None
-    """How it stands where it did not end in order, by its flight records."""
+    """Its last state by its flight records, if it did not end in order."""
     left_out: tuple[str, ...] = ()
     """Files and lines that are damaged or of another version, a sentence for each."""
 
@@ -129,7 +129,7 @@ def read_run(path: Path, name: str) -> RunRecord:
 
 
 def read_runs(paths: list[Path]) -> list[RunRecord]:
-    """Read several run folders, with names that tell them apart."""
+    """Read several run folders, with names that distinguish them."""
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]

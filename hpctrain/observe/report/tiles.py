@@ -36,8 +36,8 @@ def boxes_of(plan: Plan) -> list[Box]:
 
 
 def _is_equal(one: Tile, other: Tile) -> bool:
-    return (one.items, one.family, one.tensor, one.rows.size, one.recompute, one.zero) == (
-        other.items, other.family, other.tensor, other.rows.size, other.recompute, other.zero
+    return (one.items, one.family, one.tensor, one.rows.size, one.recompute, one.zero, one.offload) == (
+        other.items, other.family, other.tensor, other.rows.size, other.recompute, other.zero, other.offload
     )  # fmt: skip
 
 
@@ -101,6 +101,8 @@ def _lines(plan: Plan, box: Box) -> list[str]:
     lines = [tile.family, f"{'ranks' if count * len(tile.ranks) > 1 else 'rank'} {ranks}", each, str(tile.tensor)]
     if tile.recompute != "none":
         lines.append(f"recompute {tile.recompute}")
+    if tile.offload != "none":
+        lines.append(f"offload {tile.offload}")
     lines.append(f"ZeRO {tile.zero}")
     if tile.extra_warmup:
         lines.append(f"extra warm-up {tile.extra_warmup}")

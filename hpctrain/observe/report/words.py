@@ -39,7 +39,7 @@ def join(*parts: Markup | str) -> Markup:
 
 
 def verdict(run: RunRecord) -> Markup | str:
-    """Say in a sentence how the run stands."""
+    """Return the state of the run in a sentence."""
     steps = run.job.train.steps
     done = run.metrics[-1]["step"] if run.metrics else 0
     if run.end:

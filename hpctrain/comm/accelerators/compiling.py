@@ -1,0 +1,57 @@
+"""Functions of tensors compiled for a device: several operations become one kernel, by Triton or in C++."""
+
+from collections.abc import Callable
+
+import torch
+
+from hpctrain.comm.routes.abilities import Ability
+
+# In this process: it would start as many others as the host has cores, for each rank. What a compiled function is for
+# is told apart before it is called, which takes a fraction of the time of torch's own checks.
+OPTIONS: dict[str, str | int | bool | Callable] = {
+    "compile_threads": 1,
+    "guard_filter_fn": lambda guards: [False] * len(guards),
+}
+
+
+class Compiled:
+    """Pure functions compiled for one device, anew for each shape, so that bits depend on no shape that came before.
+
+    They change none of their tensors, call nobody, and do nothing but operations of torch: else their first call
+    raises.
+    """
+
+    def __init__(self):
+        self._made: dict[tuple, Callable] = {}
+
+    def __call__(self, function: Callable, *tensors: torch.Tensor, **constants):
+        """Return what a function makes of tensors and of arguments that are constants. Autograd sees nothing of it."""
+        key = function, *((each.shape, each.stride(), each.dtype) for each in tensors), *constants.values()
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = _compile(function, constants)
+        return made(*(each.detach() for each in tensors))
+
+
+def _compile(function: Callable, constants: dict) -> Callable:
+    def compiled(*tensors: torch.Tensor):
+        return function(*tensors, **constants)
+
+    compiled.__code__ = compiled.__code__.replace()  # torch keeps what is compiled, and a limit, for each code object
+    return torch.compile(compiled, fullgraph=True, dynamic=False, options=OPTIONS)
+
+
+def _trial(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x.sum(dim=-1, keepdim=True))
+
+
+def try_compile(device: torch.device) -> Ability:
+    """Say whether functions can be compiled for a device, by a small one: it takes a few seconds. Never raises."""
+    try:
+        x = torch.linspace(-1, 1, 64, device=device).view(4, 16)
+        if torch.allclose(Compiled()(_trial, x), _trial(x), atol=1e-5):
+            return Ability(True, "torch.compile gives the same numbers as operations one by one")
+        return Ability(False, "torch.compile gives other numbers than operations one by one")
+    except Exception as error:  # without a compiler, and whatever else a compiler raises
+        lines = str(error).strip().splitlines() or [""]
+        return Ability(False, f"torch.compile: {type(error).__name__}: {lines[0][:200]}")

@@ -1,0 +1,42 @@
+"""How a job says which kernels compute, where there are several that compute the same."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
+
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.tables import AUTO, Table
+
+
+class KernelChoice(Table):
+    """Which kernels compute, where several compute the same with other last bits."""
+
+    fused: Annotated[bool | None, AUTO] = None
+    """Whether norms, rotary positions and gated activations are fused kernels (torch.compile); auto: on devices where a
+    trial compiles and gives the right numbers, never on CPUs."""
+    fused_by_family: dict[str, bool] = Field(default_factory=dict)
+    """The same for some families, such as `{v100 = false}`; all others have `kernels.fused`."""
+
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Which of torch's kernels attention has to use, where scores have no cap; auto: torch's own choice by shape and
+    dtype. One that a rank does not have for the job's attention is refused at the start."""
+    deterministic: bool = True
+    """Whether sums on devices have one order, so that the same run has the same bits. false: torch may use kernels that
+    are faster in some cases, such as all of cuDNN's for attention; `benchmarks.gpu` measures the price."""
+
+    def fused_of(self, family: str) -> bool | None:
+        """Return what ranks of a family do; None where that is still to be chosen."""
+        return self.fused_by_family.get(family, self.fused)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the kernels of all families are fused, as far as it is known."""
+        return bool(self.fused) and all(self.fused_by_family.values())
+
+    def assumed(self, cluster: Cluster) -> Self:
+        """Return the choice for a prediction, before any rank has tried.
+
+        auto counts as fused where no family of the cluster is of CPUs.
+        """
+        is_open = self.fused is None and all(family.kind != "cpu" for family in cluster.families.values())
+        return self.model_copy(update={"fused": True}) if is_open else self

@@ -1,0 +1,53 @@
+"""What lies between the products of a model, as an object: torch's kernels for each operation, or fused ones."""
+
+import torch
+
+from hpctrain.architectures.description import Attention, Norm
+from hpctrain.model import functions
+from hpctrain.model.axes import Axis
+from hpctrain.model.functions import OfInput
+from hpctrain.model.units import Weight
+
+
+class Kernels:
+    """Norms, rotary positions, gated activations and attention. See `functions.py` for shapes."""
+
+    def __init__(self, attention: str = "auto"):
+        """`attention` is which of torch's kernels it has to use, by a key of `functions.ATTENTION_BACKENDS`."""
+        self._attention = attention
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        weights: list[Weight],
+        x_axis: Axis,
+        features: int,
+        of: Norm,
+        again: list[OfInput] | None = None,
+    ) -> torch.Tensor:
+        """Apply `functions.norm`. All ranks of `x_axis` must call."""
+        return functions.norm(x, weights, x_axis, features, of, again)
+
+    def head_norm(self, x: torch.Tensor, weight: Weight, of: Norm) -> torch.Tensor:
+        """Apply `functions.head_norm`."""
+        return functions.head_norm(x, weight, of)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Apply `functions.rotate`."""
+        return functions.rotate(x, cos, sin)
+
+    def gated(self, both: torch.Tensor, activation: str) -> torch.Tensor:
+        """Apply `functions.gated`."""
+        return functions.gated(both, activation)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention: Attention,
+        first: int = 0,
+        starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Apply `functions.attend`."""
+        return functions.attend(queries, keys, values, attention, first=first, starts=starts, backend=self._attention)

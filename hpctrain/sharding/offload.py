@@ -1,0 +1,27 @@
+"""What moves between a device and host memory, and in which buckets: rules that engine and planner share. Pure."""
+
+LARGEST_BUCKET = 1 << 22
+"""Elements: 16 MiB of each kind of state, which an x16 link of PCIe 4 moves in less than a millisecond."""
+BUCKETS = 32
+"""Into about so many buckets a small state is cut."""
+SLOTS = 2
+"""Buckets on the device at once: one is updated while the next comes in and the last goes out."""
+ALIGNED = 64
+"""Buckets of a tensor begin at multiples of so many elements, so that vectors of a kernel hold the same elements as
+without buckets."""
+
+
+def bucket_elements(num_elements: int) -> int:
+    """Return the most elements of a bucket, where a rank updates so many: a multiple of `ALIGNED`, at least that."""
+    even = -(-num_elements // BUCKETS)
+    return min(LARGEST_BUCKET, max(ALIGNED, -(-even // ALIGNED) * ALIGNED))
+
+
+LEAST_SHARE = 4
+"""Activations move that have more bytes than this part of their layer's input, which y may cut: statistics of norms and
+of attention stay on the device."""
+
+
+def moves(num_bytes: float, input_bytes: float, y: int) -> bool:
+    """Say whether an activation of a block that is offloaded moves to host memory."""
+    return num_bytes > input_bytes / (LEAST_SHARE * y)

@@ -1,0 +1,52 @@
+"""Fused kernels on tensor grids: the loss curve of one rank without them, and the same bits interrupted or not."""
+
+import pytest
+
+from hpctrain.config.job import Job
+from hpctrain.config.kernels import KernelChoice
+from hpctrain.plan.tiling import Plan
+from hpctrain.plan.uniform import resolve_plan
+from tests.compilers import need_compiler
+from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, losses, make_job
+
+LAYOUTS = {
+    "grid": ("llama", {"tensor": {"x": 2, "y": 2}, "microbatch": 8}),
+    "grid of layer norms": ("gpt2", {"tensor": {"x": 2}, "pipeline": 2, "microbatch": 8, "schedule": "zb-h1"}),
+    "positions": ("qwen3", {"tensor": {"y": 2}, "sequence_parallel": True, "data": 2, "recompute": "selective"}),
+}
+SHAPES = {"qwen3": {"architecture": "qwen3", "num_kv_heads": 2, "ffn_size": 64}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(shared_tmp_path):
+    need_compiler(shared_tmp_path / "compiled")
+
+
+def fused_job(tokens, layout: str, **train) -> tuple[Job, Job, Plan]:
+    """Return a job for one rank, the same with a plan and fused kernels, and the plan."""
+    name, plan = LAYOUTS[layout]
+    model = name if name not in SHAPES else "llama"
+    alone = make_job(tokens, model, shape=SHAPES.get(name), **train)
+    job = make_job(tokens, model, plan, SHAPES.get(name), **train)
+    job = job.model_copy(update={"kernels": KernelChoice(fused=True)})
+    return alone, job, resolve_plan(job, 4).plan
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_one_rank_without_them(world, tokens, layout):
+    alone, job, plan = fused_job(tokens, layout)
+    expected = world.on_first_rank(lambda: losses(Alone(), alone))
+    with world.freeing():
+        result = losses(world, job, plan=plan)
+    assert result != expected, "they have other last bits, or were not used"
+    assert largest_relative_difference(result, expected) < 1e-5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_interrupted_run_has_the_same_bits(world, tokens, layout, folder):
+    _, job, plan = fused_job(tokens, layout, steps=6)
+    whole = go_on(world, job, plan, folder / "whole", 6, False)
+    parts = go_on(world, job, plan, folder / "parts", 3, False) + go_on(world, job, plan, folder / "parts", 3, True)
+    assert parts == whole

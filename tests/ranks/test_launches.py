@@ -1,0 +1,124 @@
+"""Training on pretended devices whose library launches collectives in one order; its calls return when all have come.
+
+A library that blocks the host is the hardest rule: a rank whose launches have another order would never come back.
+"""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from hpctrain.comm import communicator, launches, steps
+from hpctrain.data.order import open_datasets
+from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job, make_trainer
+from tests.ranks.test_staged import Pretended
+
+PLANS = [
+    {"tensor": {"z": 2}, "data": 2},
+    {"tensor": {"z": 2}, "data": 2, "zero": 3},
+    {"data": 4, "zero": 2},
+    {"tensor": {"y": 2}, "pipeline": 2},
+    {"tensor": {"y": 2}, "data": 2, "sequence_parallel": True},
+    {"pipeline": 2, "data": 2, "virtual_stages": 2},
+]
+
+
+def job_of(tokens, plan: dict, on: bool, model: str = "gpt2", **train):
+    job = make_job(tokens, model, plan, **train)
+    switches = {"tensor": on, "data": on, "z": on, "forward": False, "bucket_bytes": 1}
+    return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
+
+
+@contextmanager
+def counted_waits(device):
+    """List what the host waits for of its device."""
+    waits: list[str] = []
+
+    def counting(ready, what, *rest):
+        if "the device" in what():
+            waits.append(what())
+        return wait_until(ready, what, *rest)
+
+    wait_until, synchronize = steps.wait_until, device.synchronize
+    with (
+        patch.object(steps, "wait_until", counting),
+        patch.object(communicator, "wait_until", counting),
+        patch.object(launches, "wait_until", counting),
+        patch.object(device, "synchronize", lambda: (waits.append("synchronize"), synchronize())),
+    ):
+        yield waits
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_training_with_all_overlaps_gives_the_bits_of_training_without(world, tokens, plan):
+    alone = world.broadcast_object(losses(Alone(), make_job(tokens, "gpt2"), 3) if world.rank == 0 else None)
+    results = []
+    for on in (True, False):
+        pretended = Pretended(world, "aaaa", native=True)
+        results.append(losses(pretended, job_of(tokens, plan, on), 3, pretended.device))
+        pretended.progress.close()
+    assert results[0] == results[1]
+    assert largest_relative_difference(results[0], alone) < 1e-5
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("plan", [PLANS[0], PLANS[1], PLANS[4]], ids=str)
+def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
+    def waits_of_a_step() -> list[str]:
+        pretended = Pretended(world, "aaaa", native=True)
+        job = job_of(tokens, plan | {"microbatch": 2}, on=True)
+        _, training, _ = open_datasets(job.data, job.train.seed)
+        trainer = make_trainer(pretended, job, accelerator=pretended.device)
+        trainer.initialise()
+        with patch.object(pretended.device, "step_stopwatch", lambda: lambda: 1.0):  # as that of a real device
+            trainer.step(training)
+            with counted_waits(pretended.device) as waits:
+                trainer.step(training)
+        pretended.progress.close()
+        return waits
+
+    def wait_on_host(launch) -> None:
+        steps.complete(iter([steps.Pending(lambda: launch.ended, "the device")]), "a test", world.patience)
+
+    assert waits_of_a_step() == ["the device"]
+    with patch.object(launches.DeviceLaunch, "wait", wait_on_host):
+        assert len(waits_of_a_step()) > 20, "this is what is counted"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+def test_sums_of_several_families_are_sound_where_a_job_asks_for_their_overlap(world, tokens):
+    """Parts of them are launched as messages come: the next launch waits for that."""
+    alone = world.broadcast_object(losses(Alone(), make_job(tokens, "llama"), 3) if world.rank == 0 else None)
+    for plan in ({"data": 4}, {"tensor": {"y": 2}, "data": 2}):
+        pretended = Pretended(world, "aaab", native=True)
+        result = losses(pretended, job_of(tokens, plan, True, "llama"), 3, pretended.device)
+        assert largest_relative_difference(result, alone) < 1e-5
+        pretended.progress.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_lane_shares_the_connections_of_its_group(world):
+    """Blocking and overlapped operations are launched in the order in which they are asked for."""
+    pretended = Pretended(world, "a" * world.size, native=True)
+    group = pretended.group(range(world.size), overlapped=True)
+    connected = len(pretended.nccl.calls)
+    tensors = [pretended.later(torch.full((100,), float(world.rank + i))) for i in range(4)]
+    started = [group.start_all_reduce(tensors[0]), group.start_all_reduce(tensors[1])]
+    group.all_reduce(tensors[2])
+    started.append(group.start_all_reduce(tensors[3]))
+    assert pretended.nccl.calls[connected:] == ["allReduce"] * 4, "all were launched before any was waited for"
+    for work in started:
+        work.wait()
+    pretended.device.synchronize()
+    for i, tensor in enumerate(tensors):
+        assert (tensor == sum(range(world.size)) + i * world.size).all()
+    assert all(work.ended for work in started)
+    assert sum(group.bytes_sent) == 0, "no messages of MPI"
+    for _ in range(2):
+        group.close()
+    pretended.progress.close()

@@ -1,0 +1,181 @@
+"""Tiles that keep state in host memory: the bits of tiles that do not, by any grid and schedule, also resumed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpctrain.config.cluster_file import parse_cluster
+from hpctrain.config.parallelism import Overlap
+from hpctrain.config.truth import PretendDevice, Truth
+from hpctrain.data.order import open_datasets
+from hpctrain.engine.trainer import Trainer
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.planner.cost import Setup
+from hpctrain.planner.predictor import Predictor
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from tests.ranks.punctual import TOO_LATE, Measurement
+from tests.ranks.small_runs import curve_and_weights, go_on, make_job, rehearsed_world, whole
+
+STEPS, ROWS, MICROBATCHES, BLOCKS = 3, 4, 3, 4
+SHAPE = {"num_layers": BLOCKS, "hidden_size": 16, "num_heads": 4}
+LAST = 2 * BLOCKS + 2
+
+
+def tile(items, rows, ranks, grid=(1, 1, 1, False), **options) -> Tile:
+    return Tile(Interval(*items), Interval(*rows), ranks, TensorGrid(*grid), **{"offload": "all", **options})
+
+
+TILINGS = {
+    1: {
+        "whole": (tile((0, LAST), (0, ROWS), (0,)),),
+        "row chunks": (tile((0, LAST), (0, ROWS), (0,), row_chunks=2, recompute="selective"),),
+    },
+    2: {
+        "stages": (tile((0, 4), (0, ROWS), (0,)), tile((4, LAST), (0, ROWS), (1,), row_chunks=2)),
+        "zero-bubble": (tile((0, 4), (0, ROWS), (0,)), tile((4, LAST), (0, ROWS), (1,))),
+        "y, sequence parallel": (tile((0, LAST), (0, ROWS), (0, 1), (1, 2, 1, True), recompute="selective"),),
+        "ZeRO 0": tuple(tile((0, LAST), rows, (i,), zero=0) for i, rows in enumerate(((0, 1), (1, 4)))),
+        "ZeRO 2": tuple(tile((0, LAST), rows, (i,), zero=2) for i, rows in enumerate(((0, 1), (1, 4)))),
+    },
+    4: {
+        "x and y, sequence parallel": (tile((0, LAST), (0, ROWS), (0, 1, 2, 3), (2, 2, 1, True)),),
+        "z and ZeRO 3": (
+            tile((0, LAST), (0, 2), (0, 1), (1, 1, 2, False), zero=3, recompute="full"),
+            tile((0, LAST), (2, 4), (2, 3), (1, 1, 2, False), zero=3, state_share=2),
+        ),
+        "virtual stages": tuple(
+            tile((start, stop), (0, ROWS), (number % 2,))
+            for number, (start, stop) in enumerate(((0, 3), (3, 5), (5, 7), (7, LAST)))
+        ),
+    },
+    8: {
+        "each its own, zero-bubble": (
+            tile((0, 4), (0, ROWS), (0, 1, 2, 3), (1, 2, 2, True)),
+            tile((4, 7), (0, 3), (4,), offload="optimizer"),
+            tile((4, 7), (3, ROWS), (5,), recompute="full", offload="none"),
+            tile((7, LAST), (0, ROWS), (6, 7), (2, 1, 1, False), offload="activations", recompute="selective"),
+        ),
+    },
+}
+
+
+def plan_of(name: str, size: int) -> Plan:
+    tiles = TILINGS[size][name]
+    unused = tuple(sorted(set(range(size)) - {rank for tile in tiles for rank in tile.ranks}))
+    return Plan(tiles, MICROBATCHES, ROWS, "zb-h1" if "zero-bubble" in name else "1f1b", unused=unused)
+
+
+def keeping_all(plan: Plan) -> Plan:
+    return replace(plan, tiles=tuple(replace(tile, offload="none") for tile in plan.tiles))
+
+
+def job_of(tokens, model: str, is_overlapped: bool, dtype: str = "fp32"):
+    job = make_job(tokens, model, shape=SHAPE, global_batch=ROWS * MICROBATCHES, dtype=dtype)
+    on = Overlap(tensor=True, forward=True, z=True, data=True, bucket_bytes=3000)
+    return job.model_copy(update={"overlap": on if is_overlapped else Overlap()})
+
+
+def pytest_generate_tests(metafunc):
+    if "model" in metafunc.fixturenames:
+        from mpi4py import MPI
+
+        names = TILINGS.get(MPI.COMM_WORLD.size, {})
+        metafunc.parametrize(("model", "tiling"), [(("llama", "gpt2")[i % 2], name) for i, name in enumerate(names)])
+
+
+@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("is_overlapped", "dtype"), [(False, "fp32"), (True, "fp32"), (True, "bf16")])
+def test_losses_and_weights_are_the_bits_of_tiles_without_offload(world, tokens, model, tiling, is_overlapped, dtype):
+    """In half precision masters are in host memory, too."""
+    plan, job = plan_of(tiling, world.size), job_of(tokens, model, is_overlapped, dtype)
+    assert curve_and_weights(world, job, plan, STEPS) == curve_and_weights(world, job, keeping_all(plan), STEPS)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("tiling", ["x and y, sequence parallel", "z and ZeRO 3"])
+def test_a_run_continues_with_and_without_offload_bit_for_bit(world, tokens, folder, tiling):
+    """Checkpoints are the same, tensor by tensor."""
+    job, plan = job_of(tokens, "llama", True, "bf16"), plan_of(tiling, world.size)
+    uninterrupted = go_on(world, job, keeping_all(plan), folder / "once", 4, False)
+    first = go_on(world, job, plan, folder, 2, False)
+    second = go_on(world, job, keeping_all(plan), folder, 1, True)
+    third = go_on(world, job, plan, folder, 1, True)
+    assert first + second + third == uninterrupted
+    if world.rank == 0:
+        expected, tensors = whole(folder / "once"), whole(folder)
+        assert all(np.array_equal(tensors[name], expected[name]) for name in expected)
+
+
+FLOPS, MEMORY_SPEED, HOST_COPY, MOST_STEPS = 5e8, 2e9, 1e7, 3
+TEXT = f"""
+    [families.equal]
+    origin = "measured"
+    kind = "cuda"
+    memory_bytes = MEMORY
+    memory_bytes_per_second = {MEMORY_SPEED}
+    host_copy_bytes_per_second = {HOST_COPY}
+    peak_flops_per_second = {{fp32 = {FLOPS}}}
+    products = [{{dtype = "fp32", shape = [64, 128, 128], flops_per_second = {FLOPS}}}]
+    [fabrics.ib]
+    origin = "measured"
+    latency_seconds = 1e-4
+    [[nodes]]
+    count = 4
+    origin = "measured"
+    devices = {{equal = 1}}
+    nics = [{{fabric = "ib", send_bytes_per_second = 1e8, receive_bytes_per_second = 1e8, origin = "measured"}}]
+    """
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("offload", ["optimizer", "activations", "all"])
+def test_a_job_that_fits_with_offload_alone_takes_the_memory_and_the_time_that_are_predicted(world, tokens, offload):
+    job = make_job(tokens, "llama", shape={"hidden_size": 128, "ffn_size": 512}, global_batch=32)
+    job = job.model_copy(update={"overlap": Overlap(tensor=False, data=False, z=False, forward=False)})
+    setup, plans, peaks = Setup.of_job(job), {}, {}
+    for how in ("none", offload):
+        plans[how] = even_plan(10, TensorGrid(), 2, 2, 4, 8, family="equal", offload=how)
+    roomy = parse_cluster(TEXT.replace("MEMORY", "1_000_000_000"), "a test")
+    needed = {how: Predictor(setup, plan, roomy).memory for how, plan in plans.items()}
+    most = {how: max(stage.memory.total for stage in stages) for how, stages in needed.items()}
+    memory_bytes = (most["none"] + most[offload]) // 2
+    cluster = parse_cluster(TEXT.replace("MEMORY", str(memory_bytes)), "a test")
+    predicted = {how: Predictor(setup, plan, cluster).predict() for how, plan in plans.items()}
+    assert [each.fits for each in predicted.values()] == [False, True]
+    device = PretendDevice(
+        memory_bytes=memory_bytes,
+        memory_bytes_per_second=MEMORY_SPEED,
+        flops_per_second={"fp32": FLOPS},
+        host_copy_bytes_per_second=HOST_COPY,
+    )
+    _, training, _ = open_datasets(job.data, job.train.seed)
+    measurement, seconds, overrun = Measurement(world), {}, 0.0
+    with rehearsed_world(world, cluster, Truth(time_scale=2.0, devices={"equal": device})) as own:
+        for how, plan in plans.items():
+            own.accelerator.overcommits = how == "none"
+            own.accelerator.start_anew()
+            with own.freeing():
+                trainer = Trainer(own, own.accelerator, job, plan)
+                trainer.initialise()
+                for _ in range(MOST_STEPS if how == offload else 1):
+                    own.accelerator.clock.forget()
+                    seconds[how] = trainer.step(training)[0]["step_seconds"]
+                    overrun = trainer.overrun()
+                    if overrun <= TOO_LATE:
+                        break
+                peaks[how] = own.broadcast_object(own.gather_objects(own.accelerator.memory().peak))
+                del trainer
+    assert max(peaks["none"]) > memory_bytes >= max(peaks[offload])
+    for stage in needed[offload]:
+        for rank in stage.tile.ranks:
+            assert peaks[offload][rank] == pytest.approx(stage.memory.total, rel=0.03)
+    if world.rank == 0:
+        print({how: (seconds[how], predicted[how].step_seconds) for how in seconds}, overrun)
+    with measurement.checking(overrun):
+        assert seconds[offload] == pytest.approx(predicted[offload].step_seconds, rel=0.05)
+        assert predicted[offload].step_seconds > 1.02 * predicted["none"].step_seconds, "copies are exposed here"

@@ -1,0 +1,184 @@
+"""What each rank of a plan launches in a step, as the engine does it, and devices on which one collective fits."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.communicator import ENDLESS, Backend, Communicator, Lane
+from hpctrain.comm.lanes import Progress
+from hpctrain.comm.solo import SilentCollectives, Solo
+from hpctrain.config.job import Job
+from hpctrain.engine.layout import make_layout
+from hpctrain.engine.optimizer import Optimizer
+from hpctrain.engine.pipeline import Pipeline
+from hpctrain.model.stage import initialise
+from hpctrain.plan.tiling import Plan
+
+POSITIONS = 4
+
+
+class Entry(NamedTuple):
+    """One thing that a rank's main thread does."""
+
+    kind: str
+    """"collective", "send" or "receive"."""
+    group: tuple
+    """Whose: of a collective with all its ranks at the end; of a message sender, receiver and channel."""
+    is_started: bool = False
+    """Whether the rank continues without waiting for it."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.group[-1]
+
+
+class Noted(SilentCollectives):
+    """Collectives that note when they are asked for, and leave the rank's own part."""
+
+    def __init__(self, log: list[Entry], entry: Entry, rank: int, size: int):
+        super().__init__(rank, size)
+        self._log, self._entry = log, entry
+
+    def __getattribute__(self, name: str):
+        if name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"):
+            self._log.append(self._entry)
+        return super().__getattribute__(name)
+
+
+class NotedChannel:
+    def __init__(self, log: list[Entry], rank: int, peer: int, name: str):
+        self._log, self._out, self._in = log, (rank, peer, name), (peer, rank, name)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._log.append(Entry("send", self._out))
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        tensor.zero_()
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        self._log.append(Entry("receive", self._in))
+
+
+class NotingWorld(Solo):
+    """One rank of many, alone: what it would exchange is noted."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)
+        self.log: list[Entry] = []
+
+    def group(self, ranks: Sequence[int], name: str = "", overlapped: bool = False, on_host: bool = False):
+        if len(ranks) == 1:
+            return Communicator(ranks)
+        place, group = tuple(ranks).index(self.rank), (name, tuple(ranks))
+
+        def backend(is_started: bool) -> Backend:
+            noted = Noted(self.log, Entry("collective", group, is_started), place, len(ranks))
+            return Backend(noted, None, "noted", 1)  # pyright: ignore[reportArgumentType] - nothing is sent
+
+        lane = Lane(ranks, backend(True), Progress(threaded=False), ENDLESS) if overlapped else None
+        return Communicator(ranks, backend(False), lane=lane)
+
+    def channel(self, peer: int, num_bytes: int, depth: int, name: str = ""):
+        return NotedChannel(self.log, self.rank, peer, name)
+
+
+class AnyBatch:
+    def rows(self, rows) -> np.ndarray:
+        return np.ones((rows.size, POSITIONS + 1), dtype=np.int64)
+
+    def document_starts(self, rows) -> None:
+        return None
+
+    def counted(self, rows) -> None:
+        return None
+
+
+def launched_steps(job: Job, plan: Plan, steps: int = 2) -> dict[int, list[Entry]]:
+    """Return by rank what the engine of each launches in some steps of training, one rank after the other."""
+    logs = {}
+    for rank in plan.ranks:
+        world, device = NotingWorld(rank, len(plan.ranks)), CpuAccelerator()
+        layout = make_layout(world, job, plan, device)
+        initialise(layout.store, job.model, 1)
+        optimizer = Optimizer(layout, job.train)
+        optimizer.load_masters()
+        world.log.clear()
+        pipeline = Pipeline(layout, optimizer, job.model.hidden_size, POSITIONS, device)
+        for step in range(steps):
+            pipeline.train(AnyBatch(), step, 100)
+        logs[rank] = world.log
+    return logs
+
+
+class Device:
+    """One rank and its device, where one collective at a time is: from when it is begun until all its ranks have."""
+
+    def __init__(self, log: Sequence[Entry]):
+        self.to_do = deque(log)
+        self.streams: dict[object, deque[tuple]] = {}
+        self.slot: tuple | None = None
+        """The operation that the device has begun: a group, and which of the group's."""
+        self.awaited: tuple | None = None
+        """The operation for which the host waits."""
+        self.counts: Counter[tuple] = Counter()
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.to_do or self.slot or any(self.streams.values()))
+
+    def run_host(self, one_stream: bool, blocks: bool, messages: Counter[tuple]) -> bool:
+        """Go on until the host must wait; say whether anything was done."""
+        moved = False
+        while self.to_do and self.awaited is None:
+            entry = self.to_do[0]
+            if entry.kind == "receive" and not messages[entry.group]:
+                return moved
+            self.to_do.popleft()
+            moved = True
+            if entry.kind != "collective":
+                messages[entry.group] += 1 if entry.kind == "send" else -1
+                continue
+            operation = entry.group, self.counts[entry.group]
+            self.counts[entry.group] += 1
+            self.streams.setdefault(one_stream or (entry.group, entry.is_started), deque()).append(operation)
+            if blocks or not entry.is_started:
+                self.awaited = operation
+        return moved
+
+    def begin(self, random: Random) -> bool:
+        """Begin with the first operation of any stream, if nothing is begun."""
+        waiting = [stream for stream in self.streams.values() if stream]
+        if self.slot is not None or not waiting:
+            return False
+        self.slot = random.choice(waiting).popleft()
+        return True
+
+
+def run(logs: dict[int, list[Entry]], seed: int, one_stream: bool, blocks: bool) -> list[int]:
+    """Run all ranks until nothing moves; return the ranks that are not done.
+
+    Without `one_stream` each group has streams of its own, of which the device takes any. If it `blocks`, each host
+    waits for all that it launches, which is the hardest rule.
+    """
+    random, messages = Random(seed), Counter()
+    devices = {rank: Device(log) for rank, log in logs.items()}
+    moved = True
+    while moved:
+        moved = False
+        for rank in random.sample(sorted(devices), len(devices)):
+            device = devices[rank]
+            moved |= device.run_host(one_stream, blocks, messages)
+            moved |= device.begin(random)
+            begun = device.slot
+            if begun and all(devices[other].slot == begun for other in begun[0][-1]):
+                for other in begun[0][-1]:
+                    devices[other].slot = None
+                    if devices[other].awaited == begun:
+                        devices[other].awaited = None
+                moved = True
+    return [rank for rank, device in devices.items() if not device.is_done]

@@ -1,0 +1,122 @@
+"""Fused kernels on one rank: within the bounds of every dtype, computed again bit by bit, and chosen with a reason."""
+
+import pytest
+import torch
+
+from hpctrain.architectures.registry import presets
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.accelerators.kinds import CUDA
+from hpctrain.comm.accelerators.torch_device import TorchAccelerator
+from hpctrain.comm.routes.abilities import Ability
+from hpctrain.config.errors import JobError
+from hpctrain.config.job import Model
+from hpctrain.config.kernels import KernelChoice
+from hpctrain.engine.alignment import Case, compare
+from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused
+from hpctrain.model.fused import FusedKernels
+from hpctrain.model.kernels import Kernels
+from hpctrain.model.operators import operators
+from hpctrain.model.stage import Stage
+from tests.compilers import CACHE_VARIABLE, need_compiler
+from tests.unit.fake_torch import FakeCupy, FakeTorchModule
+from tests.unit.test_model import MODELS, make_stage
+
+FUSED = {"norm", "head_norm", "rotary", "activation"}
+WORKS, FAILS = Ability(True, "the same numbers"), Ability(False, "torch.compile: no Triton")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> FusedKernels:
+    need_compiler(tmp_path_factory.getbasetemp() / "compiled")
+    return FusedKernels()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("preset", "names"), [("tiny-gpt2", {"norm", "activation"}), ("gemma3-1b", FUSED)])
+def test_every_fused_operator_is_within_its_bounds(kernels, preset, names):
+    sizes = {"num_layers": 1, "hidden_size": 32, "head_size": 8, "ffn_size": 24, "vocab_size": 30}
+    model = Model.model_validate(presets()[preset] | sizes)
+    every = [each for each in operators(model, 2, 8, kernels) if each.name in FUSED]
+    assert {each.name for each in every} == names
+    compared = [each for op in every for dtype in ("fp32", "bf16") for each in compare(Case(op), CPU, dtype, {})]
+    assert not [each for each in compared if each.is_beyond or not each.repeats]
+
+
+CPU = CpuAccelerator()
+ROWS, LENGTH = 3, 12
+
+
+def differentiated(name: str, recompute: str, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss and the gradients of weights of a microbatch."""
+    made = make_stage(MODELS[name], recompute)
+    stage = Stage(MODELS[name], made.tile, made.layers[0].axes, made.store, kernels=kernels)
+    tokens = torch.randint(0, MODELS[name].num_ids, (ROWS, LENGTH + 1), generator=torch.manual_seed(3))
+    loss, saved = stage.forward(tokens[:, :-1], tokens[:, 1:], True)
+    stage.backward(saved, torch.tensor(1.0, dtype=torch.float64))
+    return loss, stage.store.groups[0].own_grads()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_what_is_computed_again_has_the_same_bits_and_those_of_single_operations_are_near(kernels, name):
+    loss, gradients = differentiated(name, "none", kernels)
+    again = differentiated(name, "selective", kernels)
+    assert torch.equal(loss, again[0]) and torch.equal(gradients, again[1])
+    plain = differentiated(name, "none", Kernels())
+    assert torch.allclose(loss, plain[0], rtol=1e-6)
+    assert 0 < (gradients - plain[1]).abs().max() < 1e-5 * plain[1].abs().max()
+
+
+def test_a_device_for_which_torch_is_not_built_says_so():
+    device = TorchAccelerator(CUDA, 0, "h200", 1, FakeTorchModule(), FakeCupy())
+    ability = device.compiles()
+    assert not ability.works and ability.reason == "torch.compile: AssertionError: Torch not compiled with CUDA enabled"
+    kernels, reasons = resolve_fused(KernelChoice(), [trial(0, "h200", ability)])
+    assert kernels.fused is False and reasons == {"kernels.fused": f"h200 off: {ability.reason} (rank 0 on node0)"}
+
+
+@pytest.mark.timeout(120)
+def test_a_host_without_a_compiler_says_so(monkeypatch, tmp_path):
+    from torch._inductor import config
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    with config.patch({"cpp.cxx": ("/nowhere/g++",)}):
+        ability = CPU.compiles()
+    assert not ability.works and "No working C++ compiler found" in ability.reason
+
+
+def trial(rank: int, family: str, compiles: Ability | None = None) -> RankTrial:
+    return RankTrial(rank, family, f"node{rank}", compiles)
+
+
+def test_auto_is_on_for_devices_that_compile_and_off_for_processors():
+    trials = [trial(0, "h100", WORKS), trial(1, "cpu"), trial(2, "h100", WORKS)]
+    kernels, reasons = resolve_fused(KernelChoice(), trials)
+    assert [kernels.fused_of(family) for family in ("h100", "cpu")] == [True, False]
+    assert reasons == {"kernels.fused": f"h100 on: the same numbers; cpu off: {ON_CPU}"}
+
+
+def test_one_rank_that_cannot_decides_for_its_family_alone():
+    trials = [trial(0, "h100", WORKS), trial(1, "h100", FAILS), trial(2, "a100", WORKS)]
+    kernels, reasons = resolve_fused(KernelChoice(), trials)
+    assert [kernels.fused_of(family) for family in ("h100", "a100")] == [False, True]
+    assert reasons["kernels.fused"].startswith("h100 off: torch.compile: no Triton (rank 1 on node1); a100 on")
+
+
+def test_what_a_job_asks_for_is_done_or_refused():
+    trials = [trial(0, "h100", WORKS), trial(1, "v100", FAILS)]
+    with pytest.raises(JobError, match=r"rank 1 \(v100\) on node1 cannot compile: torch.compile: no Triton; install g"):
+        resolve_fused(KernelChoice(fused=True), trials)
+    kernels, reasons = resolve_fused(
+        KernelChoice(fused=True, fused_by_family={"v100": False}), [trials[0], trial(1, "v100")]
+    )
+    assert [kernels.fused_of(family) for family in ("h100", "v100")] == [True, False] and not reasons
+
+
+def test_a_run_that_continues_has_the_kernels_of_the_one_before():
+    theirs = KernelChoice(fused=True, fused_by_family={"cpu": False})
+    kernels, taken = continued_kernels(KernelChoice(), theirs)
+    assert kernels == theirs and taken == {"kernels.fused": "on, but cpu"}
+    kernels, taken = continued_kernels(KernelChoice(), KernelChoice())
+    assert kernels.fused is False and taken == {"kernels.fused": "off"}, "from before there was a choice"
+    assert continued_kernels(KernelChoice(fused=False), theirs) == (KernelChoice(fused=False), {})

@@ -1,0 +1,141 @@
+"""Devices that do one collective at a time come to the end of a step, whatever the tiling: what the engine launches."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.config.errors import PlanError
+from hpctrain.config.job import Job, Model
+from hpctrain.model import shard
+from hpctrain.plan.holders import check_zero
+from hpctrain.plan.launch_order import LaunchOrderRun, check_launch_order
+from hpctrain.plan.schedule import Instruction, Op, schedule_of
+from hpctrain.plan.tiling import Plan, Tile, even_plan
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from tests.tilings import stages_of_different_degree, tilings
+from tests.unit.slot_devices import POSITIONS, launched_steps, run
+
+MODEL = Model(
+    architecture="gpt2", num_layers=4, hidden_size=8, num_heads=4, vocab_size=16, tie_head=True, max_positions=POSITIONS
+)
+SEEDS = range(5)
+
+
+def job_of(model: Model = MODEL, **overlap) -> Job:
+    switches = {"tensor": True, "data": True, "z": True, "forward": False, "bucket_bytes": 1}
+    values = {
+        "name": "test",
+        "model": model,
+        "data": {"tokens": "none", "sequence_length": POSITIONS},
+        "train": {"dtype": "fp32"},
+    }
+    return Job.model_validate(values | {"overlap": switches | overlap})
+
+
+def assert_ordered(plan: Plan, **overlap):
+    logs = launched_steps(job_of(**overlap), plan)
+    assert any(logs.values())
+    for seed in SEEDS:
+        for blocks in (True, False):
+            assert not run(logs, seed, one_stream=True, blocks=blocks), f"seed {seed}, blocks {blocks}"
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.integers(0, 1), st.booleans())
+def test_what_any_tiling_launches_has_one_order(data, keep_gathered, forward):
+    plan = data.draw(tilings(MODEL, 5, 6, 2, exchanging=True))
+    try:
+        check_zero(plan, "drawn")
+    except PlanError:
+        return
+    check_launch_order(plan)
+    assert_ordered(plan, keep_gathered=keep_gathered, forward=forward)
+
+
+ZERO_3 = even_plan(MODEL.num_items, TensorGrid(z=2), 1, 2, 2, 4, zero=3)
+PIPELINE = even_plan(MODEL.num_items, TensorGrid(y=2), 2, 2, 2, 4)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ZERO_3,
+        PIPELINE,
+        even_plan(MODEL.num_items, TensorGrid(z=2), 2, 2, 3, 4, virtual_stages=2),
+        even_plan(MODEL.num_items, TensorGrid(), 2, 2, 3, 2, schedule="zb-h1"),
+        even_plan(MODEL.num_items, TensorGrid(z=2), 2, 2, 2, 4, zero=2, virtual_stages=2),
+    ],
+)
+def test_what_even_plans_launch_has_one_order(plan):
+    check_launch_order(plan)
+    assert_ordered(plan)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", [ZERO_3, PIPELINE])
+def test_devices_that_begin_with_any_group_wait_for_each_other(plan):
+    """With a stream for each group, as lanes have them, a device takes what comes first."""
+    logs = launched_steps(job_of(), plan)
+    assert any(run(logs, seed, one_stream=False, blocks=False) for seed in SEEDS)
+
+
+@pytest.mark.timeout(120)
+def test_a_tied_embedding_is_not_summed_before_the_stages_between():
+    """The last stage is through with it first, and the first stage last: neither can wait there."""
+    plan, make_shard = even_plan(MODEL.num_items, TensorGrid(y=2), 2, 1, 2, 2), shard.make_shard
+
+    def early(*args):
+        return replace(make_shard(*args), starts_early=True)
+
+    assert_ordered(plan)
+    with patch("hpctrain.engine.optimizer.make_shard", early):
+        assert run(launched_steps(job_of(), plan), 0, one_stream=True, blocks=True) == [0, 1, 2, 3]
+
+
+@settings(max_examples=200, deadline=None)
+@given(tilings(MODEL, 8, 6, 3), st.sampled_from(["1f1b", "zb-h1"]))
+def test_sums_of_any_tiling_may_start_early(plan, schedule):
+    check_launch_order(replace(plan, schedule=schedule))
+
+
+def test_interleaved_pipelines_beside_others_may_start_early():
+    check_launch_order(stages_of_different_degree())
+    stages = [Interval(0, 2), Interval(2, 5), Interval(5, 7), Interval(7, MODEL.num_items)]
+    interleaved = [Tile(items, Interval(0, 1), (number % 2,)) for number, items in enumerate(stages)]
+    whole = Tile(Interval(0, MODEL.num_items), Interval(1, 2), (2, 3), TensorGrid(z=2))
+    check_launch_order(Plan((*interleaved, replace(whole, rows=Interval(1, 3))), 4, 3))
+
+
+def chunks_in_two_orders() -> tuple[Plan, dict]:
+    """Two ranks, each with both halves of the model, of which they finish different ones first."""
+    halves = Interval(0, 5), Interval(5, MODEL.num_items)
+    tiles = [Tile(items, Interval(rank, rank + 1), (rank,)) for items in halves for rank in (0, 1)]
+    plan = Plan(tuple(tiles), 1, 2)
+    schedules = {tile: list(schedule_of(plan, tile, reduce_early=True)) for tile in plan.first_tiles}
+    return plan, schedules
+
+
+def test_tiles_that_sum_their_items_in_different_orders_are_refused():
+    plan, schedules = chunks_in_two_orders()
+    LaunchOrderRun(plan, schedules, overlaps_z=False).run()
+    steps = schedules[plan.first_tiles[1]]
+    first, second = (i for i, step in enumerate(steps) if step.starts_reducing)
+    assert steps[first].virtual_stage == 1
+    steps[first], steps[second] = replace(steps[first], starts_reducing=False), replace(steps[second], virtual_stage=0)
+    steps.insert(second + 1, Instruction(Op.BACKWARD, 0, starts_reducing=True, virtual_stage=1))
+    with pytest.raises(PlanError, match=r"deadlocks: tile items .* waits at 'backward 0"):
+        LaunchOrderRun(plan, schedules, overlaps_z=False).run()
+
+
+def test_the_order_of_thousands_of_ranks_is_proven_within_a_second():
+    import time
+
+    plan, start = even_plan(82, TensorGrid(y=8), 8, 64, 64, 64), time.thread_time()
+    check_launch_order(plan)
+    assert len(plan.ranks) == 4096 and time.thread_time() - start < 1
