@@ -1,5 +1,6 @@
 """Assertions on what was measured: they fail where the machine kept up, and say so where it did not."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -8,6 +9,25 @@ from tests.busy import TOO_BUSY, OtherPrograms
 
 TOO_LATE = 0.02
 """Overrun of a rehearsal, above which its steps say nothing about 5 %."""
+
+MOST_STEPS = 6
+"""Steps after which a machine that was late in each of them is taken as it is."""
+
+
+def punctual_step(
+    world, trainer, training, begin: Callable[[], None] | None = None, most: int = MOST_STEPS
+) -> tuple[float, float]:
+    """Take rehearsed steps until one is punctual, at most `most`; return its seconds on the slowest rank, and overrun.
+
+    `begin` is called before each step; without it the device forgets its peak and overrun. All ranks must call.
+    """
+    for _ in range(most):
+        (begin or world.accelerator.start_anew)()
+        # A rank that starts the step later than others has a shorter one.
+        seconds = world.largest(trainer.step(training)[0]["step_seconds"])
+        if (overrun := trainer.overrun()) <= TOO_LATE:
+            break
+    return seconds, overrun
 
 
 class Measurement:

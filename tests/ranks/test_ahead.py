@@ -19,10 +19,9 @@ from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
 from tests import clusters
+from tests.ranks.punctual import TOO_LATE, punctual_step
 from tests.ranks.small_runs import curve_and_weights, make_job, rehearsed_world
 
-MOST_STEPS, LATEST = 3, 0.02
-"""Steps are taken until one is punctual; an overrun beyond which they say nothing about 5 %."""
 FLOPS, MEMORY, MEMORY_SPEED = 5e8, 200_000_000, 2e9
 DEVICE = PretendDevice(memory_bytes=MEMORY, memory_bytes_per_second=MEMORY_SPEED, flops_per_second={"fp32": FLOPS})
 APART = parse_cluster(
@@ -78,12 +77,7 @@ def test_messages_hold_up_nobody_where_more_are_in_flight(world, tokens):
     def measured(world, plan: Plan) -> tuple[float, float]:
         trainer = Trainer(world, world.accelerator, job, plan)
         trainer.initialise()
-        for _ in range(MOST_STEPS):
-            world.accelerator.start_anew()
-            seconds = trainer.step(training)[0]["step_seconds"]
-            if (overrun := trainer.overrun()) <= LATEST:
-                break
-        return seconds, overrun
+        return punctual_step(world, trainer, training)
 
     with rehearsed_world(world, APART, Truth(time_scale=2.0, devices={"equal": DEVICE})) as own:
         (delay, late), (through, later) = measured(own, plan), measured(own, further)
@@ -93,7 +87,7 @@ def test_messages_hold_up_nobody_where_more_are_in_flight(world, tokens):
         ]
         extra = [tile.extra_warmup for tile in further.tiles]
         print(f"1f1b {summary[0]}, extra warm-up {extra} {summary[1]}; overrun {max(late, later):.2%}")
-    if max(late, later) > LATEST:
+    if max(late, later) > TOO_LATE:
         pytest.skip(f"the machine was late by {max(late, later):.1%}: no times to be compared with predictions")
     assert through < 0.9 * delay
     for seconds, prediction in zip((delay, through), predicted, strict=True):

@@ -15,7 +15,7 @@ from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from tests.ranks.punctual import TOO_LATE, Measurement
+from tests.ranks.punctual import MOST_STEPS, Measurement, punctual_step
 from tests.ranks.small_runs import curve_and_weights, go_on, make_job, rehearsed_world, whole
 
 STEPS, ROWS, MICROBATCHES, BLOCKS = 3, 4, 3, 4
@@ -110,7 +110,7 @@ def test_a_run_continues_with_and_without_offload_bit_for_bit(world, tokens, fol
         assert all(np.array_equal(tensors[name], expected[name]) for name in expected)
 
 
-FLOPS, MEMORY_SPEED, HOST_COPY, MOST_STEPS = 5e8, 2e9, 1e7, 3
+FLOPS, MEMORY_SPEED, HOST_COPY = 5e8, 2e9, 1e7
 TEXT = f"""
     [families.equal]
     origin = "measured"
@@ -162,12 +162,8 @@ def test_a_job_that_fits_with_offload_alone_takes_the_memory_and_the_time_that_a
             with own.freeing():
                 trainer = Trainer(own, own.accelerator, job, plan)
                 trainer.initialise()
-                for _ in range(MOST_STEPS if how == offload else 1):
-                    own.accelerator.clock.forget()
-                    seconds[how] = trainer.step(training)[0]["step_seconds"]
-                    overrun = trainer.overrun()
-                    if overrun <= TOO_LATE:
-                        break
+                most = MOST_STEPS if how == offload else 1
+                seconds[how], overrun = punctual_step(own, trainer, training, own.accelerator.clock.forget, most)
                 peaks[how] = own.broadcast_object(own.gather_objects(own.accelerator.memory().peak))
                 del trainer
     assert max(peaks["none"]) > memory_bytes >= max(peaks[offload])

@@ -21,6 +21,7 @@ from hpctrain.plan.uniform import resolve_plan
 from hpctrain.sharding.grid import TensorGrid
 from tests import clusters
 from tests.ranks.given_on_ranks import given_on_ranks
+from tests.ranks.punctual import MOST_STEPS, TOO_LATE, punctual_step
 from tests.ranks.small_runs import (
     curve_and_weights,
     curve_of_one_rank,
@@ -137,16 +138,13 @@ EQUAL = parse_cluster(
 )
 DEVICE = PretendDevice(flops_per_second=FLOPS, **MEMORY)
 MICROBATCHES = 8
-MOST_STEPS = 6
-LATEST = 0.02
-"""An overrun beyond which steps say nothing about 5 %."""
 PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 
 def measured(world, job, plan: Plan) -> tuple[float, dict[str, float], float]:
     """Return the pretended seconds of a step; of each pass over a tile of the slowest rank, and of overlaps; overrun.
 
-    Steps are taken until one is punctual enough, or they are `MOST_STEPS`.
+    Steps are taken until one is punctual.
     """
     _, training, _ = open_datasets(job.data, job.train.seed)
     device, noted = world.accelerator, defaultdict(list)
@@ -166,12 +164,12 @@ def measured(world, job, plan: Plan) -> tuple[float, dict[str, float], float]:
         for stage in trainer.layout.stages:
             for name in PASSES:
                 setattr(stage, name, noting(name, getattr(stage, name)))
-        for _ in range(MOST_STEPS):
+
+        def begin() -> None:
             noted.clear()
             device.start_anew()
-            seconds = trainer.step(training)[0]["step_seconds"]
-            if (overrun := trainer.overrun()) <= LATEST:
-                break
+
+        seconds, overrun = punctual_step(world, trainer, training, begin)
         concurrent = device.busy_seconds - sum(map(sum, noted.values()))
         own = {name: mean(noted[name]) if noted[name] else 0.0 for name in PASSES} | {"overlapped": concurrent}
     every = world.broadcast_object(world.gather_objects(own))
@@ -184,7 +182,7 @@ def check_formulas(world, result: dict[str, tuple[float, float]], overruns: Sequ
         for name, (seconds, formula) in result.items():
             print(f"{name:12} {seconds:.4f} s, formula {formula:.4f} s ({seconds / formula - 1:+.1%})")
         print(f"overrun {max(overruns):.2%}")
-    if max(overruns) > LATEST:
+    if max(overruns) > TOO_LATE:
         pytest.skip(f"this machine is too busy: after {MOST_STEPS} steps ranks are still late by {max(overruns):.1%}")
     for seconds, formula in result.values():
         assert seconds == pytest.approx(formula, rel=0.05)
