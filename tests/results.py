@@ -6,6 +6,7 @@ there already: the same command, started again, continues after the test that en
 
 import json
 import os
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class Outcomes:
     """What a file of results says."""
 
     verdicts: dict[str, dict] = field(default_factory=dict)
-    """By test: its `outcome`, and the `reason` of a failure or a skip."""
+    """By test: its `outcome`, the `reason` of a failure or a skip, and its `seconds`."""
     unfinished: list[str] = field(default_factory=list)
     """Tests that started, and have no verdict."""
     last_code: int | None = None
@@ -68,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
 
 class Recorder:
     def __init__(self, path: Path):
-        self._path, self._verdicts = path, {}
+        self._path, self._verdicts, self._seconds = path, {}, defaultdict(float)
 
     def pytest_runtest_logstart(self, nodeid):
         append_result(self._path, test=nodeid)
@@ -76,11 +77,13 @@ class Recorder:
     def pytest_runtest_logreport(self, report):
         before = self._verdicts.get(report.nodeid, ("passed", ""))
         verdict = (report.outcome, _reason(report))
+        self._seconds[report.nodeid] += report.duration
         self._verdicts[report.nodeid] = max(before, verdict, key=lambda pair: SEVERITY.index(pair[0]))
 
     def pytest_runtest_logfinish(self, nodeid):
         outcome, reason = self._verdicts.pop(nodeid, ("failed", "it ended without a report"))
-        append_result(self._path, test=nodeid, outcome=outcome, reason=reason)
+        seconds = round(self._seconds.pop(nodeid, 0.0), 3)
+        append_result(self._path, test=nodeid, outcome=outcome, reason=reason, seconds=seconds)
 
     def pytest_collectreport(self, report):
         if report.failed:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ BIN = Path(sys.executable).parent
 SILENCE_SECONDS = 900.0
 """Without a test that starts or ends, after which a stage is stopped: longer than any test may take."""
 NO_TESTS, STOP_SECONDS, POLL_SECONDS = 5, 10.0, 0.2
+SHOWN_FILES = 30
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,21 @@ def run_stage(stage: Stage, folder: Path) -> Report:
     return Report(stage, after.verdicts, time.monotonic() - begun)
 
 
+def slowest_files(reports: list[Report]) -> list[str]:
+    """Return the files whose tests take the most seconds: what to look at before the suite grows."""
+    seconds: dict[str, float] = defaultdict(float)
+    for report in reports:
+        for test, verdict in report.verdicts.items():
+            seconds[f"{report.stage.name}: {test.partition('::')[0]}"] += verdict.get("seconds", 0.0)
+    files = sorted(seconds, key=seconds.__getitem__, reverse=True)[:SHOWN_FILES]
+    return [f"{seconds[file]:.0f} s {file}" for file in files if seconds[file] >= 1.0]
+
+
 def print_summary(reports: list[Report]) -> None:
     print("\n==== summary ====")
     for report in reports:
         print(report.format())
+    print("slowest files:", *slowest_files(reports), sep="\n  ")
     for outcome in ("skipped", "failed"):
         for report in reports:
             for test, verdict in report.verdicts.items():
