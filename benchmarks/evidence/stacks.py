@@ -86,12 +86,14 @@ EAGER = Stack(
     blocking_sends=True,
     reserved_bytes=4.6e9,
 )
+# torch's own loss keeps exponentials in fp32.
+_LOGITS = {2: (34.0, 18.0), 4: (32.0, 16.0)}
 # torch's FSDP (Zhao et al. 2023) as torchtitan uses it: weights gathered in half precision one layer ahead, gradients
 # summed in fp32; layers of torch one operation after the other. Each weight is copied out of what was gathered, its
 # gradient into what is scattered.
 FSDP = Stack(
     "fsdp",
-    {width: replace(passes, weight=8 * width) for width, passes in EAGER_PASSES.items()},
+    {width: replace(passes, logits=_LOGITS[width], weight=8 * width) for width, passes in EAGER_PASSES.items()},
     network=NcclNetwork,
     link_share=0.9,
     update_bytes=40,
@@ -112,7 +114,7 @@ COMPOSER = replace(
     name="composer",
     passes={
         2: BytePasses((10, 20), (20, 24), (4, 4), (4, 6), (0, 0), (50, 18), 28),
-        4: replace(EAGER_PASSES[4], weight=32),
+        4: replace(EAGER_PASSES[4], logits=_LOGITS[4], weight=32),
     },
     flash=(0.40, 0.31),
     gradient_bytes=2,

@@ -40,3 +40,12 @@ class KernelChoice(Table):
         """
         is_open = self.fused is None and all(family.kind != "cpu" for family in cluster.families.values())
         return self.model_copy(update={"fused": True}) if is_open else self
+
+
+LOGITS_BYTES = 256 << 20
+"""Of logits, as if in fp32, that may be there at once. Small models never have as many, and are computed at once."""
+
+
+def tokens_at_once(num_tokens: int, columns: int) -> int:
+    """Return for how many tokens the logits of so many columns are there at once, the same on all ranks of a grid."""
+    return min(num_tokens, max(1, LOGITS_BYTES // (4 * columns)))

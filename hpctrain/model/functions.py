@@ -370,38 +370,61 @@ def capped(values: torch.Tensor, cap: float) -> torch.Tensor:
     return (values / cap).tanh() * cap
 
 
-class _CrossEntropy(Function):
-    @staticmethod
-    def forward(ctx, logits, targets, first_id: int, num_ids: int, y: Axis):
-        logits_NV = logits.reshape(-1, logits.shape[-1]).float()
-        if num_ids < logits_NV.shape[1]:  # padded vocabulary
-            logits_NV[:, num_ids:] = -torch.inf  # also in `logits` itself, which nobody reads any more
-        top_N = y.all_reduce(logits_NV.amax(dim=1), "max").unsqueeze(1)
-        exp_NV = (logits_NV - top_N).exp_()
-        local_N = targets.reshape(-1) - first_id
-        absent_N = (local_N < 0) | (local_N >= num_ids) | (targets.reshape(-1) < 0)
-        local_N = local_N.masked_fill(absent_N, 0).unsqueeze(1)
-        own_N = (logits_NV.gather(1, local_N) - top_N).squeeze(1).masked_fill_(absent_N, 0)
-        sums = y.all_reduce(torch.stack([exp_NV.sum(1), own_N]))
-        ignored_N = targets.reshape(-1) < 0
-        loss = (sums[0].log() - sums[1]).masked_fill_(ignored_N, 0).sum(dtype=torch.float64)
-        ctx.save_for_backward(exp_NV.div_(sums[0].unsqueeze(1)), local_N, absent_N, ignored_N)
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        return loss
+def token_losses(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, first_id: int, num_ids: int, cap: float | None, y: Axis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return -log p(target) of each token, 0 of those that are left out, and the logarithm of its sum of exponentials.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_loss):
-        softmax_NV, local_N, absent_N, ignored_N = ctx.saved_tensors
-        grad = softmax_NV.scatter_add_(1, local_N, (absent_N.to(softmax_NV.dtype) - 1).unsqueeze(1))
-        grad *= torch.where(ignored_N, 0.0, d_loss).to(grad.dtype).unsqueeze(1)
-        return grad.view(ctx.shape).to(ctx.dtype), None, None, None, None
-
-
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, first_id: int, num_ids: int, y: Axis) -> torch.Tensor:
-    """Return the sum over tokens of -log p(target), fp64 scalar, for logits cut by y over the vocabulary.
-
-    logits: [rows, positions, V]; this rank's columns are ids first_id, first_id + 1, ...; columns from `num_ids` on
-    are padding. targets: int64 [rows, positions], negative ones are left out. All ranks of `y` must call.
+    logits: [N, V], not capped yet; this rank's columns are ids first_id, first_id + 1, ...; columns from `num_ids` on
+    are padding. targets: int64 [N], negative ones are left out. Both results are fp32 [N]. All ranks of `y` must call.
     """
-    return _CrossEntropy.apply(logits, targets, first_id, num_ids, y)
+    values_NV = _capped_in_fp32(logits_NV, num_ids, cap)
+    top_N1 = y.all_reduce(values_NV.amax(dim=1), "max").unsqueeze(1)
+    local_N1, absent_N = _places(targets_N, first_id, num_ids)
+    own_N = (values_NV.gather(1, local_N1) - top_N1).squeeze(1).masked_fill_(absent_N, 0)
+    is_copy = values_NV.dtype != logits_NV.dtype or cap is not None
+    exp_NV = values_NV.sub_(top_N1).exp_() if is_copy else (values_NV - top_N1).exp_()
+    sums = y.all_reduce(torch.stack([exp_NV.sum(1), own_N]))
+    logs_N = sums[0].log()
+    return (logs_N - sums[1]).masked_fill_(targets_N < 0, 0), logs_N + top_N1.squeeze(1)
+
+
+def logits_gradient(
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    logs_N: torch.Tensor,
+    d_loss: torch.Tensor,
+    first_id: int,
+    num_ids: int,
+    cap: float | None,
+) -> torch.Tensor:
+    """Return the gradient of the logits of `token_losses`, whose sum over tokens has the gradient `d_loss`, a scalar.
+
+    It may be written over the logits. `logs_N` is what `token_losses` returned.
+    """
+    values_NV = _capped_in_fp32(logits_NV, num_ids, cap)
+    slope_NV = None if cap is None else 1 - (values_NV / cap).square_()
+    local_N1, absent_N = _places(targets_N, first_id, num_ids)
+    grad_NV = values_NV.sub_(logs_N.unsqueeze(1)).exp_()
+    grad_NV.scatter_add_(1, local_N1, (absent_N.to(grad_NV.dtype) - 1).unsqueeze(1))
+    if slope_NV is not None:
+        grad_NV *= slope_NV.nan_to_num_(0.0, 0.0, 0.0)  # of padding, whose logits are no numbers
+    grad_NV *= torch.where(targets_N < 0, 0.0, d_loss).to(grad_NV.dtype).unsqueeze(1)
+    return grad_NV.to(logits_NV.dtype)
+
+
+def _capped_in_fp32(logits_NV: torch.Tensor, num_ids: int, cap: float | None) -> torch.Tensor:
+    """Return capped logits in fp32, minus infinity in padded columns: the given ones where nothing has to be cast."""
+    values_NV = logits_NV.float()
+    if cap is not None:
+        values_NV = (values_NV / cap).tanh_().mul_(cap)
+    if num_ids < values_NV.shape[1]:
+        values_NV[:, num_ids:] = -torch.inf
+    return values_NV
+
+
+def _places(targets_N: torch.Tensor, first_id: int, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the column of each token's target, [N, 1], and whether this rank does not have it."""
+    local_N = targets_N - first_id
+    absent_N = (local_N < 0) | (local_N >= num_ids) | (targets_N < 0)
+    return local_N.masked_fill(absent_N, 0).unsqueeze(1), absent_N

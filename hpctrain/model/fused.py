@@ -1,4 +1,4 @@
-"""Norms, rotary positions and gated activations as fused kernels: the pure functions of `pure.py`, compiled.
+"""Norms, rotary positions, gated activations and the loss as fused kernels: the pure functions of `pure.py`, compiled.
 
 What calls other ranks lies between two kernels, and is in neither.
 """
@@ -25,6 +25,7 @@ def make_kernels(choice: KernelChoice, family: str) -> Kernels:
 
 class FusedKernels(Kernels):
     """Each of them but attention is one kernel forward, and one or two backward: a sum over tokens is one of its own.
+    The loss is two kernels forward, with what ranks exchange between them, and one backward.
 
     The last bits are others than those of `Kernels`: values are rounded to the dtype once, at the end.
     """
@@ -55,6 +56,35 @@ class FusedKernels(Kernels):
 
     def gated(self, both: torch.Tensor, activation: str) -> torch.Tensor:
         return _FusedGated.apply(both, activation, self._run)
+
+    def token_losses(
+        self,
+        logits_NV: torch.Tensor,
+        targets_N: torch.Tensor,
+        first_id: int,
+        num_ids: int,
+        cap: float | None,
+        y: Axis,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        local_N = targets_N - first_id
+        tops_N = y.all_reduce(self._run(pure.token_tops, logits_NV, num_ids=num_ids, cap=cap), "max")
+        sums_2N = y.all_reduce(self._run(pure.token_sums, logits_NV, tops_N, local_N, num_ids=num_ids, cap=cap))
+        logs_N = sums_2N[0].log()
+        return (logs_N - sums_2N[1]).masked_fill_(targets_N < 0, 0), logs_N + tops_N
+
+    def logits_gradient(
+        self,
+        logits_NV: torch.Tensor,
+        targets_N: torch.Tensor,
+        logs_N: torch.Tensor,
+        d_loss: torch.Tensor,
+        first_id: int,
+        num_ids: int,
+        cap: float | None,
+    ) -> torch.Tensor:
+        scales_N = torch.where(targets_N < 0, 0.0, d_loss).float()
+        local_N = targets_N - first_id
+        return self._run(pure.logits_gradient, logits_NV, logs_N, local_N, scales_N, num_ids=num_ids, cap=cap)
 
 
 class _FusedRmsNorm(Function):

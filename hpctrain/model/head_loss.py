@@ -1,4 +1,4 @@
-"""The last product and its loss, some tokens at a time: logits are never there all at once.
+"""The loss of logits, and the last product with its loss, some tokens at a time: logits are never there all at once.
 
 A vocabulary of 128 thousand ids makes logits of half a megabyte a token in fp32, several times what a block keeps. The
 forward pass keeps two numbers a token; the backward pass computes the logits again, a third more work for this product.
@@ -12,39 +12,37 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.axes import Axes, Axis
+from hpctrain.model.kernels import Kernels
 from hpctrain.model.linear_layers import add_product
 from hpctrain.model.positions import gathered, start_scatter
 from hpctrain.model.units import Weight
 
-LOGITS_BYTES = 256 << 20
-"""Of logits in fp32 that may be there at once. Small models never have as many, and are computed at once."""
-
-
-def tokens_at_once(num_tokens: int, columns: int) -> int:
-    """Return for how many tokens the logits of so many columns are there at once, the same on all ranks of a grid."""
-    return min(num_tokens, max(1, LOGITS_BYTES // (4 * columns)))
-
 
 class _HeadLoss(Function):
     @staticmethod
-    def forward(ctx, hidden, weight: Weight, targets, first_id: int, num_ids: int, cap: float | None, axes: Axes):
+    def forward(
+        ctx,
+        hidden,
+        weight: Weight,
+        targets,
+        first_id: int,
+        num_ids: int,
+        cap: float | None,
+        axes: Axes,
+        kernels: Kernels,
+    ):
         x_NI = _all_tokens(hidden, axes)
         targets_N = targets.reshape(-1)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         logs_N = torch.empty(x_NI.shape[0], device=hidden.device)
-        y: Axis = axes.y
+        ctx.of = first_id, num_ids, cap
         for at in _chunks(x_NI, weight):
-            logits_NV = _logits(x_NI[at], weight, num_ids, cap, axes)
-            top_N = y.all_reduce(logits_NV.amax(dim=1), "max").unsqueeze(1)
-            local_N, absent_N, ignored_N = _places(targets_N[at], first_id, num_ids)
-            own_N = (logits_NV.gather(1, local_N) - top_N).squeeze(1).masked_fill_(absent_N, 0)
-            sums = y.all_reduce(torch.stack([logits_NV.sub_(top_N).exp_().sum(1), own_N]))
-            logs = sums[0].log()
-            loss += (logs - sums[1]).masked_fill_(ignored_N, 0).sum(dtype=torch.float64)
-            logs_N[at] = logs + top_N.squeeze(1)
+            losses_N, logs_N[at] = kernels.token_losses(_logits(x_NI[at], weight, axes), targets_N[at], *ctx.of, axes.y)
+            loss += losses_N.sum(dtype=torch.float64)
         ctx.save_for_backward(hidden, targets_N, logs_N)
-        ctx.weight, ctx.first_id, ctx.num_ids, ctx.cap, ctx.axes = weight, first_id, num_ids, cap, axes
+        ctx.weight, ctx.axes, ctx.kernels = weight, axes, kernels
         return loss
 
     @staticmethod
@@ -56,15 +54,8 @@ class _HeadLoss(Function):
         x_NI = _all_tokens(hidden, axes)
         dx_NI = torch.empty_like(x_NI)
         for at in _chunks(x_NI, weight):
-            logits_NV = _logits(x_NI[at], weight, ctx.num_ids, ctx.cap, axes)
-            local_N, absent_N, ignored_N = _places(targets_N[at], ctx.first_id, ctx.num_ids)
-            slope_NV = None if ctx.cap is None else 1 - (logits_NV / ctx.cap).square_()
-            grad_NV = logits_NV.sub_(logs_N[at].unsqueeze(1)).exp_()
-            grad_NV.scatter_add_(1, local_N, (absent_N.to(grad_NV.dtype) - 1).unsqueeze(1))
-            if slope_NV is not None:
-                grad_NV *= slope_NV.nan_to_num_(0.0, 0.0, 0.0)  # of padding, whose logits are no numbers
-            grad_NV *= torch.where(ignored_N, 0.0, d_loss).to(grad_NV.dtype).unsqueeze(1)
-            d_logits_NV = grad_NV.to(x_NI.dtype)
+            logits_NV = _logits(x_NI[at], weight, axes)
+            d_logits_NV = ctx.kernels.logits_gradient(logits_NV, targets_N[at], logs_N[at], d_loss, *ctx.of)
             summed = d_logits_NV @ weight.data.to(x_NI.dtype)
             if not axes.sequence_parallel:
                 axes.y.all_reduce(summed)
@@ -74,7 +65,25 @@ class _HeadLoss(Function):
         if axes.sequence_parallel:
             dx, scattering = start_scatter(dx, axes.y)
             scattering.wait()
-        return dx, None, None, None, None, None, None
+        return dx, None, None, None, None, None, None, None
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx, logits, targets, first_id: int, num_ids: int, cap: float | None, y: Axis, kernels: Kernels):
+        logits_NV, targets_N = logits.detach().reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        ctx.of = first_id, num_ids, cap
+        losses_N, logs_N = kernels.token_losses(logits_NV, targets_N, *ctx.of, y)
+        ctx.save_for_backward(logits_NV, targets_N, logs_N)
+        ctx.kernels, ctx.shape = kernels, logits.shape
+        return losses_N.sum(dtype=torch.float64)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss):
+        logits_NV, targets_N, logs_N = ctx.saved_tensors
+        grad_NV = ctx.kernels.logits_gradient(logits_NV, targets_N, logs_N, d_loss, *ctx.of)
+        return grad_NV.view(ctx.shape), None, None, None, None, None, None
 
 
 def _all_tokens(hidden: torch.Tensor, axes: Axes) -> torch.Tensor:
@@ -88,23 +97,9 @@ def _chunks(x_NI: torch.Tensor, weight: Weight) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, x_NI.shape[0], size))
 
 
-def _logits(x_NI: torch.Tensor, weight: Weight, num_ids: int, cap: float | None, axes: Axes):
-    """Return the logits of some tokens in fp32, minus infinity in padded columns."""
-    product_NV = axes.x.all_reduce(x_NI @ weight.data.to(x_NI.dtype).t())
-    if cap is not None:
-        product_NV = product_NV.div_(cap).tanh_().mul_(cap)
-    logits_NV = product_NV.float()
-    if num_ids < logits_NV.shape[1]:
-        logits_NV[:, num_ids:] = -torch.inf
-    return logits_NV
-
-
-def _places(targets_N: torch.Tensor, first_id: int, num_ids: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return of each token the column of its target, [N, 1], whether that is on another rank, and whether it is left
-    out of the loss."""
-    local_N = targets_N - first_id
-    absent_N = (local_N < 0) | (local_N >= num_ids) | (targets_N < 0)
-    return local_N.masked_fill(absent_N, 0).unsqueeze(1), absent_N, targets_N < 0
+def _logits(x_NI: torch.Tensor, weight: Weight, axes: Axes) -> torch.Tensor:
+    """Return the logits of some tokens, not capped yet."""
+    return axes.x.all_reduce(x_NI @ weight.data.to(x_NI.dtype).t())
 
 
 def head_loss(
@@ -115,11 +110,29 @@ def head_loss(
     num_ids: int,
     cap: float | None,
     axes: Axes,
+    kernels: Kernels,
 ) -> torch.Tensor:
     """Return the sum over tokens of -log p(target), fp64 scalar, of normed hidden states [rows, positions, I].
 
     Hidden states have the positions of this y alone where the axes say so; targets are those of all positions.
 
-    As `linear` over axes x and y, `capped` where `cap` is set, and `cross_entropy`. All ranks of both axes must call.
+    As `linear` over axes x and y, and `cross_entropy`. All ranks of both axes must call.
     """
-    return _HeadLoss.apply(hidden, weight, targets, first_id, num_ids, cap, axes)
+    return _HeadLoss.apply(hidden, weight, targets, first_id, num_ids, cap, axes, kernels)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    first_id: int,
+    num_ids: int,
+    cap: float | None,
+    y: Axis,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Return the sum over tokens of -log p(target), fp64 scalar, for logits cut by y over the vocabulary.
+
+    logits: [rows, positions, V], not capped yet, and written over by the backward pass; see `functions.token_losses`.
+    targets: int64 [rows, positions]. All ranks of `y` must call.
+    """
+    return _CrossEntropy.apply(logits, targets, first_id, num_ids, cap, y, kernels)

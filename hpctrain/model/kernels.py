@@ -10,7 +10,7 @@ from hpctrain.model.units import Weight
 
 
 class Kernels:
-    """Norms, rotary positions, gated activations and attention. See `functions.py` for shapes."""
+    """Norms, rotary positions, gated activations, attention and the loss. See `functions.py` for shapes."""
 
     def __init__(self, attention: str = "auto"):
         """`attention` is which of torch's kernels it has to use, by a key of `functions.ATTENTION_BACKENDS`."""
@@ -51,3 +51,28 @@ class Kernels:
     ) -> torch.Tensor:
         """Apply `functions.attend`."""
         return functions.attend(queries, keys, values, attention, first=first, starts=starts, backend=self._attention)
+
+    def token_losses(
+        self,
+        logits_NV: torch.Tensor,
+        targets_N: torch.Tensor,
+        first_id: int,
+        num_ids: int,
+        cap: float | None,
+        y: Axis,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply `functions.token_losses`. All ranks of `y` must call."""
+        return functions.token_losses(logits_NV, targets_N, first_id, num_ids, cap, y)
+
+    def logits_gradient(
+        self,
+        logits_NV: torch.Tensor,
+        targets_N: torch.Tensor,
+        logs_N: torch.Tensor,
+        d_loss: torch.Tensor,
+        first_id: int,
+        num_ids: int,
+        cap: float | None,
+    ) -> torch.Tensor:
+        """Apply `functions.logits_gradient`."""
+        return functions.logits_gradient(logits_NV, targets_N, logs_N, d_loss, first_id, num_ids, cap)

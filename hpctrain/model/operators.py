@@ -69,7 +69,7 @@ def operators(model: Model, rows: int, positions: int, kernels: Kernels | None =
     for block in dict.fromkeys(description.blocks):
         result += _block(block, shape, model.hidden_size, kernels)
     result.append(_norm("norm", description.norm, (*shape, model.hidden_size), kernels))
-    result += _head(shape, ids, model.hidden_size, description.logit_cap)
+    result += _head(shape, ids, model.hidden_size, description.logit_cap, kernels)
     distinct: dict[tuple, Operator] = {}
     count: dict[str, int] = {}
     for each in result:
@@ -281,7 +281,7 @@ def _activation(mlp: Mlp, shape: tuple[int, int], kernels: Kernels) -> Operator:
     return Operator("activation", values, {}, _made_of(made_of, compute), reference, roundings, pin="activation")
 
 
-def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None) -> Sequence[Operator]:
+def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None, kernels: Kernels) -> Sequence[Operator]:
     tokens = math.prod(shape)
     numbers = {"targets": (shape, ids)}
 
@@ -292,11 +292,11 @@ def _head(shape: tuple[int, int], ids: int, hidden: int, cap: float | None) -> S
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def at_once(values: Tensors, _: object, numbers: Tensors) -> torch.Tensor:
-        return functions.cross_entropy(values["logits"], numbers["targets"], 0, ids, _alone())
+        return head_loss.cross_entropy(values["logits"], numbers["targets"], 0, ids, None, _alone(), kernels)
 
     def by_parts(values: Tensors, weights: Mapping[str, Weight], numbers: Tensors) -> torch.Tensor:
         axes = Axes(_alone(), _alone(), _alone())
-        return head_loss.head_loss(values["x"], weights["table"], numbers["targets"], 0, ids, cap, axes)
+        return head_loss.head_loss(values["x"], weights["table"], numbers["targets"], 0, ids, cap, axes, kernels)
 
     entropy = Operator(
         "cross_entropy",

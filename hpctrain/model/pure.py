@@ -1,7 +1,9 @@
-"""Norms, rotary positions and gated activations as pure functions of tensors, forward and backward, to be compiled.
+"""Norms, rotary positions, gated activations and the loss as pure functions of tensors, forward and backward, to be
+compiled.
 
 Everything is computed in fp32 and rounded once. Shape suffixes: N tokens, F features, both this rank's part. Sums over
 the features of a token are computed here where all of these are on this rank; else they are given, summed over ranks.
+V is this rank's part of the vocabulary, of which columns from `num_ids` on are padding.
 """
 
 import torch
@@ -138,3 +140,51 @@ def gated_backward(dy: torch.Tensor, both_NF: torch.Tensor, *, activation: str) 
 
 def _activated(gate: torch.Tensor, activation: str) -> torch.Tensor:
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def token_tops(logits_NV: torch.Tensor, *, num_ids: int, cap: float | None) -> torch.Tensor:
+    """Return the largest logit of each token, fp32 [N]."""
+    return _capped(logits_NV, num_ids, cap).amax(dim=1)
+
+
+def token_sums(
+    logits_NV: torch.Tensor, tops_N: torch.Tensor, local_N: torch.Tensor, *, num_ids: int, cap: float | None
+) -> torch.Tensor:
+    """Return of each token the sum of exponentials of its logits, and the logit of column `local_N`, both relative to
+    its largest, fp32 [2, N]; a column that is not here counts 0."""
+    relative_NV = _capped(logits_NV, num_ids, cap) - tops_N[:, None]
+    own_N = torch.where(_is_own(logits_NV, local_N, num_ids), relative_NV, 0.0).sum(dim=1)
+    return torch.stack([relative_NV.exp().sum(dim=1), own_N])
+
+
+def logits_gradient(
+    logits_NV: torch.Tensor,
+    logs_N: torch.Tensor,
+    local_N: torch.Tensor,
+    scales_N: torch.Tensor,
+    *,
+    num_ids: int,
+    cap: float | None,
+) -> torch.Tensor:
+    """Return the gradient of the logits, in their dtype: (p - 1 for the target) times `scales_N`."""
+    values_NV = _capped(logits_NV, num_ids, cap)
+    gradient_NV = (values_NV - logs_N[:, None]).exp() - _is_own(logits_NV, local_N, num_ids).float()
+    if cap is not None:
+        gradient_NV = gradient_NV * torch.where(_is_real(logits_NV, num_ids), 1 - (values_NV / cap).square(), 0.0)
+    return (gradient_NV * scales_N[:, None]).to(logits_NV.dtype)
+
+
+def _capped(logits_NV: torch.Tensor, num_ids: int, cap: float | None) -> torch.Tensor:
+    values_NV = logits_NV.float()
+    if cap is not None:
+        values_NV = torch.tanh(values_NV / cap) * cap
+    return torch.where(_is_real(logits_NV, num_ids), values_NV, -torch.inf)
+
+
+def _is_real(logits_NV: torch.Tensor, num_ids: int) -> torch.Tensor:
+    return torch.arange(logits_NV.shape[1], device=logits_NV.device)[None, :] < num_ids
+
+
+def _is_own(logits_NV: torch.Tensor, local_N: torch.Tensor, num_ids: int) -> torch.Tensor:
+    columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    return (columns_V[None, :] == local_N[:, None]) & (columns_V < num_ids)

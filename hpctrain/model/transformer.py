@@ -14,16 +14,16 @@ import torch
 
 from hpctrain.architectures.description import Norm, Rotary
 from hpctrain.config.job import Model
+from hpctrain.config.kernels import tokens_at_once
 from hpctrain.model.axes import Axes, Axis
 from hpctrain.model.functions import (
     ACTIVATIONS,
     OfInput,
     add_positions,
     capped,
-    cross_entropy,
     embed,
 )
-from hpctrain.model.head_loss import head_loss, tokens_at_once
+from hpctrain.model.head_loss import cross_entropy, head_loss
 from hpctrain.model.kernels import Kernels
 from hpctrain.model.linear_layers import linear
 from hpctrain.model.positions import Gathering
@@ -355,20 +355,24 @@ class Head(LayerModule):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, [rows / z, positions, padded vocabulary / y]."""
-        normed = self._normed(hidden)
-        if self.axes.sequence_parallel:
-            (logits,) = alternating([self.gathering_linear(normed, [self.table, []])])
-        else:
-            logits = linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
+        logits = self._logits(hidden)
         return logits if self.description.logit_cap is None else capped(logits, self.description.logit_cap)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits that are not capped yet."""
+        normed = self._normed(hidden)
+        if not self.axes.sequence_parallel:
+            return linear(normed, self.table, [], into=self.axes.x, out=self.axes.y)
+        (logits,) = alternating([self.gathering_linear(normed, [self.table, []])])
+        return logits
 
     def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         assert more is not None, "the loss is of targets"
-        (table,) = self.table
+        (table,), of = self.table, (*self.vocabulary(), self.description.logit_cap)
         if tokens_at_once(more.numel(), table.data.shape[0]) < more.numel():
             normed = self._normed(hidden)
-            return head_loss(normed, table, more, *self.vocabulary(), self.description.logit_cap, self.axes)
-        return cross_entropy(self.logits(hidden), more, *self.vocabulary(), self.axes.y)
+            return head_loss(normed, table, more, *of, self.axes, self.kernels)
+        return cross_entropy(self._logits(hidden), more, *of, self.axes.y, self.kernels)
 
 
 def make_layer(

@@ -13,6 +13,7 @@ from hpctrain.architectures.description import Attention, Layer, Mlp, Norm
 from hpctrain.config.cluster import ITEM_BYTES
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import Job, Model
+from hpctrain.config.kernels import tokens_at_once
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.linear_cost import gathering_linear, joining_bytes, linear, scattering_linear
 from hpctrain.planner.stack import HPCTRAIN, HPCTRAIN_FUSED, BytePasses, Stack
@@ -420,6 +421,8 @@ def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCo
         work.operations += 12
     if grid.y > 1:
         forward.exchanges += [Exchange("y", "all_reduce", tokens * STATISTIC_BYTES * n) for n in (1, 2)]
+    if setup.stack.chunks_logits and tokens_at_once(tokens, vocabulary) < tokens:
+        backward = PassWork.joined((product.forward, backward))
     return _labelled("head", rows, LayerCost(forward, backward, product.backward_weight))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.architectures.description import Attention, Mlp, Norm
+from hpctrain.config.kernels import tokens_at_once
 from hpctrain.plan.holders import RankShards
 from hpctrain.plan.schedule import Op, in_flight, passes, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
@@ -275,8 +276,9 @@ def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: 
     """
     kept = layer_kept(setup, grid, layer, "none")
     if layer == setup.head:
-        logits = setup.positions * padded_vocabulary(setup.model, grid) / grid.y
-        overlapped = logits * setup.stack.loss_bytes.get(setup.item_bytes, 0) + setup.positions * LOSS_BYTES
+        whole, chunk = _logits(setup, grid)
+        loss_bytes = setup.stack.loss_bytes.get(setup.item_bytes, 0)
+        overlapped = whole * loss_bytes + chunk * (setup.item_bytes + loss_bytes) + setup.positions * LOSS_BYTES
         overlapped = max(kept / 2, overlapped)
     else:
         overlapped = kept / (4 if in_halves and goes_in_halves(setup, grid) and layer.start else 2)
@@ -299,8 +301,7 @@ def _whole_hidden_states(
     """
     whole = setup.positions * setup.model.hidden_size / grid.x * setup.item_bytes
     if layer == setup.head:  # at the loss, or after it, when a cast of the logits' gradient may be there
-        logits = setup.positions * padded_vocabulary(setup.model, grid) / grid.y
-        cast = logits * setup.item_bytes if setup.item_bytes < MASTER_BYTES else 0.0
+        cast = sum(_logits(setup, grid)) * setup.item_bytes if setup.item_bytes < MASTER_BYTES else 0.0
         return max(gradients, cast + (6 if has_rows else 3) * whole * (1 - 1 / grid.y))
     if again:
         inputs = sum(branch is not None for branch in setup.branches(layer))
@@ -426,14 +427,22 @@ def layer_kept(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str) 
     if recompute == "full":
         return hidden * b * stack.kept_inputs / cut
     if layer == setup.head:
-        logits = setup.positions * padded_vocabulary(model, grid) / grid.y
+        logits, _ = _logits(setup, grid)
         return (
             hidden * 2 * b / grid.position_parts
-            + logits * 4
-            + setup.positions * (2 * INDEX_BYTES + 2)
+            + logits * stack.kept_logit_bytes.get(b, 4)
+            + setup.positions * (INDEX_BYTES + STATISTIC_BYTES)  # targets, and logarithms of sums
             + _norm_statistics(setup, model.description.norm) / grid.position_parts
         )
     return sum(_branch_kept(setup, grid, branch, recompute, hidden) for branch in setup.branches(layer) if branch)
+
+
+def _logits(setup: Setup, grid: TensorGrid) -> tuple[float, float]:
+    """Return how many logits of a row a rank keeps, and how many there are besides while it computes: all and none, or
+    none and those of as many tokens as it goes through at once."""
+    columns = padded_vocabulary(setup.model, grid) // grid.y
+    at_once = tokens_at_once(setup.positions, columns) if setup.stack.chunks_logits else setup.positions
+    return (0.0, at_once * columns) if at_once < setup.positions else (at_once * columns, 0.0)
 
 
 def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recompute: str, hidden: float) -> float:

@@ -67,6 +67,10 @@ class Stack:
     the product after it need. ReLU's own result is both."""
     loss_bytes: Mapping[int, int] = field(default_factory=dict)
     """For each logit, in addition to what is kept, while the loss is computed; by bytes of a number."""
+    kept_logit_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Of a logit, that the loss keeps for its backward pass, by bytes of a number; 4 where nothing is said."""
+    chunks_logits: bool = False
+    """Whether many logits are there some tokens at a time, see `tokens_at_once`, and backward are computed again."""
     dropped_scores: bool = True
     """Whether attention drops scores, and so keeps them twice, and a mask."""
     evens_families: bool = False
@@ -110,10 +114,11 @@ class Stack:
 # that it computes forward, 140 to 170 backward, where large products come to 271.
 FLASH_2 = 0.65, 0.57
 
-# Counted by hand in model/functions.py, model/linear_layers.py and engine/optimizer.py: one pass for each operation.
+# Counted by hand in model/functions.py, model/linear_layers.py and engine/optimizer.py: one pass for each operation. In
+# half precision the product of a weight's gradient adds to fp32, which it reads and writes.
 EAGER_PASSES = {
-    4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (32, 16), 0),
-    2: BytePasses((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (34, 18), 10),
+    4: BytePasses((20, 64), (24, 24), (28, 28), (20, 44), (0, 0), (24, 24), 0),
+    2: BytePasses((32, 82), (12, 12), (14, 14), (10, 22), (0, 0), (30, 36), 8),
 }
 HPCTRAIN = Stack(
     "hpctrain",
@@ -123,7 +128,9 @@ HPCTRAIN = Stack(
     flash=FLASH_2,
     recomputes_ends=True,
     again_operations=(10, 6),
-    loss_bytes={4: 4, 2: 6},  # logits in fp32, and in half precision, while their exponentials are made
+    loss_bytes={4: 4, 2: 6},  # exponentials forward; backward in half precision the gradient in fp32, and cast
+    kept_logit_bytes={2: 2, 4: 4},
+    chunks_logits=True,
     splits_backward=True,
     copies_shards=True,
     gathers_parts=True,
@@ -131,11 +138,17 @@ HPCTRAIN = Stack(
     evens_families=True,
 )
 # Counted in model/pure.py: a norm, a rotary position and a gated activation read their operands and write their results
-# once, and read them once more for what is summed over tokens. The host starts 281 operations of a block instead of
-# 402 (`benchmarks.gpu`).
+# once, and read them once more for what is summed over tokens. The loss reads logits twice forward. The host starts 281
+# operations of a block instead of 402 (`benchmarks.gpu`).
 FUSED_PASSES = {
-    4: replace(EAGER_PASSES[4], norm=(8, 20), rotary=(8, 8), inner=(12, 20)),
-    2: replace(EAGER_PASSES[2], norm=(4, 10), rotary=(4, 4), inner=(6, 10)),
+    4: replace(EAGER_PASSES[4], norm=(8, 20), rotary=(8, 8), inner=(12, 20), logits=(8, 8)),
+    2: replace(EAGER_PASSES[2], norm=(4, 10), rotary=(4, 4), inner=(6, 10), logits=(4, 4)),
 }
-HPCTRAIN_FUSED = replace(HPCTRAIN, passes=FUSED_PASSES, block_operations=(20, 42), again_operations=(3, 2))
+HPCTRAIN_FUSED = replace(
+    HPCTRAIN,
+    passes=FUSED_PASSES,
+    block_operations=(20, 42),
+    again_operations=(3, 2),
+    loss_bytes={4: 4, 2: 2},  # the gradient
+)
 """With `kernels.fused`."""

@@ -7,8 +7,8 @@ import pytest
 
 from hpctrain.architectures.description import inner_of
 from hpctrain.comm.topology import Place, Preferences, Topology
+from hpctrain.config import kernels
 from hpctrain.config.parallelism import Overlap
-from hpctrain.model import head_loss
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
@@ -150,7 +150,7 @@ def test_what_is_overlapped_changes_no_bit_but_halves_of_rows_last_ones(world, t
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_so_does_a_loss_that_goes_through_its_tokens_in_chunks(world, tokens, model, monkeypatch):
     expected = one_rank(world, tokens, model)
-    monkeypatch.setattr(head_loss, "LOGITS_BYTES", 4 * 31 * 12)  # of twelve tokens, of which each y has 31 ids
+    monkeypatch.setattr(kernels, "LOGITS_BYTES", 4 * 31 * 12)  # of twelve tokens, of which each y has 31 ids
     result = curve(world, job_of(tokens, model), plan_of("y", 2))
     assert largest_relative_difference(result, expected) < TOLERANCE
 

@@ -7,6 +7,7 @@ from hpctrain.architectures.registry import presets
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import CUDA
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.routes.abilities import Ability
 from hpctrain.config.errors import JobError
 from hpctrain.config.job import Model
@@ -21,7 +22,8 @@ from tests.compilers import CACHE_VARIABLE, need_compiler
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 from tests.unit.test_model import MODELS, make_stage
 
-FUSED = {"norm", "head_norm", "rotary", "activation"}
+LOSS = {"cross_entropy", "head.loss"}
+FUSED = {"norm", "head_norm", "rotary", "activation"} | LOSS
 WORKS, FAILS = Ability(True, "the same numbers"), Ability(False, "torch.compile: no Triton")
 
 
@@ -32,7 +34,7 @@ def kernels(tmp_path_factory) -> FusedKernels:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("preset", "names"), [("tiny-gpt2", {"norm", "activation"}), ("gemma3-1b", FUSED)])
+@pytest.mark.parametrize(("preset", "names"), [("tiny-gpt2", {"norm", "activation"} | LOSS), ("gemma3-1b", FUSED)])
 def test_every_fused_operator_is_within_its_bounds(kernels, preset, names):
     sizes = {"num_layers": 1, "hidden_size": 32, "head_size": 8, "ffn_size": 24, "vocab_size": 30}
     model = Model.model_validate(presets()[preset] | sizes)
@@ -65,6 +67,27 @@ def test_what_is_computed_again_has_the_same_bits_and_those_of_single_operations
     plain = differentiated(name, "none", Kernels())
     assert torch.allclose(loss, plain[0], rtol=1e-6)
     assert 0 < (gradients - plain[1]).abs().max() < 1e-5 * plain[1].abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_the_fused_loss_is_that_of_single_operations(monkeypatch, cap, dtype):
+    """With padded columns, targets of other ranks, and targets that do not count; here without a compiler."""
+    fused, plain = FusedKernels(), Kernels()
+    monkeypatch.setattr(fused, "_run", lambda function, *tensors, **constants: function(*tensors, **constants))
+    generator = torch.Generator().manual_seed(1)
+    logits = (4 * torch.randn(40, 12, generator=generator)).to(dtype)
+    targets = torch.randint(-1, 30, (40,), generator=generator)
+    of = 7, 11, cap  # ids 7 to 17, and a column of padding
+    expected, logs = plain.token_losses(logits.clone(), targets, *of, Communicator((0,)))
+    result, fused_logs = fused.token_losses(logits.clone(), targets, *of, Communicator((0,)))
+    assert torch.allclose(result, expected, rtol=1e-5, atol=1e-5) and torch.allclose(fused_logs, logs)
+    d_loss = torch.tensor(3.0, dtype=torch.float64)
+    gradients = [k.logits_gradient(logits.clone(), targets, logs, d_loss, *of) for k in (plain, fused)]
+    assert gradients[0].dtype == gradients[1].dtype == dtype
+    rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    assert torch.allclose(*(each.float() for each in gradients), rtol=rtol, atol=1e-6)
+    assert not gradients[1][targets < 0].any() and not gradients[1][:, 11].any()
 
 
 def test_a_device_for_which_torch_is_not_built_says_so():

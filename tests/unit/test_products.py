@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpctrain.config import kernels
 from hpctrain.model import head_loss
 from hpctrain.model.axes import Axes
 from hpctrain.model.functions import capped, repeats_heads
+from hpctrain.model.kernels import Kernels
 from hpctrain.model.linear_layers import add_product
 from hpctrain.model.products import has_wide_products
 from hpctrain.model.units import Weight
@@ -60,19 +62,23 @@ class Lonely:
         return tensor
 
 
+def alone() -> Axes:
+    return Axes(Lonely(), Lonely(), Lonely())
+
+
 @pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize("at_once", [1, 3, 7, 100])
 def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(monkeypatch, cap, at_once):
     """Against the product, the cap and the cross entropy of all tokens, with padding, and targets that do not count."""
     generator = torch.Generator().manual_seed(1)
     ids, columns, tokens, features = 11, 12, (2, 5), 6
-    monkeypatch.setattr(head_loss, "LOGITS_BYTES", at_once * columns * 4)
+    monkeypatch.setattr(kernels, "LOGITS_BYTES", at_once * columns * 4)
     weight = Weight("head.weight")
     weight.data = torch.randn(columns, features, generator=generator)
     weight.grad = torch.zeros(columns, features)
     hidden = torch.randn(*tokens, features, generator=generator).requires_grad_()
     targets = torch.randint(-1, ids, tokens, generator=generator)
-    loss = head_loss.head_loss(hidden, weight, targets, 0, ids, cap, Axes(Lonely(), Lonely(), Lonely()))
+    loss = head_loss.head_loss(hidden, weight, targets, 0, ids, cap, alone(), Kernels())
     (3 * loss).backward()
 
     double, table = hidden.detach().double().requires_grad_(), weight.data.double().requires_grad_()
@@ -88,8 +94,8 @@ def test_the_loss_of_some_tokens_at_a_time_is_that_of_all(monkeypatch, cap, at_o
 
 def test_no_more_logits_are_there_than_may_be(monkeypatch):
     columns, tokens = 64, 1000
-    monkeypatch.setattr(head_loss, "LOGITS_BYTES", 100 * columns * 4)
-    assert head_loss.tokens_at_once(tokens, columns) == 100 and head_loss.tokens_at_once(50, columns) == 50
+    monkeypatch.setattr(kernels, "LOGITS_BYTES", 100 * columns * 4)
+    assert kernels.tokens_at_once(tokens, columns) == 100 and kernels.tokens_at_once(50, columns) == 50
     weight = Weight("head.weight")
     weight.data, weight.grad = torch.randn(columns, 8), torch.zeros(columns, 8)
     largest = []
@@ -103,8 +109,7 @@ def test_no_more_logits_are_there_than_may_be(monkeypatch):
 
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     with Watch():
-        loss = head_loss.head_loss(
-            hidden, weight, torch.randint(64, (1, tokens)), 0, columns, None, Axes(Lonely(), Lonely(), Lonely())
-        )
+        targets = torch.randint(64, (1, tokens))
+        loss = head_loss.head_loss(hidden, weight, targets, 0, columns, None, alone(), Kernels())
         loss.backward()
     assert max(largest) <= max(100 * columns, tokens * 8), "all logits would be 64,000 numbers"
