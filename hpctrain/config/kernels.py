@@ -12,8 +12,8 @@ class KernelChoice(Table):
     """Which kernels compute, where several compute the same with other last bits."""
 
     fused: Annotated[bool | None, AUTO] = None
-    """Whether norms, rotary positions and gated activations are fused kernels (torch.compile); auto: on devices where a
-    trial compiles and gives the right numbers, never on CPUs."""
+    """Whether norms, rotary positions, gated activations and the loss are fused kernels (torch.compile); auto: on
+    devices where a trial compiles and gives the right numbers, never on CPUs."""
     fused_by_family: dict[str, bool] = Field(default_factory=dict)
     """The same for some families, such as `{v100 = false}`; all others have `kernels.fused`."""
 
