@@ -384,6 +384,8 @@ def locate_job(reference: str) -> Path:
         return ready_made
     names = [p.stem for p in READY_MADE.glob("*.toml")]
     hint = did_you_mean(reference, names)
+    if reference in presets():
+        hint = f'; it is a model: write a job file with `[model] preset = "{reference}"`, see docs/job.md'
     raise JobError(f"{shorten(reference)}: no such job file, nor a ready-made job of that name{hint}")
 
 

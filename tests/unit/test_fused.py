@@ -34,13 +34,16 @@ def kernels(tmp_path_factory) -> FusedKernels:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("preset", "names"), [("tiny-gpt2", {"norm", "activation"} | LOSS), ("gemma3-1b", FUSED)])
-def test_every_fused_operator_is_within_its_bounds(kernels, preset, names):
+@pytest.mark.parametrize(
+    ("preset", "dtype", "names"),
+    [("tiny-gpt2", "fp32", {"norm", "activation"} | LOSS), ("gemma3-1b", "bf16", FUSED)],
+)
+def test_every_fused_operator_is_within_its_bounds(kernels, preset, dtype, names):
     sizes = {"num_layers": 1, "hidden_size": 32, "head_size": 8, "ffn_size": 24, "vocab_size": 30}
     model = Model.model_validate(presets()[preset] | sizes)
     every = [each for each in operators(model, 2, 8, kernels) if each.name in FUSED]
     assert {each.name for each in every} == names
-    compared = [each for op in every for dtype in ("fp32", "bf16") for each in compare(Case(op), CPU, dtype, {})]
+    compared = [each for op in every for each in compare(Case(op), CPU, dtype, {})]
     assert not [each for each in compared if each.is_beyond or not each.repeats]
 
 

@@ -160,6 +160,15 @@ def test_extends_that_leads_nowhere_is_refused(job):
         load_job(str(job.parent / "0.toml"))
 
 
+def test_a_model_in_the_place_of_a_job_is_told_apart_from_a_typo():
+    with pytest.raises(
+        JobError, match=r"llama-8b: no such job file.*write a job file with `\[model\] preset = \"llama-8b"
+    ):
+        load_job("llama-8b")
+    with pytest.raises(JobError, match="tinny: no such job file.*did you mean 'tiny'"):
+        load_job("tinny")
+
+
 def test_names_of_300_letters_are_refused(job):
     with pytest.raises(JobError, match="no such job file"):
         load_job(LONG)
