@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
-from benchmarks.evidence.stacks import STACKS
+from benchmarks.evidence.nccl import NcclNetwork, ScatteringNetwork
+from benchmarks.evidence.stacks import ROWS_FIRST, STACKS
 from hpctrain.config.bounds import MOST_LAYERS, MOST_RANKS, MOST_SEQUENCES, MOST_WIDTH
 from hpctrain.config.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
@@ -54,6 +55,8 @@ class DescribedRun:
     dtype: str = "fp16"
     recompute: str = "none"
     sequence_parallel: bool = False
+    context: int = 1
+    """How many ranks cut the positions of a row; what they exchange of keys and values is hidden by attention."""
     zero: int = 0
     """1: a distributed optimizer; 3: weights come, and their gradients go, beside what is computed (FSDP)."""
     interleave: int = 1
@@ -79,7 +82,7 @@ class DescribedRun:
                 raise PlanError(f"{name} = {getattr(self, name):,} is more than {most:,}; is it a slip of the finger?")
         if self.num_devices > MOST_RANKS:
             raise PlanError(
-                f"tensor x pipeline x data are {self.num_devices:,} devices, and the most is {MOST_RANKS:,}"
+                f"tensor x pipeline x data x context are {self.num_devices:,} devices, and the most is {MOST_RANKS:,}"
             )
         if self.zero == 3 and self.overlapped:
             raise PlanError("`overlapped` is of gradients that are summed once; with zero = 3 all exchanges are beside")
@@ -91,7 +94,12 @@ class DescribedRun:
 
     @property
     def num_devices(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def weight_holders(self) -> int:
+        """Return how many ranks have the same weights, or a part of them each: replicas, and parts of their rows."""
+        return self.data * self.context
 
     @cached_property
     def model(self) -> Model:
@@ -113,13 +121,25 @@ class DescribedRun:
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = self.sequence_parallel or stack.sequence_parallel
         stack = replace(stack, sequence_parallel=cut, kept_inner=kept)
+        if cut and stack.network is NcclNetwork:
+            stack = replace(stack, network=ScatteringNetwork)
         if self.overlapped:
             stack = replace(stack, gradient_bytes=ITEM_BYTES[self.dtype])
         bucket_bytes = BUCKET_BYTES if self.overlapped else None
         overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
             frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
         )
-        return Setup(self.model, self.positions, self.dtype, stack, overlaps, bucket_bytes=bucket_bytes)
+        parts = self.tensor if self.overlaps_tensor else 1
+        return Setup(
+            self.model,
+            self.positions // self.context,
+            self.dtype,
+            stack,
+            overlaps,
+            bucket_bytes=bucket_bytes,
+            context_parts=self.context,
+            tensor_parts=parts,
+        )
 
     @cached_property
     def plan(self) -> Plan:
@@ -127,14 +147,14 @@ class DescribedRun:
 
         Replicas that share all of their weights (ZeRO 3) are the z of the tensor grids.
         """
-        z, data = (self.data, 1) if self.zero == 3 else (1, self.data)
+        z, data = (self.weight_holders, 1) if self.zero == 3 else (1, self.weight_holders)
         plan = even_plan(
             self.model.num_items,
-            TensorGrid(y=self.tensor, z=z),
+            TensorGrid(y=self.tensor, z=z, sequence_parallel=self.sequence_parallel and self.stack in ROWS_FIRST),
             self.pipeline,
             data,
             self.global_batch // self.data // self.microbatch,
-            self.microbatch * self.data,
+            self.microbatch * self.weight_holders,
             family=self.accelerator,
             recompute=self.recompute,
             zero=0 if self.zero == 3 else self.zero,

@@ -7,7 +7,7 @@ device's memory.
 from dataclasses import fields, replace
 
 from benchmarks.evidence.nccl import NcclNetwork
-from hpctrain.planner.stack import EAGER_PASSES, FLASH_2, HPCTRAIN, BytePasses, Stack
+from hpctrain.planner.stack import EAGER_PASSES, FLASH_2, FUSED_PASSES, HPCTRAIN, BytePasses, Stack
 
 # What CUDA's context and kernels take of a device; and a communicator of NCCL: in each of 24 channels what a ring comes
 # into, 4 MiB, and 5.2 MiB for the two protocols of small messages (NCCL src/init.cc, DEFAULT_BUFFSIZE and its like).
@@ -58,8 +58,9 @@ MEGATRON_CORE = replace(
     MEGATRON,
     name="megatron-core",
     link_share=0.9,
-    passes={width: replace(passes, scores=(0, 0)) for width, passes in _FUSED.items()},
+    passes={width: replace(passes, scores=(0, 0), logits=(24, 10)) for width, passes in _FUSED.items()},
     flash=FLASH_2,
+    native_attention=True,
     sequence_parallel=True,
 )
 
@@ -88,7 +89,10 @@ EAGER = Stack(
 )
 # torch's FSDP (Zhao et al. 2023) as torchtitan uses it: weights gathered in half precision one layer ahead, gradients
 # summed in fp32; layers of torch one operation after the other. Each weight is copied out of what was gathered, its
-# gradient into what is scattered.
+# gradient into what is scattered. `selective` is its recomputing by operator (torchtitan, parallelize_llama.py): every
+# second product's result is dropped, which are keys, attention's output and the gate, and all that is no product.
+# Logits are there as they come, in fp32, as log-probabilities and as their gradient; 14 bytes, since no free block is
+# large enough for the last one.
 FSDP = Stack(
     "fsdp",
     {width: replace(passes, weight=8 * width) for width, passes in EAGER_PASSES.items()},
@@ -97,12 +101,29 @@ FSDP = Stack(
     update_bytes=40,
     block_operations=(24, 40),
     flash=FLASH_2,
+    again_operations=(10, 6),
+    again_products=frozenset({"keys", "output", "gate"}),
+    keeps_outputs=True,
     dropped_scores=False,
     stores_halves=False,
-    loss_bytes={2: 8, 4: 8},  # logits as they come, in fp32, and the gradient of what is kept of the latter
+    loss_bytes={2: 10, 4: 8},
     reserved_bytes=CONTEXT_BYTES,
     communicator_bytes=NCCL_BYTES,
     dispatch_seconds=10e-6,
+)
+# The same with blocks compiled: what is between products is one kernel, which reads its operands and writes its results
+# once (as `hpctrain.planner.stack.FUSED_PASSES`); the sum of the residual stream is part of the next norm's. The loss
+# stays as it is.
+FSDP_COMPILED = replace(
+    FSDP,
+    name="fsdp-compiled",
+    passes={
+        width: replace(fused, residual=(2 * width, 3 * width), weight=8 * width)
+        for width, fused in FUSED_PASSES.items()
+    },
+    block_operations=(12, 20),
+    again_operations=(3, 2),
+    keeps_outputs=False,
 )
 # MosaicML's Composer with FSDP and autocast: the residual stream and what is gathered are fp32 and cast at each use,
 # the loss is computed once more for metrics; attention by a kernel in Triton, which is slower: a third of a large
@@ -117,6 +138,8 @@ COMPOSER = replace(
     flash=(0.40, 0.31),
     gradient_bytes=2,
     gathered_bytes=4,
+    again_operations=None,
+    again_products=frozenset(),
     kept_inputs=2.0,
     loss_bytes={},
 )
@@ -128,7 +151,11 @@ COMPOSER_PURE = replace(
     gathered_bytes=None,
     kept_inputs=1.0,
 )
-STACKS = {s.name: s for s in (HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER, FSDP, COMPOSER, COMPOSER_PURE)}
+_ALL = HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER, FSDP, FSDP_COMPILED, COMPOSER, COMPOSER_PURE
+STACKS = {s.name: s for s in _ALL}
 
+ROWS_FIRST = "fsdp", "fsdp-compiled"
+"""Software whose hidden states have rows first: gathered positions of several rows are put in order, as here.
+Megatron's have positions first."""
 FITTED = ("dispatch_seconds", "link_share", "reserved_bytes")
 """The constants of a stack."""

@@ -47,6 +47,8 @@ class Stack:
     flash: tuple[float, float] | None = None
     """Where attention is one kernel, which computes only the causal half and keeps no scores: at which share of a large
     product's speed, forward and backward."""
+    native_attention: bool = False
+    """Whether that kernel is written for each generation (cuDNN, FlashAttention-3 and 4), not for an A100."""
     sequence_parallel: bool = False
     """Whether norms and residuals are cut over y too (Korthikanti et al. 2022)."""
     gradient_bytes: int = 4
@@ -60,6 +62,11 @@ class Stack:
     again_operations: tuple[int, int] | None = None
     """Of an attention and of a feed-forward part, how many operations `selective` recomputing starts again: those
     between products, whose results it drops. None: it is of attention's scores, where these are kept."""
+    again_products: frozenset[str] = frozenset()
+    """Whose results `selective` recomputing drops and computes again too: of "keys", of attention's "output", of the
+    "gate" of a feed-forward part."""
+    keeps_outputs: bool = False
+    """Whether `selective` recomputing keeps what a feed-forward part adds to the residual stream, needlessly."""
     kept_inputs: float = 1.0
     """Of a hidden state, per block, that full recomputing keeps."""
     kept_inner: float = 2.0
