@@ -177,9 +177,34 @@ def llama3() -> PublishedSet:
 
 def mcore() -> PublishedSet:
     """GPT-3 175B, Nemotron 15B and 340B by NeMo on Megatron-Core, DGX H100 (NVIDIA/dgxc-benchmarking: nemo_megatron/
-    README_175b.md and nemotron/README_15b.md at 0b71cfd, README_340b.md). Told elsewhere (NeMo's recipes): sequence
-    parallelism, a distributed optimizer."""
+    README_175b.md and nemotron/README_15b.md at 0b71cfd, README_340b.md). The configurations next to them have sequence
+    parallelism, a distributed optimizer, gradients and weights exchanged while ranks compute (`overlap_grad_sync`,
+    `overlap_param_sync`), and user buffers for tensor parallelism, but for 340B."""
     return summary("Megatron-Core, 16 to 2,048 H100", "mcore_h100.csv")
+
+
+def nemo() -> PublishedSet:
+    """Llama 3.1 by NeMo 24.09 with context parallelism, and Nemotron by NeMo 2, in bf16 on DGX H100.
+
+    NVIDIA/dgxc-benchmarking, llama3.1/README_8b.md, README_70b.md and README_405b.md at 143b90d, nemotron/README.md at
+    1f6d9f4. Configurations are as for `mcore`; 405B, also with fewer layers, has the vocabulary of GPT-2."""
+    return summary("NeMo, Llama 3.1 on 8 to 2,304 H100", "nemo_h100.csv")
+
+
+def nemo_gb200() -> PublishedSet:
+    """Nemotron 340B and Llama 3.1 405B by NeMo 2 in bf16 on GB200 (NVIDIA/dgxc-benchmarking, nemotron/README.md at
+    1f6d9f4, llama3.1/README.md at 14fb6ae). 64 devices of a domain of NVLink are assumed to be one node."""
+    return summary("NeMo, 128 to 512 GB200", "nemo_gb200.csv")
+
+
+def torchtitan() -> PublishedSet:
+    """Llama by torchtitan, eager and compiled, with recomputing by operator or of whole blocks.
+
+    8 to 256 H100 of 500 W: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf, and its pull request
+    1299; with one row each: torchao, pull request 1793. 32 H100: AWS, Efficient pre-training of Llama 3-like model
+    architectures using torchtitan on Amazon SageMaker, 2024; one row each is assumed, torchtitan's default. 64 A100-80:
+    docs/performance.md at 0413364; the network is assumed as for `torch_fsdp`. Memory is what torch has reserved."""
+    return summary("torchtitan, H100 and A100", "torchtitan.csv")
 
 
 def vtrain_multi() -> PublishedSet:
@@ -314,4 +339,4 @@ def all_sets() -> list[PublishedSet]:
         bigscience(),
         llama3(),
     ]
-    return [*measured, mcore(), vtrain_multi(), amp_t4(), amp_mixed()]
+    return [*measured, mcore(), vtrain_multi(), amp_t4(), amp_mixed(), nemo(), nemo_gb200(), torchtitan()]

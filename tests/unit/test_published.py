@@ -4,6 +4,7 @@
 """
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,34 @@ def test_few_runs_of_fsdp_and_at_scale_are_near_what_was_measured_each():
         assert SHIPPED.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.06), row.name
     for row in (*published.llama3().rows, *published.mcore().rows[:3]):
         assert SHIPPED.predict(row).step_seconds == pytest.approx(row.seconds, rel=0.16), row.name
+
+
+@pytest.mark.parametrize(("name", "mean_error"), [("nemo", 0.05), ("nemo_gb200", 0.05), ("mcore", 0.07)])
+def test_megatron_core_on_hopper_and_blackwell_is_near_what_was_measured(name, mean_error):
+    rows = [row for row in getattr(published, name)().rows if row.run.num_devices <= 256]
+    assert len(rows) >= 4
+    off = [SHIPPED.predict(row).step_seconds / row.seconds - 1 for row in rows]
+    assert statistics.mean(map(abs, off)) < mean_error
+
+
+def test_time_and_memory_of_torchtitan_are_near_what_was_measured():
+    rows = published.torchtitan().rows
+    result = [SHIPPED.predict(row) for row in rows]
+    off = {row.name: p.step_seconds / row.seconds - 1 for p, row in zip(result, rows, strict=True)}
+    assert statistics.mean(map(abs, off.values())) < 0.1
+    with_memory = [(p, row) for p, row in zip(result, rows, strict=True) if row.memory_bytes]
+    assert len(with_memory) == 5
+    for prediction, row in with_memory:
+        assert max(s.memory.total for s in prediction.memory) == pytest.approx(row.memory_bytes, rel=0.06), row.name
+
+
+def test_context_parallelism_halves_what_a_rank_computes_and_keeps():
+    row = next(row for row in published.nemo().rows if row.run.context == 2)
+    whole = replace(row.run, context=1, data=row.run.data * 2)
+    assert whole.num_devices == row.run.num_devices
+    assert row.run.predict().step_seconds == pytest.approx(whole.predict().step_seconds, rel=0.05)
+    kept, kept_whole = (run.memory()[0].memory.activations for run in (row.run, whole))
+    assert kept == pytest.approx(kept_whole / 2, rel=0.01)
 
 
 def test_what_ran_on_whole_devices_fits():
