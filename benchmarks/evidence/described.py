@@ -11,6 +11,7 @@ from functools import cached_property
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from benchmarks.evidence.nccl import NcclNetwork, ScatteringNetwork
 from benchmarks.evidence.stacks import ROWS_FIRST, STACKS
+from benchmarks.evidence.ties import TiedByPairs
 from hpctrain.config.bounds import MOST_LAYERS, MOST_RANKS, MOST_SEQUENCES, MOST_WIDTH
 from hpctrain.config.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
@@ -214,7 +215,15 @@ class DescribedRun:
     def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
         arguments = self.setup(stack), self.plan, self.cluster, efficiencies
-        return LayeredPredictor(layers, *arguments) if layers else Predictor(*arguments)
+        if layers:
+            return LayeredPredictor(layers, *arguments)
+        return predictor_of(self)(*arguments)
+
+
+def predictor_of(run: DescribedRun) -> type[Predictor]:
+    """Return what predicts a run: Megatron and its like exchange a tied embedding in their own order."""
+    is_tied = run.tie_head and run.pipeline > 1 and run.zero < 2
+    return TiedByPairs if is_tied and run.stack.startswith("megatron") else Predictor
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import math
 from typing import NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork, CostLine
+from hpctrain.comm.topology import Topology, places_of
+from hpctrain.config.cluster import Cluster
 from hpctrain.config.links import PairLink
 
 NVLINK_BYTES_PER_SECOND = 40e9
@@ -86,6 +88,11 @@ class NcclNetwork(ClusterNetwork):
     """A cluster's links with the collectives of NCCL. A measured link gives all that was measured."""
 
     sums = True
+
+    def __init__(self, cluster: Cluster, link_share: float = 1.0):
+        super().__init__(cluster, link_share)
+        places = (place._replace(family="") for place in places_of(cluster))  # to NCCL all devices are equal
+        self._topology = Topology(tuple(places), shares_memory=False)
 
     def share_of(self, link: PairLink) -> float:
         return super().share_of(link) * wire_of(link).share

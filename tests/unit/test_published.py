@@ -11,6 +11,7 @@ import pytest
 from benchmarks.evidence import published
 from benchmarks.evidence.calibrate import SHIPPED
 from benchmarks.evidence.described import predict_run
+from benchmarks.evidence.mixed_runs import MixedRun
 
 
 @pytest.mark.parametrize(
@@ -103,3 +104,28 @@ def test_one_function_predicts_a_described_run():
     assert outcome.step_seconds == prediction.step_seconds
     assert outcome.memory_bytes == max(stage.memory.total for stage in prediction.memory)
     assert outcome.fits
+
+
+def test_mixed_groups_of_nccl_ring_as_if_all_devices_were_equal():
+    row = next(row for row in published.amp_mixed().rows if row.name == "t1 p1 d16 b1")
+    assert isinstance(row.run, MixedRun)
+    equal = replace(row.run, groups=tuple(replace(group, accelerator="V100") for group in row.run.groups))
+    mixed, same = (run.predict().breakdown_seconds["data"] for run in (row.run, equal))
+    assert mixed == pytest.approx(same, rel=0.1)
+
+
+def test_a_tied_embedding_is_summed_in_its_stage_and_between_the_ends_of_each_replica():
+    row = next(row for row in published.amp_t4().rows if row.name == "t1 p2 d8 b1")
+    tied, apart = (replace(row.run, tie_head=tie).predict().breakdown_seconds["data"] for tie in (True, False))
+    embedding_bytes = 2 * row.run.vocabulary * row.run.hidden
+    network = row.run._predictor(None, None, None).network
+    pairs = network.group_seconds("all_reduce", embedding_bytes, (0, 8), network.crowd(tuple(range(16))))
+    assert tied - apart == pytest.approx(pairs, rel=0.25)
+    assert row.run.predict().step_seconds == pytest.approx(row.seconds, rel=0.08)
+
+
+@pytest.mark.parametrize(("name", "mean_error"), [("amp_t4", 0.09), ("amp_mixed", 0.15)])
+def test_layouts_on_slow_networks_and_mixed_nodes_are_near_what_was_measured(name, mean_error):
+    rows = getattr(published, name)().rows
+    off = [SHIPPED.predict(row).step_seconds / row.seconds - 1 for row in rows]
+    assert statistics.mean(map(abs, off)) < mean_error
