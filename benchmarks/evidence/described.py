@@ -54,6 +54,8 @@ class DescribedRun:
     link_bytes_per_second: float | None = None
     """Between devices of a node, where it is told; else the data sheet's."""
     dtype: str = "fp16"
+    linear_dtype: str | None = None
+    """Of linear layers of blocks, where it is another one: fp8."""
     recompute: str = "none"
     sequence_parallel: bool = False
     context: int = 1
@@ -138,6 +140,7 @@ class DescribedRun:
             stack,
             overlaps,
             bucket_bytes=bucket_bytes,
+            linear_dtype=self.linear_dtype,
             context_parts=self.context,
             tensor_parts=parts,
         )

@@ -207,6 +207,19 @@ def torchtitan() -> PublishedSet:
     return summary("torchtitan, H100 and A100", "torchtitan.csv")
 
 
+def nemo_fp8() -> PublishedSet:
+    """The same software with linear layers of blocks in fp8, on H100, B200 and GB200: the tables for fp8 next to those
+    for bf16, and NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md at 0a25f91, container 25.11."""
+    return summary("NeMo in fp8, H100, B200, GB200", "nemo_fp8.csv")
+
+
+def torchtitan_fp8() -> PublishedSet:
+    """The same as `torchtitan` in fp8, and 32 and 64 H200 with a compiled loss (torchtitan,
+    benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md at 1af2937). Weights are assumed to be gathered in half
+    precision."""
+    return summary("torchtitan in fp8, H100 and H200", "torchtitan_fp8.csv")
+
+
 def vtrain_multi() -> PublishedSet:
     """Megatron-DeepSpeed on 64 to 512 A100 (vTrain, Bang et al. 2024, data/ground_truth_multi.csv at f8dda84). Nodes of
     eight share four ports of 200 Gb/s. Vocabulary and memory size are not told: assumed."""
@@ -339,4 +352,5 @@ def all_sets() -> list[PublishedSet]:
         bigscience(),
         llama3(),
     ]
-    return [*measured, mcore(), vtrain_multi(), amp_t4(), amp_mixed(), nemo(), nemo_gb200(), torchtitan()]
+    measured += [mcore(), vtrain_multi(), amp_t4(), amp_mixed()]
+    return [*measured, nemo(), nemo_gb200(), torchtitan(), nemo_fp8(), torchtitan_fp8()]

@@ -124,6 +124,15 @@ FSDP_COMPILED = replace(
     block_operations=(12, 20),
     again_operations=(3, 2),
     keeps_outputs=False,
+    # torchao scales by what it sees: it reads for the maximum, and casts for each operand layout.
+    cast_bytes=(7.0, 7.0),
+)
+# Since 2025 the loss too: logits are read as they come, and become their own gradient.
+FSDP_COMPILED_LOSS = replace(
+    FSDP_COMPILED,
+    name="fsdp-compiled-loss",
+    passes={width: replace(p, logits=(3 * width, 3 * width)) for width, p in FSDP_COMPILED.passes.items()},
+    loss_bytes={},
 )
 # MosaicML's Composer with FSDP and autocast: the residual stream and what is gathered are fp32 and cast at each use,
 # the loss is computed once more for metrics; attention by a kernel in Triton, which is slower: a third of a large
@@ -151,10 +160,11 @@ COMPOSER_PURE = replace(
     gathered_bytes=None,
     kept_inputs=1.0,
 )
-_ALL = HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER, FSDP, FSDP_COMPILED, COMPOSER, COMPOSER_PURE
+_TORCH = EAGER, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, COMPOSER, COMPOSER_PURE
+_ALL = HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, *_TORCH
 STACKS = {s.name: s for s in _ALL}
 
-ROWS_FIRST = "fsdp", "fsdp-compiled"
+ROWS_FIRST = "fsdp", "fsdp-compiled", "fsdp-compiled-loss"
 """Software whose hidden states have rows first: gathered positions of several rows are put in order, as here.
 Megatron's have positions first."""
 FITTED = ("dispatch_seconds", "link_share", "reserved_bytes")

@@ -51,6 +51,8 @@ class Setup:
     is computed."""
     by_family: tuple[tuple[str, str], ...] = ()
     """Families that compute in another dtype, and which. Memory and messages are priced in `dtype`."""
+    linear_dtype: str | None = None
+    """In which linear layers of blocks compute, where it is another dtype: fp8, to which software casts operands."""
     context_parts: int = 1
     """Into how many parts other software's context parallelism cuts the positions of a row; `positions` are of a part,
     whose queries see the keys of all parts."""
@@ -329,7 +331,8 @@ def _computed_again(
     operations = setup.stack.again_operations
     if operations is None:
         return PassWork()
-    again = [MatrixProduct(tokens, *size) for name, size in products.items() if name in setup.stack.again_products]
+    dropped = (size for name, size in products.items() if name in setup.stack.again_products)
+    again = [MatrixProduct(tokens, *size, dtype=setup.linear_dtype) for size in dropped]
     tokens = -(-tokens // setup.position_parts(grid))
     normed = tokens * (setup.model.hidden_size // grid.x) * (setup.passes.norm[0] - SQUARES_PASSED)
     return PassWork(again, normed + passed, operations[branch])
@@ -415,6 +418,7 @@ def _embedding(setup: Setup, grid: TensorGrid, rows: int, _regathers: bool) -> L
 
 
 def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCost:
+    setup = replace(setup, linear_dtype=None)
     model, passes = setup.model, setup.passes
     tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
     vocabulary += -vocabulary % setup.stack.vocabulary_multiple

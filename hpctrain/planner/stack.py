@@ -67,6 +67,9 @@ class Stack:
     "gate" of a feed-forward part."""
     keeps_outputs: bool = False
     """Whether `selective` recomputing keeps what a feed-forward part adds to the residual stream, needlessly."""
+    cast_bytes: tuple[float, float] = (4.0, 4.0)
+    """Read and written per number of a linear layer's input, and of its output's gradient, to cast it to fp8 in both
+    operand layouts."""
     kept_inputs: float = 1.0
     """Of a hidden state, per block, that full recomputing keeps."""
     kept_inner: float = 2.0

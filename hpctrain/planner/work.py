@@ -19,6 +19,8 @@ class MatrixProduct(NamedTuple):
     share: float = 1.0
     fused: float | None = None
     """Inside a kernel that keeps its result to itself: the share of a large product's speed at which that computes."""
+    dtype: str | None = None
+    """In place of the setup's."""
 
 
 class Exchange(NamedTuple):
@@ -85,7 +87,7 @@ class PassWork:
         """Return what computing takes by products and bytes: the longer of the device's time and its host's."""
         gain = device.efficiency.native_gain if stack.native_attention else 1.0
         computed = sum(
-            device.product_seconds(dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain) * p.share
+            device.product_seconds(p.dtype or dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain) * p.share
             for p in self.products
         )
         computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds

@@ -12,6 +12,10 @@ from benchmarks.evidence import published
 from benchmarks.evidence.calibrate import SHIPPED
 from benchmarks.evidence.described import predict_run
 from benchmarks.evidence.mixed_runs import MixedRun
+from hpctrain.config.errors import PlanError
+from hpctrain.planner.cost import layer_cost
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.items import BLOCK
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,28 @@ def test_time_and_memory_of_torchtitan_are_near_what_was_measured():
     assert len(with_memory) == 5
     for prediction, row in with_memory:
         assert max(s.memory.total for s in prediction.memory) == pytest.approx(row.memory_bytes, rel=0.06), row.name
+
+
+def test_steps_in_fp8_which_no_constant_is_fitted_to_are_near_what_was_measured():
+    rows = [row for row in published.nemo_fp8().rows if row.run.num_devices <= 128]
+    off = [SHIPPED.predict(row).step_seconds / row.seconds - 1 for row in rows]
+    assert len(rows) >= 10
+    assert statistics.mean(map(abs, off)) < 0.07
+
+
+def test_fp8_speeds_up_linear_layers_and_costs_casts():
+    row = next(row for row in published.nemo_fp8().rows if row.run.pipeline == 1)
+    half = replace(row.run, linear_dtype=None)
+    setup, plain = row.run.setup(), half.setup()
+    fast, slow = (layer_cost(each, TensorGrid(), BLOCK, 1) for each in (setup, plain))
+    assert {p.dtype for p in fast.forward.products if not p.fused} == {"fp8"}
+    assert {p.dtype for p in fast.forward.products if p.fused} == {None}
+    assert fast.forward.passed_bytes > slow.forward.passed_bytes
+    heads = [layer_cost(each, TensorGrid(), each.head, 1).forward for each in (setup, plain)]
+    assert heads[0] == heads[1], "logits stay in half precision"
+    assert row.run.predict().step_seconds < 0.85 * half.predict().step_seconds
+    with pytest.raises(PlanError, match="no speed in fp8"):
+        replace(row.run, accelerator="A100-80").predict()
 
 
 def test_context_parallelism_halves_what_a_rank_computes_and_keeps():
