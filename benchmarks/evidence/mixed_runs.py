@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Self
 
 from benchmarks.evidence.described import DescribedRun, predictor_of
-from benchmarks.evidence.layers import LayerTimes
+from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.plan.tiling import Plan
@@ -79,4 +79,7 @@ class MixedRun(DescribedRun):
     def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         """Return the predictor; a fitted `efficiency` is of the first family, the others keep the catalogue's."""
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
-        return predictor_of(self)(self.setup(stack), self.plan, self.cluster, efficiencies)
+        arguments = self.setup(stack), self.plan, self.cluster, efficiencies
+        if layers:
+            return LayeredPredictor(layers, *arguments)
+        return predictor_of(self)(*arguments)

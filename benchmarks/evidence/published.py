@@ -245,15 +245,19 @@ def amp_mixed() -> PublishedSet:
 
 # ---- Sailor (Strati et al. 2025) -------------------------------------------------------------------------------------
 
-SAILOR_POSITIONS, SAILOR_TENSOR = 2048, 4  # sequences of its scripts; its nodes have 4 devices
+SAILOR_POSITIONS, SAILOR_TENSOR = 2048, 4  # sequences of its scripts; its nodes of GH200 have 4 devices
+SAILOR_NIC = 0.1175e9  # bytes/s between its nodes of cards for games
 # Of each model hidden size, layers, heads, vocabulary (their published configurations), and how many copies of inner
 # features are kept: ReLU's result is the next product's operand, GPT-Neo writes its GELU out in four operations.
 SAILOR_MODELS = {"OPT-350": (1024, 24, 16, 50272, 1.0), "GPT-Neo-2.7": (2560, 32, 20, 50257, 3.0)}
+# What the profiles call RTX-2080 has room for 4 sequences and updates weights at 0.9 of a Titan RTX' bandwidth: it is
+# the card of 11 GB.
+SAILOR_DEVICES = {"RTX-2080": "RTX-2080-Ti"}
 
 
 @cache
 def sailor_layers(model: str) -> LayerTimes:
-    return load_layers(FOLDER / "sailor_layers.csv", model)
+    return load_layers(FOLDER / "sailor_layers.csv", model, SAILOR_DEVICES)
 
 
 def sailor() -> PublishedSet:
@@ -289,6 +293,47 @@ def sailor() -> PublishedSet:
     return PublishedSet("Sailor, GH200, from layer profiles", tuple(result), tuple(left_out))
 
 
+def sailor_gaming() -> PublishedSet:
+    """Training on 2 to 6 nodes of 8 cards for games each, 1 Gb/s between nodes, predicted from layer profiles.
+
+    What a NIC gives is what the set says of sockets (sailor/providers/mit/bandwidth_sockets.json). Memory is left out,
+    which is the same to the last byte by tensor 4 and 8.
+    """
+    result, left_out = [], []
+    for r in read("sailor_gaming_runs.csv"):
+        if r["flag"]:
+            left_out.append(f"{r['file']}: {r['flag']}")
+            continue
+        nodes = [node.split(":") for node in r["nodes"].split()]
+        groups = [_gaming_node(SAILOR_DEVICES.get(device, device), int(count)) for device, count in nodes]
+        hidden, layers, heads, vocabulary, kept_inner = SAILOR_MODELS[r["model"]]
+        run = DescribedRun(
+            hidden,
+            layers,
+            heads,
+            SAILOR_POSITIONS,
+            int(r["tp"]),
+            int(r["pp"]),
+            int(r["dp"]),
+            int(r["mbs"]),
+            int(r["gbs"]),
+            groups[0].accelerator,
+            vocabulary=vocabulary,
+            network="Ethernet-1",
+            dtype="fp32",
+            stack="eager",
+            stages=tuple(map(int, r["layers_per_stage"].split("/"))),
+            kept_inner=kept_inner,
+        )
+        layers_of = sailor_layers(r["model"])
+        result.append(Measured(r["file"], MixedRun.of(run, *groups), float(r["real_s"]), layers=layers_of))
+    return PublishedSet("Sailor, cards for games, from layer profiles", tuple(result), tuple(left_out))
+
+
+def _gaming_node(device: str, count: int) -> NodeGroup:
+    return NodeGroup(device, count, 1, ACCELERATORS[device].link_bytes_per_second, SAILOR_NIC)
+
+
 @dataclass(frozen=True)
 class LayerRow:
     """Forward and backward pass of one layer, as measured and as predicted from the device's data sheet."""
@@ -297,11 +342,6 @@ class LayerRow:
     name: str
     measured: float
     predicted: float
-
-
-# What the profiles call RTX-2080 has room for 4 sequences and updates weights at 0.9 of a Titan RTX' bandwidth: it is
-# the card of 11 GB. Ampere and Hopper computed fp32 by their tensor cores (tf32): nothing else is as fast.
-SAILOR_DEVICES = {"RTX-2080": "RTX-2080-Ti"}
 
 
 def sailor_single_layers() -> list[LayerRow]:
@@ -327,6 +367,7 @@ def sailor_single_layers() -> list[LayerRow]:
             rows,
             device,
             vocabulary=vocabulary,
+            # Ampere and Hopper computed fp32 by their tensor cores (tf32): nothing else is as fast
             dtype="tf32" if "tf32" in ACCELERATORS[device].peak_flops_per_second else "fp32",
             stack="eager",
             kept_inner=kept_inner,
@@ -347,6 +388,7 @@ def all_sets() -> list[PublishedSet]:
         sc21(),
         megatron_2020(),
         sailor(),
+        sailor_gaming(),
         foundry(),
         torch_fsdp(),
         bigscience(),

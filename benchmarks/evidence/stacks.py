@@ -12,6 +12,9 @@ from hpctrain.planner.stack import EAGER_PASSES, FLASH_2, FUSED_PASSES, HPCTRAIN
 # What CUDA's context and kernels take of a device; and a communicator of NCCL: in each of 24 channels what a ring comes
 # into, 4 MiB, and 5.2 MiB for the two protocols of small messages (NCCL src/init.cc, DEFAULT_BUFFSIZE and its like).
 CONTEXT_BYTES, NCCL_BYTES = 0.6e9, 0.23e9
+NCCL_BUFFER_BYTES = (
+    2**21
+)  # of a message to another node: 2 channels, 8 slots each, chunks of 128 KiB (its graph/paths.cc)
 
 # Fused kernels of Megatron-LM (Shoeybi et al. 2019, Narayanan et al. 2021): norms read and write once; bias, dropout
 # and residual are one kernel; scores are read and written by softmax and by dropout; the
@@ -52,6 +55,7 @@ DEEPSPEED = replace(
     dispatch_seconds=24e-6,
     overhead_share=0.165,
     blocking_sends=True,
+    buffered_bytes=NCCL_BUFFER_BYTES,
 )
 # As it is today: attention in one kernel, norms cut over y.
 MEGATRON_CORE = replace(
@@ -84,7 +88,9 @@ EAGER = Stack(
     kept_inner=3.0,
     dropped_scores=False,
     kept_gradient_bytes={"fp32": 8, "tf32": 8},
+    gathers_parts=True,  # DeepSpeed's PipelineEngine: `pipe_partitioned` and `grad_partitioned` are on by default
     blocking_sends=True,
+    buffered_bytes=NCCL_BUFFER_BYTES,
     reserved_bytes=4.6e9,
 )
 # torch's FSDP (Zhao et al. 2023) as torchtitan uses it: weights gathered in half precision one layer ahead, gradients

@@ -221,6 +221,7 @@ NETWORKS: dict[str, NetworkEntry] = {
     "Ethernet-50": NetworkEntry(6.25e9, 30e-6, "Ethernet, 50 Gb/s"),
     "Ethernet-25": NetworkEntry(3.125e9, 30e-6, "Ethernet, 25 Gb/s"),
     "Ethernet-10": NetworkEntry(1.25e9, 40e-6, "Ethernet, 10 Gb/s"),
+    "Ethernet-1": NetworkEntry(0.125e9, 50e-6, "Ethernet, 1 Gb/s"),
 }
 
 OTHER_BOARDS = {"PCIE", "NVL"}

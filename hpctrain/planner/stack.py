@@ -90,6 +90,8 @@ class Stack:
     into is stored with them."""
     blocking_sends: bool = False
     """Whether messages between stages go through the stream that computes."""
+    buffered_bytes: float = 0.0
+    """Of such a message, how much is held by the library that sends it: for this much the sender does not wait."""
     splits_backward: bool = False
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     copies_shards: bool = False
