@@ -70,7 +70,7 @@ class DescribedRun:
     stages: tuple[int, ...] = ()
     """How many items each stage has; left out: blocks cut evenly."""
     overlapped: bool = False
-    """Whether gradients, in half precision, are summed beside the last backward pass, in torch's buckets."""
+    """Whether gradients, kept in half precision, are summed beside the last backward pass, in torch's buckets."""
     overlaps_tensor: bool = False
     """Whether collectives of the tensor grid are overlapped with products (Transformer Engine's user buffers)."""
     kept_inner: float | None = None
@@ -127,7 +127,8 @@ class DescribedRun:
         if cut and stack.network is NcclNetwork:
             stack = replace(stack, network=ScatteringNetwork)
         if self.overlapped:
-            stack = replace(stack, gradient_bytes=ITEM_BYTES[self.dtype])
+            size = ITEM_BYTES[self.dtype]
+            stack = replace(stack, gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)
         bucket_bytes = BUCKET_BYTES if self.overlapped else None
         overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
             frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
