@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
-from benchmarks.evidence.stacks import STACKS
+from benchmarks.evidence.nccl import NcclNetwork, ScatteringNetwork
+from benchmarks.evidence.stacks import ROWS_FIRST, STACKS
+from benchmarks.evidence.ties import TiedByPairs
 from hpctrain.config.bounds import MOST_LAYERS, MOST_RANKS, MOST_SEQUENCES, MOST_WIDTH
 from hpctrain.config.cluster import ITEM_BYTES, Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
@@ -52,8 +54,12 @@ class DescribedRun:
     link_bytes_per_second: float | None = None
     """Between devices of a node, where it is told; else the data sheet's."""
     dtype: str = "fp16"
+    linear_dtype: str | None = None
+    """Of linear layers of blocks, where it is another one: fp8."""
     recompute: str = "none"
     sequence_parallel: bool = False
+    context: int = 1
+    """How many ranks cut the positions of a row; what they exchange of keys and values is hidden by attention."""
     zero: int = 0
     """1: a distributed optimizer; 3: weights come, and their gradients go, beside what is computed (FSDP)."""
     interleave: int = 1
@@ -64,7 +70,7 @@ class DescribedRun:
     stages: tuple[int, ...] = ()
     """How many items each stage has; left out: blocks cut evenly."""
     overlapped: bool = False
-    """Whether gradients, in half precision, are summed beside the last backward pass, in torch's buckets."""
+    """Whether gradients, kept in half precision, are summed beside the last backward pass, in torch's buckets."""
     overlaps_tensor: bool = False
     """Whether collectives of the tensor grid are overlapped with products (Transformer Engine's user buffers)."""
     kept_inner: float | None = None
@@ -79,7 +85,7 @@ class DescribedRun:
                 raise PlanError(f"{name} = {getattr(self, name):,} is more than {most:,}; is it a slip of the finger?")
         if self.num_devices > MOST_RANKS:
             raise PlanError(
-                f"tensor x pipeline x data are {self.num_devices:,} devices, and the most is {MOST_RANKS:,}"
+                f"tensor x pipeline x data x context are {self.num_devices:,} devices, and the most is {MOST_RANKS:,}"
             )
         if self.zero == 3 and self.overlapped:
             raise PlanError("`overlapped` is of gradients that are summed once; with zero = 3 all exchanges are beside")
@@ -91,7 +97,12 @@ class DescribedRun:
 
     @property
     def num_devices(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def weight_holders(self) -> int:
+        """Return how many ranks have the same weights, or a part of them each: replicas, and parts of their rows."""
+        return self.data * self.context
 
     @cached_property
     def model(self) -> Model:
@@ -113,13 +124,27 @@ class DescribedRun:
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = self.sequence_parallel or stack.sequence_parallel
         stack = replace(stack, sequence_parallel=cut, kept_inner=kept)
+        if cut and stack.network is NcclNetwork:
+            stack = replace(stack, network=ScatteringNetwork)
         if self.overlapped:
-            stack = replace(stack, gradient_bytes=ITEM_BYTES[self.dtype])
+            size = ITEM_BYTES[self.dtype]
+            stack = replace(stack, gradient_bytes=size, kept_gradient_bytes={self.dtype: size}, sums_in_place=False)
         bucket_bytes = BUCKET_BYTES if self.overlapped else None
         overlaps = frozenset({"z"} if self.zero == 3 else ()) | (
             frozenset({"tensor"}) if self.overlaps_tensor else frozenset()
         )
-        return Setup(self.model, self.positions, self.dtype, stack, overlaps, bucket_bytes=bucket_bytes)
+        parts = self.tensor if self.overlaps_tensor else 1
+        return Setup(
+            self.model,
+            self.positions // self.context,
+            self.dtype,
+            stack,
+            overlaps,
+            bucket_bytes=bucket_bytes,
+            linear_dtype=self.linear_dtype,
+            context_parts=self.context,
+            tensor_parts=parts,
+        )
 
     @cached_property
     def plan(self) -> Plan:
@@ -127,14 +152,14 @@ class DescribedRun:
 
         Replicas that share all of their weights (ZeRO 3) are the z of the tensor grids.
         """
-        z, data = (self.data, 1) if self.zero == 3 else (1, self.data)
+        z, data = (self.weight_holders, 1) if self.zero == 3 else (1, self.weight_holders)
         plan = even_plan(
             self.model.num_items,
-            TensorGrid(y=self.tensor, z=z),
+            TensorGrid(y=self.tensor, z=z, sequence_parallel=self.sequence_parallel and self.stack in ROWS_FIRST),
             self.pipeline,
             data,
             self.global_batch // self.data // self.microbatch,
-            self.microbatch * self.data,
+            self.microbatch * self.weight_holders,
             family=self.accelerator,
             recompute=self.recompute,
             zero=0 if self.zero == 3 else self.zero,
@@ -194,7 +219,15 @@ class DescribedRun:
     def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
         arguments = self.setup(stack), self.plan, self.cluster, efficiencies
-        return LayeredPredictor(layers, *arguments) if layers else Predictor(*arguments)
+        if layers:
+            return LayeredPredictor(layers, *arguments)
+        return predictor_of(self)(*arguments)
+
+
+def predictor_of(run: DescribedRun) -> type[Predictor]:
+    """Return what predicts a run: Megatron and its like exchange a tied embedding in their own order."""
+    is_tied = run.tie_head and run.pipeline > 1 and run.zero < 2
+    return TiedByPairs if is_tied and run.stack.startswith("megatron") else Predictor
 
 
 @dataclass(frozen=True)

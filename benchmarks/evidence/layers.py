@@ -69,8 +69,11 @@ class LayerTimes:
         return layers[max((block for block in blocks if block <= number), default=min(blocks))]
 
 
-def load_layers(path: Path, model: str | None = None) -> LayerTimes:
-    """Read a table of layers; of several models `model`. Raises PlanError that names line and column."""
+def load_layers(path: Path, model: str | None = None, devices: Mapping[str, str] | None = None) -> LayerTimes:
+    """Read a table of layers; of several models `model`. `devices` are the names of devices that it calls otherwise.
+
+    Raises PlanError that names line and column.
+    """
     points: dict[tuple[str, int], dict[int, list[tuple[int, float, float, float]]]] = {}
     models = set()
     for number, row in enumerate(_rows(path), 2):
@@ -80,7 +83,8 @@ def load_layers(path: Path, model: str | None = None) -> LayerTimes:
         where = f"{path}:{number}"
         rows, tensor, layer = (_number(row, name, where, int) for name in ("microbatch", "tensor", "layer"))
         seconds = [_number(row, name, where, float) for name in COLUMNS[4:]]
-        points.setdefault((row["device"], tensor), {}).setdefault(layer, []).append((rows, *seconds))
+        device = (devices or {}).get(row["device"], row["device"])
+        points.setdefault((device, tensor), {}).setdefault(layer, []).append((rows, *seconds))
     if model is None and len(models) > 1:
         raise PlanError(f"{path} has layers of {', '.join(sorted(models))}; name one of them as `model`")
     if not points:

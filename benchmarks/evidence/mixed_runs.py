@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Self
 
-from benchmarks.evidence.described import DescribedRun
-from benchmarks.evidence.layers import LayerTimes
+from benchmarks.evidence.described import DescribedRun, predictor_of
+from benchmarks.evidence.layers import LayeredPredictor, LayerTimes
 from hpctrain.config.cluster import Cluster, Fabric, Nic, Nodes
 from hpctrain.config.device_catalogue import ACCELERATORS, LINK_LATENCY_SECONDS, NETWORKS
 from hpctrain.plan.tiling import Plan
@@ -78,6 +78,8 @@ class MixedRun(DescribedRun):
 
     def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
         """Return the predictor; a fitted `efficiency` is of the first family, the others keep the catalogue's."""
-        return Predictor(
-            self.setup(stack), self.plan, self.cluster, {self.accelerator: efficiency} if efficiency else {}
-        )
+        efficiencies = {self.accelerator: efficiency} if efficiency else {}
+        arguments = self.setup(stack), self.plan, self.cluster, efficiencies
+        if layers:
+            return LayeredPredictor(layers, *arguments)
+        return predictor_of(self)(*arguments)

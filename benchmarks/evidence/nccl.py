@@ -15,6 +15,8 @@ import math
 from typing import NamedTuple
 
 from hpctrain.comm.network import ClusterNetwork, CostLine
+from hpctrain.comm.topology import Topology, places_of
+from hpctrain.config.cluster import Cluster
 from hpctrain.config.links import PairLink
 
 NVLINK_BYTES_PER_SECOND = 40e9
@@ -61,10 +63,15 @@ def wire_of(link: PairLink) -> Wire:
     return SOCKETS._replace(share=min(SOCKETS.share, SOCKETS_BYTES_PER_SECOND / link.bytes_per_second))
 
 
-def collective_seconds(operation: str, num_bytes: float, num_ranks: int, link: PairLink, bandwidth: float) -> float:
-    """Return what a collective of `num_bytes` (the whole tensor's) takes; `bandwidth` is what the wire gives a rank."""
+def collective_seconds(
+    operation: str, num_bytes: float, num_ranks: int, link: PairLink, bandwidth: float, sums: bool = True
+) -> float:
+    """Return what a collective of `num_bytes` (the whole tensor's) takes; `bandwidth` is what the wire gives a rank.
+
+    `sums` says whether switches may sum what passes.
+    """
     wire, passes = wire_of(link), 2 if operation == "all_reduce" else 1
-    if passes == 2 and link.between == "node" and link.bytes_per_second >= SUMMING_BYTES_PER_SECOND and num_ranks > 2:
+    if sums and passes == 2 and _has_summing_switches(link) and num_ranks > 2:
         bandwidth *= SUMMING_TIMES
     moving = passes * num_bytes * (num_ranks - 1) / num_ranks / bandwidth
     # A tree sums and spreads in twice its depth.
@@ -73,8 +80,19 @@ def collective_seconds(operation: str, num_bytes: float, num_ranks: int, link: P
     return min(p.start_seconds + passes * steps * (p.step_seconds + step) + moving / p.share for p in wire.protocols)
 
 
+def _has_summing_switches(link: PairLink) -> bool:
+    return link.between == "node" and link.bytes_per_second >= SUMMING_BYTES_PER_SECOND
+
+
 class NcclNetwork(ClusterNetwork):
     """A cluster's links with the collectives of NCCL. A measured link gives all that was measured."""
+
+    sums = True
+
+    def __init__(self, cluster: Cluster, link_share: float = 1.0):
+        super().__init__(cluster, link_share)
+        places = (place._replace(family="") for place in places_of(cluster))  # to NCCL all devices are equal
+        self._topology = Topology(tuple(places), shares_memory=False)
 
     def share_of(self, link: PairLink) -> float:
         return super().share_of(link) * wire_of(link).share
@@ -84,4 +102,10 @@ class NcclNetwork(ClusterNetwork):
     ) -> float:
         if link.is_measured:
             return super().flat_seconds(algorithm, operation, num_bytes, num_ranks, link, line)
-        return collective_seconds(operation, num_bytes, num_ranks, link, line.bytes_per_second)
+        return collective_seconds(operation, num_bytes, num_ranks, link, line.bytes_per_second, self.sums)
+
+
+class ScatteringNetwork(NcclNetwork):
+    """The same for sequence parallelism, whose all-reduces are a gather and a scatter: no switch sums them."""
+
+    sums = False

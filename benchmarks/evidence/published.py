@@ -177,9 +177,47 @@ def llama3() -> PublishedSet:
 
 def mcore() -> PublishedSet:
     """GPT-3 175B, Nemotron 15B and 340B by NeMo on Megatron-Core, DGX H100 (NVIDIA/dgxc-benchmarking: nemo_megatron/
-    README_175b.md and nemotron/README_15b.md at 0b71cfd, README_340b.md). Told elsewhere (NeMo's recipes): sequence
-    parallelism, a distributed optimizer."""
+    README_175b.md and nemotron/README_15b.md at 0b71cfd, README_340b.md). The configurations next to them have sequence
+    parallelism, a distributed optimizer, gradients and weights exchanged while ranks compute (`overlap_grad_sync`,
+    `overlap_param_sync`), and user buffers for tensor parallelism, but for 340B."""
     return summary("Megatron-Core, 16 to 2,048 H100", "mcore_h100.csv")
+
+
+def nemo() -> PublishedSet:
+    """Llama 3.1 by NeMo 24.09 with context parallelism, and Nemotron by NeMo 2, in bf16 on DGX H100.
+
+    NVIDIA/dgxc-benchmarking, llama3.1/README_8b.md, README_70b.md and README_405b.md at 143b90d, nemotron/README.md at
+    1f6d9f4. Configurations are as for `mcore`; 405B, also with fewer layers, has the vocabulary of GPT-2."""
+    return summary("NeMo, Llama 3.1 on 8 to 2,304 H100", "nemo_h100.csv")
+
+
+def nemo_gb200() -> PublishedSet:
+    """Nemotron 340B and Llama 3.1 405B by NeMo 2 in bf16 on GB200 (NVIDIA/dgxc-benchmarking, nemotron/README.md at
+    1f6d9f4, llama3.1/README.md at 14fb6ae). 64 devices of a domain of NVLink are assumed to be one node."""
+    return summary("NeMo, 128 to 512 GB200", "nemo_gb200.csv")
+
+
+def torchtitan() -> PublishedSet:
+    """Llama by torchtitan, eager and compiled, with recomputing by operator or of whole blocks.
+
+    8 to 256 H100 of 500 W: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf, and its pull request
+    1299; with one row each: torchao, pull request 1793. 32 H100: AWS, Efficient pre-training of Llama 3-like model
+    architectures using torchtitan on Amazon SageMaker, 2024; one row each is assumed, torchtitan's default. 64 A100-80:
+    docs/performance.md at 0413364; the network is assumed as for `torch_fsdp`. Memory is what torch has reserved."""
+    return summary("torchtitan, H100 and A100", "torchtitan.csv")
+
+
+def nemo_fp8() -> PublishedSet:
+    """The same software with linear layers of blocks in fp8, on H100, B200 and GB200: the tables for fp8 next to those
+    for bf16, and NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md at 0a25f91, container 25.11."""
+    return summary("NeMo in fp8, H100, B200, GB200", "nemo_fp8.csv")
+
+
+def torchtitan_fp8() -> PublishedSet:
+    """The same as `torchtitan` in fp8, and 32 and 64 H200 with a compiled loss (torchtitan,
+    benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md at 1af2937). Weights are assumed to be gathered in half
+    precision."""
+    return summary("torchtitan in fp8, H100 and H200", "torchtitan_fp8.csv")
 
 
 def vtrain_multi() -> PublishedSet:
@@ -207,15 +245,19 @@ def amp_mixed() -> PublishedSet:
 
 # ---- Sailor (Strati et al. 2025) -------------------------------------------------------------------------------------
 
-SAILOR_POSITIONS, SAILOR_TENSOR = 2048, 4  # sequences of its scripts; its nodes have 4 devices
+SAILOR_POSITIONS, SAILOR_TENSOR = 2048, 4  # sequences of its scripts; its nodes of GH200 have 4 devices
+SAILOR_NIC = 0.1175e9  # bytes/s between its nodes of cards for games
 # Of each model hidden size, layers, heads, vocabulary (their published configurations), and how many copies of inner
 # features are kept: ReLU's result is the next product's operand, GPT-Neo writes its GELU out in four operations.
 SAILOR_MODELS = {"OPT-350": (1024, 24, 16, 50272, 1.0), "GPT-Neo-2.7": (2560, 32, 20, 50257, 3.0)}
+# What the profiles call RTX-2080 has room for 4 sequences and updates weights at 0.9 of a Titan RTX' bandwidth: it is
+# the card of 11 GB.
+SAILOR_DEVICES = {"RTX-2080": "RTX-2080-Ti"}
 
 
 @cache
 def sailor_layers(model: str) -> LayerTimes:
-    return load_layers(FOLDER / "sailor_layers.csv", model)
+    return load_layers(FOLDER / "sailor_layers.csv", model, SAILOR_DEVICES)
 
 
 def sailor() -> PublishedSet:
@@ -251,6 +293,47 @@ def sailor() -> PublishedSet:
     return PublishedSet("Sailor, GH200, from layer profiles", tuple(result), tuple(left_out))
 
 
+def sailor_gaming() -> PublishedSet:
+    """Training on 2 to 6 nodes of 8 cards for games each, 1 Gb/s between nodes, predicted from layer profiles.
+
+    What a NIC gives is what the set says of sockets (sailor/providers/mit/bandwidth_sockets.json). Memory is left out,
+    which is the same to the last byte by tensor 4 and 8.
+    """
+    result, left_out = [], []
+    for r in read("sailor_gaming_runs.csv"):
+        if r["flag"]:
+            left_out.append(f"{r['file']}: {r['flag']}")
+            continue
+        nodes = [node.split(":") for node in r["nodes"].split()]
+        groups = [_gaming_node(SAILOR_DEVICES.get(device, device), int(count)) for device, count in nodes]
+        hidden, layers, heads, vocabulary, kept_inner = SAILOR_MODELS[r["model"]]
+        run = DescribedRun(
+            hidden,
+            layers,
+            heads,
+            SAILOR_POSITIONS,
+            int(r["tp"]),
+            int(r["pp"]),
+            int(r["dp"]),
+            int(r["mbs"]),
+            int(r["gbs"]),
+            groups[0].accelerator,
+            vocabulary=vocabulary,
+            network="Ethernet-1",
+            dtype="fp32",
+            stack="eager",
+            stages=tuple(map(int, r["layers_per_stage"].split("/"))),
+            kept_inner=kept_inner,
+        )
+        layers_of = sailor_layers(r["model"])
+        result.append(Measured(r["file"], MixedRun.of(run, *groups), float(r["real_s"]), layers=layers_of))
+    return PublishedSet("Sailor, cards for games, from layer profiles", tuple(result), tuple(left_out))
+
+
+def _gaming_node(device: str, count: int) -> NodeGroup:
+    return NodeGroup(device, count, 1, ACCELERATORS[device].link_bytes_per_second, SAILOR_NIC)
+
+
 @dataclass(frozen=True)
 class LayerRow:
     """Forward and backward pass of one layer, as measured and as predicted from the device's data sheet."""
@@ -259,11 +342,6 @@ class LayerRow:
     name: str
     measured: float
     predicted: float
-
-
-# What the profiles call RTX-2080 has room for 4 sequences and updates weights at 0.9 of a Titan RTX' bandwidth: it is
-# the card of 11 GB. Ampere and Hopper computed fp32 by their tensor cores (tf32): nothing else is as fast.
-SAILOR_DEVICES = {"RTX-2080": "RTX-2080-Ti"}
 
 
 def sailor_single_layers() -> list[LayerRow]:
@@ -289,6 +367,7 @@ def sailor_single_layers() -> list[LayerRow]:
             rows,
             device,
             vocabulary=vocabulary,
+            # Ampere and Hopper computed fp32 by their tensor cores (tf32): nothing else is as fast
             dtype="tf32" if "tf32" in ACCELERATORS[device].peak_flops_per_second else "fp32",
             stack="eager",
             kept_inner=kept_inner,
@@ -309,9 +388,11 @@ def all_sets() -> list[PublishedSet]:
         sc21(),
         megatron_2020(),
         sailor(),
+        sailor_gaming(),
         foundry(),
         torch_fsdp(),
         bigscience(),
         llama3(),
     ]
-    return [*measured, mcore(), vtrain_multi(), amp_t4(), amp_mixed()]
+    measured += [mcore(), vtrain_multi(), amp_t4(), amp_mixed()]
+    return [*measured, nemo(), nemo_gb200(), torchtitan(), nemo_fp8(), torchtitan_fp8()]

@@ -7,11 +7,14 @@ device's memory.
 from dataclasses import fields, replace
 
 from benchmarks.evidence.nccl import NcclNetwork
-from hpctrain.planner.stack import EAGER_PASSES, FLASH_2, HPCTRAIN, BytePasses, Stack
+from hpctrain.planner.stack import EAGER_PASSES, FLASH_2, FUSED_PASSES, HPCTRAIN, BytePasses, Stack
 
 # What CUDA's context and kernels take of a device; and a communicator of NCCL: in each of 24 channels what a ring comes
 # into, 4 MiB, and 5.2 MiB for the two protocols of small messages (NCCL src/init.cc, DEFAULT_BUFFSIZE and its like).
 CONTEXT_BYTES, NCCL_BYTES = 0.6e9, 0.23e9
+NCCL_BUFFER_BYTES = (
+    2**21
+)  # of a message to another node: 2 channels, 8 slots each, chunks of 128 KiB (its graph/paths.cc)
 
 # Fused kernels of Megatron-LM (Shoeybi et al. 2019, Narayanan et al. 2021): norms read and write once; bias, dropout
 # and residual are one kernel; scores are read and written by softmax and by dropout; the
@@ -52,14 +55,16 @@ DEEPSPEED = replace(
     dispatch_seconds=24e-6,
     overhead_share=0.165,
     blocking_sends=True,
+    buffered_bytes=NCCL_BUFFER_BYTES,
 )
 # As it is today: attention in one kernel, norms cut over y.
 MEGATRON_CORE = replace(
     MEGATRON,
     name="megatron-core",
     link_share=0.9,
-    passes={width: replace(passes, scores=(0, 0)) for width, passes in _FUSED.items()},
+    passes={width: replace(passes, scores=(0, 0), logits=(24, 10)) for width, passes in _FUSED.items()},
     flash=FLASH_2,
+    native_attention=True,
     sequence_parallel=True,
 )
 
@@ -83,14 +88,19 @@ EAGER = Stack(
     kept_inner=3.0,
     dropped_scores=False,
     kept_gradient_bytes={"fp32": 8, "tf32": 8},
+    gathers_parts=True,  # DeepSpeed's PipelineEngine: `pipe_partitioned` and `grad_partitioned` are on by default
     blocking_sends=True,
+    buffered_bytes=NCCL_BUFFER_BYTES,
     reserved_bytes=4.6e9,
 )
 # torch's own loss keeps exponentials in fp32.
 _LOGITS = {2: (34.0, 18.0), 4: (32.0, 16.0)}
 # torch's FSDP (Zhao et al. 2023) as torchtitan uses it: weights gathered in half precision one layer ahead, gradients
 # summed in fp32; layers of torch one operation after the other. Each weight is copied out of what was gathered, its
-# gradient into what is scattered.
+# gradient into what is scattered. `selective` is its recomputing by operator (torchtitan, parallelize_llama.py): every
+# second product's result is dropped, which are keys, attention's output and the gate, and all that is no product.
+# Logits are there as they come, in fp32, as log-probabilities and as their gradient; 14 bytes, since no free block is
+# large enough for the last one.
 FSDP = Stack(
     "fsdp",
     {width: replace(passes, logits=_LOGITS[width], weight=8 * width) for width, passes in EAGER_PASSES.items()},
@@ -99,12 +109,38 @@ FSDP = Stack(
     update_bytes=40,
     block_operations=(24, 40),
     flash=FLASH_2,
+    again_operations=(10, 6),
+    again_products=frozenset({"keys", "output", "gate"}),
+    keeps_outputs=True,
     dropped_scores=False,
     stores_halves=False,
-    loss_bytes={2: 8, 4: 8},  # logits as they come, in fp32, and the gradient of what is kept of the latter
+    loss_bytes={2: 10, 4: 8},
     reserved_bytes=CONTEXT_BYTES,
     communicator_bytes=NCCL_BYTES,
     dispatch_seconds=10e-6,
+)
+# The same with blocks compiled: what is between products is one kernel, which reads its operands and writes its results
+# once (as `hpctrain.planner.stack.FUSED_PASSES`); the sum of the residual stream is part of the next norm's. The loss
+# stays as it is.
+FSDP_COMPILED = replace(
+    FSDP,
+    name="fsdp-compiled",
+    passes={
+        width: replace(fused, residual=(2 * width, 3 * width), weight=8 * width)
+        for width, fused in FUSED_PASSES.items()
+    },
+    block_operations=(12, 20),
+    again_operations=(3, 2),
+    keeps_outputs=False,
+    # torchao scales by what it sees: it reads for the maximum, and casts for each operand layout.
+    cast_bytes=(7.0, 7.0),
+)
+# Since 2025 the loss too: logits are read as they come, and become their own gradient.
+FSDP_COMPILED_LOSS = replace(
+    FSDP_COMPILED,
+    name="fsdp-compiled-loss",
+    passes={width: replace(p, logits=(3 * width, 3 * width)) for width, p in FSDP_COMPILED.passes.items()},
+    loss_bytes={},
 )
 # MosaicML's Composer with FSDP and autocast: the residual stream and what is gathered are fp32 and cast at each use,
 # the loss is computed once more for metrics; attention by a kernel in Triton, which is slower: a third of a large
@@ -119,6 +155,8 @@ COMPOSER = replace(
     flash=(0.40, 0.31),
     gradient_bytes=2,
     gathered_bytes=4,
+    again_operations=None,
+    again_products=frozenset(),
     kept_inputs=2.0,
     loss_bytes={},
 )
@@ -130,7 +168,12 @@ COMPOSER_PURE = replace(
     gathered_bytes=None,
     kept_inputs=1.0,
 )
-STACKS = {s.name: s for s in (HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, EAGER, FSDP, COMPOSER, COMPOSER_PURE)}
+_TORCH = EAGER, FSDP, FSDP_COMPILED, FSDP_COMPILED_LOSS, COMPOSER, COMPOSER_PURE
+_ALL = HPCTRAIN, MEGATRON, DEEPSPEED, MEGATRON_CORE, *_TORCH
+STACKS = {s.name: s for s in _ALL}
 
+ROWS_FIRST = "fsdp", "fsdp-compiled", "fsdp-compiled-loss"
+"""Software whose hidden states have rows first: gathered positions of several rows are put in order, as here.
+Megatron's have positions first."""
 FITTED = ("dispatch_seconds", "link_share", "reserved_bytes")
 """The constants of a stack."""

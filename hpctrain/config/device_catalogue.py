@@ -97,6 +97,16 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
     "H100": CatalogueEntry(
         "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H100 data sheet, SXM5"
     ),
+    "H100-96": CatalogueEntry(
+        "cuda",
+        95.0 * GIB,
+        2.4e12,
+        _fp(60e12, 886e12, 886e12, 443e12),
+        450e9,
+        "hopper",
+        "Meta's Grand Teton: SXM5 of 96 GB HBM2e and 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md);"
+        " FLOP/s by power between NVIDIA's data sheets of SXM, 989 at 700 W, and NVL, 835 at 400 W",
+    ),
     "H200": CatalogueEntry(
         "cuda", 139.8 * GIB, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H200 data sheet, SXM5"
     ),
@@ -117,6 +127,15 @@ ACCELERATORS: dict[str, CatalogueEntry] = {
         900e9,
         "blackwell",
         "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved",
+    ),
+    "GB200": CatalogueEntry(
+        "cuda",
+        184.0 * GIB,
+        8.0e12,
+        _fp(80e12, 2450e12, 2450e12, 1225e12),
+        900e9,
+        "blackwell",
+        "NVIDIA GB200, as NVIDIA/dgxc-benchmarking has it (nemotron/README.md)",
     ),
     "V100": CatalogueEntry(
         "cuda", 15.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 16 GB"
@@ -202,6 +221,7 @@ NETWORKS: dict[str, NetworkEntry] = {
     "Ethernet-50": NetworkEntry(6.25e9, 30e-6, "Ethernet, 50 Gb/s"),
     "Ethernet-25": NetworkEntry(3.125e9, 30e-6, "Ethernet, 25 Gb/s"),
     "Ethernet-10": NetworkEntry(1.25e9, 40e-6, "Ethernet, 10 Gb/s"),
+    "Ethernet-1": NetworkEntry(0.125e9, 50e-6, "Ethernet, 1 Gb/s"),
 }
 
 OTHER_BOARDS = {"PCIE", "NVL"}

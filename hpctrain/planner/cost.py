@@ -5,6 +5,7 @@ are cut by x over one dim and by y over the other; blocks go from features cut b
 With x = z = 1 that is 1D tensor parallelism (Shoeybi et al. 2019).
 """
 
+import math
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
@@ -51,6 +52,11 @@ class Setup:
     is computed."""
     by_family: tuple[tuple[str, str], ...] = ()
     """Families that compute in another dtype, and which. Memory and messages are priced in `dtype`."""
+    linear_dtype: str | None = None
+    """In which linear layers of blocks compute, where it is another dtype: fp8, to which software casts operands."""
+    context_parts: int = 1
+    """Into how many parts other software's context parallelism cuts the positions of a row; `positions` are of a part,
+    whose queries see the keys of all parts."""
     tensor_parts: int | None = 1
     """Into how many parts blocks cut products next to collectives of x and y; None: a search chooses (`parts.py`), and
     what is not searched for is not cut."""
@@ -298,7 +304,8 @@ def _attention_branch(setup: Setup, grid: TensorGrid, attention: Attention, rows
     forward, backward = (rotary * passes.rotary[i] + normed * passes.norm[i] for i in (0, 1))
     work.parts[1:1] = [PassWork(passed_bytes=forward), core]
     backward_input = PassWork.joined((work.backward_input, core_backward, PassWork(passed_bytes=backward)))
-    again = _computed_again(setup, grid, tokens, 0, forward)
+    products = {"keys": (setup.model.hidden_size // grid.x, key), "output": (query, setup.model.hidden_size // grid.x)}
+    again = _computed_again(setup, grid, tokens, 0, forward, products)
     if attention.score_cap is not None or not setup.stack.flash:
         again = PassWork.joined((again, core))
     return work._replace(backward_input=backward_input, again=again)
@@ -309,21 +316,27 @@ def _mlp_branch(setup: Setup, grid: TensorGrid, mlp: Mlp, rows: int, regathers: 
     work = _branch(setup, grid, mlp, rows, (up, inner), regathers)
     forward, backward = (PassWork(passed_bytes=rows * setup.positions * inner * each) for each in setup.passes.inner)
     work.parts.insert(1, forward)
-    again = _computed_again(setup, grid, rows * setup.positions, 1, forward.passed_bytes)
+    products = {"gate": (setup.model.hidden_size // grid.x, inner)} if mlp.gated else {}
+    again = _computed_again(setup, grid, rows * setup.positions, 1, forward.passed_bytes, products)
     return work._replace(backward_input=PassWork.joined((work.backward_input, backward)), again=again)
 
 
-def _computed_again(setup: Setup, grid: TensorGrid, tokens: int, branch: int, passed: float) -> PassWork:
+def _computed_again(
+    setup: Setup, grid: TensorGrid, tokens: int, branch: int, passed: float, products: dict[str, tuple[int, int]]
+) -> PassWork:
     """Return what selective recomputing runs again of attention (0) or feed-forward part (1), apart from its scores.
 
-    That is the norm, by statistics that are kept, and what passes over so many bytes between the products.
+    That is the norm, by statistics that are kept, what passes over so many bytes between the products, and those of the
+    `products`, features in and out by name, whose results the software drops.
     """
     operations = setup.stack.again_operations
     if operations is None:
         return PassWork()
+    dropped = (size for name, size in products.items() if name in setup.stack.again_products)
+    again = [MatrixProduct(tokens, *size, dtype=setup.linear_dtype) for size in dropped]
     tokens = -(-tokens // setup.position_parts(grid))
     normed = tokens * (setup.model.hidden_size // grid.x) * (setup.passes.norm[0] - SQUARES_PASSED)
-    return PassWork(passed_bytes=normed + passed, operations=operations[branch])
+    return PassWork(again, normed + passed, operations[branch])
 
 
 def _branch(
@@ -371,6 +384,7 @@ def _attention(setup: Setup, attention: Attention, rows: int, grid: TensorGrid) 
     if attention.score_cap is not None:
         flash, passes = None, tuple(times * setup.item_bytes for times in CAPPED_SCORES_PASSED)
     share = seen_share(attention, positions) if flash and not setup.masks_documents else 1.0
+    share *= setup.context_parts
     works = []
     for fused, passed in zip(flash or (None, None), passes, strict=True):
         scores = MatrixProduct(positions, size, positions, batch, share, fused)
@@ -405,6 +419,7 @@ def _embedding(setup: Setup, grid: TensorGrid, rows: int, _regathers: bool) -> L
 
 
 def _head(setup: Setup, grid: TensorGrid, rows: int, regathers: bool) -> LayerCost:
+    setup = replace(setup, linear_dtype=None)
     model, passes = setup.model, setup.passes
     tokens, vocabulary = rows * setup.positions, padded_vocabulary(model, grid) // grid.y
     vocabulary += -vocabulary % setup.stack.vocabulary_multiple
@@ -440,5 +455,5 @@ def model_flops(setup: Setup, tokens: int) -> float:
     weights, pairs = hidden * setup.model.num_ids, 0
     for attention, mlp in ((block.attention, block.mlp) for block in setup.blocks):
         weights += hidden * (2 * attention.query_size + 2 * attention.key_size + mlp.up_size + mlp.inner)
-        pairs += attention.query_size * min(attention.window or setup.positions, setup.positions)
+        pairs += attention.query_size * min(attention.window or math.inf, setup.positions * setup.context_parts)
     return tokens * (6.0 * weights + 12.0 * pairs)

@@ -71,6 +71,8 @@ class DeviceModel:
             return family.sustained_flops_per_second[dtype]
         if dtype in family.peak_flops_per_second:
             return family.peak_flops_per_second[dtype] * self.efficiency.share(dtype)
+        if dtype == "fp8" and self.efficiency.fp8_gain and "bf16" in family.peak_flops_per_second:
+            return self.speed("bf16") * self.efficiency.fp8_gain
         known = sorted({*family.sustained_flops_per_second, *family.peak_flops_per_second})
         raise PlanError(
             f"families.{self.name} has no speed in {dtype}{did_you_mean(dtype, known)};"

@@ -21,10 +21,13 @@ def linear(
     of_in, of_out = axes
     num_bytes = setup.item_bytes
     cut = _sizes(tokens, parts if sizes[of_in] > 1 else 1)
-    forward = PassWork([MatrixProduct(each, into, out) for each in cut])
+    dtype = setup.linear_dtype
+    of_input, of_output = (each if dtype else 0.0 for each in setup.stack.cast_bytes)
+    forward = PassWork([MatrixProduct(each, into, out, dtype=dtype) for each in cut], of_input * tokens * into)
     if sizes[of_in] > 1:
         forward.exchanges += _sums(of_in, "all_reduce", forward.products, num_bytes)
-    backward, of_weight = PassWork([MatrixProduct(tokens, out, into)]), MatrixProduct(out, tokens, into)
+    backward = PassWork([MatrixProduct(tokens, out, into, dtype=dtype)], of_output * tokens * out)
+    of_weight = MatrixProduct(out, tokens, into, dtype=dtype)
     if sizes[of_out] > 1:
         backward.exchanges.append(Exchange(of_out, "all_reduce", tokens * into * num_bytes, behind=of_weight))
     added = 1 if setup.passes.weight else 0
@@ -43,13 +46,14 @@ def gathering_linear(
     of_input, of_weight = cost.backward_input.products[0], cost.backward_weight.products[0]
     whole = tokens * into * num_bytes
     cut = _Parts(setup, grid, rows, parts)
-    products = [MatrixProduct(each, into, out) for each in cut.tokens]
+    products = [MatrixProduct(each, into, out, dtype=setup.linear_dtype) for each in cut.tokens]
     exchanges = _gathers(products, into, num_bytes)
     if grid.x > 1:
         exchanges += _sums("x", "all_reduce", products, num_bytes)
     # A whole that is kept is joined for its product, too, unless a single row is cut.
     joined = cut.joined_bytes(into) if regathers or not cut.cut_positions else 2.0 * whole
-    forward = PassWork(products, joined + cut.placed_bytes(out), cut.copies, exchanges)
+    passed = cost.forward.passed_bytes + joined + cut.placed_bytes(out)
+    forward = PassWork(products, passed, cut.copies, exchanges)
     if regathers:
         cost.backward_input.exchanges.append(Exchange("y", "all_gather", whole, behind=of_input))
     cost.backward_input.exchanges.append(Exchange("y", "reduce_scatter", whole, behind=of_weight))
@@ -62,11 +66,11 @@ def scattering_linear(setup: "Setup", rows: int, into: int, out: int, grid: Tens
     tokens, num_bytes = rows * setup.positions, setup.item_bytes
     cost = linear(setup, tokens, into, out, ("y", "x"), {"x": grid.x, "y": 1})
     cut = _Parts(setup, grid, rows, parts)
-    products = [MatrixProduct(each, into, out) for each in cut.tokens]
-    scattered = cut.joined_bytes(out) + cut.placed_bytes(into)
+    products = [MatrixProduct(each, into, out, dtype=setup.linear_dtype) for each in cut.tokens]
+    scattered = cost.forward.passed_bytes + cut.joined_bytes(out) + cut.placed_bytes(into)
     forward = PassWork(products, scattered, cut.copies, _sums("y", "reduce_scatter", products, num_bytes))
-    of_input = [MatrixProduct(each, out, into) for each in cut.tokens]
-    gathered = cut.placed_bytes(out) + cut.joined_bytes(out) + cut.placed_bytes(into)
+    of_input = [MatrixProduct(each, out, into, dtype=setup.linear_dtype) for each in cut.tokens]
+    gathered = cost.backward_input.passed_bytes + cut.placed_bytes(out) + cut.joined_bytes(out) + cut.placed_bytes(into)
     gathers = _gathers(of_input, out, num_bytes)
     backward = PassWork(of_input, gathered, 2 * cut.copies, gathers + cost.backward_input.exchanges)
     return LayerCost(forward, backward, cost.backward_weight)

@@ -453,12 +453,16 @@ def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recomp
     kept = b * (1 + len(norms) - drops) * hidden / cut if stack.flash else (2 * b + 1) * hidden / cut
     if stack.flash:
         kept += sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
+    dropped = stack.again_products if drops else frozenset()
     if isinstance(branch, Mlp):
         inner = setup.positions * branch.inner / grid.y
-        return kept + b * inner * ((3 if branch.gated else 2) - drops if stack.flash else stack.kept_inner)
+        if drops:  # its input is computed again from attention's output, what it adds may be kept
+            kept += b * hidden / cut * (stack.keeps_outputs - ("output" in dropped))
+        copies = (3 - ("gate" in dropped) if branch.gated else 2) - drops
+        return kept + b * inner * (copies if stack.flash else stack.kept_inner)
     query, key = (setup.positions * features for features in heads_on(branch, grid))
     heads = branch.heads / grid.y
-    kept += b * (2 * query + 2 * key)
+    kept += b * (2 * query + (2 - ("keys" in dropped)) * key)
     if not stack.flash:
         of_scores = 2 * b + 1 if stack.dropped_scores else b
         return kept + (heads * setup.positions**2 * of_scores if recompute == "none" else 0.0)

@@ -206,9 +206,18 @@ class Predictor:
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
-        blocking, messages = self.setup.stack.blocking_sends, arrivals(self.setup, self.plan, self.network)
+        messages = arrivals(self.setup, self.plan, self.network)
         leaving = crossing(messages, self.network)
-        return Costs(tiles, messages, self._sharings(), self._agree_seconds(), blocking, leaving)
+        return Costs(tiles, messages, self._sharings(), self._agree_seconds(), self._blocking_share(), leaving)
+
+    def _blocking_share(self) -> float:
+        stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
+        if not stack.blocking_sends:
+            return 0.0
+        parts = tile.tensor.y if stack.gathers_parts else 1
+        rows = -(-tile.rows.size // tile.tensor.z)
+        sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
+        return max(0.0, 1 - stack.buffered_bytes / sent)
 
     def _place(self, tile: Tile) -> tuple:
         """Return what makes tiles equivalent: their families, tables of nodes, and how their ranks are spread."""

@@ -99,8 +99,8 @@ class Costs:
     """In the order in which all ranks exchange them."""
     agree_seconds: float = 0.0
     """Until all ranks agree on the loss and the norm."""
-    blocking_sends: bool = False
-    """Whether a tile computes nothing while it sends."""
+    blocking_share: float = 0.0
+    """Of the time of each message, during which its sender computes nothing."""
     leaving: frozenset[tuple[Tile, Tile]] = frozenset()
     """The messages that leave a node: what a rank sends forward and backward shares its NIC."""
 

@@ -142,8 +142,9 @@ class Simulation(ScheduleRun):
             if wire.leaves:
                 clock.sent_at[step.op] = max(wire.free_at, clock.sent_at.get(step.op, 0.0))
             wire.arrivals.append(wire.free_at)
-        if self._costs.blocking_sends:
-            clock.parts["pipeline"] += clock.wait_until(max(wire.free_at for wire in wires))
+        if share := self._costs.blocking_share:
+            end = max(wire.free_at - wire.seconds * (1 - share) for wire in wires)
+            clock.parts["pipeline"] += clock.wait_until(end)
         clock.done[step.virtual_stage] = clock.now
 
     def receive(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:

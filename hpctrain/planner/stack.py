@@ -47,6 +47,8 @@ class Stack:
     flash: tuple[float, float] | None = None
     """Where attention is one kernel, which computes only the causal half and keeps no scores: at which share of a large
     product's speed, forward and backward."""
+    native_attention: bool = False
+    """Whether that kernel is written for each generation (cuDNN, FlashAttention-3 and 4), not for an A100."""
     sequence_parallel: bool = False
     """Whether norms and residuals are cut over y too (Korthikanti et al. 2022)."""
     gradient_bytes: int = 4
@@ -60,6 +62,14 @@ class Stack:
     again_operations: tuple[int, int] | None = None
     """Of an attention and of a feed-forward part, how many operations `selective` recomputing starts again: those
     between products, whose results it drops. None: it is of attention's scores, where these are kept."""
+    again_products: frozenset[str] = frozenset()
+    """Whose results `selective` recomputing drops and computes again too: of "keys", of attention's "output", of the
+    "gate" of a feed-forward part."""
+    keeps_outputs: bool = False
+    """Whether `selective` recomputing keeps what a feed-forward part adds to the residual stream, needlessly."""
+    cast_bytes: tuple[float, float] = (4.0, 4.0)
+    """Read and written per number of a linear layer's input, and of its output's gradient, to cast it to fp8 in both
+    operand layouts."""
     kept_inputs: float = 1.0
     """Of a hidden state, per block, that full recomputing keeps."""
     kept_inner: float = 2.0
@@ -84,6 +94,8 @@ class Stack:
     into is stored with them."""
     blocking_sends: bool = False
     """Whether messages between stages go through the stream that computes."""
+    buffered_bytes: float = 0.0
+    """Of such a message, how much is held by the library that sends it: for this much the sender does not wait."""
     splits_backward: bool = False
     """Whether 1F1B sends the gradient of a stage's input before it computes those of weights."""
     copies_shards: bool = False

@@ -19,6 +19,8 @@ class MatrixProduct(NamedTuple):
     share: float = 1.0
     fused: float | None = None
     """Inside a kernel that keeps its result to itself: the share of a large product's speed at which that computes."""
+    dtype: str | None = None
+    """In place of the setup's."""
 
 
 class Exchange(NamedTuple):
@@ -83,7 +85,11 @@ class PassWork:
 
     def formula_seconds(self, device: DeviceModel, dtype: str, stack: Stack) -> float:
         """Return what computing takes by products and bytes: the longer of the device's time and its host's."""
-        computed = sum(device.product_seconds(dtype, p.m, p.k, p.n, p.batch, p.fused) * p.share for p in self.products)
+        gain = device.efficiency.native_gain if stack.native_attention else 1.0
+        computed = sum(
+            device.product_seconds(p.dtype or dtype, p.m, p.k, p.n, p.batch, p.fused and p.fused * gain) * p.share
+            for p in self.products
+        )
         computed += device.pass_seconds(self.passed_bytes) + self.operations * device.efficiency.launch_seconds
         dispatch = 0.0 if device.family.kind == "cpu" else stack.dispatch_seconds
         return max(computed, (len(self.products) + self.operations) * dispatch)

@@ -97,7 +97,9 @@ def test_measured_runs_of_a_billion_degrees_are_refused(tmp_path):
     path.write_text(CSV)
     assert len(load_measured(path)) == 2
     path.write_text(CSV.replace("2048,4,2,1,1,64", "2048,1000000000,2,1,1,64"))
-    with pytest.raises(PlanError, match="tensor x pipeline x data are 2,000,000,000 devices, and the most is 100,000"):
+    with pytest.raises(
+        PlanError, match="tensor x pipeline x data x context are 2,000,000,000 devices, and the most is 100,000"
+    ):
         load_measured(path)
 
 
