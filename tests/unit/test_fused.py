@@ -1,7 +1,10 @@
 """Fused kernels on one rank: within the bounds of every dtype, computed again bit by bit, and chosen with a reason."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from hpctrain.architectures.registry import presets
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
@@ -13,6 +16,7 @@ from hpctrain.config.job import Model
 from hpctrain.config.kernels import KernelChoice
 from hpctrain.engine.alignment import Case, compare
 from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused
+from hpctrain.model import pure
 from hpctrain.model.fused import FusedKernels
 from hpctrain.model.kernels import Kernels
 from hpctrain.model.operators import operators
@@ -67,6 +71,37 @@ def test_what_is_computed_again_has_the_same_bits_and_those_of_single_operations
     assert 0 < (gradients - plain[1]).abs().max() < 1e-5 * plain[1].abs().max()
 
 
+@pytest.mark.timeout(120)
+def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
+    """Torch compiles a long sum for a GPU with several block sizes and keeps the fastest, which differs by rank.
+
+    The test evaluates the condition under which torch does so.
+    """
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.runtime.hints import HeuristicType
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    scales, compile_to_module = [], GraphLowering.compile_to_module
+
+    def noted(graph):
+        h100 = SimpleNamespace(type="cuda", major=9, regs_per_multiprocessor=1 << 16)
+        autotuner = SimpleNamespace(
+            deterministic_mode=inductor.deterministic,
+            inductor_meta={"dynamic_scale_rblock": inductor.dynamic_scale_rblock},
+            heuristic_type=HeuristicType.REDUCTION,
+            size_hints={"x": 1, "r0_": 4096},
+            device_props=h100,
+        )
+        scales.append(CachingAutotuner._could_rblock_scale.func(autotuner))
+        assert inductor.deterministic, "and of the configurations at the start it takes one by a rule"
+        return compile_to_module(graph)
+
+    monkeypatch.setattr(GraphLowering, "compile_to_module", noted)
+    with inductor.patch(force_disable_caches=True):
+        FusedKernels()._run(pure.row_squares, torch.ones(3, 4097))
+    assert scales == [False]
+
+
 def test_a_device_for_which_torch_is_not_built_says_so():
     device = TorchAccelerator(CUDA, 0, "h200", 1, FakeTorchModule(), FakeCupy())
     ability = device.compiles()
@@ -77,10 +112,8 @@ def test_a_device_for_which_torch_is_not_built_says_so():
 
 @pytest.mark.timeout(120)
 def test_a_host_without_a_compiler_says_so(monkeypatch, tmp_path):
-    from torch._inductor import config
-
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    with config.patch({"cpp.cxx": ("/nowhere/g++",)}):
+    with inductor.patch({"cpp.cxx": ("/nowhere/g++",)}):
         ability = CPU.compiles()
     assert not ability.works and "No working C++ compiler found" in ability.reason
 
