@@ -105,7 +105,9 @@ def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
 def test_a_device_for_which_torch_is_not_built_says_so():
     device = TorchAccelerator(CUDA, 0, "h200", 1, FakeTorchModule(), FakeCupy())
     ability = device.compiles()
-    assert not ability.works and ability.reason == "torch.compile: AssertionError: Torch not compiled with CUDA enabled"
+    assert not ability.works and ability.reason == (
+        "torch.compile: AssertionError: Torch not compiled with CUDA enabled (it needs g++ and, for devices, Triton)"
+    )
     kernels, reasons = resolve_fused(KernelChoice(), [trial(0, "h200", ability)])
     assert kernels.fused is False and reasons == {"kernels.fused": f"h200 off: {ability.reason} (rank 0 on node0)"}
 
@@ -138,7 +140,7 @@ def test_one_rank_that_cannot_decides_for_its_family_alone():
 
 def test_what_a_job_asks_for_is_done_or_refused():
     trials = [trial(0, "h100", WORKS), trial(1, "v100", FAILS)]
-    with pytest.raises(JobError, match=r"rank 1 \(v100\) on node1 cannot compile: torch.compile: no Triton; install g"):
+    with pytest.raises(JobError, match=r"rank 1 \(v100\) on node1 cannot compile: torch.compile: no Triton; set"):
         resolve_fused(KernelChoice(fused=True), trials)
     kernels, reasons = resolve_fused(
         KernelChoice(fused=True, fused_by_family={"v100": False}), [trials[0], trial(1, "v100")]

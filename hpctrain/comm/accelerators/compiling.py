@@ -60,4 +60,5 @@ def try_compile(device: torch.device) -> Ability:
         return Ability(False, "torch.compile gives other numbers than operations one by one")
     except Exception as error:  # without a compiler, and whatever else a compiler raises
         lines = str(error).strip().splitlines() or [""]
-        return Ability(False, f"torch.compile: {type(error).__name__}: {lines[0][:200]}")
+        reason = f"torch.compile: {type(error).__name__}: {lines[0][:200]}"
+        return Ability(False, f"{reason} (it needs g++ and, for devices, Triton)")
