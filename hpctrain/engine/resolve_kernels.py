@@ -48,7 +48,8 @@ def resolve_kernels(
     own = RankTrial(world.rank, family, world.place.host)
     if world.rank in ranks:
         asked = choice.fused_of(family)
-        if asked or (asked is None and accelerator.kind != "cpu"):
+        is_processor = accelerator.kind == "cpu" and world.topology.shares_memory  # a pretended device says why not
+        if asked or (asked is None and not is_processor):
             own = own._replace(compiles=accelerator.compiles())
         if choice.attention != "auto":
             own = own._replace(attends=try_attention(accelerator, job, dtypes))

@@ -1,5 +1,6 @@
 """Fused kernels on one rank: within the bounds of every dtype, computed again bit by bit, and chosen with a reason."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +12,20 @@ from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import CUDA
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.topology import Place
 from hpctrain.config.errors import JobError
-from hpctrain.config.job import Model
+from hpctrain.config.job import Data, Job, Model
 from hpctrain.config.kernels import KernelChoice
+from hpctrain.config.truth import PretendDevice
 from hpctrain.engine.alignment import Case, compare
-from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused
+from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused, resolve_kernels
 from hpctrain.model import pure
 from hpctrain.model.fused import FusedKernels
 from hpctrain.model.kernels import Kernels
 from hpctrain.model.operators import operators
 from hpctrain.model.stage import Stage
+from hpctrain.rehearsal.accelerator import RehearsedAccelerator
+from hpctrain.rehearsal.clock import Clock
 from tests.compilers import CACHE_VARIABLE, need_compiler
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 from tests.unit.test_model import MODELS, make_stage
@@ -129,6 +134,23 @@ def test_auto_is_on_for_devices_that_compile_and_off_for_processors():
     kernels, reasons = resolve_fused(KernelChoice(), trials)
     assert [kernels.fused_of(family) for family in ("h100", "cpu")] == [True, False]
     assert reasons == {"kernels.fused": f"h100 on: the same numbers; cpu off: {ON_CPU}"}
+
+
+def test_a_pretended_device_is_no_processor():
+    world = SimpleNamespace(
+        rank=0,
+        place=Place("node0", "h100"),
+        topology=SimpleNamespace(shares_memory=False),
+        gather_objects=lambda own: [own],
+        broadcast_object=lambda every: every,
+    )
+    truth = PretendDevice(memory_bytes=10**9, memory_bytes_per_second=1e9, flops_per_second={"fp32": 1e9})
+    pretended = RehearsedAccelerator("h100", truth, Clock(), 1.0, seed=0)
+    job = Job(name="a", model=MODELS["gpt2"], data=Data(tokens=Path("t.bin")))
+    resolved, reasons = resolve_kernels(world, pretended, job, [0])  # pyright: ignore[reportArgumentType] - what it asks
+    assert resolved.kernels.fused is False
+    text = "h100 off: a pretended device sees operations one by one (rank 0 on node0)"
+    assert reasons == {"kernels.fused": text}
 
 
 def test_one_rank_that_cannot_decides_for_its_family_alone():
