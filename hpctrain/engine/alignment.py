@@ -28,6 +28,7 @@ from hpctrain.config.errors import TopologyError
 from hpctrain.config.job import Job
 from hpctrain.config.precision import Precision
 from hpctrain.data.order import open_datasets
+from hpctrain.engine.resolve_kernels import resolve_kernels
 from hpctrain.engine.trainer import Trainer
 from hpctrain.model.fused import make_kernels
 from hpctrain.model.operators import Operator, Rounding, operators
@@ -229,18 +230,29 @@ def align_rank(
     rank: int = 0,
     host: str = "",
 ) -> RankAlignment:
-    """Compare all operators of a job on this rank's device. Involves no other rank."""
+    """Compare all operators of a job on this rank's device. Involves no other rank.
+
+    The kernel that the job names for attention computes in `dtypes` alone: not every kernel has the reference's dtype.
+    """
     digests, compared, mended = {}, [], []
-    kernels = make_kernels(job.kernels, accelerator.family)
-    for operator in operators(job.model, rows, positions, kernels):
+    named, free = (
+        operators(job.model, rows, positions, make_kernels(choice, accelerator.family))
+        for choice in (job.kernels, _with_any_attention(job).kernels)
+    )
+    for operator, free_operator in zip(named, free, strict=True):
         case = Case(operator, deviation)
         digests[operator.name] = case.digest()
         for dtype in dtypes:
             of_operator = compare(case, accelerator, dtype, job.precision.overrides)
             compared += of_operator
             if operator.pin and dtype != REFERENCE_DTYPE and any(each.is_beyond for each in of_operator):
-                mended += compare(case, accelerator, dtype, {operator.pin: REFERENCE_DTYPE})
+                mended += compare(Case(free_operator, deviation), accelerator, dtype, {operator.pin: REFERENCE_DTYPE})
     return RankAlignment(rank, host, accelerator.family, accelerator.model, digests, compared, mended)
+
+
+def _with_any_attention(job: Job) -> Job:
+    """Return the job with torch's own choice of a kernel for attention."""
+    return job.model_copy(update={"kernels": job.kernels.model_copy(update={"attention": "auto"})})
 
 
 def first_losses(accelerator: Accelerator, job: Job, dtype: str, steps: int) -> list[float]:
@@ -275,14 +287,17 @@ def align(
     steps: int = 0,
 ) -> list[RankAlignment]:
     """Compare all operators on every rank's device, and train the first steps on one of each family; return what all
-    ranks saw. `dtypes` are this rank's. All ranks must call. Raises TopologyError where inputs differ between hosts.
+    ranks saw. `dtypes` are this rank's. All ranks must call. Raises TopologyError where inputs differ between hosts,
+    JobError where a rank does not have the kernels that the job asks for.
     """
+    job, _ = resolve_kernels(world, accelerator, job, range(world.size), dtypes)
     own = align_rank(accelerator, job, dtypes, rows, positions, deviation, world.rank, world.place.host)
     places = world.topology.places
     first_of_family = min(r for r, place in enumerate(places) if place.family == accelerator.family)
     if steps and world.rank == first_of_family:
         trained = dict.fromkeys((*dtypes, REFERENCE_DTYPE) if world.rank == 0 else dtypes)
-        losses = {dtype: first_losses(accelerator, job, dtype, steps) for dtype in trained}
+        jobs = {dtype: job if dtype in dtypes else _with_any_attention(job) for dtype in trained}
+        losses = {dtype: first_losses(accelerator, each, dtype, steps) for dtype, each in jobs.items()}
         own = RankAlignment(**{**own.__dict__, "losses": losses})
     every = world.broadcast_object(world.gather_objects(own))
     for each in every:

@@ -29,6 +29,8 @@ from hpctrain.config.job import Job
 from hpctrain.engine.layout import Layout, make_layout
 from hpctrain.engine.optimizer import Optimizer
 from hpctrain.engine.pipeline import Pipeline
+from hpctrain.engine.resolve_kernels import resolve_kernels
+from hpctrain.model.kernels import Kernels
 from hpctrain.model.stage import Stage
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.curves import PROFILED_ZEROS, describe_work
@@ -85,14 +87,13 @@ class Trials:
     """One rank's device, and what it does with the job when it is alone."""
 
     def __init__(self, world: World, accelerator: Accelerator, job: Job, deadline: float, rounds: int = ROUNDS):
-        """`job` is resolved. Of so many rounds the best counts.
+        """`job` is resolved, its kernels too. Of so many rounds the best counts.
 
         No more than a row is tried where that would end after `deadline` (of time.monotonic)."""
         self._solo, self._rank = world.solo(), world.rank
         self._families = [place.family for place in world.topology.places]
         self._accelerator = accelerator
-        kernels = job.kernels.model_copy(update={"fused": False, "fused_by_family": {}})
-        self._job = job.model_copy(update={"kernels": kernels})  # to compile takes longer than to measure
+        self._job = job
         self._deadline = deadline
         self._rounds = rounds
         self._is_warm = False
@@ -218,13 +219,13 @@ class Trials:
     def _item_times(self, zero: int, rows: int) -> RowTimes:
         job, device, dtype = self._job, self._accelerator.device, DTYPES[self._job.dtype_of(self._families[self._rank])]
         small = job.model_copy(update={"model": job.model.model_copy(update={"num_layers": 1})})
-        layout = self._layout(small, zero, rows)
+        layout, kernels = self._layout(small, zero, rows), Kernels(job.kernels.attention)
         shape = (rows, job.data.sequence_length)
         tokens = torch.randint(job.model.num_ids, shape, device=device)
         hidden = torch.randn(*shape, job.model.hidden_size, dtype=dtype, device=device)
         of_loss = torch.tensor(1.0 / tokens.numel(), dtype=torch.float64, device=device)
         embedding, block, head = (
-            Stage(small.model, replace(layout.tiles[0], items=items), layout.axes, layout.store)
+            Stage(small.model, replace(layout.tiles[0], items=items), layout.axes, layout.store, kernels=kernels)
             for items in layers(Interval(0, small.model.num_items))
         )
         return RowTimes(
@@ -265,14 +266,24 @@ class _Noise:
         return np.random.default_rng(0).integers(self._vocabulary, size=(rows.size, self._length))
 
 
+def _with_separate_kernels(world: World, accelerator: Accelerator, job: Job) -> Job:
+    """Return the job with kernels that are not fused: to compile them takes longer than to measure.
+
+    All ranks must call. Raises JobError where one does not have the attention kernel that the job asks for.
+    """
+    kernels = job.kernels.model_copy(update={"fused": False, "fused_by_family": {}})
+    separate = job.model_copy(update={"kernels": kernels})
+    return resolve_kernels(world, accelerator, separate, range(world.size))[0]
+
+
 def profile(world: World, accelerator: Accelerator, job: Job, seconds: float) -> tuple[list[Profile], list[str]] | None:
     """Measure for about so many seconds; return a profile of each family and ZeRO stage, and a comment on each.
 
     `job` is resolved: its vocabulary size, dtype and overlap are values. All ranks must call; rank 0 gets the result,
     others None. Of ranks of one family the median time counts, and the fewest rows. Raises TrainingError on all of
-    them where one cannot hold a single block.
+    them where one cannot hold a single block, JobError where one lacks the job's attention kernel.
     """
-    start = time.monotonic()
+    job, start = _with_separate_kernels(world, accelerator, job), time.monotonic()
     most = max(1, job.train.global_batch - world.size + 1)  # the other replicas have a row each
     trials = Trials(world, accelerator, job, start + SEARCH_SHARE * seconds)
     limits: list[list[Limit]] = []  # by stage and rank
@@ -325,6 +336,7 @@ def short_profile(
 
     Good for the predictor. How many rows fit, and what an update takes, is not measured.
     """
+    job = _with_separate_kernels(world, accelerator, job)
     end = time.monotonic() + seconds
     trials = Trials(world, accelerator, job, end, rounds=SHORT_ROUNDS)
     with world.all_or_none():

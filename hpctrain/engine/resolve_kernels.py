@@ -35,22 +35,24 @@ class RankTrial(NamedTuple):
 
 
 def resolve_kernels(
-    world: "World", accelerator: Accelerator, job: Job, ranks: Sequence[int]
+    world: "World", accelerator: Accelerator, job: Job, ranks: Sequence[int], dtypes: Sequence[str] = ()
 ) -> tuple[Job, dict[str, str]]:
     """Return the job with values for its kernels, and the reasons of those that were `auto`.
 
-    All ranks must call, with their devices bound; those of the plan, `ranks`, try what matters. Raises JobError on all
-    ranks where one cannot do what the job asks for.
+    All ranks must call, with their devices bound; those of the plan, `ranks`, try what matters. Attention is tried in
+    `dtypes`, by default in that of the rank's family. Raises JobError on all ranks where one cannot do what the job
+    asks for.
     """
     family, choice = world.place.family, job.kernels
     accelerator.sum_in_one_order(choice.deterministic)
     own = RankTrial(world.rank, family, world.place.host)
     if world.rank in ranks:
         asked = choice.fused_of(family)
-        if asked or (asked is None and accelerator.kind != "cpu"):
+        is_processor = accelerator.kind == "cpu" and world.topology.shares_memory  # a pretended device says why not
+        if asked or (asked is None and not is_processor):
             own = own._replace(compiles=accelerator.compiles())
         if choice.attention != "auto":
-            own = own._replace(attends=try_attention(accelerator, job))
+            own = own._replace(attends=try_attention(accelerator, job, dtypes))
     trials = [trial for trial in world.broadcast_object(world.gather_objects(own)) if trial.rank in ranks]
     check_attention(choice, trials)
     kernels, reasons = resolve_fused(choice, trials)
@@ -71,7 +73,7 @@ def resolve_fused(asked: KernelChoice, trials: Sequence[RankTrial]) -> tuple[Ker
         if wanted and failed:
             raise JobError(
                 f"kernels.fused is true, but rank {failed[0].rank} ({family}) on {failed[0].host} cannot compile:"
-                f" {failed[1].reason}; install g++ and, for devices, Triton there, or set kernels.fused = false"
+                f" {failed[1].reason}; set kernels.fused = false"
             )
         values[family] = bool(tried) and failed is None if wanted is None else wanted
         if wanted is None:
@@ -83,13 +85,19 @@ def resolve_fused(asked: KernelChoice, trials: Sequence[RankTrial]) -> tuple[Ker
     return asked.model_copy(update=result), {"kernels.fused": "; ".join(reasons)} if reasons else {}
 
 
-def try_attention(accelerator: Accelerator, job: Job) -> Ability:
+def try_attention(accelerator: Accelerator, job: Job, dtypes: Sequence[str] = ()) -> Ability:
     """Say whether a rank's device has the attention kernel that a job asks for, forward and backward. Never raises.
 
-    The dtype of the job's family is known. Tried on few positions, with windows in proportion.
+    Without `dtypes` it is tried in that of the rank's family, which is known then. An override of attention replaces
+    each. Positions are few, and windows in proportion.
     """
-    kernels = Kernels(job.kernels.attention)
-    dtype = DTYPES[job.precision.overrides.get("attention", job.dtype_of(accelerator.family))]
+    names = (job.precision.overrides.get("attention", name) for name in dtypes or (job.dtype_of(accelerator.family),))
+    tried = [_try_attention_in(accelerator, job, name) for name in dict.fromkeys(names)]
+    return next((ability for ability in tried if not ability.works), tried[0])
+
+
+def _try_attention_in(accelerator: Accelerator, job: Job, name: str) -> Ability:
+    kernels, dtype = Kernels(job.kernels.attention), DTYPES[name]
     positions = min(job.data.sequence_length, TRIED_POSITIONS)
     starts = None
     if job.data.mask_documents:
@@ -112,7 +120,7 @@ def try_attention(accelerator: Accelerator, job: Job) -> Ability:
                 ).sum().backward()
         except RuntimeError as error:
             lines = [str(each.message).partition(" (Triggered")[0] for each in said] + [str(error)]
-            return Ability(False, " ".join(lines)[:400].rstrip("."))
+            return Ability(False, f"in {name}: {' '.join(lines)[:400].rstrip('.')}")
     return Ability(True, "tried forward and backward")
 
 

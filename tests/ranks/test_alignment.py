@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.config.errors import JobError
+from hpctrain.config.kernels import KernelChoice
 from hpctrain.engine.alignment import align
+from hpctrain.engine.profiler import profile, short_profile
 from hpctrain.jobs.align import format_alignment, summarise
 from hpctrain.model import functions, linear_layers
+from hpctrain.model.functions import ATTENTION_BACKENDS
 from tests.ranks.small_runs import make_job
 
 DTYPES = ("fp32", "bf16")
@@ -45,3 +49,41 @@ def test_first_losses_of_each_dtype_are_near_those_of_fp32(world, tokens, monkey
         monkeypatch.setattr(linear_layers, "add_product", negligent)
     summary = summarise(align(world, CpuAccelerator(), job, DTYPES, 1, 8, steps=8), 0.015)
     assert [of["aligned"] for of in summary["losses"] if of["dtype"] == "bf16"] == [False]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_who_measures_or_compares_refuses_kernels_that_a_rank_lacks(world, tokens):
+    job = make_job(tokens, "llama", dtype="fp32", global_batch=8).model_copy(
+        update={"kernels": KernelChoice(attention="cudnn")}
+    )
+    for measure in (
+        lambda: align(world, CpuAccelerator(), job, DTYPES, 2, 16),
+        lambda: profile(world, CpuAccelerator(), job, 1.0),
+        lambda: short_profile(world, CpuAccelerator(), job, 0.1),
+    ):
+        with pytest.raises(JobError, match=r"rank 0 .* has no such kernel for it: in fp32: .*No viable backend"):
+            measure()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(120)
+def test_a_kernel_that_is_named_need_not_have_the_dtype_of_the_reference(world, tokens, monkeypatch):
+    """As flash attention of GPUs, which has half precision alone."""
+    attend, computed = functions.attend, set()
+
+    def attend_in_half(queries, *rest, backend="auto", **more):
+        if backend == "flash" and queries.dtype == torch.float32:
+            raise RuntimeError("No available kernel")
+        computed.add((backend, queries.dtype))
+        return attend(queries * 1.3, *rest, backend="auto", **more)  # wrong, so that it is computed again in fp32
+
+    assert "flash" in ATTENTION_BACKENDS
+    monkeypatch.setattr(functions, "attend", attend_in_half)
+    job = make_job(tokens, "llama", dtype="bf16", global_batch=8)
+    job = job.model_copy(update={"kernels": KernelChoice(attention="flash")})
+    summary = summarise(align(world, CpuAccelerator(), job, ("bf16",), 1, 8, steps=1), 0.015)
+    assert {entry["operator"] for entry in summary["operators"] if entry["beyond"]} == {"attention"}
+    assert ("flash", torch.bfloat16) in computed and ("auto", torch.float32) in computed
+    with pytest.raises(JobError, match="in fp32: No available kernel"):
+        align(world, CpuAccelerator(), job, DTYPES, 1, 8)

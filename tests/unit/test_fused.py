@@ -1,7 +1,11 @@
 """Fused kernels on one rank: within the bounds of every dtype, computed again bit by bit, and chosen with a reason."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from hpctrain.architectures.registry import presets
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
@@ -9,15 +13,20 @@ from hpctrain.comm.accelerators.kinds import CUDA
 from hpctrain.comm.accelerators.torch_device import TorchAccelerator
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.topology import Place
 from hpctrain.config.errors import JobError
-from hpctrain.config.job import Model
+from hpctrain.config.job import Data, Job, Model
 from hpctrain.config.kernels import KernelChoice
+from hpctrain.config.truth import PretendDevice
 from hpctrain.engine.alignment import Case, compare
-from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused
+from hpctrain.engine.resolve_kernels import ON_CPU, RankTrial, continued_kernels, resolve_fused, resolve_kernels
+from hpctrain.model import pure
 from hpctrain.model.fused import FusedKernels
 from hpctrain.model.kernels import Kernels
 from hpctrain.model.operators import operators
 from hpctrain.model.stage import Stage
+from hpctrain.rehearsal.accelerator import RehearsedAccelerator
+from hpctrain.rehearsal.clock import Clock
 from tests.compilers import CACHE_VARIABLE, need_compiler
 from tests.unit.fake_torch import FakeCupy, FakeTorchModule
 from tests.unit.test_model import MODELS, make_stage
@@ -93,20 +102,51 @@ def test_the_fused_loss_is_that_of_single_operations(monkeypatch, cap, dtype):
     assert not gradients[1][targets < 0].any() and not gradients[1][:, 11].any()
 
 
+@pytest.mark.timeout(120)
+def test_no_measurement_selects_the_order_of_a_sum(kernels, monkeypatch):
+    """Torch compiles a long sum for a GPU with several block sizes and keeps the fastest, which differs by rank.
+
+    The test evaluates the condition under which torch does so.
+    """
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.runtime.hints import HeuristicType
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    scales, compile_to_module = [], GraphLowering.compile_to_module
+
+    def noted(graph):
+        h100 = SimpleNamespace(type="cuda", major=9, regs_per_multiprocessor=1 << 16)
+        autotuner = SimpleNamespace(
+            deterministic_mode=inductor.deterministic,
+            inductor_meta={"dynamic_scale_rblock": inductor.dynamic_scale_rblock},
+            heuristic_type=HeuristicType.REDUCTION,
+            size_hints={"x": 1, "r0_": 4096},
+            device_props=h100,
+        )
+        scales.append(CachingAutotuner._could_rblock_scale.func(autotuner))
+        assert inductor.deterministic, "and of the configurations at the start it takes one by a rule"
+        return compile_to_module(graph)
+
+    monkeypatch.setattr(GraphLowering, "compile_to_module", noted)
+    with inductor.patch(force_disable_caches=True):
+        FusedKernels()._run(pure.row_squares, torch.ones(3, 4097))
+    assert scales == [False]
+
+
 def test_a_device_for_which_torch_is_not_built_says_so():
     device = TorchAccelerator(CUDA, 0, "h200", 1, FakeTorchModule(), FakeCupy())
     ability = device.compiles()
-    assert not ability.works and ability.reason == "torch.compile: AssertionError: Torch not compiled with CUDA enabled"
+    assert not ability.works and ability.reason == (
+        "torch.compile: AssertionError: Torch not compiled with CUDA enabled (it needs g++ and, for devices, Triton)"
+    )
     kernels, reasons = resolve_fused(KernelChoice(), [trial(0, "h200", ability)])
     assert kernels.fused is False and reasons == {"kernels.fused": f"h200 off: {ability.reason} (rank 0 on node0)"}
 
 
 @pytest.mark.timeout(120)
 def test_a_host_without_a_compiler_says_so(monkeypatch, tmp_path):
-    from torch._inductor import config
-
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    with config.patch({"cpp.cxx": ("/nowhere/g++",)}):
+    with inductor.patch({"cpp.cxx": ("/nowhere/g++",)}):
         ability = CPU.compiles()
     assert not ability.works and "No working C++ compiler found" in ability.reason
 
@@ -122,6 +162,23 @@ def test_auto_is_on_for_devices_that_compile_and_off_for_processors():
     assert reasons == {"kernels.fused": f"h100 on: the same numbers; cpu off: {ON_CPU}"}
 
 
+def test_a_pretended_device_is_no_processor():
+    world = SimpleNamespace(
+        rank=0,
+        place=Place("node0", "h100"),
+        topology=SimpleNamespace(shares_memory=False),
+        gather_objects=lambda own: [own],
+        broadcast_object=lambda every: every,
+    )
+    truth = PretendDevice(memory_bytes=10**9, memory_bytes_per_second=1e9, flops_per_second={"fp32": 1e9})
+    pretended = RehearsedAccelerator("h100", truth, Clock(), 1.0, seed=0)
+    job = Job(name="a", model=MODELS["gpt2"], data=Data(tokens=Path("t.bin")))
+    resolved, reasons = resolve_kernels(world, pretended, job, [0])  # pyright: ignore[reportArgumentType] - what it asks
+    assert resolved.kernels.fused is False
+    text = "h100 off: a pretended device sees operations one by one (rank 0 on node0)"
+    assert reasons == {"kernels.fused": text}
+
+
 def test_one_rank_that_cannot_decides_for_its_family_alone():
     trials = [trial(0, "h100", WORKS), trial(1, "h100", FAILS), trial(2, "a100", WORKS)]
     kernels, reasons = resolve_fused(KernelChoice(), trials)
@@ -131,7 +188,7 @@ def test_one_rank_that_cannot_decides_for_its_family_alone():
 
 def test_what_a_job_asks_for_is_done_or_refused():
     trials = [trial(0, "h100", WORKS), trial(1, "v100", FAILS)]
-    with pytest.raises(JobError, match=r"rank 1 \(v100\) on node1 cannot compile: torch.compile: no Triton; install g"):
+    with pytest.raises(JobError, match=r"rank 1 \(v100\) on node1 cannot compile: torch.compile: no Triton; set"):
         resolve_fused(KernelChoice(fused=True), trials)
     kernels, reasons = resolve_fused(
         KernelChoice(fused=True, fused_by_family={"v100": False}), [trials[0], trial(1, "v100")]

@@ -7,11 +7,16 @@ import torch
 from hpctrain.comm.routes.abilities import Ability
 
 # In this process: it would start as many others as the host has cores, for each rank. What a compiled function is for
-# is told apart before it is called, which takes a fraction of the time of torch's own checks.
+# is told apart before it is called, which takes a fraction of the time of torch's own checks. Nothing that orders a sum
+# is selected by a measurement: ranks that hold copies of a norm, and a run that continues, would have other last bits.
 OPTIONS: dict[str, str | int | bool | Callable] = {
     "compile_threads": 1,
     "guard_filter_fn": lambda guards: [False] * len(guards),
+    "dynamic_scale_rblock": False,
 }
+IN_ONE_ORDER = "deterministic"
+"""Torch's option that selects one configuration of each sum. Torch 2.8 has none, and does so where all of torch is
+deterministic."""
 
 
 class Compiled:
@@ -38,7 +43,8 @@ def _compile(function: Callable, constants: dict) -> Callable:
         return function(*tensors, **constants)
 
     compiled.__code__ = compiled.__code__.replace()  # torch keeps what is compiled, and a limit, for each code object
-    return torch.compile(compiled, fullgraph=True, dynamic=False, options=OPTIONS)
+    options = OPTIONS | ({IN_ONE_ORDER: True} if IN_ONE_ORDER in torch._inductor.list_options() else {})
+    return torch.compile(compiled, fullgraph=True, dynamic=False, options=options)
 
 
 def _trial(x: torch.Tensor) -> torch.Tensor:
@@ -54,4 +60,5 @@ def try_compile(device: torch.device) -> Ability:
         return Ability(False, "torch.compile gives other numbers than operations one by one")
     except Exception as error:  # without a compiler, and whatever else a compiler raises
         lines = str(error).strip().splitlines() or [""]
-        return Ability(False, f"torch.compile: {type(error).__name__}: {lines[0][:200]}")
+        reason = f"torch.compile: {type(error).__name__}: {lines[0][:200]}"
+        return Ability(False, f"{reason} (it needs g++ and, for devices, Triton)")

@@ -1,0 +1,99 @@
+"""All features in one run: sequence parallelism, z, uneven tilings, products in parts, offload, selective recompute,
+fused kernels, ZeRO, interleaving and zero bubble. The losses of one rank, and the same bits after a resume."""
+
+import functools
+import itertools
+
+import pytest
+
+from hpctrain.config.kernels import KernelChoice
+from hpctrain.config.parallelism import Overlap
+from hpctrain.plan.checks import check_plan
+from hpctrain.plan.launch_order import check_launch_order
+from hpctrain.plan.schedule_run import check_schedules
+from hpctrain.plan.tiling import Plan, Tile
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
+from tests.compilers import need_compiler
+from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job
+
+STEPS, INTERRUPTED = 20, 7
+ROWS, MICROBATCHES, BLOCKS = 4, 2, 4
+LAST = 2 * BLOCKS + 2
+SHAPE = {"num_layers": BLOCKS, "hidden_size": 16, "num_heads": 4}
+FUSED = "fused"
+CUT, SHARDED = TensorGrid(y=2, sequence_parallel=True), TensorGrid(z=2)
+OVERLAP = Overlap(tensor=True, data=True, z=True, forward=False, tensor_parts=2, bucket_bytes=3000)
+KERNELS = KernelChoice(fused=False, fused_by_family={FUSED: True})
+
+
+def tile(items, rows, first_rank: int, grid: TensorGrid, **options) -> Tile:
+    ranks = tuple(range(first_rank, first_rank + grid.size))
+    family = FUSED if grid == CUT else "cpu"  # to compile for all of them takes longer than to train
+    options = {"offload": "all", "recompute": "selective", "family": family, **options}
+    return Tile(Interval(*items), Interval(*rows), ranks, grid, **options)
+
+
+def in_turn(cuts, *stages) -> tuple[Tile, ...]:
+    """Return tiles by which the stages, each of (rows, first rank, grid, options), alternate over the cuts."""
+    tiles = []
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        for rows, first_rank, grid, options in stages[number % len(stages)]:
+            tiles.append(tile((start, stop), rows, first_rank, grid, **options))
+    return tuple(tiles)
+
+
+WHOLE = (0, ROWS)
+PLANS = {
+    4: {
+        "interleaved": in_turn((0, 3, 5, 7, LAST), [(WHOLE, 0, CUT, {})], [(WHOLE, 2, SHARDED, {})]),
+        "zero bubble": in_turn(
+            (0, 5, LAST),
+            [((0, 1), 0, TensorGrid(), {"zero": 2}), ((1, ROWS), 1, TensorGrid(), {"zero": 2, "state_share": 2})],
+            [(WHOLE, 2, CUT, {"zero": 3})],
+        ),
+    },
+    8: {
+        "interleaved": in_turn(
+            (0, 3, 5, 7, LAST),
+            [((0, 2), 0, CUT, {"zero": 3}), ((2, ROWS), 2, SHARDED, {"zero": 3})],
+            [(WHOLE, 4, TensorGrid(y=2, z=2, sequence_parallel=True), {})],
+        ),
+    },
+}
+
+
+def pytest_generate_tests(metafunc):
+    from mpi4py import MPI
+
+    metafunc.parametrize("name", PLANS.get(MPI.COMM_WORLD.size, ()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(shared_tmp_path):
+    need_compiler(shared_tmp_path / "compiled")
+
+
+@functools.cache
+def one_rank(world, tokens, folder) -> list[float]:
+    """Return losses and norms of rank 0 alone, with none of the features."""
+    job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=ROWS * MICROBATCHES, steps=STEPS)
+    whole = Plan((Tile(Interval(0, LAST), Interval(0, ROWS), (0,)),), MICROBATCHES, ROWS)
+    return world.on_first_rank(lambda: go_on(Alone(), job, whole, folder, STEPS, resume=False))
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.timeout(240)
+def test_all_features_at_once_train_as_one_rank_and_resume_bit_for_bit(world, tokens, folder, shared_tmp_path, name):
+    plan = Plan(PLANS[world.size][name], MICROBATCHES, ROWS, "zb-h1" if name == "zero bubble" else "1f1b")
+    job = make_job(tokens, "gpt2", shape=SHAPE, global_batch=ROWS * MICROBATCHES, steps=STEPS)
+    job = job.model_copy(update={"overlap": OVERLAP, "kernels": KERNELS})
+    check_plan(job, plan, name)
+    check_schedules(plan, reduce_early=True)
+    check_launch_order(plan)
+    uninterrupted = go_on(world, job, plan, folder / "once", STEPS, resume=False)
+    first = go_on(world, job, plan, folder, INTERRUPTED, resume=False)
+    assert first + go_on(world, job, plan, folder, STEPS - INTERRUPTED, resume=True) == uninterrupted
+    expected = one_rank(world, tokens, shared_tmp_path / "one")
+    assert expected[2 * (STEPS - 1)] < 0.95 * expected[0], "the reference learns"
+    assert largest_relative_difference(uninterrupted[::2], expected[::2]) < 1e-5
