@@ -62,8 +62,9 @@ class Component:
         return result
 
     def describe(self) -> str:
+        """Return what it is in one line, whatever the names: scripts have it in a comment, which a line break ends."""
         nodes = f"{self.num_nodes} node" + ("s" if self.num_nodes > 1 else "")
-        each = " and ".join(f"{count} {name or 'ranks'}" for name, count in self.devices.items())
+        each = " and ".join(f"{count} {' '.join(name.split()) or 'ranks'}" for name, count in self.devices.items())
         return f"{nodes} of {each}"
 
 

@@ -40,19 +40,22 @@ class Recorder:
     """Programs in a folder of their own that write their arguments down."""
 
     def __init__(self, folder: Path):
-        self.folder, self.record = folder, folder / "record"
+        self.folder, self.record, self.start = folder, folder / "record", folder / "start"
+        self.start.mkdir()
         for name in ("srun", "scontrol", "sbatch", "mpirun", "hpctrain", "module"):
             program = folder / name
             program.write_text(RECORDER.format(python=sys.executable))
             program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
     def run(self, script: Path, *arguments: str, **variables: str) -> tuple[int, list[tuple[str, str, list[str]]]]:
-        """Run a script; return its exit code, and program, folder and arguments of each call."""
+        """Run a script; return its exit code, and program, folder and arguments of each call. It may write no file."""
         import json
 
         self.record.write_text("")
         path = {"PATH": f"{self.folder}:/usr/bin:/bin", "RECORD": str(self.record)}
-        done = subprocess.run(["bash", str(script), *arguments], env=path | variables, capture_output=True, text=True)
+        command = ["bash", str(script), *arguments]
+        done = subprocess.run(command, cwd=self.start, env=path | variables, capture_output=True, text=True)
+        assert not list(self.start.iterdir()), "what was to be a text was run"
         calls = [tuple(json.loads(line)) for line in self.record.read_text().splitlines()]
         return done.returncode, calls
 
