@@ -1,6 +1,7 @@
 """Tests of whole commands, started as a person would: `mpirun -n N hpctrain ...`."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def hpctrain(warm_start):
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory, hpctrain) -> Path:
-    """A folder with a corpus, its token file and a job; commands run in it."""
+def prepared(tmp_path_factory, hpctrain) -> Path:
+    """A folder with a corpus, its token file and a job."""
     path = tmp_path_factory.mktemp("work")
     text = path / "text"
     text.mkdir()
@@ -50,3 +51,9 @@ def folder(tmp_path_factory, hpctrain) -> Path:
     (path / "job.toml").write_text(JOB)
     assert hpctrain("prepare", "text", "--out", "tokens.h5", cwd=path).code == 0
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, prepared) -> Path:
+    """A copy of that for the tests of one file: runs of other files may have the same names."""
+    return Path(shutil.copytree(prepared, tmp_path_factory.mktemp("runs") / "work"))
