@@ -73,7 +73,7 @@ def resolve_fused(asked: KernelChoice, trials: Sequence[RankTrial]) -> tuple[Ker
         if wanted and failed:
             raise JobError(
                 f"kernels.fused is true, but rank {failed[0].rank} ({family}) on {failed[0].host} cannot compile:"
-                f" {failed[1].reason}; set kernels.fused = false"
+                f" {failed[1].reason}; set kernels.fused_by_family = {{{family} = false}}, or kernels.fused = false"
             )
         values[family] = bool(tried) and failed is None if wanted is None else wanted
         if wanted is None:

@@ -53,7 +53,7 @@ class Shard:
         if group.exchanged == group.weights.dtype:
             return self.holders.start_all_gather(group.weights, self.cuts)
         whole = group.weights.new_empty(group.size, dtype=group.exchanged)
-        whole[slice(*self.updated)] = self.master
+        whole[slice(*self.updated)].copy_(self.master, non_blocking=True)  # what is in host memory is pinned there
         work = self.holders.start_all_gather(whole, self.cuts)
         return Following([work], lambda: group.weights.copy_(whole))
 

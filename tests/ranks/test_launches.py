@@ -21,12 +21,14 @@ PLANS = [
     {"tensor": {"y": 2}, "pipeline": 2},
     {"tensor": {"y": 2}, "data": 2, "sequence_parallel": True},
     {"pipeline": 2, "data": 2, "virtual_stages": 2},
+    {"tensor": {"y": 2}, "pipeline": 2, "sequence_parallel": True, "schedule": "zb-h1", "offload": "all"},
+    {"tensor": {"x": 2, "y": 2}, "sequence_parallel": True, "recompute": "selective", "offload": "activations"},
 ]
 
 
 def job_of(tokens, plan: dict, on: bool, model: str = "gpt2", **train):
     job = make_job(tokens, model, plan, **train)
-    switches = {"tensor": on, "data": on, "z": on, "forward": False, "bucket_bytes": 1}
+    switches = {"tensor": on, "data": on, "z": on, "forward": False, "tensor_parts": 2, "bucket_bytes": 1}
     return job.model_copy(update={"overlap": job.overlap.model_copy(update=switches)})
 
 
@@ -105,6 +107,7 @@ def test_sums_of_several_families_are_sound_where_a_job_asks_for_their_overlap(w
 def test_a_lane_shares_the_connections_of_its_group(world):
     """Blocking and overlapped operations are launched in the order in which they are asked for."""
     pretended = Pretended(world, "a" * world.size, native=True)
+    assert pretended.nccl is not None, "it has a library"
     group = pretended.group(range(world.size), overlapped=True)
     connected = len(pretended.nccl.calls)
     tensors = [pretended.later(torch.full((100,), float(world.rank + i))) for i in range(4)]

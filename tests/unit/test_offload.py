@@ -2,19 +2,28 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.offload import DEVICE, GLOBAL_BATCH, SETTINGS, cluster_of, needed_bytes, plan_of
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.config.cluster import Nodes
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
 from hpctrain.engine.host_state import buckets_of
+from hpctrain.model.groups import Group
+from hpctrain.model.host_activations import HostActivations, KeptLayer
+from hpctrain.model.recompute import unpack
+from hpctrain.model.shard import make_shard
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import dump_plan, parse_plan
+from hpctrain.plan.holders import ShardGroup
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons
@@ -30,7 +39,7 @@ JOB = load_job("tiny", list(SETTINGS))
 SETUP = Setup.of_job(JOB, "fp32")
 
 
-def shard_of(*sizes_and_decays: tuple[int, bool]) -> SimpleNamespace:
+def shard_of(*sizes_and_decays: tuple[int, bool]) -> Any:
     """Return what `buckets_of` asks of a shard, which begins at element 5 of its group."""
     regions, at = [], 5
     for size, decays in sizes_and_decays:
@@ -143,10 +152,27 @@ def test_hosts_must_have_room_for_what_is_offloaded():
     assert {tile.offload for tile in best.plan.tiles} == {"none"}
 
 
-def test_the_kept_storage_of_a_block_is_the_same_after_it_was_away():
-    from hpctrain.comm.accelerators.cpu import CpuAccelerator
-    from hpctrain.model.host_activations import HostActivations, KeptLayer
+def test_the_host_does_not_wait_for_masters_that_go_to_holders_of_another_dtype():
+    """Weights in use are half precision here, and fp32 is exchanged: masters come from pinned memory."""
+    group = Group(8, torch.ones(8, dtype=torch.bfloat16))
+    group.exchanged, waits = torch.float32, []
+    group.own_grads = lambda: torch.zeros(8)
+    shard = make_shard(group, Communicator((0,)), ShardGroup((0,), (1,), 1), CpuAccelerator().host_buffer)
 
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default and args[1].data_ptr() == shard.master.data_ptr():
+                waits.append(not (args[2:] and args[2]))
+            return func(*args, **(kwargs or {}))
+
+    shard.master.fill_(3.0)
+    with Copies():
+        shard.start_gather().wait()
+    assert waits == [False]
+    assert (group.weights == 3).all()
+
+
+def test_the_kept_storage_of_a_block_is_the_same_after_it_was_away():
     host = HostActivations(CpuAccelerator())
     values = torch.arange(64.0).view(8, 8)
     layer = KeptLayer(host, values, 1)
@@ -157,6 +183,6 @@ def test_the_kept_storage_of_a_block_is_the_same_after_it_was_away():
     host.begin_backward([])
     layer.fetch()
     layer.begin_backward()
-    assert torch.equal(places[0].restored(), values[2:].t()) and torch.equal(places[1].restored(), values)
-    assert places[0].restored().untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
+    assert torch.equal(unpack(places[0]), values[2:].t()) and torch.equal(unpack(places[1]), values)
+    assert unpack(places[0]).untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
     layer.end()
