@@ -6,7 +6,7 @@ The longest of all stages counts. `bound` leaves out whatever is not certain, so
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
@@ -16,7 +16,7 @@ from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, StageVarian
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.offload import offloaded_update_seconds
 from hpctrain.planner.predictor import MOST_BUCKETS
-from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Shape, Space, StageChoice
+from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space, StageChoice
 from hpctrain.planner.stages import ALONE, BlockLine, Holders, StageCosts, row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -51,10 +51,23 @@ class Scorer:
         self._families = [device.family for device in costs.cluster.devices]
         self._variants = lru_cache(None)(self._make_variants)
         self._between = lru_cache(None)(self._message_between)
+        self._cut_rows = lru_cache(None)(self._rows_by_pipeline)
+
+    def least_seconds(self, shape: Shape) -> float:
+        """Return about what `score` says at the least, in whatever ZeRO stage and with how many virtual stages: without
+        what is exchanged, as if blocks could be cut anywhere."""
+        rows, longest = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches), 0.0
+        if rows is None:
+            return math.inf
+        for each in zip(shape.pipelines, shape.choices, rows, strict=True):
+            depth = sum(choice.stages for choice in each[1])
+            bubble = (depth - 1) / (1 if shape.microbatches % depth else self.space.most_virtual_stages)
+            longest = max(longest, (shape.microbatches + bubble) * self.even_seconds(*each))
+        return longest
 
     def score(self, shape: Shape) -> SearchLayout | None:
         """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
-        rows = self._cut_rows(shape)
+        rows = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches)
         if rows is None:
             return None
         if shape.zero < 2 or len(rows) == 1:
@@ -116,14 +129,16 @@ class Scorer:
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
-    def _cut_rows(self, shape: Shape) -> list[int] | None:
-        rows = self.global_batch // shape.microbatches
-        least = [max(c.replicas * c.grid.z for c in row) for row in shape.choices]
+    def _rows_by_pipeline(
+        self, pipelines: Pipelines, choices: tuple[tuple[StageChoice, ...], ...], microbatches: int
+    ) -> list[int] | None:
+        rows = self.global_batch // microbatches
+        least = [max(c.replicas * c.grid.z for c in row) for row in choices]
         if self.space.cut == EVEN:
-            replicas = [row[0].replicas for row in shape.choices]
+            replicas = [row[0].replicas for row in choices]
             return [rows // sum(replicas) * each for each in replicas]
-        seconds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
-        return cut_rows(rows, least, seconds)
+        pairs = zip(pipelines, choices, strict=True)
+        return cut_rows(rows, least, [partial(self.even_seconds, pools, row) for pools, row in pairs])
 
     def _cut_blocks(self, roles: Sequence[Role], rows: int, variants: Sequence[StageVariants]) -> list[int] | None:
         """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
@@ -232,8 +247,9 @@ class Scorer:
                     if offload != "none" and not self._is_roomy:
                         most = min(most, needs.host_keeping(kept).most(costs.host_bytes[pool]))
                     if most > fitting:
-                        what = each, recompute, row_chunks
-                        forward, backward = self._stage_seconds(pool, grid, layers, *what, exchanging)
+                        how = each, recompute, row_chunks, exchanging
+                        priced = [costs.piecewise(pool, grid, layer, *how) for layer in layers]
+                        forward, backward = (BlockLine(sum(s[i] for s in priced[1:]), priced[0][i]) for i in (0, 1))
                         moves, split = offload in ("activations", "all"), None
                         if moves:
                             copies = costs.copy_seconds(pool, grid, recompute, each)
@@ -257,20 +273,6 @@ class Scorer:
 
         first, *others = self.space.offload if costs.pools[pool].device.family.kind != "cpu" else ("none",)
         return StageVariants(variants(first), lambda: tuple(itertools.chain.from_iterable(map(variants, others))))
-
-    def _stage_seconds(
-        self,
-        pool: int,
-        grid: TensorGrid,
-        layers: Sequence[Interval],
-        rows: int,
-        recompute: str,
-        row_chunks: int,
-        holders: Holders,
-    ) -> list[BlockLine]:
-        """Return what a stage takes forward and backward; `layers` are a block and those at its ends."""
-        each = [self.costs.piecewise(pool, grid, layer, rows, recompute, row_chunks, holders) for layer in layers]
-        return [BlockLine(sum(at_end[i] for at_end in each[1:]), each[0][i]) for i in (0, 1)]
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
-from hpctrain.planner.timing import SimulatedPlan, Timer, format_shortage
+from hpctrain.planner.timing import CLOSED_FORM_ERROR, SimulatedPlan, Timer, format_shortage
 
 WEIGHED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
@@ -139,6 +139,8 @@ class Search:
         self._first: SimulatedPlan | None = None
         self._first_after = math.inf
         self.layouts: list[SearchLayout] = []
+        self._least_seconds = math.inf
+        """Of all layouts, by the closed form."""
         self._num_scored = self._num_groups = 0
 
     def _is_over(self, share: float) -> bool:
@@ -281,10 +283,16 @@ class Search:
             choices = tuple(tuple(next(resolved) for _ in row) for row in pipelines)
             yield Shape(pipelines, choices, microbatches, 1)
 
-    def _score(self, shape: Shape | None) -> float:
-        """Weigh a shape with each ZeRO stage that may pay; return the least seconds."""
-        if shape is None:
-            return math.inf
+    def _score(self, shape: Shape) -> float:
+        """Score a shape with each ZeRO stage that may pay; return the least seconds.
+
+        One that cannot be near the best so far counts as scored, and its bound is returned.
+        """
+        if self._limits.scored is not None and self._space.cut == BEST:
+            bound = self.scorer.least_seconds(shape)
+            if bound > self._least_seconds * (1 + CLOSED_FORM_ERROR):
+                self._num_scored += 1
+                return bound
         least, is_short = math.inf, False
         for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
             # Where 1 is allowed, 0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone.
@@ -297,4 +305,5 @@ class Search:
                 self.layouts.append(layout)
                 self._time_first(layout)
                 least = min(least, layout.seconds)
+        self._least_seconds = min(self._least_seconds, least)
         return least
