@@ -1,6 +1,6 @@
 """From a shape to its cuts, and to about how long a step of it takes, in closed form. Pure.
 
-The longest of all stages counts. `bound` leaves out whatever is not certain, so that no plan is simulated to take less.
+The longest of all stages counts.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
-from hpctrain.planner.closed_form import PassSeconds, done_after, done_at_the_least, done_interleaved
+from hpctrain.planner.closed_form import done_after, done_interleaved
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, StageVariant, StageVariants, cut_blocks, cut_rows
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
@@ -427,39 +427,6 @@ class Scorer:
         items, family = list(tiles)[number]
         return items, family, placed.needed_bytes, pool.memory_bytes
 
-    def bound(self, layout: SearchLayout) -> float:
-        """Return a time that no simulation of the layout is below: what is sent and exchanged is left out."""
-        is_one = layout.shape.virtual_stages == 1 and layout.shape.zero < 2
-        return min(self._bound(layout, splits) for splits in ((False, True) if is_one else (False,)))
-
-    def _bound(self, layout: SearchLayout, splits: bool) -> float:
-        """Return the bound by 1F1B, or where every stage `splits` its backward passes, as by ZB-H1."""
-        longest = 0.0
-        for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
-            most, least = [], []
-            for placed, items in zip(itertools.cycle(stages), layout.items(number), strict=False):
-                for passes, fewest in ((most, False), (least, True)):
-                    passes.append(self._bare(placed, items, rank_rows(placed.choice, of_row, fewest), splits))
-            if layout.shape.virtual_stages == 1:
-                done = done_at_the_least(most, layout.shape.microbatches, least, splits)
-            else:  # each stage waits for those before it, and then goes through all microbatches of its tiles
-                before = itertools.accumulate((each.forward for each in least[: len(stages) - 1]), initial=0.0)
-                of_stage = (sum(map(sum, most[i :: len(stages)])) for i in range(len(stages)))
-                done = [wait + layout.shape.microbatches * own for wait, own in zip(before, of_stage, strict=True)]
-            longest = max(longest, *done)
-        return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
-
-    def _bare(self, placed: Placed, items: Interval, rows: int, splits: bool) -> PassSeconds:
-        forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
-        splits = placed.variant.split is not None or (splits and items.start > 0 and placed.variant.row_chunks == 1)
-        for layer, times in self.costs.kinds(items).items():
-            what = placed.pool, placed.choice.grid, layer, rows, placed.variant.recompute
-            seconds = self.costs.piecewise(*what, placed.variant.row_chunks)
-            forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
-            if splits:
-                parts = [have + times * more for have, more in zip(parts, self.costs.parts(*what), strict=True)]
-        return PassSeconds(forward, *parts) if splits else PassSeconds(forward, backward)
-
     # ---- plans -------------------------------------------------------------------------------------------------------
 
     def plan(self, layout: SearchLayout) -> Plan:
@@ -490,7 +457,6 @@ def exchanging_holders(pool: int, choice: StageChoice, zero: int, sharing: tuple
     return Holders(zero, groups) if zero >= 2 and groups else ALONE
 
 
-def rank_rows(choice: StageChoice, rows: int, fewest: bool = False) -> int:
-    """Return the rows of a rank with the most (or the `fewest`), where a stage has so many of a microbatch."""
-    of_tile = rows // choice.replicas if fewest else -(-rows // choice.replicas)
-    return -(-of_tile // choice.grid.z)
+def rank_rows(choice: StageChoice, rows: int) -> int:
+    """Return the rows of a rank with the most, where a stage has so many of a microbatch."""
+    return -(-rows // choice.replicas // choice.grid.z)

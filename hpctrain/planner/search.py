@@ -4,8 +4,8 @@ What is chosen from is in `planner/space.py`. The search goes through *groups* o
 pools and the number of microbatches in common. A closed form (`planner/score.py`) scores one plan of each, then those
 of the most promising groups, until a budget is spent; the best by weight are timed by the simulation of their
 instructions, which alone decides, and must fit by `planner/memory.py`. Those with long bubbles are then tried with
-several tiles a rank (`planner/interleave.py`). A plan that cannot be faster than the best by its bound is not timed.
-The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
+several tiles a rank (`planner/interleave.py`). The answer depends on the budget, not on the machine; a limit in seconds
+ends it earlier.
 """
 
 import gc
@@ -28,12 +28,14 @@ from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
 from hpctrain.planner.stages import StageCosts
-from hpctrain.planner.timing import CLOSED_FORM_ERROR, SimulatedPlan, Timer, format_shortage
+from hpctrain.planner.timing import CLOSED_FORM_ERROR, FEW, SimulatedPlan, Timer, format_shortage
 
 WEIGHED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
 RECUT = 60
 """How many of the best layouts of whole blocks are cut again, between attention and feed-forward part too."""
+FEW_INTERLEAVED = 3
+"""So many interleaved ones are timed at most, where the number is limited."""
 PER_GROUP = 100
 """About how many plans of a group are scored; see `MOST_CHOICES`."""
 TRIED = 3
@@ -71,7 +73,7 @@ class SearchResult:
     """No plan is predicted to take less, whether it was looked at or not; see `planner/bound.py`."""
     searched: dict[str, int]
     is_complete: bool
-    """Whether no plan of the space can be faster, by its bound."""
+    """Whether all plans of the space were scored and timed, so that none is faster."""
     wall_seconds: float
     first_plan_seconds: float
     """After which the first plan was there that fits, by simulation."""
@@ -135,7 +137,7 @@ class Search:
         self.scorer = Scorer(self.costs, global_batch, space)
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
-        self._timer = Timer(setup, cluster, self.scorer, limits.timed, lambda: self._is_over(1.0))
+        self._timer = Timer(setup, cluster, self.scorer, lambda: self._is_over(1.0))
         self._first: SimulatedPlan | None = None
         self._first_after = math.inf
         self.layouts: list[SearchLayout] = []
@@ -150,18 +152,20 @@ class Search:
     @_uncollected()
     def fastest(self) -> tuple[list[SimulatedPlan], bool]:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
-        all_scored = self._score_groups() and not self._shortlists.left_out
+        all_scored, limit = self._score_groups() and not self._shortlists.left_out, self._limits.timed
         self.layouts.sort(key=lambda layout: layout.seconds)
         if self._space.cut == BEST:
-            count = RECUT if self._limits.timed is not None else len(self.layouts)
+            count = len(self.layouts) if limit is None else RECUT
             self.layouts[:count] = [recut(self.costs, layout) for layout in self.layouts[:count]]
             self.layouts.sort(key=lambda layout: layout.seconds)
-        plans, all_timed = self._timer.time(self.layouts, self._first)
+        plans, all_timed = self._timer.time(self.layouts, [self._first] if self._first else [], FEW, limit)
         if not plans:
             raise PlanError(self._timer.shortage or self._least_shortage())
-        count = INTERLEAVED if self._limits.timed is not None else None
-        several, left_out = interleave(self.scorer, self.layouts, plans[0].seconds, count)
-        plans, all_better = self._timer.improve(several, plans)
+        several, left_out = interleave(
+            self.scorer, self.layouts, plans[0].seconds, None if limit is None else INTERLEAVED
+        )
+        most = None if limit is None else len(plans) + min(FEW_INTERLEAVED, limit)
+        plans, all_better = self._timer.time(several, plans, 0, most)
         self.layouts = sorted([*self.layouts, *several], key=lambda layout: layout.seconds)
         return plans, all_scored and all_timed and not left_out and all_better
 

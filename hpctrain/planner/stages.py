@@ -7,7 +7,6 @@ rounding, and for who meets different grids.
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -37,7 +36,7 @@ from hpctrain.planner.pools import Pool
 from hpctrain.planner.work import LayerCost, PassWork
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from hpctrain.sharding.items import BLOCK, EMBEDDING, layers
+from hpctrain.sharding.items import BLOCK, EMBEDDING
 from hpctrain.sharding.parameters import check_grid
 
 COMPARED_ROWS = 1, 8
@@ -163,11 +162,6 @@ class StageCosts:
     def layers(self, ends: tuple[bool, bool]) -> list[Interval]:
         """Return the layers that a stage's figures are made of: a block, which stands for all, and its ends."""
         return [BLOCK, *([EMBEDDING] if ends[0] else []), *([self.head] if ends[1] else [])]
-
-    def kinds(self, items: Interval) -> Counter[Interval]:
-        """Return the layers of some items, of those that cost the same the first, and how many there are of each."""
-        equal = self.setup.first_equal
-        return Counter(Interval(equal[layer.start], equal[layer.stop - 1] + 1) for layer in layers(items))
 
     def _seconds(
         self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str, holders: Holders = ALONE
