@@ -15,6 +15,7 @@ blocks, and the embedding. Where memory is short, plans recompute or use slower 
 from collections.abc import Iterator
 
 from hpctrain.planner.cost import update_seconds
+from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.space import Space
 from hpctrain.planner.stages import ALONE, Holders, StageCosts
 from hpctrain.sharding.items import BLOCK
@@ -27,7 +28,7 @@ CERTAIN_SHARE = 0.99
 """Of the busy seconds: numbers that are not looked up may fill a device a little better. On the ready clusters they
 are up to 0.2 % faster, and up to 1 % where measured products differ wildly."""
 VERY_MANY_ROWS = 1 << 16
-"""By the formula, no number has more rows per second."""
+"""By the formula, no number has more rows per second, but one, whose positions need no sorting."""
 
 
 def least_seconds(costs: StageCosts, global_batch: int, space: Space) -> float:
@@ -47,7 +48,7 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
     """Yield for each tensor grid of a pool: how many rows of a block its devices do in a second at most, and how many
     blocks the head is worth at least."""
     pool, zero = costs.pools[number], max(1, *space.zero)
-    counts = _row_counts(global_batch, pool.device.profiled.profile.times[-1].rows if pool.device.profiled else 0)
+    counts = _row_counts(global_batch, pool.device)
     for grid in costs.grids[number]:
         if grid.size <= (space.largest_grid or grid.size):
             of_zero = Holders(zero) if grid.z > 1 else ALONE  # of others it changes nothing
@@ -58,8 +59,11 @@ def _rates(costs: StageCosts, global_batch: int, space: Space, number: int) -> I
             yield len(pool.slots(grid.size)) * grid.z / block, head / block
 
 
-def _row_counts(most: int, profiled: int) -> list[int]:
-    """Return the numbers of rows whose seconds are looked up."""
+def _row_counts(most: int, device: DeviceModel) -> list[int]:
+    """Return the numbers of rows whose seconds are looked up: all that a measurement may favour, where there is one."""
+    if not device.profiled and not device.family.products:
+        return [1, VERY_MANY_ROWS]
+    profiled = device.profiled.profile.times[-1].rows if device.profiled else 0
     result = list(range(1, max(EVERY_COUNT_UP_TO, profiled) + 1))
     while result[-1] < most:
         result.append(min(most, int(result[-1] * NEXT_COUNT)))

@@ -48,7 +48,11 @@ def done_after(
         by_nic = m * sum(messages[max(0, s - 1) : s + 1])  # what it sends forward and backward shares one
         done.append(before + max(own, forward + by_nic))
         before += forward + (messages[s] if s < count - 1 else 0.0)
-    return _sent_back(done, passes, messages, passes, [1] * count)
+    sent = done[-1] - passes[-1].weight  # the last microbatch's gradient, which comes back through all stages
+    for s in range(count - 2, -1, -1):
+        sent = max(done[s] - passes[s].weight, sent + messages[s] + passes[s].backward)
+        done[s] = max(done[s], sent + passes[s].weight)
+    return done
 
 
 def done_interleaved(
@@ -95,40 +99,3 @@ def _delays(passes: Sequence[PassSeconds], messages: Sequence[float], headroom: 
     for gap in gaps:
         result[gap.before] = gap.round_trip / (gap.lead(in_flight) + 1)
     return result
-
-
-def done_at_the_least(
-    most: Sequence[PassSeconds], microbatches: int, least: Sequence[PassSeconds], is_zero_bubble: bool = False
-) -> list[float]:
-    """Return when each stage is done at the least, whatever it has in flight, if messages take no time.
-
-    `most` are the passes of a stage's slowest rank, `least` what others see of it. By ZB-H1 a stage delays the passes
-    of weights, and sends its last gradient before as many of them as there are stages before it, and one more.
-    """
-    count = len(most)
-    done, before = [], 0.0
-    for s, own in enumerate(most):
-        behind = sum(other.forward + other.backward for other in least[s + 1 :])
-        there_and_back = own.forward + behind + own.backward + own.weight
-        done.append(before + max(microbatches * sum(own), there_and_back))
-        before += least[s].forward
-    delayed = [min(s + 1, microbatches) if is_zero_bubble else 1 for s in range(count)]
-    return _sent_back(done, most, [0.0] * (count - 1), least, delayed)
-
-
-def _sent_back(
-    done: list[float],
-    passes: Sequence[PassSeconds],
-    messages: Sequence[float],
-    others: Sequence[PassSeconds],
-    delayed: Sequence[int],
-) -> list[float]:
-    """Return when stages are done that wait for the last microbatch's gradient to come back through those behind.
-
-    `delayed` are the passes of weights that each computes after it has sent its last gradient.
-    """
-    sent = done[-1] - delayed[-1] * passes[-1].weight
-    for s in range(len(passes) - 2, -1, -1):
-        sent = max(done[s] - delayed[s] * passes[s].weight, sent + messages[s] + others[s].backward)
-        done[s] = max(done[s], sent + others[s].weight)
-    return done

@@ -1,22 +1,22 @@
 """From a shape to its cuts, and to about how long a step of it takes, in closed form. Pure.
 
-The longest of all stages counts. `bound` leaves out whatever is not certain, so that no plan is simulated to take less.
+The longest of all stages counts.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
-from hpctrain.planner.closed_form import PassSeconds, done_after, done_at_the_least, done_interleaved
+from hpctrain.planner.closed_form import done_after, done_interleaved
 from hpctrain.planner.cost import update_seconds
 from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, StageVariant, StageVariants, cut_blocks, cut_rows
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.offload import offloaded_update_seconds
 from hpctrain.planner.predictor import MOST_BUCKETS
-from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Shape, Space, StageChoice
+from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space, StageChoice
 from hpctrain.planner.stages import ALONE, BlockLine, Holders, StageCosts, row_chunk_counts
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
@@ -41,7 +41,7 @@ def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts:
 
 
 class Scorer:
-    """Weighs shapes for one job on one cluster."""
+    """Scores shapes for one job on one cluster."""
 
     def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
         """`is_short_of_nothing`: whatever the memory of devices is, all fits."""
@@ -51,10 +51,23 @@ class Scorer:
         self._families = [device.family for device in costs.cluster.devices]
         self._variants = lru_cache(None)(self._make_variants)
         self._between = lru_cache(None)(self._message_between)
+        self._cut_rows = lru_cache(None)(self._rows_by_pipeline)
+
+    def least_seconds(self, shape: Shape) -> float:
+        """Return about what `score` says at the least, in whatever ZeRO stage and with how many virtual stages: without
+        what is exchanged, as if blocks could be cut anywhere."""
+        rows, longest = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches), 0.0
+        if rows is None:
+            return math.inf
+        for each in zip(shape.pipelines, shape.choices, rows, strict=True):
+            depth = sum(choice.stages for choice in each[1])
+            bubble = (depth - 1) / (1 if shape.microbatches % depth else self.space.most_virtual_stages)
+            longest = max(longest, (shape.microbatches + bubble) * self.even_seconds(*each))
+        return longest
 
     def score(self, shape: Shape) -> SearchLayout | None:
         """Return the shape with its cuts, or None where rows, blocks or memory do not suffice."""
-        rows = self._cut_rows(shape)
+        rows = self._cut_rows(shape.pipelines, shape.choices, shape.microbatches)
         if rows is None:
             return None
         if shape.zero < 2 or len(rows) == 1:
@@ -116,14 +129,16 @@ class Scorer:
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
-    def _cut_rows(self, shape: Shape) -> list[int] | None:
-        rows = self.global_batch // shape.microbatches
-        least = [max(c.replicas * c.grid.z for c in row) for row in shape.choices]
+    def _rows_by_pipeline(
+        self, pipelines: Pipelines, choices: tuple[tuple[StageChoice, ...], ...], microbatches: int
+    ) -> list[int] | None:
+        rows = self.global_batch // microbatches
+        least = [max(c.replicas * c.grid.z for c in row) for row in choices]
         if self.space.cut == EVEN:
-            replicas = [row[0].replicas for row in shape.choices]
+            replicas = [row[0].replicas for row in choices]
             return [rows // sum(replicas) * each for each in replicas]
-        seconds = [lambda n, i=i: self.even_seconds(shape.pipelines[i], shape.choices[i], n) for i in range(len(least))]
-        return cut_rows(rows, least, seconds)
+        pairs = zip(pipelines, choices, strict=True)
+        return cut_rows(rows, least, [partial(self.even_seconds, pools, row) for pools, row in pairs])
 
     def _cut_blocks(self, roles: Sequence[Role], rows: int, variants: Sequence[StageVariants]) -> list[int] | None:
         """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
@@ -218,8 +233,8 @@ class Scorer:
             result: list[StageVariant] = []
             update = BlockLine(0.0, 0.0)
             if offload in ("optimizer", "all"):
-                update = costs.offloaded_update(pool, grid, ends, 1 / holders if zero else 1.0)
-                update = BlockLine(update.base / microbatches, update.each / microbatches)
+                longer = costs.offloaded_update(pool, grid, ends, 1 / holders if zero else 1.0)
+                update = update.plus(longer, 1 / microbatches)
             for recompute in self.space.recompute:
                 fitting = 0
                 for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
@@ -230,10 +245,11 @@ class Scorer:
                     needed = needs.keeping(kept)
                     most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
                     if offload != "none" and not self._is_roomy:
-                        most = min(most, needs.host_keeping(kept).most(costs.host_bytes[pool]))
+                        most = min(most, needs.on_host.plus(needs.moved, kept).most(costs.host_bytes[pool]))
                     if most > fitting:
-                        what = each, recompute, row_chunks
-                        forward, backward = self._stage_seconds(pool, grid, layers, *what, exchanging)
+                        how = each, recompute, row_chunks, exchanging
+                        priced = [costs.piecewise(pool, grid, layer, *how) for layer in layers]
+                        forward, backward = (BlockLine(sum(s[i] for s in priced[1:]), priced[0][i]) for i in (0, 1))
                         moves, split = offload in ("activations", "all"), None
                         if moves:
                             copies = costs.copy_seconds(pool, grid, recompute, each)
@@ -258,20 +274,6 @@ class Scorer:
         first, *others = self.space.offload if costs.pools[pool].device.family.kind != "cpu" else ("none",)
         return StageVariants(variants(first), lambda: tuple(itertools.chain.from_iterable(map(variants, others))))
 
-    def _stage_seconds(
-        self,
-        pool: int,
-        grid: TensorGrid,
-        layers: Sequence[Interval],
-        rows: int,
-        recompute: str,
-        row_chunks: int,
-        holders: Holders,
-    ) -> list[BlockLine]:
-        """Return what a stage takes forward and backward; `layers` are a block and those at its ends."""
-        each = [self.costs.piecewise(pool, grid, layer, rows, recompute, row_chunks, holders) for layer in layers]
-        return [BlockLine(sum(at_end[i] for at_end in each[1:]), each[0][i]) for i in (0, 1)]
-
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
     def _seconds(self, shape: Shape, pipelines: Sequence[Sequence[Placed]], passed: Sequence[Sequence[float]]) -> float:
@@ -287,7 +289,7 @@ class Scorer:
                 is_cut = shape.zero > 0 and holders > 1
                 device, own = costs.pools[each.pool].device, int(elements / holders if is_cut else elements)
                 if each.variant.offload in ("optimizer", "all"):
-                    updated[p][i] += offloaded_update_seconds(setup, device, [own])
+                    updated[p][i] += offloaded_update_seconds(setup, device, own)
                 else:
                     updated[p][i] += update_seconds(setup, device, own)
             if holders > 1:
@@ -425,39 +427,6 @@ class Scorer:
         items, family = list(tiles)[number]
         return items, family, placed.needed_bytes, pool.memory_bytes
 
-    def bound(self, layout: SearchLayout) -> float:
-        """Return a time that no simulation of the layout is below: what is sent and exchanged is left out."""
-        is_one = layout.shape.virtual_stages == 1 and layout.shape.zero < 2
-        return min(self._bound(layout, splits) for splits in ((False, True) if is_one else (False,)))
-
-    def _bound(self, layout: SearchLayout, splits: bool) -> float:
-        """Return the bound by 1F1B, or where every stage `splits` its backward passes, as by ZB-H1."""
-        longest = 0.0
-        for number, (of_row, stages) in enumerate(zip(layout.rows, layout.stages, strict=True)):
-            most, least = [], []
-            for placed, items in zip(itertools.cycle(stages), layout.items(number), strict=False):
-                for passes, fewest in ((most, False), (least, True)):
-                    passes.append(self._bare(placed, items, rank_rows(placed.choice, of_row, fewest), splits))
-            if layout.shape.virtual_stages == 1:
-                done = done_at_the_least(most, layout.shape.microbatches, least, splits)
-            else:  # each stage waits for those before it, and then goes through all microbatches of its tiles
-                before = itertools.accumulate((each.forward for each in least[: len(stages) - 1]), initial=0.0)
-                of_stage = (sum(map(sum, most[i :: len(stages)])) for i in range(len(stages)))
-                done = [wait + layout.shape.microbatches * own for wait, own in zip(before, of_stage, strict=True)]
-            longest = max(longest, *done)
-        return longest + self.costs.agree_seconds + self.costs.setup.stack.step_seconds
-
-    def _bare(self, placed: Placed, items: Interval, rows: int, splits: bool) -> PassSeconds:
-        forward, backward, *parts = 0.0, 0.0, 0.0, 0.0
-        splits = placed.variant.split is not None or (splits and items.start > 0 and placed.variant.row_chunks == 1)
-        for layer, times in self.costs.kinds(items).items():
-            what = placed.pool, placed.choice.grid, layer, rows, placed.variant.recompute
-            seconds = self.costs.piecewise(*what, placed.variant.row_chunks)
-            forward, backward = forward + times * seconds.forward, backward + times * seconds.backward
-            if splits:
-                parts = [have + times * more for have, more in zip(parts, self.costs.parts(*what), strict=True)]
-        return PassSeconds(forward, *parts) if splits else PassSeconds(forward, backward)
-
     # ---- plans -------------------------------------------------------------------------------------------------------
 
     def plan(self, layout: SearchLayout) -> Plan:
@@ -488,7 +457,6 @@ def exchanging_holders(pool: int, choice: StageChoice, zero: int, sharing: tuple
     return Holders(zero, groups) if zero >= 2 and groups else ALONE
 
 
-def rank_rows(choice: StageChoice, rows: int, fewest: bool = False) -> int:
-    """Return the rows of a rank with the most (or the `fewest`), where a stage has so many of a microbatch."""
-    of_tile = rows // choice.replicas if fewest else -(-rows // choice.replicas)
-    return -(-of_tile // choice.grid.z)
+def rank_rows(choice: StageChoice, rows: int) -> int:
+    """Return the rows of a rank with the most, where a stage has so many of a microbatch."""
+    return -(-rows // choice.replicas // choice.grid.z)

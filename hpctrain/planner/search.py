@@ -2,10 +2,10 @@
 
 What is chosen from is in `planner/space.py`. The search goes through *groups* of plans that have the arrangement of
 pools and the number of microbatches in common. A closed form (`planner/score.py`) scores one plan of each, then those
-of the most promising groups, until a budget is spent; the best by weight are timed by the simulation of their
-instructions, which alone decides, and must fit by `planner/memory.py`. Those with long bubbles are then tried with
-several tiles a rank (`planner/interleave.py`). A plan that cannot be faster than the best by its bound is not timed.
-The answer depends on the budget, not on the machine; a limit in seconds ends it earlier.
+of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The layouts
+with the best scores are timed by the simulation of their instructions, which alone decides, and must fit by
+`planner/memory.py`. Those with long bubbles are then tried with several tiles a rank. The answer depends on the budget,
+not on the machine; a limit in seconds ends it earlier.
 """
 
 import gc
@@ -21,19 +21,22 @@ from hpctrain.config.errors import PlanError
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import SearchLayout
-from hpctrain.planner.interleave import INTERLEAVED, interleave
 from hpctrain.planner.pools import Pool, pools_of
 from hpctrain.planner.recut import recut
 from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
-from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
+from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices, interleaved_shapes
 from hpctrain.planner.stages import StageCosts
-from hpctrain.planner.timing import SimulatedPlan, Timer, format_shortage
+from hpctrain.planner.timing import CLOSED_FORM_ERROR, FEW, SimulatedPlan, Timer, format_shortage
 
-WEIGHED, TIMED = 2000, 10
+SCORED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
 RECUT = 60
 """How many of the best layouts of whole blocks are cut again, between attention and feed-forward part too."""
+INTERLEAVED = 30
+"""How many layouts are scored with several virtual stages."""
+FEW_INTERLEAVED = 3
+"""So many interleaved ones are timed at most, where the number is limited."""
 PER_GROUP = 100
 """About how many plans of a group are scored; see `MOST_CHOICES`."""
 TRIED = 3
@@ -42,7 +45,7 @@ LOOKING_SHARE = 0.5
 """Of the budget, for looking at one plan of each group."""
 UNUSED_PLACES = 3
 """An unused pool puts a group as far back as so many worse numbers of microbatches."""
-WEIGHING_SHARE = 0.6
+SCORING_SHARE = 0.6
 """Of a limit in seconds; the rest is for timing."""
 
 
@@ -50,7 +53,7 @@ WEIGHING_SHARE = 0.6
 class Limits:
     """How far a search goes; `None`: to the end."""
 
-    scored: int | None = WEIGHED
+    scored: int | None = SCORED
     timed: int | None = TIMED
     per_group: int | None = PER_GROUP
     seconds: float | None = None
@@ -71,7 +74,7 @@ class SearchResult:
     """No plan is predicted to take less, whether it was looked at or not; see `planner/bound.py`."""
     searched: dict[str, int]
     is_complete: bool
-    """Whether no plan of the space can be faster, by its bound."""
+    """Whether all plans of the space were scored and timed, so that none is faster."""
     wall_seconds: float
     first_plan_seconds: float
     """After which the first plan was there that fits, by simulation."""
@@ -135,10 +138,12 @@ class Search:
         self.scorer = Scorer(self.costs, global_batch, space)
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
-        self._timer = Timer(setup, cluster, self.scorer, limits.timed, lambda: self._is_over(1.0))
+        self._timer = Timer(setup, cluster, self.scorer, lambda: self._is_over(1.0))
         self._first: SimulatedPlan | None = None
         self._first_after = math.inf
         self.layouts: list[SearchLayout] = []
+        self._least_seconds = math.inf
+        """Of all layouts, by the closed form."""
         self._num_scored = self._num_groups = 0
 
     def _is_over(self, share: float) -> bool:
@@ -148,18 +153,18 @@ class Search:
     @_uncollected()
     def fastest(self) -> tuple[list[SimulatedPlan], bool]:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
-        all_scored = self._score_groups() and not self._shortlists.left_out
+        all_scored, limit = self._score_groups() and not self._shortlists.left_out, self._limits.timed
         self.layouts.sort(key=lambda layout: layout.seconds)
         if self._space.cut == BEST:
-            count = RECUT if self._limits.timed is not None else len(self.layouts)
+            count = len(self.layouts) if limit is None else RECUT
             self.layouts[:count] = [recut(self.costs, layout) for layout in self.layouts[:count]]
             self.layouts.sort(key=lambda layout: layout.seconds)
-        plans, all_timed = self._timer.time(self.layouts, self._first)
+        plans, all_timed = self._timer.time(self.layouts, [self._first] if self._first else [], FEW, limit)
         if not plans:
             raise PlanError(self._timer.shortage or self._least_shortage())
-        count = INTERLEAVED if self._limits.timed is not None else None
-        several, left_out = interleave(self.scorer, self.layouts, plans[0].seconds, count)
-        plans, all_better = self._timer.improve(several, plans)
+        several, left_out = self._interleave(plans[0].seconds)
+        most = None if limit is None else len(plans) + min(FEW_INTERLEAVED, limit)
+        plans, all_better = self._timer.time(several, plans, 0, most)
         self.layouts = sorted([*self.layouts, *several], key=lambda layout: layout.seconds)
         return plans, all_scored and all_timed and not left_out and all_better
 
@@ -183,6 +188,28 @@ class Search:
             least_by_microbatches=self._least(lambda shape: shape.microbatches),
         )
 
+    def _interleave(self, best_seconds: float) -> tuple[list[SearchLayout], int]:
+        """Return layouts with several virtual stages, the fastest first, and how many were not scored so that could be.
+
+        With v virtual stages a rank has v tiles, as many tiles apart as there are stages (Narayanan et al. 2021, arXiv
+        2104.04473). The bubble is about the v-th part. There are v times as many messages, and the first of p stages
+        keeps the activations of p + (p - 1) / v microbatches instead of p. So those are scored that would be the
+        fastest with the shortest bubbles they can have, and faster than `best_seconds`; without a limit all.
+        """
+
+        def least_seconds(layout: SearchLayout, virtual_stages: int) -> float:
+            bubbles = (sum(placed.forward + placed.backward for placed in stages[1:]) for stages in layout.stages)
+            return layout.seconds - min(bubbles) * (1 - 1 / virtual_stages)
+
+        most, num_blocks = self._space.most_virtual_stages, self._setup.model.num_layers
+        every = ((layout, interleaved_shapes(layout.shape, num_blocks, most)) for layout in self.layouts)
+        every = [(least_seconds(layout, shapes[-1].virtual_stages), shapes) for layout, shapes in every if shapes]
+        every.sort(key=lambda each: each[0])
+        is_limited, limit = self._limits.timed is not None, best_seconds * (1 + CLOSED_FORM_ERROR)
+        promising = [shapes for s, shapes in every[:INTERLEAVED] if s < limit] if is_limited else [s for _, s in every]
+        result = (self.scorer.score(shape) for shapes in promising for shape in shapes)
+        return sorted(filter(None, result), key=lambda layout: layout.seconds), len(every) - len(promising)
+
     def _least(self, key: Callable[[Shape], object]) -> dict:
         """Return the least seconds of all layouts, which are sorted, by something of their shapes."""
         least: dict = {}
@@ -196,10 +223,10 @@ class Search:
             self._first = self._timer.one(layout)
             self._first_after = self._clock() - self._started if self._first else math.inf
 
-    # ---- weighing ----------------------------------------------------------------------------------------------------
+    # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def _score_groups(self) -> bool:
-        """Weigh groups, the most promising first; return whether all were."""
+        """Score groups, the most promising first; return whether all were."""
         groups, is_complete = self._score_one_each(), True
         self._num_groups = len(groups)
         for _, _, group, tried in sorted(groups):
@@ -263,9 +290,9 @@ class Search:
         return format_shortage(self._cluster, self._setup, roomy.plan(layout), *roomy.needed(layout, stage))
 
     def _is_spent(self, share: float) -> bool:
-        """Say whether a share of the budget, or of the time for weighing, is over."""
+        """Say whether a share of the budget, or of the time for scoring, is over."""
         budget = self._limits.scored
-        return (budget is not None and self._num_scored >= budget * share) or self._is_over(WEIGHING_SHARE * share)
+        return (budget is not None and self._num_scored >= budget * share) or self._is_over(SCORING_SHARE * share)
 
     def _shapes(self, pipelines: Pipelines, microbatches: int):
         """Yield the shapes of a group, those of the best choices first."""
@@ -281,10 +308,16 @@ class Search:
             choices = tuple(tuple(next(resolved) for _ in row) for row in pipelines)
             yield Shape(pipelines, choices, microbatches, 1)
 
-    def _score(self, shape: Shape | None) -> float:
-        """Weigh a shape with each ZeRO stage that may pay; return the least seconds."""
-        if shape is None:
-            return math.inf
+    def _score(self, shape: Shape) -> float:
+        """Score a shape with each ZeRO stage that may pay; return the least seconds.
+
+        One that cannot be near the best so far counts as scored, and its bound is returned.
+        """
+        if self._limits.scored is not None and self._space.cut == BEST:
+            bound = self.scorer.least_seconds(shape)
+            if bound > self._least_seconds * (1 + CLOSED_FORM_ERROR):
+                self._num_scored += 1
+                return bound
         least, is_short = math.inf, False
         for zero in sorted(shape.zero_stages(self._space.zero), key=lambda zero: (zero != 1, zero)):
             # Where 1 is allowed, 0 needs more memory; 2 and 3 exchange more, and pay where memory is short alone.
@@ -297,4 +330,5 @@ class Search:
                 self.layouts.append(layout)
                 self._time_first(layout)
                 least = min(least, layout.seconds)
+        self._least_seconds = min(self._least_seconds, least)
         return least

@@ -5,10 +5,14 @@ from collections.abc import Sequence
 
 from hpctrain.planner.score import MANY_ROWS, Scorer, rank_rows
 from hpctrain.planner.space import BEST, Pipelines, StageChoice, choices_of, choices_of_all
+from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
 
 SLOWEST_SHARE = 0.5
 """Of the speed of a pool's fastest choice, that others must reach to be considered."""
+
+EXACT_ROWS = 16
+"""The seconds of more rows of a rank are interpolated."""
 
 MOST_CHOICES = 48
 """That are scored for a pool, unless all are."""
@@ -39,15 +43,25 @@ class Shortlists:
         """Return each choice with the blocks that it does in a second, and the most."""
         if (pool, rows) not in self._fastest:
             costs, space = self._costs, self._scorer.space
-            how = space.recompute[0]
             choices = choices_of if space.cut == BEST else choices_of_all
             slots = space.num_slots(costs.pools[pool], costs.grids[pool])
             result = [
-                (choice.stages / costs.seconds(pool, choice.grid, BLOCK, rank_rows(choice, rows), how).both, choice)
+                (choice.stages / self._block_seconds(pool, choice.grid, rank_rows(choice, rows)), choice)
                 for choice in choices(slots, costs.setup.model.num_layers, rows)
             ]
             self._fastest[pool, rows] = result, max((rate for rate, _ in result), default=0.0)
         return self._fastest[pool, rows]
+
+    def _block_seconds(self, pool: int, grid: TensorGrid, rows: int) -> float:
+        """Return what a block takes a rank that has so many rows: of many rows a line between powers of two."""
+
+        def seconds(rows: int) -> float:
+            return self._costs.seconds(pool, grid, BLOCK, rows, self._scorer.space.recompute[0]).both
+
+        if rows <= EXACT_ROWS:
+            return seconds(rows)
+        low = 1 << rows.bit_length() - 1
+        return seconds(low) + (seconds(2 * low) - seconds(low)) * (rows / low - 1)
 
     def _choose(self, microbatches: int, pool: int, row: Sequence[int], used: frozenset[int]) -> list[StageChoice]:
         rows = self._scorer.global_batch // microbatches

@@ -17,8 +17,6 @@ from hpctrain.sharding.intervals import Interval
 
 FEW = 5
 """So many are timed at least."""
-FEW_MORE = 3
-"""So many interleaved ones are timed at most, where the number is limited."""
 CLOSED_FORM_ERROR = 0.03
 """By more than this the closed form is rarely wrong: plans that are worse by it are not timed."""
 MIB = 2**20
@@ -42,9 +40,9 @@ class SimulatedPlan:
 class Timer:
     """Times plans."""
 
-    def __init__(self, setup: Setup, cluster: Cluster, scorer: Scorer, limit: int | None, is_over: Callable[[], bool]):
-        """At most `limit` are timed; None: all that may be the fastest. `is_over` says that time is."""
-        self._setup, self._cluster, self._scorer, self._limit, self._is_over = setup, cluster, scorer, limit, is_over
+    def __init__(self, setup: Setup, cluster: Cluster, scorer: Scorer, is_over: Callable[[], bool]):
+        """`is_over` says that time is."""
+        self._setup, self._cluster, self._scorer, self._is_over = setup, cluster, scorer, is_over
         self.shortage = ""
         """What the first plan lacked that did not fit after all."""
 
@@ -71,69 +69,38 @@ class Timer:
 
     def _with_best_schedule(self, timed: SimulatedPlan, predictor: Predictor) -> SimulatedPlan:
         """Return the same tiles by the fastest schedule that fits: 1F1B, with more in flight, or ZB-H1."""
-        result, predictors = [timed], []
-        if plan := with_extra_warmup(timed.plan, predictor.costs, predictor.headroom):
-            predictors.append(predictor.for_plan(plan))
-        if plan := zero_bubble(timed.plan):
-            predictors.append(self._predictor(plan, predictor.setup))
-        for other in predictors:
-            prediction = other.predict()
-            if prediction.fits:
-                result.append(SimulatedPlan(timed.layout, other.plan, prediction, timed.seconds))
+        result = [timed]
+        for plan in (with_extra_warmup(timed.plan, predictor.costs, predictor.headroom), zero_bubble(timed.plan)):
+            if plan and (prediction := self._predictor(plan, predictor.setup).predict()).fits:
+                result.append(SimulatedPlan(timed.layout, plan, prediction, timed.seconds))
         return min(result, key=_by_seconds)
 
     def time(
-        self, layouts: Sequence[SearchLayout], known: SimulatedPlan | None = None
+        self, layouts: Sequence[SearchLayout], known: Sequence[SimulatedPlan], few: int, most: int | None
     ) -> tuple[list[SimulatedPlan], bool]:
-        """Return those that were timed and fit, the fastest first, and whether no other one can be faster.
+        """Return `known` plans and those of other layouts that fit, the fastest first, and whether all were timed.
 
-        `layouts` are in the order of what the closed form says; `known` is one of them, if it was timed before.
+        `layouts` are in the order of what the closed form says. At least `few` plans are returned, and at most `most`
+        (None: all): in between those that are expected to be about as fast as the best.
         """
-        result = [known] if known else []
-        best, all_done = min((timed.seconds for timed in result), default=math.inf), True
+        result, all_done = list(known), True
+        best = min((timed.seconds for timed in result), default=math.inf)
         for number, layout in enumerate(layouts):
-            if known and known.layout in (layout, layout.whole):
+            if any(timed.layout in (layout, layout.whole) for timed in known):
                 continue
-            is_late = not result and number >= FEW and self._is_over()
-            if is_late or (result and self._is_enough(len(result), layout.seconds / best - 1)):
-                all_done = all(self._scorer.bound(other) >= best for other in layouts[number:])
+            is_slower = layout.seconds > best * (1 + CLOSED_FORM_ERROR)
+            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= few))
+            if (result and is_enough) or ((result or number >= FEW) and self._is_over()):
+                all_done = False
                 break
-            if len(result) >= FEW and self._scorer.bound(layout) >= best:
-                continue
-            if timed := self.one(layout):
-                result.append(timed)
-                best = min(best, timed.seconds)
-        of_whole = (timed.layout.whole for timed in sorted(result, key=_by_seconds)[: 1 if self._limit else None])
-        result += filter(None, (self._one(layout) for layout in of_whole if layout))
+            if plan := self.one(layout):
+                result.append(plan)
+                best = min(best, plan.seconds)
+        result.sort(key=_by_seconds)
+        timed = {each.layout for each in result}
+        wholes = (each.layout.whole for each in result[: 1 if most else None])
+        result += filter(None, [self._one(whole) for whole in wholes if whole and whole not in timed])
         return sorted(result, key=_by_seconds), all_done
-
-    def improve(
-        self, layouts: Sequence[SearchLayout], plans: Sequence[SimulatedPlan]
-    ) -> tuple[list[SimulatedPlan], bool]:
-        """Return `plans` and those of other layouts that are expected to be about as fast as the best of them, the
-        fastest first, and whether no other one can be faster.
-
-        `layouts` are in the order of what the closed form says. A few are timed, if the number is limited.
-        """
-        result = list(plans)
-        for number, layout in enumerate(layouts):
-            best = min(timed.seconds for timed in result)
-            is_slower = self._limit is not None and layout.seconds > best * (1 + CLOSED_FORM_ERROR)
-            is_late = self._limit is not None and len(result) - len(plans) >= min(FEW_MORE, self._limit)
-            if is_slower or is_late or self._is_over():
-                is_complete = all(self._scorer.bound(other) >= best for other in layouts[number:])
-                return sorted(result, key=_by_seconds), is_complete
-            if self._scorer.bound(layout) < best and (timed := self.one(layout)):
-                result.append(timed)
-        return sorted(result, key=_by_seconds), True
-
-    def _is_enough(self, num_timed: int, slower_share: float) -> bool:
-        """Say whether no more plans are timed, the next of which is expected to be slower by so much."""
-        if self._is_over():
-            return True
-        if self._limit is None:
-            return False
-        return num_timed >= self._limit or (num_timed >= FEW and slower_share > CLOSED_FORM_ERROR)
 
 
 def zero_bubble(plan: Plan) -> Plan | None:

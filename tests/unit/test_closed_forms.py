@@ -34,13 +34,12 @@ def some_layouts(searching: Search) -> list[SearchLayout]:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(buckets=(*BUCKETS, ALL_IN_ONE)))
-def test_no_plan_is_below_its_bound_nor_below_that_of_all(case):
+def test_no_plan_is_below_the_bound(case):
     setup, batch, cluster, space = case
     searching = Search(setup, batch, cluster, None, space, EVERYTHING, lambda: 0.0)
     least = searching.run().lower_bound_seconds
     for layout in some_layouts(searching):
         seconds = step_seconds(setup, searching.scorer.plan(layout), cluster)
-        assert searching.scorer.bound(layout) <= seconds * (1 + 1e-9)
         assert least <= seconds * (1 + 1e-9)
         # As if each stage began at its pool's first node, and all ranks of its nodes exchanged: it knows nothing of
         # those that lie across nodes differently, nor that unused ones go through no NIC.

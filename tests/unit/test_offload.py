@@ -86,10 +86,10 @@ def test_copies_are_exposed_where_they_take_longer_than_a_block(copy, expected, 
 def test_an_update_through_the_device_takes_what_its_slowest_part_takes():
     device = predictor_device()
     one_way = 8 * 10**6 / device.host_copy_bytes_per_second
-    seconds = offloaded_update_seconds(SETUP, device, [10**6])
+    seconds = offloaded_update_seconds(SETUP, device, 10**6)
     assert one_way < seconds < 2 * one_way * (1 + 4 / BUCKETS), "both ways overlap"
     fast = replace(device, family=device.family.model_copy(update={"host_copy_bytes_per_second": 1e15}))
-    assert offloaded_update_seconds(SETUP, fast, [10**6]) == pytest.approx(
+    assert offloaded_update_seconds(SETUP, fast, 10**6) == pytest.approx(
         10**6 * SETUP.stack.update_bytes / device.memory_bytes_per_second, rel=1e-3
     )
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -20,7 +19,6 @@ from hpctrain.plan.file import load_plan
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.pools import pools_of
-from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.search import Limits, Search, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
@@ -180,17 +178,6 @@ def test_what_fits_nowhere_is_reported_with_the_numbers():
     assert "no plan of 2 a and 1 b on 3 nodes, by ib fits in memory; the nearest (" in summary
     assert "MiB for items [" in summary and "on a rank of family '" in summary and "which has 0.1 MiB" in summary
     assert "MiB too few; use more devices, or shorter sequences (data.sequence_length is 16)" in summary
-
-
-def test_a_plan_with_more_in_flight_is_predicted_from_its_tiles_alone():
-    setup, cluster = setup_of(12), cluster_of([("a", 1, 1), ("b", 1, 1), ("c", 1, 1)], nic=1e6)
-    result = best(cluster, batch=16, setup=setup, largest_grid=1, microbatches=(16,)).best.plan
-    plain = replace(result, tiles=tuple(replace(tile, extra_warmup=0) for tile in result.tiles))
-    assert max(tile.extra_warmup for tile in result.tiles) > 0
-    predictor = Predictor(setup, plain, cluster)
-    before = predictor.predict()
-    assert predictor.for_plan(result).predict() == predict(setup, result, cluster)
-    assert predictor.predict() == before
 
 
 def test_the_answer_depends_on_the_budget_alone():
