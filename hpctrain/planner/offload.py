@@ -1,7 +1,7 @@
 """What copies between a device and host memory add to a step, where tiles offload, and what hosts must hold. Pure."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpctrain.config.cluster import HOST_COPY_SHARE, Cluster
 from hpctrain.plan.tiling import Plan, Tile
@@ -13,34 +13,23 @@ from hpctrain.sharding.offload import SLOTS, bucket_elements
 ADAMW_SHARE = 32 / 48
 """Of the seconds of an update, that overlap copies: AdamW's own, by `Stack.update_bytes` of our engine. The norm and
 the clipping come before."""
-SETTLED = 3 * SLOTS
-"""After so many equal buckets each takes as long as the one before."""
 GIB = 2**30
 
 
-def offloaded_update_seconds(setup: Setup, device: DeviceModel, sizes: Sequence[int]) -> float:
-    """Return what an update takes that moves its state through the device, for shards of so many elements.
+def offloaded_update_seconds(setup: Setup, device: DeviceModel, num_elements: int) -> float:
+    """Return what an update takes that moves its state through the device.
 
     As `engine/host_state.py` does it: copies in, updates and copies out each follow each other, and a bucket comes in
-    when the one before the last has left.
+    when one has left that was `SLOTS` before it.
     """
-    most = bucket_elements(sum(sizes))
-    come = updated = gone = 0.0
-    left = [0.0] * SLOTS
-    for size, count in _buckets(sizes, most):
-        copy = size * state_bytes(setup) / device.host_copy_bytes_per_second
-        each = ADAMW_SHARE * update_seconds(setup, device, size)
-        for number in range(count):
-            before = gone
-            come = max(come, left[0]) + copy
-            updated = max(updated, come) + each
-            gone = max(gone, updated) + copy
-            left = [*left[1:], gone]
-            if number == SETTLED:  # from now on each takes as long as this one
-                later = (count - number - 1) * (gone - before)
-                come, updated, gone, left = come + later, updated + later, gone + later, [t + later for t in left]
-                break
-    return gone + (1 - ADAMW_SHARE) * update_seconds(setup, device, sum(sizes))
+    if not num_elements:
+        return 0.0
+    bucket = min(num_elements, bucket_elements(num_elements))
+    copy = bucket * state_bytes(setup) / device.host_copy_bytes_per_second
+    each = ADAMW_SHARE * update_seconds(setup, device, bucket)
+    next_after = max(copy, each, (2 * copy + each) / SLOTS)
+    all_buckets = 2 * copy + each + (num_elements / bucket - 1) * next_after
+    return all_buckets + (1 - ADAMW_SHARE) * update_seconds(setup, device, num_elements)
 
 
 def exposed_copies(
@@ -74,13 +63,6 @@ def exposed_copies(
                     arrived = fetched[place] = max(arrived, now) + order[place][1]
         now = max(now, fetched.get(number, 0.0)) + backward
     return longer, now - sum(backward for _, backward in compute)
-
-
-def _buckets(sizes: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield sizes of buckets, and how many of them follow each other."""
-    for size in sizes:
-        whole, rest = divmod(size, most)
-        yield from ((each, count) for each, count in ((most, whole), (rest, 1)) if each and count)
 
 
 def host_shortage(plan: Plan, cluster: Cluster, memory: Mapping[Tile, StageMemory]) -> str:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from hpctrain.comm.network import ClusterNetwork, Crowd
-from hpctrain.config.cluster import Cluster
+from hpctrain.config.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals, crossing
-from hpctrain.planner.assumed import list_assumed_inputs
 from hpctrain.planner.cost import Setup, layer_cost, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
@@ -63,16 +62,13 @@ class Prediction:
         return all(stage.fits for stage in self.memory) and not self.host_shortage
 
 
-def predict(setup: Setup, plan: Plan, cluster: Cluster, interleave: int = 1) -> Prediction:
+def predict(setup: Setup, plan: Plan, cluster: Cluster) -> Prediction:
     """Return the prediction of one step.
-
-    `interleave` is of other software: how many virtual stages each rank of a pipeline has (Narayanan et al. 2021),
-    which makes its bubble as many times shorter.
 
     Raises LaunchError if the plan needs more ranks than there are devices. Raises PlanError where a tile's ranks are of
     other families than it says, or these do not compute in the dtype.
     """
-    return Predictor(setup, plan, cluster).predict(interleave)
+    return Predictor(setup, plan, cluster).predict()
 
 
 class Predictor:
@@ -99,14 +95,12 @@ class Predictor:
         self._places: dict[Tile, tuple] = {}
         self._sums: dict[tuple, list[float]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
-        self._shares: dict[Tile, float] = {}
-        self._known_memory: dict[tuple, StageMemory] = {}
 
     def in_parts(self, count: int) -> "Predictor":
         """Return what is known of the same plan where products are cut in so many parts: memory is the same."""
         other = copy(self)
         other.setup = replace(self.setup, tensor_parts=count)
-        other._passes, other._until, other._shares = {}, {}, {}
+        other._passes, other._until = {}, {}
         for cached in ("costs", "_memory"):
             vars(other).pop(cached, None)
         return other
@@ -119,8 +113,6 @@ class Predictor:
         other._families = {tiles[tile]: families for tile, families in self._families.items()}
         other.costs = self.costs.of(tiles)
         other._places, other._until = {}, {}
-        other._shares = {tiles[tile]: share for tile, share in self._shares.items()}
-        other._known_memory = {}
         vars(other).pop("_memory", None)
         return other
 
@@ -134,19 +126,13 @@ class Predictor:
             )
         return result
 
-    def predict(self, interleave: int = 1) -> Prediction:
-        memory = self.memory_by(interleave)
+    def predict(self) -> Prediction:
         make = partial(one_f_one_b, splits_backward=self.setup.stack.splits_backward)
         simulated = simulate(self.plan, schedules_of(self.plan, make), self.costs)
         breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
         step = simulated.step_seconds + self.setup.stack.step_seconds
         breakdown["optimizer"] += self.setup.stack.step_seconds
         exposed["optimizer"] += self.setup.stack.step_seconds
-        if interleave > 1:
-            saved = breakdown["bubble"] * (1 - 1 / interleave)
-            breakdown["bubble"] -= saved
-            exposed["pipeline"] -= saved
-            step -= saved
         tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
         ranks = [rank for tile in self.plan.first_tiles for rank in tile.ranks]
         peak = sum(self._device(rank).peak(self.setup.dtype) for rank in ranks)
@@ -155,7 +141,7 @@ class Predictor:
             step,
             (step * (1 - error), step * (1 + error)),
             breakdown,
-            memory,
+            self.memory,
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
             self.assumed_inputs,
@@ -183,13 +169,20 @@ class Predictor:
 
     @cached_property
     def assumed_inputs(self) -> tuple[str, ...]:
-        """Return which inputs nobody measured or read in a data sheet."""
-        tiles = {used: [t for t, own in self._families.items() if used in own] for used in self._used_families}
+        """Return which inputs nobody measured or read in a data sheet, by their keys."""
+        result, used = assumed_figures(self.cluster), self._used_families
         overlaps = bool(self.setup.overlaps) or self._overlapped_work
-        return (
-            *list_assumed_inputs(self.cluster, self._devices, tiles, overlaps),
-            *offload_guesses(self.plan, self.cluster, self._families),
-        )
+        are_profiled = any(self._devices[family].profiled for family in used)
+        for family in used:
+            device, tiles = self._devices[family], [tile for tile, own in self._families.items() if family in own]
+            result += device.profiled.assumptions(tiles) if device.profiled else device.guesses
+            if are_profiled and not device.profiled:
+                result.append(f"families.{family}: no profile of this job, which other families have")
+            if overlaps and device.family.overlap_slowdown is None:
+                times = device.overlap_slowdown
+                slower = f"makes overlapped computation take {times} times as long" if times > 1 else "slows nothing"
+                result.append(f"families.{family}.overlap_slowdown: communication {slower}")
+        return *result, *offload_guesses(self.plan, self.cluster, self._families)
 
     def _device(self, rank: int) -> DeviceModel:
         return self._devices[self.cluster.devices[rank].family]
@@ -316,17 +309,15 @@ class Predictor:
     def _stored(self, group, z: int) -> int:
         return sum(layout.size for layout in group.layouts) // z + sum(region.size for region in group.regions)
 
-    def _updated(self, tile: Tile) -> list[int]:
-        """Return how many weights of each of its shards a rank updates."""
+    def _updated(self, tile: Tile) -> int:
+        """Return how many weights a rank updates."""
         groups = self._rank_shards(tile).shard_groups
         stored = [self._stored(group, tile.tensor.z) for group in groups]
-        return [group.cuts(n)[0].size if group.zero else n for group, n in zip(groups, stored, strict=True)]
+        return sum(group.cuts(n)[0].size if group.zero else n for group, n in zip(groups, stored, strict=True))
 
     def _update_seconds(self, tile: Tile) -> float:
-        devices, sizes = [self._devices[family] for family in self._families[tile]], self._updated(tile)
-        if tile.offloads_optimizer:
-            return max(offloaded_update_seconds(self.setup, device, sizes) for device in devices)
-        return max(update_seconds(self.setup, device, sum(sizes)) for device in devices)
+        seconds = offloaded_update_seconds if tile.offloads_optimizer else update_seconds
+        return max(seconds(self.setup, self._devices[f], self._updated(tile)) for f in self._families[tile])
 
     def _sharings(self) -> tuple[Sharing, ...]:
         result: dict[tuple, Sharing] = {}
@@ -404,25 +395,6 @@ class Predictor:
         """Return for each tile what its first rank needs, for all of its tiles; those that are equal once."""
         return tuple({id(stage): stage for stage in self._memory.values()}.values())
 
-    def memory_by(self, interleave: int) -> tuple[StageMemory, ...]:
-        """Return `memory` with what an interleaved schedule of other software keeps more (Korthikanti et al. 2022,
-        section 4.2.3). Raises PlanError where the plan has virtual stages of its own, or too few blocks for so many."""
-        if interleave == 1:
-            return self.memory
-        stages = max(self.plan.path_length(tile) for tile in self.plan.tiles)
-        if any(len(self.plan.virtual_stages(tile)) > 1 for tile in self.plan.first_tiles):
-            raise PlanError("interleave is for plans whose ranks have one tile each: this one has virtual stages")
-        num_layers = self.setup.model.num_layers + 2
-        if stages < 2 or stages * interleave > num_layers:
-            raise PlanError(
-                f"interleave = {interleave} of {stages} stages: there must be two stages, and no more virtual stages,"
-                f" here {stages * interleave}, than the model has layers with its ends, {num_layers}"
-            )
-        more = 1 + (stages - 1) / (stages * interleave)
-        return tuple(
-            replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in self.memory
-        )
-
     @property
     def headroom(self) -> dict[Tile, float]:
         """Return by tile how many more microbatches it has memory for, and for their messages, where these wait."""
@@ -437,7 +409,7 @@ class Predictor:
 
     @cached_property
     def _memory(self) -> dict[Tile, StageMemory]:
-        known, result = self._known_memory, {}
+        known, result = {}, {}
         for tile in self.plan.first_tiles:
             virtual_stages = self.plan.virtual_stages(tile)
             available = min(self.cluster.families[f].usable_bytes for f in self._families[tile])
@@ -466,11 +438,6 @@ class Predictor:
         return math.ceil(self._waiting_share(tile) * (in_flight(self.plan, tile) - 1))
 
     def _waiting_share(self, tile: Tile) -> float:
-        if tile not in self._shares:
-            self._shares[tile] = self._share_that_waits(tile)
-        return self._shares[tile]
-
-    def _share_that_waits(self, tile: Tile) -> float:
         if self.setup.stack.blocking_sends or len(self.plan.virtual_stages(tile)) > 1:
             return 0.0
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)

@@ -41,7 +41,7 @@ def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts:
 
 
 class Scorer:
-    """Weighs shapes for one job on one cluster."""
+    """Scores shapes for one job on one cluster."""
 
     def __init__(self, costs: StageCosts, global_batch: int, space: Space, is_short_of_nothing: bool = False):
         """`is_short_of_nothing`: whatever the memory of devices is, all fits."""
@@ -233,8 +233,8 @@ class Scorer:
             result: list[StageVariant] = []
             update = BlockLine(0.0, 0.0)
             if offload in ("optimizer", "all"):
-                update = costs.offloaded_update(pool, grid, ends, 1 / holders if zero else 1.0)
-                update = BlockLine(update.base / microbatches, update.each / microbatches)
+                longer = costs.offloaded_update(pool, grid, ends, 1 / holders if zero else 1.0)
+                update = update.plus(longer, 1 / microbatches)
             for recompute in self.space.recompute:
                 fitting = 0
                 for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
@@ -245,7 +245,7 @@ class Scorer:
                     needed = needs.keeping(kept)
                     most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
                     if offload != "none" and not self._is_roomy:
-                        most = min(most, needs.host_keeping(kept).most(costs.host_bytes[pool]))
+                        most = min(most, needs.on_host.plus(needs.moved, kept).most(costs.host_bytes[pool]))
                     if most > fitting:
                         how = each, recompute, row_chunks, exchanging
                         priced = [costs.piecewise(pool, grid, layer, *how) for layer in layers]
@@ -289,7 +289,7 @@ class Scorer:
                 is_cut = shape.zero > 0 and holders > 1
                 device, own = costs.pools[each.pool].device, int(elements / holders if is_cut else elements)
                 if each.variant.offload in ("optimizer", "all"):
-                    updated[p][i] += offloaded_update_seconds(setup, device, [own])
+                    updated[p][i] += offloaded_update_seconds(setup, device, own)
                 else:
                     updated[p][i] += update_seconds(setup, device, own)
             if holders > 1:

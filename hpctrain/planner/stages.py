@@ -64,6 +64,9 @@ class BlockLine(NamedTuple):
     def at(self, k: float) -> float:
         return self.base + k * self.each
 
+    def plus(self, other: "BlockLine", times: float) -> "BlockLine":
+        return BlockLine(self.base + times * other.base, self.each + times * other.each)
+
     def most(self, limit: float) -> int:
         """Return for how many blocks it stays within a limit; 0 if for none."""
         return max(0, math.floor((limit - self.base) / self.each))
@@ -92,14 +95,8 @@ class Needs(NamedTuple):
     moved: BlockLine = BlockLine(0.0, 0.0)
     """In memory of the host, of the activations of each microbatch that is kept."""
 
-    def host_keeping(self, microbatches: float) -> BlockLine:
-        """Return the bytes in memory of the host."""
-        more = self.moved
-        return BlockLine(self.on_host.base + more.base * microbatches, self.on_host.each + more.each * microbatches)
-
     def keeping(self, microbatches: float) -> BlockLine:
-        state, kept, *_ = self
-        return BlockLine(state.base + kept.base * microbatches, state.each + kept.each * microbatches)
+        return self.state.plus(self.activations, microbatches)
 
 
 def row_chunk_counts(most: int, fewest: int) -> list[int]:
@@ -126,7 +123,8 @@ class StageCosts:
         self.needs = lru_cache(None)(self._needs)
         self.elements = lru_cache(None)(self._elements)
         self.splits = lru_cache(None)(self._splits)
-        self._unit = lru_cache(None)(partial(layer_elements, setup.model))
+        self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
+        """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
         self._sharers = lru_cache(None)(self._sharing_ranks)
@@ -249,16 +247,12 @@ class StageCosts:
         tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
         return self.setup.stack.splits_backward and splits_freely(tile)
 
-    def elements_of(self, grid: TensorGrid, layer: Interval) -> int:
-        """Return how many weights of a layer the ranks at one (x, y) have together."""
-        return self._unit(grid, layer)
-
     def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
         """Return how many weights a rank of a stage stores."""
-        base = self._unit(grid, EMBEDDING) * is_first + self._unit(grid, self.head) * is_last
+        base = self.elements_of(grid, EMBEDDING) * is_first + self.elements_of(grid, self.head) * is_last
         if self.setup.model.description.tied_head and is_last and not is_first:
-            base += self._unit(grid, EMBEDDING)
-        return BlockLine(base / grid.z, self._unit(grid, BLOCK) / grid.z)
+            base += self.elements_of(grid, EMBEDDING)
+        return BlockLine(base / grid.z, self.elements_of(grid, BLOCK) / grid.z)
 
     def _needs(
         self,
@@ -300,7 +294,7 @@ class StageCosts:
         moved = layer_moved(setup, grid, BLOCK, recompute) if moves else 0.0
         buffers = buffers + rows * (computing + 2 * moved)
         kept = BlockLine(kept.base, kept.each - moved)
-        sizes = [self._unit(grid, layer) for layer in self.layers(ends)]
+        sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
         gathered = gathered_bytes(setup, grid.z, zero, holders, max(sizes), sizes[0] + max(sizes), splits)
         return Needs(
             BlockLine(stored.base * state + buffers + gathered, stored.each * state),
@@ -318,7 +312,7 @@ class StageCosts:
         """Return what an update of a share of the stage's weights takes longer with its state in host memory."""
         stored, device = self.elements(grid, *ends), self.pools[number].device
         many = max(1, int(share * stored.at(self.setup.model.num_layers)))
-        longer = offloaded_update_seconds(self.setup, device, [many]) - update_seconds(self.setup, device, many)
+        longer = offloaded_update_seconds(self.setup, device, many) - update_seconds(self.setup, device, many)
         return BlockLine(stored.base * share * longer / many, stored.each * share * longer / many)
 
     def _row_bytes(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.evidence.described import DescribedRun
+from benchmarks.evidence.described import DescribedRun, interleaved
 from benchmarks.evidence.stacks import MEGATRON, STACKS
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.cluster import Cluster, Nodes
@@ -360,15 +360,17 @@ def test_other_software_is_predicted_on_different_families_in_one_pipeline():
     plan = replace(plan, tiles=(fast, replace(slow, family="slow")))
     job = load_job("tiny", ["model.num_layers=4", "model.vocab_size=512"])
 
-    def predicted(stack=MEGATRON, interleave: int = 1):
-        return predict(Setup(job.model, 128, "fp16", stack), plan, cluster, interleave)
+    def predicted(stack=MEGATRON):
+        return predict(Setup(job.model, 128, "fp16", stack), plan, cluster)
 
-    plain, interleaved = predicted(), predicted(interleave=2)
-    assert interleaved.breakdown_seconds["bubble"] == pytest.approx(plain.breakdown_seconds["bubble"] / 2)
+    plain = predicted()
+    twice = interleaved(plain, plan, 2)
+    assert twice.breakdown_seconds["bubble"] == pytest.approx(plain.breakdown_seconds["bubble"] / 2)
+    assert sum(twice.breakdown_seconds.values()) == pytest.approx(twice.step_seconds)
     cut = predicted(replace(MEGATRON, sequence_parallel=True))
     assert cut.memory[0].memory.activations < plain.memory[0].memory.activations
     with pytest.raises(PlanError, match="no more virtual stages, here 8, than the model has layers with its ends, 6"):
-        predicted(interleave=4)
+        interleaved(plain, plan, 4)
 
 
 def test_the_command_refuses_a_family_that_has_no_dtype_to_train_in(tmp_path):

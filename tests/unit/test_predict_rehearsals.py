@@ -46,5 +46,5 @@ def predictor(*layout: str) -> Predictor:
     ],
 )
 def test_predictions_are_near_what_was_rehearsed(layout, rehearsed_seconds):
-    result = predictor(*layout).predict(interleave=1)
+    result = predictor(*layout).predict()
     assert result.step_seconds == pytest.approx(rehearsed_seconds, rel=0.03)
