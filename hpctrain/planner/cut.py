@@ -20,7 +20,7 @@ from hpctrain.planner.stages import BlockLine
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 MANY_ROWS = 64
-"""More are not all given one by one."""
+"""More of each pipeline, or blocks of each stage, are not all given one by one."""
 TIE_DIGITS = 12
 """Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
 ROUNDS = 12
@@ -84,23 +84,11 @@ def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | 
 
     None where there are fewer blocks than stages, or the memory of all is too small.
     """
-    if len(stages) > num_blocks:
-        return None
-    blocks = [1] * len(stages)
-
-    def with_one_more(i: int) -> tuple[float, int]:
-        """The deepest of equal stages is given more first: it keeps the fewest activations."""
-        return round(stages[i].seconds(blocks[i] + 1), TIE_DIGITS), -i
-
-    waiting = [with_one_more(i) for i in range(len(stages))]
-    heapq.heapify(waiting)
-    for _ in range(num_blocks - len(stages)):
-        seconds, negative = waiting[0]
-        if seconds == math.inf:
-            return None
-        blocks[-negative] += 1
-        heapq.heapreplace(waiting, with_one_more(-negative))
-    return blocks if all(stage.variant(count) for stage, count in zip(stages, blocks, strict=True)) else None
+    seconds = [lambda n, stage=stage: round(stage.seconds(n), TIE_DIGITS) for stage in stages]
+    # The deepest of equal stages is given more first: it keeps the fewest activations.
+    deepest_first = cut_rows(num_blocks, [1] * len(stages), seconds[::-1])
+    blocks = deepest_first and deepest_first[::-1]
+    return blocks if blocks and all(map(StageVariants.variant, stages, blocks)) else None
 
 
 def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[int], float]]) -> list[int] | None:
@@ -114,7 +102,7 @@ def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[in
         return None
     if len(rows) == 1:
         return [num_rows]
-    if left > MANY_ROWS:
+    if left > MANY_ROWS * len(rows):
         rows = _most_at_once(rows, left, seconds)
         left = num_rows - sum(rows)
     waiting = [(of(n + 1), i) for i, (of, n) in enumerate(zip(seconds, rows, strict=True))]

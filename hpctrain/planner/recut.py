@@ -2,12 +2,12 @@
 
 The search scores plans of whole, equal blocks, in closed form. Here each item has its own price, by kind: what a stage
 takes from one item to another is a difference of two sums. The least time of the slowest stage is searched by halving:
-within a time, one stage after the other takes as many items as it can. That is exact, since times grow with items.
+within a time, each stage takes as many items as it can, the last one first. That is exact, since times grow with items.
 """
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,10 +30,6 @@ class _Stage(NamedTuple):
     """For each item: of all items before it, had the stage these."""
     most: int
     """Items for which it has memory, by whole blocks."""
-
-    def reach(self, start: int, limit: float) -> int:
-        """Return up to which item it can go from another one in a time."""
-        return min(bisect_right(self.seconds, self.seconds[start] + limit) - 1, start + self.most)
 
     def first(self, stop: int, limit: float) -> int:
         """Return the first item from which it can go up to another one in a time."""
@@ -86,25 +82,18 @@ def _sums(costs: StageCosts, placed: Placed, rows: int, zero: int) -> list[float
 
 
 def _cut(stages: Sequence[_Stage], old: Sequence[int], slowest: float) -> tuple[list[int], float]:
-    """Return where stages begin, and the last one ends, and what the slowest takes: as near to the `old` cuts, of which
-    the slowest takes so long, as the least time allows."""
+    """Return where stages begin, and the last one ends, and what the slowest takes: the `old` cuts, of which it takes
+    so long, where none are better."""
     low, high = 0.0, slowest
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        if _ends(stages, middle) is None:
+        if _starts(stages, middle) is None:
             low = middle
         else:
             high = middle
-    limit = high * (1 + EPSILON)
-    latest, earliest = _ends(stages, limit), _starts(stages, limit)
-    if latest is None or earliest is None:
-        return list(old), slowest
-    cuts = [0]
-    for number, (stage, wanted) in enumerate(zip(stages, old[1:], strict=True)):
-        farthest = min(stage.reach(cuts[-1], limit), latest[number])
-        cuts.append(max(min(wanted, farthest), earliest[number], cuts[-1] + 1))
+    cuts = _starts(stages, high * (1 + EPSILON)) or list(old)
     taken = _slowest(stages, cuts)
-    return (cuts, taken) if taken <= limit else (list(old), slowest)
+    return (cuts, taken) if taken * (1 + EPSILON) < slowest else (list(old), slowest)
 
 
 def _slowest(stages: Sequence[_Stage], cuts: Sequence[int]) -> float:
@@ -112,25 +101,15 @@ def _slowest(stages: Sequence[_Stage], cuts: Sequence[int]) -> float:
     return max(stage.taken(*items) if items[1] - items[0] <= stage.most else math.inf for stage, items in pairs)
 
 
-def _ends(stages: Sequence[_Stage], limit: float) -> list[int] | None:
-    """Return where each stage ends that takes all that it can in a time, and leaves those behind it an item each; None
-    if items are left over."""
-    num_items, at, result = len(stages[0].seconds) - 1, 0, []
-    for left, stage in zip(range(len(stages) - 1, -1, -1), stages, strict=True):
-        # With an end of the model a stage has a branch, too.
-        stop = min(stage.reach(at, limit), num_items - left - (left > 0))
-        if stop <= at + (at == 0):
-            return None
-        result.append(stop)
-        at = stop
-    return result if at == num_items else None
-
-
 def _starts(stages: Sequence[_Stage], limit: float) -> list[int] | None:
-    """Return where each stage must end at least, that those behind it can take the rest in a time."""
+    """Return where stages begin, and the last one ends, of which each takes all that it can in a time, the last one
+    first, as it keeps the fewest activations; None if items are left over."""
     num_items = len(stages[0].seconds) - 1
-    at, result = num_items, [num_items]
-    for number, stage in reversed(list(enumerate(stages))[1:]):
-        at = max(stage.first(at, limit), number + 1)
-        result.append(at)
-    return result[::-1]
+    cuts = [num_items]
+    for number in range(len(stages) - 1, 0, -1):
+        start = max(stages[number].first(cuts[0], limit), number + 1)  # those before it have an item each
+        if start >= cuts[0] - (cuts[0] == num_items):  # and with an end of the model a stage has a branch, too
+            return None
+        cuts.insert(0, start)
+    cuts.insert(0, 0)
+    return cuts if stages[0].taken(0, cuts[1]) <= limit and cuts[1] <= stages[0].most else None

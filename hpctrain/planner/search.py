@@ -2,10 +2,10 @@
 
 What is chosen from is in `planner/space.py`. The search goes through *groups* of plans that have the arrangement of
 pools and the number of microbatches in common. A closed form (`planner/score.py`) scores one plan of each, then those
-of the most promising groups, until a budget is spent; the best by weight are timed by the simulation of their
-instructions, which alone decides, and must fit by `planner/memory.py`. Those with long bubbles are then tried with
-several tiles a rank (`planner/interleave.py`). The answer depends on the budget, not on the machine; a limit in seconds
-ends it earlier.
+of the most promising groups, until a budget is spent. Shapes that cannot be near the best are not scored. The layouts
+with the best scores are timed by the simulation of their instructions, which alone decides, and must fit by
+`planner/memory.py`. Those with long bubbles are then tried with several tiles a rank. The answer depends on the budget,
+not on the machine; a limit in seconds ends it earlier.
 """
 
 import gc
@@ -21,19 +21,20 @@ from hpctrain.config.errors import PlanError
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import SearchLayout
-from hpctrain.planner.interleave import INTERLEAVED, interleave
 from hpctrain.planner.pools import Pool, pools_of
 from hpctrain.planner.recut import recut
 from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
-from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices
+from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices, interleaved_shapes
 from hpctrain.planner.stages import StageCosts
 from hpctrain.planner.timing import CLOSED_FORM_ERROR, FEW, SimulatedPlan, Timer, format_shortage
 
-WEIGHED, TIMED = 2000, 10
+SCORED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
 RECUT = 60
 """How many of the best layouts of whole blocks are cut again, between attention and feed-forward part too."""
+INTERLEAVED = 30
+"""How many layouts are scored with several virtual stages."""
 FEW_INTERLEAVED = 3
 """So many interleaved ones are timed at most, where the number is limited."""
 PER_GROUP = 100
@@ -44,7 +45,7 @@ LOOKING_SHARE = 0.5
 """Of the budget, for looking at one plan of each group."""
 UNUSED_PLACES = 3
 """An unused pool puts a group as far back as so many worse numbers of microbatches."""
-WEIGHING_SHARE = 0.6
+SCORING_SHARE = 0.6
 """Of a limit in seconds; the rest is for timing."""
 
 
@@ -52,7 +53,7 @@ WEIGHING_SHARE = 0.6
 class Limits:
     """How far a search goes; `None`: to the end."""
 
-    scored: int | None = WEIGHED
+    scored: int | None = SCORED
     timed: int | None = TIMED
     per_group: int | None = PER_GROUP
     seconds: float | None = None
@@ -161,9 +162,7 @@ class Search:
         plans, all_timed = self._timer.time(self.layouts, [self._first] if self._first else [], FEW, limit)
         if not plans:
             raise PlanError(self._timer.shortage or self._least_shortage())
-        several, left_out = interleave(
-            self.scorer, self.layouts, plans[0].seconds, None if limit is None else INTERLEAVED
-        )
+        several, left_out = self._interleave(plans[0].seconds)
         most = None if limit is None else len(plans) + min(FEW_INTERLEAVED, limit)
         plans, all_better = self._timer.time(several, plans, 0, most)
         self.layouts = sorted([*self.layouts, *several], key=lambda layout: layout.seconds)
@@ -189,6 +188,28 @@ class Search:
             least_by_microbatches=self._least(lambda shape: shape.microbatches),
         )
 
+    def _interleave(self, best_seconds: float) -> tuple[list[SearchLayout], int]:
+        """Return layouts with several virtual stages, the fastest first, and how many were not scored so that could be.
+
+        With v virtual stages a rank has v tiles, as many tiles apart as there are stages (Narayanan et al. 2021, arXiv
+        2104.04473). The bubble is about the v-th part. There are v times as many messages, and the first of p stages
+        keeps the activations of p + (p - 1) / v microbatches instead of p. So those are scored that would be the
+        fastest with the shortest bubbles they can have, and faster than `best_seconds`; without a limit all.
+        """
+
+        def least_seconds(layout: SearchLayout, virtual_stages: int) -> float:
+            bubbles = (sum(placed.forward + placed.backward for placed in stages[1:]) for stages in layout.stages)
+            return layout.seconds - min(bubbles) * (1 - 1 / virtual_stages)
+
+        most, num_blocks = self._space.most_virtual_stages, self._setup.model.num_layers
+        every = ((layout, interleaved_shapes(layout.shape, num_blocks, most)) for layout in self.layouts)
+        every = [(least_seconds(layout, shapes[-1].virtual_stages), shapes) for layout, shapes in every if shapes]
+        every.sort(key=lambda each: each[0])
+        is_limited, limit = self._limits.timed is not None, best_seconds * (1 + CLOSED_FORM_ERROR)
+        promising = [shapes for s, shapes in every[:INTERLEAVED] if s < limit] if is_limited else [s for _, s in every]
+        result = (self.scorer.score(shape) for shapes in promising for shape in shapes)
+        return sorted(filter(None, result), key=lambda layout: layout.seconds), len(every) - len(promising)
+
     def _least(self, key: Callable[[Shape], object]) -> dict:
         """Return the least seconds of all layouts, which are sorted, by something of their shapes."""
         least: dict = {}
@@ -202,10 +223,10 @@ class Search:
             self._first = self._timer.one(layout)
             self._first_after = self._clock() - self._started if self._first else math.inf
 
-    # ---- weighing ----------------------------------------------------------------------------------------------------
+    # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def _score_groups(self) -> bool:
-        """Weigh groups, the most promising first; return whether all were."""
+        """Score groups, the most promising first; return whether all were."""
         groups, is_complete = self._score_one_each(), True
         self._num_groups = len(groups)
         for _, _, group, tried in sorted(groups):
@@ -269,9 +290,9 @@ class Search:
         return format_shortage(self._cluster, self._setup, roomy.plan(layout), *roomy.needed(layout, stage))
 
     def _is_spent(self, share: float) -> bool:
-        """Say whether a share of the budget, or of the time for weighing, is over."""
+        """Say whether a share of the budget, or of the time for scoring, is over."""
         budget = self._limits.scored
-        return (budget is not None and self._num_scored >= budget * share) or self._is_over(WEIGHING_SHARE * share)
+        return (budget is not None and self._num_scored >= budget * share) or self._is_over(SCORING_SHARE * share)
 
     def _shapes(self, pipelines: Pipelines, microbatches: int):
         """Yield the shapes of a group, those of the best choices first."""
