@@ -20,7 +20,7 @@ from hpctrain.planner.stages import BlockLine
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 MANY_ROWS = 64
-"""More are not all given one by one."""
+"""More of each pipeline, or blocks of each stage, are not all given one by one."""
 TIE_DIGITS = 12
 """Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
 ROUNDS = 12
@@ -102,7 +102,7 @@ def cut_rows(num_rows: int, least: Sequence[int], seconds: Sequence[Callable[[in
         return None
     if len(rows) == 1:
         return [num_rows]
-    if left > MANY_ROWS:
+    if left > MANY_ROWS * len(rows):
         rows = _most_at_once(rows, left, seconds)
         left = num_rows - sum(rows)
     waiting = [(of(n + 1), i) for i, (of, n) in enumerate(zip(seconds, rows, strict=True))]

@@ -105,6 +105,17 @@ class Predictor:
             vars(other).pop(cached, None)
         return other
 
+    def for_plan(self, plan: Plan) -> "Predictor":
+        """Return what is known of a plan that has more microbatches in flight, and is else the same."""
+        other = copy(self)
+        other.plan = plan
+        tiles = dict(zip(self.plan.tiles, plan.tiles, strict=True))
+        other._families = {tiles[tile]: families for tile, families in self._families.items()}
+        other.costs = self.costs.of(tiles)
+        other._places, other._until = {}, {}
+        vars(other).pop("_memory", None)
+        return other
+
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
         named = tile.family.split("+")

@@ -25,15 +25,16 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.file import dump_plan, parse_plan
 from hpctrain.plan.holders import ShardGroup
 from hpctrain.plan.tiling import even_plan
-from hpctrain.planner.cost import Setup
+from hpctrain.planner.cost import Setup, update_seconds
 from hpctrain.planner.explain import reasons
-from hpctrain.planner.offload import exposed_copies, offloaded_update_seconds
+from hpctrain.planner.memory import state_bytes
+from hpctrain.planner.offload import ADAMW_SHARE, exposed_copies, offloaded_update_seconds
 from hpctrain.planner.predictor import predict
 from hpctrain.planner.search import search
 from hpctrain.planner.space import Space
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
-from hpctrain.sharding.offload import ALIGNED, BUCKETS, bucket_elements
+from hpctrain.sharding.offload import ALIGNED, BUCKETS, LARGEST_BUCKET, SLOTS, bucket_elements
 
 JOB = load_job("tiny", list(SETTINGS))
 SETUP = Setup.of_job(JOB, "fp32")
@@ -92,6 +93,23 @@ def test_an_update_through_the_device_takes_what_its_slowest_part_takes():
     assert offloaded_update_seconds(SETUP, fast, 10**6) == pytest.approx(
         10**6 * SETUP.stack.update_bytes / device.memory_bytes_per_second, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("updates_of_copy", [0.1, 0.5, 1.0, 2.0, 10.0])
+def test_an_update_takes_what_its_buckets_take_one_by_one(updates_of_copy):
+    device, num_elements = predictor_device(), 200 * LARGEST_BUCKET
+    each = ADAMW_SHARE * update_seconds(SETUP, device, LARGEST_BUCKET)
+    copy = each / updates_of_copy
+    speed = LARGEST_BUCKET * state_bytes(SETUP) / copy
+    device = replace(device, family=device.family.model_copy(update={"host_copy_bytes_per_second": speed}))
+    come = updated = 0.0
+    gone = [0.0] * SLOTS
+    for _ in range(200):
+        come = max(come, gone[-SLOTS]) + copy
+        updated = max(updated, come) + each
+        gone.append(max(gone[-1], updated) + copy)
+    rest = (1 - ADAMW_SHARE) * update_seconds(SETUP, device, num_elements)
+    assert offloaded_update_seconds(SETUP, device, num_elements) == pytest.approx(gone[-1] + rest, rel=0.005)
 
 
 def predictor_device():
