@@ -269,42 +269,6 @@ def interleaved_memory(memory: Sequence[StageMemory], plan: Plan, virtual_stages
     return tuple(replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in memory)
 
 
-def interleaved(prediction: Prediction, plan: Plan, virtual_stages: int) -> Prediction:
-    """Return a prediction where ranks have so many virtual stages: the bubble is as many times shorter (Narayanan et
-    al. 2021). Raises as `interleaved_memory`."""
-    breakdown, exposed = dict(prediction.breakdown_seconds), dict(prediction.exposed_seconds)
-    saved = breakdown["bubble"] * (1 - 1 / virtual_stages)
-    breakdown["bubble"] -= saved
-    exposed["pipeline"] -= saved
-    share = 1 - saved / prediction.step_seconds
-    low, high = prediction.interval_seconds
-    return replace(
-        prediction,
-        step_seconds=prediction.step_seconds * share,
-        interval_seconds=(low * share, high * share),
-        breakdown_seconds=breakdown,
-        exposed_seconds=exposed,
-        memory=interleaved_memory(prediction.memory, plan, virtual_stages),
-        tokens_per_second=prediction.tokens_per_second / share,
-        mfu=prediction.mfu / share,
-    )
-
-
-def interleaved_memory(memory: Sequence[StageMemory], plan: Plan, virtual_stages: int) -> tuple[StageMemory, ...]:
-    """Return what ranks with so many virtual stages need (Korthikanti et al. 2022, section 4.2.3).
-
-    Raises PlanError where the plan has too few blocks for so many.
-    """
-    stages, num_layers = max(plan.path_length(tile) for tile in plan.tiles), plan.tiles[-1].items.stop // 2 + 1
-    if stages < 2 or stages * virtual_stages > num_layers:
-        raise PlanError(
-            f"interleave = {virtual_stages} of {stages} stages: there must be two stages, and no more virtual stages,"
-            f" here {stages * virtual_stages}, than the model has layers with its ends, {num_layers}"
-        )
-    more = 1 + (stages - 1) / (stages * virtual_stages)
-    return tuple(replace(s, memory=replace(s.memory, activations=int(s.memory.activations * more))) for s in memory)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What is predicted of a run."""

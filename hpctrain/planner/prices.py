@@ -1,7 +1,7 @@
 """The prices of a step, which `simulate.py` puts on a plan's instructions: seconds by tile, message and exchange."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpctrain.plan.schedule import COMPUTING
 from hpctrain.plan.tiling import Tile
@@ -103,3 +103,25 @@ class Costs:
     """Of the time of each message, during which its sender computes nothing."""
     leaving: frozenset[tuple[Tile, Tile]] = frozenset()
     """The messages that leave a node: what a rank sends forward and backward shares its NIC."""
+
+    def of(self, tiles: Mapping[Tile, Tile]) -> "Costs":
+        """Return the same for other tiles in the place of these."""
+
+        def placed(seconds: Mapping[Tile, float] | None) -> dict[Tile, float] | None:
+            return None if seconds is None else {tiles[tile]: each for tile, each in seconds.items()}
+
+        return replace(
+            self,
+            tiles={tiles[tile]: cost for tile, cost in self.tiles.items()},
+            messages={(tiles[a], tiles[b]): seconds for (a, b), seconds in self.messages.items()},
+            leaving=frozenset((tiles[a], tiles[b]) for a, b in self.leaving),
+            sharings=tuple(
+                replace(
+                    each,
+                    tiles=tuple(tiles[tile] for tile in each.tiles),
+                    ready_seconds=placed(each.ready_seconds),
+                    needed_seconds=placed(each.needed_seconds),
+                )
+                for each in self.sharings
+            ),
+        )

@@ -69,10 +69,15 @@ class Timer:
 
     def _with_best_schedule(self, timed: SimulatedPlan, predictor: Predictor) -> SimulatedPlan:
         """Return the same tiles by the fastest schedule that fits: 1F1B, with more in flight, or ZB-H1."""
-        result = [timed]
-        for plan in (with_extra_warmup(timed.plan, predictor.costs, predictor.headroom), zero_bubble(timed.plan)):
-            if plan and (prediction := self._predictor(plan, predictor.setup).predict()).fits:
-                result.append(SimulatedPlan(timed.layout, plan, prediction, timed.seconds))
+        result, predictors = [timed], []
+        if plan := with_extra_warmup(timed.plan, predictor.costs, predictor.headroom):
+            predictors.append(predictor.for_plan(plan))
+        if plan := zero_bubble(timed.plan):
+            predictors.append(self._predictor(plan, predictor.setup))
+        for other in predictors:
+            prediction = other.predict()
+            if prediction.fits:
+                result.append(SimulatedPlan(timed.layout, other.plan, prediction, timed.seconds))
         return min(result, key=_by_seconds)
 
     def time(
