@@ -46,6 +46,7 @@ LAYOUTS = {
     "tensor4": Layout(4, ("plan.microbatch=2", "plan.tensor.y=4")),
     "tensor2_data2": Layout(4, ("plan.microbatch=2", "plan.tensor.y=2", "plan.data=2")),
     "pipeline2_data2": Layout(4, ("plan.microbatch=2", "plan.pipeline=2", "plan.data=2")),
+    "interleaved2_data2": Layout(4, ("plan.microbatch=2", "plan.pipeline=2", "plan.data=2", "plan.virtual_stages=2")),
 }
 
 

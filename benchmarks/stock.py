@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -207,24 +208,44 @@ def tensor_data(model: Llama) -> Replica:
     return Replica(run, data.rank(), data.size())
 
 
-def pipeline_data(model: Llama) -> Replica:
-    """1F1B over two halves of the model, each in DDP; PipelineStage lets DDP reduce after the last microbatch only."""
+def pipeline_data(model: Llama, virtual_stages: int = 1) -> Replica:
+    """1F1B over two ranks, each with one or several stages of the model in DDP; PipelineStage lets DDP reduce after the
+    last microbatch only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     data, pipeline = mesh["data"].get_group(), mesh["pipeline"].get_group()
-    first = pipeline.rank() == 0
-    if first:
-        model.blocks, model.norm, model.head = model.blocks[: LAYERS // 2], None, None
+    first, num_stages = pipeline.rank() == 0, 2 * virtual_stages
+    cpu, numbers = torch.device("cpu"), range(pipeline.rank(), num_stages, 2)
+    modules = [data_parallel(stage_of(model, number, num_stages), data) for number in numbers]
+    stages = [
+        PipelineStage(module, number, num_stages, cpu, group=pipeline)
+        for module, number in zip(modules, numbers, strict=True)
+    ]
+    num_microbatches = GLOBAL_BATCH // data.size() // MICROBATCH
+    if virtual_stages == 1:
+        schedule = Schedule1F1B(stages[0], num_microbatches, loss_fn=mean_loss)
     else:
-        model.blocks, model.embedding = model.blocks[LAYERS // 2 :], None
-    stage = PipelineStage(data_parallel(model, data), pipeline.rank(), 2, torch.device("cpu"), group=pipeline)
-    schedule = Schedule1F1B(stage, GLOBAL_BATCH // data.size() // MICROBATCH, loss_fn=mean_loss)
+        schedule = ScheduleInterleaved1F1B(stages, num_microbatches, loss_fn=mean_loss)
+    model.embedding = model.blocks = model.norm = model.head = None
+    model.stages = nn.ModuleList(modules)
 
     def run(inputs: Tensor, labels: Tensor) -> Tensor:
         losses = [torch.zeros(())] if first else []
         schedule.step(*([inputs] if first else []), target=labels, losses=losses, return_outputs=False)
-        return 2 * torch.stack(losses).detach().mean()  # twice: the first stage counts as 0 in the mean over ranks
+        return 2 * torch.stack(losses).detach().mean()  # twice: the first rank counts as 0 in the mean over ranks
 
     return Replica(run, data.rank(), data.size())
+
+
+def stage_of(model: Llama, number: int, num_stages: int) -> Llama:
+    """Return a copy of one of the equal stages of a model."""
+    stage = deepcopy(model)
+    each = LAYERS // num_stages
+    stage.blocks = stage.blocks[number * each : (number + 1) * each]
+    if number > 0:
+        stage.embedding = None
+    if number < num_stages - 1:
+        stage.norm = stage.head = None
+    return stage
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[Llama], Replica]]] = {
@@ -234,6 +255,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[Llama], Replica]]] = {
     "tensor4": (4, tensor),
     "tensor2_data2": (4, tensor_data),
     "pipeline2_data2": (4, pipeline_data),
+    "interleaved2_data2": (4, lambda model: pipeline_data(model, virtual_stages=2)),
 }
 
 

@@ -8,6 +8,7 @@ So all groups of a rank share one stream. The device does their operations in th
 asks for them. `hpctrain.plan.launch_order` proves from the schedule that the orders of all ranks fit together.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from hpctrain.comm.waiting import Patience, wait_until
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator, Event, Stream
 
+LOOK_SECONDS = 0.5
+"""Between two looks for an error that a library noticed by itself, such as a peer that is gone."""
 MOST_IN_FLIGHT = 128
 """How many operations the host may be ahead of its device: fewer than a flight record has slots."""
 
@@ -32,6 +35,14 @@ class Watched(Protocol):
 
     def check(self) -> None:
         """Raise CommError where it has noticed that."""
+        ...
+
+
+class Noticing(Protocol):
+    """A communicator that can be asked for an error."""
+
+    def look(self) -> None:
+        """Take note of an error, and abort."""
         ...
 
 
@@ -51,11 +62,52 @@ class LaunchTimes:
     ended: float = 0.0
 
 
+class ErrorWatch:
+    """A thread that looks for errors of all connections of a rank while there are any.
+
+    One for all: a thread that wakes takes the interpreter's lock from the main thread, which then waits for a core.
+    """
+
+    def __init__(self, enter: Callable[[], None] | None = None):
+        """`enter` makes the rank's device the current one of each thread that uses the library: otherwise each rank
+        would open a context on device 0."""
+        self.enter = enter or _nothing
+        self._connections: list[Noticing] = []
+        self._lock, self._over = threading.Lock(), threading.Event()
+
+    def add(self, connection: Noticing) -> None:
+        with self._lock:
+            self._connections.append(connection)
+            if len(self._connections) == 1:
+                self._over = threading.Event()
+                threading.Thread(target=self._run, args=(self._over,), name="errors", daemon=True).start()
+
+    def remove(self, connection: Noticing) -> None:
+        with self._lock:
+            if connection in self._connections:
+                self._connections.remove(connection)
+                if not self._connections:
+                    self._over.set()
+
+    def _run(self, over: threading.Event) -> None:
+        self.enter()
+        while not over.wait(LOOK_SECONDS):
+            with self._lock:
+                connections = list(self._connections)
+            for connection in connections:
+                connection.look()
+
+
+def _nothing() -> None:
+    pass
+
+
 class LaunchOrder:
     """One rank's launches. Its methods are for the rank's main thread."""
 
     def __init__(self, accelerator: "Accelerator"):
         self.accelerator = accelerator
+        self.errors = ErrorWatch(accelerator.use)
         self._watched: list[Watched] = []
         self._in_flight: deque[DeviceLaunch] = deque()
         self._composite: Moving | None = None

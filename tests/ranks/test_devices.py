@@ -97,7 +97,7 @@ def test_two_lanes_on_gpus(world):
         assert (tensor == sum(ranks) + i * world.size).all()
     for lane in lanes:
         lane.close()
-    pretended.progress.close()
+    pretended.close()
 
 
 @pytest.mark.timeout(300)
@@ -112,7 +112,7 @@ def test_training_on_gpus_gives_the_losses_of_one_cpu_rank(world, tokens, famili
         if families == "aaaa":
             again = losses(pretended, make_job(tokens, "llama", plan), accelerator=pretended.device)
             assert again == result, "the same job twice is the same, bit for bit"
-        pretended.progress.close()
+        pretended.close()
 
 
 @pytest.mark.timeout(120)

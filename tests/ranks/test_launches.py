@@ -61,7 +61,7 @@ def test_training_with_all_overlaps_gives_the_bits_of_training_without(world, to
     for on in (True, False):
         pretended = Pretended(world, "aaaa", native=True)
         results.append(losses(pretended, job_of(tokens, plan, on), 3, pretended.device))
-        pretended.progress.close()
+        pretended.close()
     assert results[0] == results[1]
     assert largest_relative_difference(results[0], alone) < 1e-5
 
@@ -80,7 +80,7 @@ def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
             trainer.step(training)
             with counted_waits(pretended.device) as waits:
                 trainer.step(training)
-        pretended.progress.close()
+        pretended.close()
         return waits
 
     def wait_on_host(launch) -> None:
@@ -100,7 +100,7 @@ def test_sums_of_several_families_are_sound_where_a_job_asks_for_their_overlap(w
         pretended = Pretended(world, "aaab", native=True)
         result = losses(pretended, job_of(tokens, plan, True, "llama"), 3, pretended.device)
         assert largest_relative_difference(result, alone) < 1e-5
-        pretended.progress.close()
+        pretended.close()
 
 
 @pytest.mark.timeout(60)
@@ -124,4 +124,4 @@ def test_a_lane_shares_the_connections_of_its_group(world):
     assert sum(group.bytes_sent) == 0, "no messages of MPI"
     for _ in range(2):
         group.close()
-    pretended.progress.close()
+    pretended.close()

@@ -54,6 +54,7 @@ class Pretended:
         mpi = world.raw_mpi
         self.nccl, self.patience, self.rank = None if device else FakeNccl(mpi), world.patience, world.rank
         self.progress, self._world = Progress(world.has_threads, self.device.use), world
+        self._made: list[Communicator] = []
         devices = Devices(self.device, known)
         topology, preferences = Topology(tuple(places)), Preferences(route, algorithm)
         settings = Settings(topology, preferences, devices=devices)
@@ -63,7 +64,15 @@ class Pretended:
         backend, lane = self.backend(ranks, on_host), None
         if backend and overlapped:
             lane = Lane(ranks, backend if backend.is_launched else self.backend(ranks), self.progress, self.patience)
-        return Communicator(ranks, backend, self.patience, lane=lane)
+        made = Communicator(ranks, backend, self.patience, lane=lane)
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Close all groups, and end all threads. All ranks must call."""
+        for made in reversed(self._made):
+            made.close()
+        self.progress.close()
 
     def backend(self, ranks, on_host: bool = False) -> Backend | None:
         made = self.routes.backend(ranks, on_host)
@@ -279,7 +288,7 @@ def test_lanes_and_channels_of_devices_continue_while_the_rank_computes(world):
         channel.close()
     for lane in lanes:
         lane.close()
-    pretended.progress.close()
+    pretended.close()
 
 
 @pytest.mark.timeout(60)
@@ -311,4 +320,4 @@ def test_training_over_families_of_devices_gives_the_losses_of_one_rank(world, t
         pretended = Pretended(world, families, native=families == "aabb")
         result = losses(pretended, make_job(tokens, "llama", plan), 3, pretended.device)
         assert largest_relative_difference(result, expected) < 1e-5
-        pretended.progress.close()
+        pretended.close()

@@ -19,7 +19,7 @@ from hpctrain.comm.accelerators.kinds import CUDA, KINDS, MPS, ROCM, may_be_ther
 from hpctrain.comm.accelerators.torch_device import FRAGMENTATION_SHARE, LIBRARY_BYTES, TorchAccelerator
 from hpctrain.comm.communicator import Communicator, as_tensor
 from hpctrain.comm.lanes import Progress, Work
-from hpctrain.comm.launches import DeviceLaunch
+from hpctrain.comm.launches import DeviceLaunch, ErrorWatch
 from hpctrain.comm.probe import overlap_slowdown
 from hpctrain.comm.probe.overlap_slowdown import measure_overlap
 from hpctrain.comm.routes import cuda_aware
@@ -227,7 +227,7 @@ class Noticing:
 
 def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
     communicator = Noticing("remote process exited or there was a network error")
-    connection = Connection("NCCL", communicator)
+    connection = Connection("NCCL", communicator, ErrorWatch())
     start = time.monotonic()
     with pytest.raises(CommError, match="NCCL reports: remote process exited"):
         while time.monotonic() < start + 20:
@@ -246,7 +246,7 @@ def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
     communicator = Noticing(abort_seconds=60.0)
     references = sys.getrefcount(communicator)
     start = time.monotonic()
-    connection = Connection("NCCL", communicator)
+    connection = Connection("NCCL", communicator, ErrorWatch())
     connection.abort()
     assert time.monotonic() - start < 5, "an abort that hangs is not waited for"
     assert communicator.aborted == 1 and not communicator.destroyed
@@ -374,7 +374,7 @@ def test_hosts_reserve_nothing_and_have_nothing_to_set():
 
 
 def test_a_communicator_is_not_given_back_while_it_is_looked_at(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.routes.nccl.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("hpctrain.comm.launches.LOOK_SECONDS", 0.001)
     looking, freed_under_look = threading.Event(), []
 
     class Slow(Noticing):
@@ -384,7 +384,7 @@ def test_a_communicator_is_not_given_back_while_it_is_looked_at(monkeypatch):
             freed_under_look.append(self.destroyed)
 
     communicator = Slow()
-    connection = Connection("NCCL", communicator)
+    connection = Connection("NCCL", communicator, ErrorWatch())
     assert looking.wait(20)
     connection.destroy()
     assert communicator.destroyed == 1
@@ -422,7 +422,7 @@ def test_messages_between_families_are_tried_before_they_are_direct(monkeypatch,
 
 
 def test_threads_that_look_at_the_library_and_abort_it_have_the_ranks_device(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.routes.nccl.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("hpctrain.comm.launches.LOOK_SECONDS", 0.001)
     made, module = device(index=1)
     seen: list[tuple[str, int]] = []
 
@@ -433,7 +433,7 @@ def test_threads_that_look_at_the_library_and_abort_it_have_the_ranks_device(mon
         def abort(self):
             seen.append(("abort", module.current_device()))
 
-    connection = Connection("NCCL", Seeing(), made.use)
+    connection = Connection("NCCL", Seeing(), ErrorWatch(made.use))
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -4,13 +4,14 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from hpctrain.comm.accelerators.base import Accelerator
+from hpctrain.comm.launches import ErrorWatch
 from hpctrain.comm.reduction import HALF, as_bytes, reduce_in_order, window_of
 from hpctrain.comm.routes.abilities import Ability
 from hpctrain.comm.steps import Steps
@@ -25,8 +26,6 @@ SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0", "NCCL_RUNTIME_C
 SEGMENT_BYTES = 64 << 20
 # Set to 0: do without NCCL.
 NATIVE_VARIABLE = "HPCTRAIN_NATIVE"
-LOOK_SECONDS = 0.5
-"""Between two looks for an error that the library noticed by itself, such as a peer that is gone."""
 ABORT_SECONDS = 3.0
 """How long leaving a communicator in an error may take; one that takes longer is left as it is."""
 
@@ -57,33 +56,28 @@ def load_nccl() -> Library:
 
 
 class Connection:
-    """One communicator of the library, watched by a thread for errors that it notices by itself.
+    """One communicator of the library, watched for errors that it notices by itself.
 
     Without that a peer that is gone shows only when somebody's patience ends: the host waits for its device, and the
     device for the peer. On an error the communicator is aborted, which ends what waits on the device.
     """
 
-    def __init__(self, name: str, communicator: Any, enter: Callable[[], None] | None = None):
-        """`enter` makes the rank's device the current one of each thread that uses the library here: otherwise each
-        rank would open a context on device 0."""
-        self.name, self.communicator, self._enter = name, communicator, enter or _nothing
+    def __init__(self, name: str, communicator: Any, watch: ErrorWatch):
+        self.name, self.communicator, self._watch = name, communicator, watch
         self._error: str | None = None
         self._is_open = True
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        threading.Thread(target=self._watch, name=f"{name} errors", daemon=True).start()
+        watch.add(self)
 
-    def _watch(self) -> None:
-        self._enter()
-        while not self._over.wait(LOOK_SECONDS):
-            try:
-                with self._lock:  # nobody gives it back while it is looked at
-                    if not self._is_open:
-                        return
+    def look(self) -> None:
+        """Take note of an error, and abort. For `ErrorWatch`."""
+        try:
+            with self._lock:  # nobody gives it back while it is looked at
+                if self._is_open:
                     self.communicator.check_async_error()
-            except Exception as error:  # CuPy's, which is not there to be imported everywhere
-                self._error = str(error)
-                self.abort()
+        except Exception as error:  # CuPy's, which is not there to be imported everywhere
+            self._error = str(error)
+            self.abort()
 
     def check(self) -> None:
         """Raise CommError where the library has noticed an error since the start."""
@@ -102,12 +96,12 @@ class Connection:
             if not self._is_open:
                 return
             self._is_open = False
-        self._over.set()
+        self._watch.remove(self)
         ended = threading.Event()
 
         def work() -> None:
             with suppress(Exception):  # the process is about to end, and says why elsewhere
-                self._enter()
+                self._watch.enter()
                 self.communicator.abort()
             ended.set()
 
@@ -124,12 +118,8 @@ class Connection:
             if not self._is_open:
                 return
             self._is_open = False
-        self._over.set()
+        self._watch.remove(self)
         self.communicator.destroy()
-
-
-def _nothing() -> None:
-    pass
 
 
 class NativeCollectives:
@@ -157,7 +147,7 @@ class NativeCollectives:
         accelerator.synchronize()  # ranks connect on the host, while no other group's operation waits for them
         key = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
         self._comm = nccl.NcclCommunicator(comm.size, key, comm.rank)
-        self.connection = Connection(self.name, self._comm, accelerator.use)
+        self.connection = Connection(self.name, self._comm, accelerator.launches.errors)
         accelerator.launches.watch(self.connection)
         with accelerator.on(accelerator.launches.stream):
             self._connect()
