@@ -199,23 +199,32 @@ def tensor_data(model: Llama) -> Replica:
     def run(inputs: Tensor, labels: Tensor) -> Tensor:
         loss = backward(inputs, labels)
         gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-        flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(data.size())
-        dist.all_reduce(flat, group=data)
-        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        average(gradients, data)
         return loss
 
     return Replica(run, data.rank(), data.size())
 
 
+def average(gradients: list[Tensor], data: dist.ProcessGroup) -> None:
+    """Average gradients over data replicas in one flat all-reduce, in place."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(data.size())
+    dist.all_reduce(flat, group=data)
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
 def pipeline_data(model: Llama, virtual_stages: int = 1) -> Replica:
-    """1F1B over two ranks, each with one or several stages of the model in DDP; PipelineStage lets DDP reduce after the
-    last microbatch only."""
+    """1F1B over two ranks, each with one or several stages of the model.
+
+    One stage is in DDP, which PipelineStage lets reduce after the last microbatch only. Of several stages gradients are
+    averaged at the end: with interleaved 1F1B, DDP fails in its second step.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     data, pipeline = mesh["data"].get_group(), mesh["pipeline"].get_group()
     first, num_stages = pipeline.rank() == 0, 2 * virtual_stages
     cpu, numbers = torch.device("cpu"), range(pipeline.rank(), num_stages, 2)
-    modules = [data_parallel(stage_of(model, number, num_stages), data) for number in numbers]
+    parts = [stage_of(model, number, num_stages) for number in numbers]
+    modules = [data_parallel(parts[0], data)] if virtual_stages == 1 else parts
     stages = [
         PipelineStage(module, number, num_stages, cpu, group=pipeline)
         for module, number in zip(modules, numbers, strict=True)
@@ -231,6 +240,8 @@ def pipeline_data(model: Llama, virtual_stages: int = 1) -> Replica:
     def run(inputs: Tensor, labels: Tensor) -> Tensor:
         losses = [torch.zeros(())] if first else []
         schedule.step(*([inputs] if first else []), target=labels, losses=losses, return_outputs=False)
+        if virtual_stages > 1:
+            average([p.grad for p in model.parameters() if p.grad is not None], data)
         return 2 * torch.stack(losses).detach().mean()  # twice: the first rank counts as 0 in the mean over ranks
 
     return Replica(run, data.rank(), data.size())
