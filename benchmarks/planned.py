@@ -64,7 +64,8 @@ def measure(cluster_name: str, plans: list[Named], steps: int, time_scale: float
     """Rehearse all plans in one start; return what was measured, by name."""
     with tempfile.TemporaryDirectory() as folder:
         num_ranks = load_cluster(locate_cluster(cluster_name)).num_devices
-        command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster_name]
+        cluster = Path(cluster_name).resolve() if Path(cluster_name).exists() else cluster_name  # ranks start elsewhere
+        command = [BIN / "mpirun", "-n", num_ranks, sys.executable, Path(__file__).resolve(), cluster]
         # Started by itself on each rank, with the plans that this process made.
         given = Path(folder, "plans.json")
         given.write_text(json.dumps({named.name: _saved(Path(folder), i, named) for i, named in enumerate(plans)}))
