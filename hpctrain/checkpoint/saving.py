@@ -189,7 +189,7 @@ class Saver:
             self._buffer = self._accelerator.host_buffer(-(-size // BLOCK_BYTES) * BLOCK_BYTES)
             self._buffer[size:].zero_()
         values = self._buffer.view(torch.float32)
-        self._accelerator.synchronize()  # what is in host memory is read at once, and may be on its way there
+        self._accelerator.synchronize()  # what is in host memory is read at once, and may still be in transfer
         for kind, shard, at, start in self._own.copies:
             source = shard.of(tensors_of(shard)[kind], at)
             values[start : start + at.size].copy_(source, non_blocking=True)

@@ -22,7 +22,7 @@ class Pending(NamedTuple):
     not_before: Callable[[], float] | None = None
     """A time of `time.monotonic` before which polling is of no use, 0 where there is none; asked after each poll."""
     is_moving: Callable[[], bool] | None = None
-    """Says whether some of it is in flight, where a transport can tell that: not what a peer has yet to send."""
+    """Says whether some of it is in flight, where a transport knows that: not what a peer has yet to send."""
 
 
 Steps = Iterator[Pending]

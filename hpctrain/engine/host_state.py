@@ -17,7 +17,7 @@ from hpctrain.sharding.offload import ALIGNED, SLOTS, bucket_elements
 
 
 class Updated(NamedTuple):
-    """Parts of shards that are updated alike, all of one dim; each list has one tensor a part."""
+    """Parts of shards with the same update, all of one dim; each list has one tensor a part."""
 
     masters: list[torch.Tensor]
     grads: list[torch.Tensor]
@@ -26,7 +26,7 @@ class Updated(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring elements of a shard that are updated alike."""
+    """Neighbouring elements of a shard with the same update."""
 
     at: Interval
     """Within the group's flat array."""

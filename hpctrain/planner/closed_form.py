@@ -62,7 +62,7 @@ def done_interleaved(
 
     A stage is behind those before it by one of their tiles, and waits for those behind it as long as one tile of each
     takes there and back. `messages` are the seconds of a message to the next stage, and from the last one to the first.
-    Nothing hides them on the way of the first microbatch to the loss, and of the last one back. In between a stage has
+    Nothing hides them before the first microbatch is at the loss, and after the last one. In between a stage has
     two passes more in flight than the next one, so they delay nobody while they take less than half a tile.
     """
     v, tiles = virtual_stages, [PassSeconds(*(part / virtual_stages for part in each)) for each in passes]

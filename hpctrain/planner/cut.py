@@ -28,7 +28,7 @@ ROUNDS = 12
 
 
 class StageVariant(NamedTuple):
-    """One way to compute a stage."""
+    """A variant of computing a stage."""
 
     recompute: str
     row_chunks: int
@@ -67,7 +67,7 @@ class StageVariants:
         return self.variants + self.offloading()
 
     def variant(self, blocks: int) -> StageVariant | None:
-        """Return the fastest way that has memory for so many blocks, and no more pieces than that takes."""
+        """Return the fastest variant that has memory for so many blocks, and no more pieces than that takes."""
         if self.variants and blocks <= self.variants[0].most:
             return self.variants[0]
         fitting = [variant for variant in self._all if variant.beyond < blocks <= variant.most]

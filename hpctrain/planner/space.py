@@ -17,7 +17,7 @@ The cuts follow from the shape, see `planner/cut.py`: rows are given one by one 
 first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
 are recomputed in the stages where they would not fit otherwise, by operator where that suffices; at the loss rows may
 go in pieces instead, of which one is kept at a time. Such stages may also keep in host memory what they have no room
-for; the fastest way that fits is taken.
+for; the fastest variant that fits is taken.
 
 Two restricted spaces have the plans of a user who knows less. All devices are used in both.
 

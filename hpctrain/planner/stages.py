@@ -304,7 +304,7 @@ class StageCosts:
         )
 
     def copy_seconds(self, number: int, grid: TensorGrid, recompute: str, rows: int) -> float:
-        """Return what it takes to move what a block of a pool keeps of so many rows of a rank, one way."""
+        """Return what it takes to move what a block of a pool keeps of so many rows of a rank, in one direction."""
         moved = layer_moved(self.setup, grid, BLOCK, recompute)
         return rows * moved / self.pools[number].device.host_copy_bytes_per_second
 

@@ -7,7 +7,7 @@ import torch
 from hpctrain.comm.routes.abilities import Ability
 
 # In this process: it would start as many others as the host has cores, for each rank. What a compiled function is for
-# is told apart before it is called, which takes a fraction of the time of torch's own checks. Nothing that orders a sum
+# is known before it is called, which takes a fraction of the time of torch's own checks. Nothing that orders a sum
 # is selected by a measurement: ranks that hold copies of a norm, and a run that continues, would have other last bits.
 OPTIONS: dict[str, str | int | bool | Callable] = {
     "compile_threads": 1,
