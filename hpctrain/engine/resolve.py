@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from hpctrain.config.truth import Truth
     from hpctrain.data.order import AnySequences
     from hpctrain.data.tokens import TokenSource
+    from hpctrain.planner.choose import PlanChoice
     from hpctrain.planner.predictor import Prediction
 
 BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
 SHORT_PROFILE_SECONDS = 0.5
+WORTH_A_NEW_PLAN = 0.02
+"""Of a step: a run that continues on the same ranks, described anew, gets another plan if it is faster by more."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,9 @@ class Facts:
     links_of: "Cluster | None" = None
     """Whose links chose the algorithms of the run that is continued."""
     previous: "tuple[Plan, Cluster] | None" = None
-    """Plan and cluster of the run that is continued, where these ranks need a plan of their own."""
+    """Plan and cluster of the run that is continued, where these ranks need a plan of their own, or may."""
+    job_to_keep: Job | None = None
+    """The job of the run that is continued, where its plan is kept unless another one is clearly faster."""
     prediction: "Prediction | None" = None
 
     @cached_property
@@ -188,14 +193,32 @@ def continue_run(job: Job, facts: Facts) -> Resolution:
             f" {_counted(facts.families)}, which get a plan of their own"
         )
         return Resolution(job, replace(facts, previous=(plan, cluster) if cluster else None), reasons)
+    if job.plan is None and cluster and (facts.fresh_probe or _is_described_anew(cluster, facts)):
+        return Resolution(job, replace(facts, previous=(plan, cluster), job_to_keep=theirs), reasons)
     if job.plan is None:
         facts, reasons["plan"] = replace(facts, plan_or_none=plan), f"{plan.describe()}: that of {where}"
+    return _continued(job, theirs, facts, cluster, reasons)
+
+
+def _is_described_anew(cluster: "Cluster", facts: Facts) -> bool:
+    """Say whether a description was given that is not that of the run which is continued."""
+    return bool(facts.described_or_none) and _without_profiles(facts.described.cluster) != _without_profiles(cluster)
+
+
+def _without_profiles(cluster: "Cluster") -> "Cluster":
+    return cluster.model_copy(update={"profiles": ()})
+
+
+def _continued(
+    job: Job, theirs: Job, facts: Facts, cluster: "Cluster | None", reasons: Mapping[str, str]
+) -> Resolution:
+    """Take over what can change a bit of the result from a run that continues by its own plan."""
     if cluster and [device.family for device in cluster.devices] == facts.families:
         facts = replace(facts, links_of=cluster)
     overlap, taken = continued(job.overlap, theirs.overlap)
     kernels, also_taken = continued_kernels(job.kernels, theirs.kernels)
-    reasons |= {key: f"{value}: that of {where}" for key, value in (taken | also_taken).items()}
-    return Resolution(job.model_copy(update={"overlap": overlap, "kernels": kernels}), facts, reasons)
+    why = {key: f"{value}: that of {facts.resume_from}" for key, value in (taken | also_taken).items()}
+    return Resolution(job.model_copy(update={"overlap": overlap, "kernels": kernels}), facts, {**reasons, **why})
 
 
 def take_given_plan(job: Job, facts: Facts) -> Resolution:
@@ -265,12 +288,35 @@ def search_plan(job: Job, facts: Facts) -> Resolution:
     """Search on one rank. Overlaps that are `auto` count as they would be without a plan."""
     if facts.plan_or_none:
         return Resolution(job, facts)
-    from hpctrain.planner.choose import choose_plan
-
     overlap, _ = resolve_overlap(job.overlap, facts.world.topology)
-    asked, described = _priced(job.model_copy(update={"overlap": overlap}), facts), facts.described
-    choice = facts.world.on_first_rank(lambda: choose_plan(asked, described.cluster, described.name))
-    return Resolution(job, replace(facts, plan_or_none=choice.plan), choice.reasons)
+    asked = _priced(job.model_copy(update={"overlap": overlap}), facts)
+    choice, again = facts.world.on_first_rank(lambda: _choose(asked, facts))
+    if facts.previous is None or facts.job_to_keep is None:
+        return Resolution(job, replace(facts, plan_or_none=choice.plan), choice.reasons)
+    if again:
+        return Resolution(job, replace(facts, plan_or_none=choice.plan), {"planned again": again} | choice.reasons)
+    plan, cluster = facts.previous
+    why = f"{plan.describe()}: that of {facts.resume_from}; no plan of a new search is clearly faster"
+    kept = replace(facts, plan_or_none=plan, previous=None)
+    return _continued(job, facts.job_to_keep, kept, cluster, {"plan": why})
+
+
+def _choose(job: Job, facts: Facts) -> "tuple[PlanChoice, str]":
+    """Search; return the result, and why it is better than the plan of the run that is continued, if it is."""
+    from hpctrain.planner.choose import choose_plan
+    from hpctrain.planner.cost import Setup
+    from hpctrain.planner.predictor import predict
+
+    described, where = facts.described, facts.resume_from
+    choice = choose_plan(job, described.cluster, described.name)
+    if facts.previous is None or facts.job_to_keep is None:
+        return choice, ""
+    kept, best = (predict(Setup.of_job(job), plan, described.cluster) for plan in (facts.previous[0], choice.plan))
+    if not kept.fits:
+        return choice, f"by {described.name} the plan of {where} does not fit into memory"
+    slower = kept.step_seconds / best.step_seconds - 1
+    is_clear = slower > WORTH_A_NEW_PLAN
+    return choice, f"by {described.name} a step by the plan of {where} takes {slower:.1%} longer" if is_clear else ""
 
 
 def _priced(job: Job, facts: Facts) -> Job:
@@ -347,7 +393,7 @@ def describe_change(job: Job, plan: Plan, cluster: "Cluster", new: Plan, seconds
 def choose_algorithms(job: Job, facts: Facts) -> Resolution:
     """Let groups choose their algorithms by the links that the plan was searched with, or those of the checkpoint."""
     comm, world, described = job.comm, facts.world, facts.described
-    network = ClusterNetwork(facts.links_of or described.cluster.model_copy(update={"profiles": ()}))
+    network = ClusterNetwork(facts.links_of or _without_profiles(described.cluster))
     world.configure(preferences=Preferences(comm.route, comm.algorithm, network))
     if comm.algorithm != "auto":
         return Resolution(job, facts)

@@ -29,7 +29,11 @@ from hpctrain.jobs.common import (
 @rehearse_option
 @time_scale_option
 @click.option("--cluster", metavar="CLUSTER", help="A cluster file of what the ranks run on. Default: measured here.")
-@click.option("--fresh-probe", is_flag=True, help="Measure this machine again, although its description is known.")
+@click.option(
+    "--fresh-probe",
+    is_flag=True,
+    help="Measure this machine again. A run that continues is planned again where that pays.",
+)
 @click.option("--trace", is_flag=True, help="Same as --set observe.trace=true: write a trace of the first steps.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar. Default: if a terminal is seen.")
 @click.option(

@@ -153,3 +153,35 @@ def test_a_profiled_rehearsal_is_a_miniature_that_is_planned_for_and_rehearsed_a
     done = hpctrain(*arguments, "--steps", "1", "--warmup", "0", "--time-scale", "0.5", ranks=4, cwd=tmp_path)
     assert done.code == 0, done.err
     assert "(1/64); the cluster as it is; 0.5 s for one of the cluster" in done.err
+
+
+@pytest.mark.timeout(400)
+def test_a_run_on_devices_that_became_slow_is_planned_again_where_that_pays(hpctrain, folder, tmp_path):
+    """The first start describes equal devices. Then one family is a little slower, and then it has half its speed."""
+    for name, speed in (("equal", 2e9), ("nearly", 1.99e9), ("slow", 1e9)):
+        text = clusters.fabric(latency_seconds=1e-3)
+        for family, own in (("steady", 2e9), ("throttled", speed)):
+            memory = {"memory_bytes": 50_000_000, "memory_bytes_per_second": 2e9}
+            text += clusters.family(family, own, **memory) + clusters.nodes({family: 1})
+        (tmp_path / f"{name}.toml").write_text(text)
+
+    def train(cluster: str, run: str, *more: str) -> str:
+        options = ("--set", "train.steps=6", "--sample", "0", "--run", f"runs/{run}", *more)
+        done = hpctrain("train", "job.toml", "--rehearse", tmp_path / f"{cluster}.toml", *options, ranks=2, cwd=folder)
+        assert done.code == 0, done.err
+        return done.out
+
+    begun = train("equal", "throttled", "--stop-after", "2")
+    assert "planned again" not in begun
+    kept = train("nearly", "throttled", "--stop-after", "3")
+    assert "planned again" not in kept and "no plan of a new search is clearly faster" in kept
+    same = train("nearly", "throttled", "--stop-after", "4")
+    assert "planned again" not in same
+    moved = train("slow", "throttled")
+    assert "planned again: by " in moved and "before: " in moved
+    train("equal", "steady")
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("throttled", "steady")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
