@@ -20,6 +20,7 @@ from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.sharding.intervals import Interval
+from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator, FakeNccl
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
@@ -159,7 +160,7 @@ def check_collectives(comm: Communicator, case: dict, put):
 
 @pytest.mark.ranks(4, 8)
 @pytest.mark.timeout(60)
-@given_on_ranks(cases(), max_examples=50)
+@given_on_ranks(cases(), max_examples=costly(100))
 def test_collectives_with_devices_agree_with_a_reference(world, case):
     if world.rank not in case["ranks"]:
         return
