@@ -65,7 +65,7 @@ test-hosts: install
 test-slurm: install
 	$(RUN_TESTS) slurm
 
-# New random examples instead of the same ones each time.
+# New random examples instead of the same ones each time, and four times as many where they are costly.
 test-random: install
 	HPCTRAIN_TEST_EXAMPLES=random $(RUN_TESTS) unit
 
