@@ -65,13 +65,13 @@ test-hosts: install
 test-slurm: install
 	$(RUN_TESTS) slurm
 
-# New random examples instead of the same ones each time.
+# New random examples instead of the same ones each time, and four times as many where they are costly.
 test-random: install
 	HPCTRAIN_TEST_EXAMPLES=random $(RUN_TESTS) unit
 
-# Every factorisation of 2, 4 and 8 ranks instead of the suite's selection.
+# Every factorisation of 2, 4 and 8 ranks, and the memory of every layout, instead of the suite's selection.
 test-all-layouts: install
-	for n in 2 4 8; do $(MPIRUN) -n $$n $(BIN)/python -m pytest --with-mpi -x tests/ranks/test_parity.py --all-layouts || exit 1; done
+	for n in 2 4 8; do $(MPIRUN) -n $$n $(BIN)/python -m pytest --with-mpi -x tests/ranks/test_parity.py tests/ranks/test_memory.py --all-layouts || exit 1; done
 
 bench: install
 	$(BIN)/python -m benchmarks.peers

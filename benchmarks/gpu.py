@@ -11,6 +11,7 @@ A machine without a GPU runs to the end too, on small models; `could_not` of eac
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "results.jsonl"
-HPCTRAIN = [sys.executable, "-m", "hpctrain"]
+STARTER = "HPCTRAIN_BENCHMARK_STARTER"
+"""A variable with the words that start a module, in place of `python -m`; the tests have a quicker start."""
+
+
+def module(name: str) -> list[str]:
+    """Return the words that start a module."""
+    return [*(shlex.split(os.environ.get(STARTER, "")) or [sys.executable, "-m"]), name]
+
+
+HPCTRAIN = module("hpctrain")
+INSIDE = module("benchmarks.gpu_inside")
 PARTS = (1, 2, 3)
 NO_GPU = "no GPU that torch sees: run on the CPU, with a small model"
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128, "vocab_size": 512}
@@ -167,7 +178,7 @@ def routes(setting: Setting) -> dict:
             result[name] = {"failed": str(error)}
         if not setting.has_gpu:
             break  # all are the same without devices
-    native = [sys.executable, "-m", "benchmarks.gpu_inside", "native"]
+    native = [*INSIDE, "native"]
     result["native"] = run_json(native, setting.folder) if setting.has_gpu else None
     return result
 
@@ -209,7 +220,7 @@ def training(setting: Setting) -> dict:
     """Tokens/s by microbatch, and the share of the measured peak; plain PyTorch in the same run."""
     sizes = [1, 2] if setting.is_small else [4, 8]
     steps = "1" if setting.short else "3"
-    plain = [sys.executable, "-m", "benchmarks.gpu_inside", "plain"]
+    plain = [*INSIDE, "plain"]
     result: dict = {"by_microbatch": []}
     for size in sizes:
         job = write_job(setting, "training", global_batch=2 * size, dtype="fp32" if not setting.has_gpu else "bf16")
@@ -227,7 +238,7 @@ def training(setting: Setting) -> dict:
             entry["of_plain"] = entry["hpctrain"] / entry["plain"]
         result["by_microbatch"].append(entry)
     job = setting.folder / "training.toml"
-    figures = run_json([sys.executable, "-m", "benchmarks.gpu_inside", "peak", str(job)], setting.folder)
+    figures = run_json([*INSIDE, "peak", str(job)], setting.folder)
     speeds = [entry["hpctrain"] for entry in result["by_microbatch"] if "hpctrain" in entry]
     if speeds:
         result["mfu_of_measured_peak"] = max(speeds) * figures["flops_per_token"] / figures["peak_flops_per_second"]
@@ -236,12 +247,12 @@ def training(setting: Setting) -> dict:
 
 def kernels(setting: Setting) -> dict:
     job = write_job(setting, "kernels", global_batch=4, dtype="bf16" if setting.has_gpu else "fp32")
-    return run_json([sys.executable, "-m", "benchmarks.gpu_inside", "kernels", str(job)], setting.folder)
+    return run_json([*INSIDE, "kernels", str(job)], setting.folder)
 
 
 def fused(setting: Setting) -> dict:
     job = write_job(setting, "fused", dtype="bf16" if setting.has_gpu else "fp32")
-    return run_json([sys.executable, "-m", "benchmarks.gpu_inside", "fused", str(job)], setting.folder)
+    return run_json([*INSIDE, "fused", str(job)], setting.folder)
 
 
 def prediction(setting: Setting) -> dict:
@@ -287,7 +298,7 @@ def families(setting: Setting) -> dict:
 
 def checkpoints(setting: Setting) -> dict:
     job = write_job(setting, "checkpoints", global_batch=2, dtype="bf16" if setting.has_gpu else "fp32")
-    return run_json([sys.executable, "-m", "benchmarks.gpu_inside", "checkpoints", str(job)], setting.folder)
+    return run_json([*INSIDE, "checkpoints", str(job)], setting.folder)
 
 
 class Section(NamedTuple):
@@ -323,7 +334,7 @@ def is_done(folder: Path, name: str) -> bool:
 def run_section(name: str, options: argparse.Namespace, gpu: bool) -> dict:
     """Run a section in a process of its own; return its line. What it started ends with it."""
     section = SECTIONS[name]
-    words = [sys.executable, "-m", "benchmarks.gpu", "--folder", str(options.folder), "--inside", name]
+    words = [*module("benchmarks.gpu"), "--folder", str(options.folder), "--inside", name]
     words += ["--short"] if options.short else []
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     limit, start = options.limit or section.limit_seconds, time.monotonic()

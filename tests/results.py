@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.busy import own_seconds
+
 SEVERITY = ("passed", "skipped", "failed")
 MAX_REASON = 200
 """Characters of the message of a failure that are kept."""
+PROCESSOR, BEGUN = "processor seconds", pytest.StashKey[float]()
 
 
 @dataclass
@@ -22,7 +25,10 @@ class Outcomes:
     """What a file of results says."""
 
     verdicts: dict[str, dict] = field(default_factory=dict)
-    """By test: its `outcome`, the `reason` of a failure or a skip, and its `seconds`."""
+    """By test: its `outcome`, the `reason` of a failure or a skip, its `seconds`, and its `processor` seconds.
+
+    The latter are of the process that reports and of the children that it waited for. Of ranks that is the first one.
+    """
     unfinished: list[str] = field(default_factory=list)
     """Tests that started, and have no verdict."""
     last_code: int | None = None
@@ -67,9 +73,21 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item.nodeid not in verdicts]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.stash[BEGUN] = own_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    if call.when == "teardown" and BEGUN in item.stash:
+        item.user_properties.append((PROCESSOR, round(own_seconds() - item.stash[BEGUN], 3)))
+
+
 class Recorder:
     def __init__(self, path: Path):
-        self._path, self._verdicts, self._seconds = path, {}, defaultdict(float)
+        self._path, self._verdicts, self._seconds, self._processor = path, {}, defaultdict(float), {}
 
     def pytest_runtest_logstart(self, nodeid):
         append_result(self._path, test=nodeid)
@@ -78,12 +96,14 @@ class Recorder:
         before = self._verdicts.get(report.nodeid, ("passed", ""))
         verdict = (report.outcome, _reason(report))
         self._seconds[report.nodeid] += report.duration
+        self._processor[report.nodeid] = dict(report.user_properties).get(PROCESSOR, 0.0)
         self._verdicts[report.nodeid] = max(before, verdict, key=lambda pair: SEVERITY.index(pair[0]))
 
     def pytest_runtest_logfinish(self, nodeid):
         outcome, reason = self._verdicts.pop(nodeid, ("failed", "it ended without a report"))
         seconds = round(self._seconds.pop(nodeid, 0.0), 3)
-        append_result(self._path, test=nodeid, outcome=outcome, reason=reason, seconds=seconds)
+        processor = self._processor.pop(nodeid, 0.0)
+        append_result(self._path, test=nodeid, outcome=outcome, reason=reason, seconds=seconds, processor=processor)
 
     def pytest_collectreport(self, report):
         if report.failed:

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.busy import own_seconds  # noqa: E402
 from tests.results import append_result, read_results  # noqa: E402
 
 BIN = Path(sys.executable).parent
@@ -41,27 +42,26 @@ class Stage:
 PYTEST = ("python", "-m", "pytest", "-p", "tests.results", "--durations", "10", "--durations-min", "5")
 # A rank that hangs inside MPI sees no signal: a thread ends it, and so its mpirun, after the test's timeout.
 ON_RANKS = (*PYTEST, "--with-mpi", "--maxfail=1", "--timeout-method=thread", "tests/ranks")
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 SOURCES = ("hpctrain", "tests", "benchmarks")
+LINTERS = (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES), ("pyright",))
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage(
-            "lint",
-            (("ruff", "check", *SOURCES), ("ruff", "format", "--check", *SOURCES), ("pyright",)),
-            keeps_results=False,
-        ),
-        # Commands wait for their ranks now and then: of three processes two compute.
-        Stage("unit-and-commands", ((*PYTEST, "-n", "3", "--dist", "loadfile", "tests/commands", "tests/unit"),)),
+        # Commands and Slurm's jobs wait now and then: of four processes two compute. Slurm's tests come first: one
+        # process does them all, and waits the most. tests/unit has the linters, too.
+        Stage("one-host", ((*PYTEST, "-n", "4", *BY_FILE, "tests/slurm", "tests/commands", "tests/unit"),)),
         *(Stage(f"ranks-{size}", (("mpirun", "-n", str(size), *ON_RANKS),)) for size in (2, 4, 8)),
         Stage("hosts", ((*PYTEST, "tests/hosts"),)),
-        Stage("slurm", ((*PYTEST, "tests/slurm"),)),
     )
 }
 PARTS = {
     stage.name: stage
     for stage in (
+        Stage("lint", LINTERS, keeps_results=False),
         Stage("unit", ((*PYTEST, "-n", "2", "tests/unit"),)),
-        Stage("commands", ((*PYTEST, "-n", "2", "--dist", "loadfile", "tests/commands"),)),
+        Stage("commands", ((*PYTEST, "-n", "3", *BY_FILE, "tests/commands"),)),
+        Stage("slurm", ((*PYTEST, "tests/slurm"),)),
     )
 }
 """Of a stage, to be run alone."""
@@ -75,13 +75,15 @@ class Report:
     verdicts: dict[str, dict]
     """By test; see tests/results.py."""
     seconds: float
+    processor_seconds: float
+    """Of all its processes; those of Slurm's jobs are not its own."""
 
     def count(self, outcome: str) -> int:
         return sum(verdict["outcome"] == outcome for verdict in self.verdicts.values())
 
     def format(self) -> str:
         counts = ", ".join(f"{self.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
-        return f"{self.stage.name}: {counts} in {self.seconds:.0f} s"
+        return f"{self.stage.name}: {counts} in {self.seconds:.0f} s ({self.processor_seconds:.0f} s of processors)"
 
 
 def run_program(command: tuple[str, ...], results: Path) -> tuple[int, str]:
@@ -111,7 +113,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def run_stage(stage: Stage, folder: Path) -> Report:
-    begun, results = time.monotonic(), folder / f"{stage.name}.jsonl"
+    begun, used, results = time.monotonic(), own_seconds(), folder / f"{stage.name}.jsonl"
     print(f"\n==== {stage.name} ====", flush=True)
     if not stage.keeps_results:
         verdicts = {}
@@ -119,7 +121,7 @@ def run_stage(stage: Stage, folder: Path) -> Report:
             code, why = run_program(command, results)
             outcome = "failed" if code else "passed"
             verdicts[" ".join(command)] = {"outcome": outcome, "reason": why or f"exit code {code}"}
-        return Report(stage, verdicts, time.monotonic() - begun)
+        return Report(stage, verdicts, time.monotonic() - begun, own_seconds() - used)
     while True:
         before = read_results(results)
         append_result(results, code=-1)  # until pytest comes to its end
@@ -140,17 +142,25 @@ def run_stage(stage: Stage, folder: Path) -> Report:
         if not after.unfinished and f"{stage.name}: the start" in after.verdicts:
             break
         print(f"{stage.name}: a test failed; new processes continue with the tests after it", flush=True)
-    return Report(stage, after.verdicts, time.monotonic() - begun)
+    return Report(stage, after.verdicts, time.monotonic() - begun, own_seconds() - used)
 
 
 def slowest_files(reports: list[Report]) -> list[str]:
-    """Return the files whose tests take the most seconds: what to look at before the suite grows."""
+    """Return the files whose tests take the most seconds: what to look at before the suite grows.
+
+    On ranks the processor seconds are those of the first rank.
+    """
     seconds: dict[str, float] = defaultdict(float)
+    processor: dict[str, float] = defaultdict(float)
     for report in reports:
         for test, verdict in report.verdicts.items():
-            seconds[f"{report.stage.name}: {test.partition('::')[0]}"] += verdict.get("seconds", 0.0)
+            file = f"{report.stage.name}: {test.partition('::')[0]}"
+            seconds[file] += verdict.get("seconds", 0.0)
+            processor[file] += verdict.get("processor", 0.0)
     files = sorted(seconds, key=seconds.__getitem__, reverse=True)[:SHOWN_FILES]
-    return [f"{seconds[file]:.0f} s {file}" for file in files if seconds[file] >= 1.0]
+    return [
+        f"{seconds[file]:.0f} s, {processor[file]:.0f} s of processors: {file}" for file in files if seconds[file] >= 1
+    ]
 
 
 def print_summary(reports: list[Report]) -> None:
@@ -165,7 +175,11 @@ def print_summary(reports: list[Report]) -> None:
                     print(f"{outcome.upper()} [{report.stage.name}] {test}: {verdict['reason']}")
     total = {name: sum(report.count(name) for report in reports) for name in ("passed", "failed", "skipped")}
     shown = [f"{count} {name}" for name, count in total.items() if count or name == "passed"]
-    print(f"{', '.join(shown)} in {sum(report.seconds for report in reports):.0f} s", flush=True)
+    used = sum(report.processor_seconds for report in reports)
+    print(
+        f"{', '.join(shown)} in {sum(report.seconds for report in reports):.0f} s ({used:.0f} s of processors)",
+        flush=True,
+    )
 
 
 def main(names: list[str]) -> int:

@@ -1,6 +1,8 @@
 """Start `hpctrain` without importing torch for each rank: a server imports everything once and forks.
 
     mpirun -n 4 python -I -S tests/warm_start.py SOCKET train job.toml     is  mpirun -n 4 hpctrain train job.toml
+    mpirun -n 4 python -I -S tests/warm_start.py SOCKET --script FILE ...  is  mpirun -n 4 python FILE ...
+    mpirun -n 4 python -I -S tests/warm_start.py SOCKET --module NAME ...  is  mpirun -n 4 python -m NAME ...
 
 Importing takes two seconds of a core for each rank, most of what a short command takes. A client here hands its
 arguments, environment, folder, streams, MPI's connection and namespaces to the server, which forks a process that goes
@@ -19,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SERVE = "--serve"
+SCRIPT, MODULE = "--script", "--module"
+"""What stands before the file or the module of another program than hpctrain."""
 MPI_STREAM = "PMI_FD"
 """The variable that holds the number of MPICH's connection to its launcher."""
 NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
@@ -179,11 +183,25 @@ def _become(request: dict, server: int) -> None:
     sys.argv = ["hpctrain", *request["arguments"]]
 
 
+def _run() -> None:
+    """Run what the client asked for, as Python would."""
+    import runpy
+
+    from hpctrain.cli import main
+
+    if sys.argv[1:2] == [SCRIPT]:
+        sys.argv = sys.argv[2:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    elif sys.argv[1:2] == [MODULE]:
+        sys.argv = sys.argv[2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        main()
+
+
 if __name__ == "__main__":
     if sys.argv[2:] == [SERVE]:
         serve(sys.argv[1])
-        from hpctrain.cli import main
-
-        main()
+        _run()
     else:
         call(sys.argv[1], sys.argv[2:])

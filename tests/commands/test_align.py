@@ -27,11 +27,11 @@ def test_overflow_ends_with_1_and_the_line_to_type(hpctrain, folder):
     assert "--set precision.by_family.cpu=fp32" in done.out and done.out.endswith("not aligned\n")
 
 
-def test_each_family_is_compared_in_its_own_dtype(folder):
+def test_each_family_is_compared_in_its_own_dtype(folder, warm_start):
     given = ", ".join(f'{family} = "{dtype}"' for family, dtype in FAMILIES.items())
     words = [str(BIN / "mpirun")]
     for family in FAMILIES:
-        command = [BIN / "hpctrain", "align", "job.toml", "--set", f"precision.by_family={{{given}}}", "--json"]
+        command = [*warm_start, "align", "job.toml", "--set", f"precision.by_family={{{given}}}", "--json"]
         words += [":"] if len(words) > 1 else []
         words += ["-n", "1", "env", f"HPCTRAIN_FAMILY={family}", *map(str, command)]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)

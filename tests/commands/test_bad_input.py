@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.started import BIN
+from tests.warm_start import SCRIPT
 
 RANKS = 2
 
@@ -136,9 +136,10 @@ def test_a_read_only_mount(hpctrain, folder, small_disk):
 
 
 @pytest.mark.timeout(60)
-def test_one_failing_rank_stops_all_and_is_named(folder):
+def test_one_failing_rank_stops_all_and_is_named(warm_start, tmp_path):
     """A defect on one rank: a banner with its traceback, and nobody waits for ever."""
-    script = (
+    script = tmp_path / "script.py"
+    script.write_text(
         "from hpctrain.jobs.common import started_world\n"
         "with started_world() as world:\n"
         "    comm = world.group(range(world.size))\n"
@@ -146,9 +147,8 @@ def test_one_failing_rank_stops_all_and_is_named(folder):
         "        raise ValueError('a defect')\n"
         "    comm.barrier()\n"
     )
-    done = subprocess.run(
-        [BIN / "mpirun", "-n", "3", sys.executable, "-c", script], capture_output=True, text=True, timeout=45
-    )
+    command = [BIN / "mpirun", "-n", "3", *warm_start, SCRIPT, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=45)
     said = done.stdout + done.stderr
     assert done.returncode != 0
     assert said.count("ValueError: a defect\n") == 2, said  # the traceback's last line, and ours

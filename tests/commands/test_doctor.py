@@ -20,9 +20,9 @@ def other_mpirun(folder) -> str:
     return str(folder)
 
 
-def examine(hpctrain, cwd, *arguments: str, code: int, ranks: int = 0, **environment: str) -> dict[str, dict]:
+def examine(hpctrain, cwd, *arguments: str, code: int, cold: bool = False, **environment: str) -> dict[str, dict]:
     """Return the findings of `doctor --json` by name."""
-    result = hpctrain("doctor", "--json", *arguments, ranks=ranks, cwd=cwd, cold=True, environment=environment)
+    result = hpctrain("doctor", "--json", *arguments, cwd=cwd, cold=cold, environment=environment)
     assert result.code == code, result.out + result.err
     summary = json.loads(result.out)
     assert summary["exit_code"] == code
@@ -48,7 +48,7 @@ def test_the_doctor_says_what_there_is(hpctrain, tmp_path):
 
 
 def test_no_mpi(hpctrain, tmp_path):
-    findings = examine(hpctrain, tmp_path, code=12, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    findings = examine(hpctrain, tmp_path, code=12, cold=True, MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert findings["MPI library"]["verdict"] == "error"
     assert "pip install 'hpctrain[mpi]'" in findings["MPI library"]["remedy"]
     assert "ranks" not in findings, "what needs MPI is not tried"
@@ -95,12 +95,12 @@ def test_a_read_only_file_system(hpctrain, tmp_path):
     assert "Read-only file system" in finding["text"] and "--run DIR" in finding["remedy"]
 
 
-def test_one_core_for_four_ranks(tmp_path):
+def test_one_core_for_two_ranks(tmp_path):
     core = str(min(os.sched_getaffinity(0)))
-    command = ["taskset", "-c", core, BIN / "mpirun", "-n", "4", BIN / "hpctrain", "doctor", "--json"]
+    command = ["taskset", "-c", core, BIN / "mpirun", "-n", "2", BIN / "hpctrain", "doctor", "--json"]
     environment = os.environ | {"PATH": f"{BIN}:/usr/bin:/bin"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert findings["cores"]["verdict"] == "warning" and "4 ranks on 1 core" in findings["cores"]["text"]
+    assert findings["cores"]["verdict"] == "warning" and "2 ranks on 1 core" in findings["cores"]["text"]
     assert "mpirun -n 1" in findings["cores"]["remedy"]

@@ -1,14 +1,16 @@
 """Every section of the benchmark for a GPU, in short form on whatever this machine has."""
 
 import json
+import os
+import shlex
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import NO_GPU, RESULTS, SECTIONS, has_gpu
+from benchmarks.gpu import NO_GPU, RESULTS, SECTIONS, STARTER, has_gpu
+from tests.warm_start import MODULE
 
 ROOT = Path(__file__).parents[2]
 CHECKS = {
@@ -26,16 +28,24 @@ CHECKS = {
 """By section, what its figures must show on any machine."""
 
 
-def benchmark(folder: Path, *arguments: str) -> tuple[int, list[Mapping]]:
-    words = [sys.executable, "-m", "benchmarks.gpu", "--folder", str(folder), "--short", *arguments]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert not done.stderr, done.stderr
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture
+def benchmark(warm_start):
+    """Run sections; return the exit code, and what was printed."""
+    starter = [*warm_start, MODULE]
+
+    def run(folder: Path, *arguments: str) -> tuple[int, list[Mapping]]:
+        words = [*starter, "benchmarks.gpu", "--folder", str(folder), "--short", *arguments]
+        environment = os.environ | {STARTER: shlex.join(starter)}
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
+        assert not done.stderr, done.stderr
+        return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_section_runs_to_its_end_without_a_gpu_and_is_not_repeated(tmp_path, name):
+def test_a_section_runs_to_its_end_without_a_gpu_and_is_not_repeated(benchmark, tmp_path, name):
     code, (line,) = benchmark(tmp_path, "--section", name)
     assert (code, line["section"], line["status"]) == (0, name, "done"), line
     if not has_gpu():

@@ -10,22 +10,9 @@ import pytest
 
 from hpctrain.comm.litter import PREFIXES, SHARED_MEMORY
 from hpctrain.observe.run import read_metrics
-from tests.started import BIN
+from tests.started import BIN, processes, ranks_of
 
 GONE_SECONDS = 40.0
-
-
-def processes(word: str) -> dict[int, str]:
-    """Return the command lines of living processes that have a word in them, by process."""
-    result = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if word in line and int(path.name) != os.getpid():
-            result[int(path.name)] = line
-    return result
 
 
 def parent(pid: int) -> int:
@@ -67,7 +54,7 @@ def test_nothing_is_left_of_a_killed_run(hpctrain, folder, tmp_path, who):
     while len(read_metrics(run)) < 3:
         assert launcher.poll() is None
         time.sleep(0.02)
-    ranks = sorted(pid for pid, line in processes(str(run)).items() if "/bin/python" in line)
+    ranks = ranks_of(str(run))
     assert len(ranks) == 2
     left = set[Path]().union(*map(segments_of, ranks))
     assert left, "a run has segments"

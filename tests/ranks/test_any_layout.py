@@ -11,12 +11,13 @@ from hpctrain.checkpoint.choose import verify_alone
 from hpctrain.checkpoint.folder import latest_checkpoint
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.checks import check_plan
+from tests.examples import costly
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import make_trainer, whole
 from tests.ranks.test_tilings import MICROBATCHES, MODELS, ROWS, TOLERANCE, job_of
 from tests.tilings import tilings
 
-FIRST_STEPS, MORE_STEPS = 2, 5
+FIRST_STEPS, MORE_STEPS = 2, 4
 KEYS = ({}, {"parts": "node"}, {"compression": "gzip"})
 
 
@@ -60,4 +61,4 @@ def test_any_tiling_continues_from_the_checkpoint_of_any_other(world, tokens):
         for loss, expected in zip(losses[1], losses[0], strict=True):
             assert abs(loss / expected - 1) < TOLERANCE, (losses, first, second)
 
-    given_on_ranks(pairs(tokens, world.size), max_examples=12)(body)(world)
+    given_on_ranks(pairs(tokens, world.size), max_examples=costly(24))(body)(world)

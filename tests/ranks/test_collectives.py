@@ -16,6 +16,7 @@ from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.errors import CommError
 from hpctrain.sharding.intervals import Interval
+from tests.examples import costly
 from tests.ranks.given_on_ranks import given_on_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -92,7 +93,7 @@ def assert_close(case, result: torch.Tensor, expected: torch.Tensor, op: str):
 
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(120)
-@given_on_ranks(cases(), max_examples=60)
+@given_on_ranks(cases(), max_examples=costly(120))
 def test_collectives_agree_with_a_reference(world, case):
     if world.rank not in case["ranks"]:
         return

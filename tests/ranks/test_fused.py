@@ -9,6 +9,7 @@ from hpctrain.plan.uniform import resolve_plan
 from tests.compilers import need_compiler
 from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, losses, make_job
 
+STEPS = 8
 LAYOUTS = {
     "grid": ("llama", {"tensor": {"x": 2, "y": 2}, "microbatch": 8}),
     "grid of layer norms": ("gpt2", {"tensor": {"x": 2}, "pipeline": 2, "microbatch": 8, "schedule": "zb-h1"}),
@@ -36,9 +37,9 @@ def fused_job(tokens, layout: str, **train) -> tuple[Job, Job, Plan]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank_without_them(world, tokens, layout):
     alone, job, plan = fused_job(tokens, layout)
-    expected = world.on_first_rank(lambda: losses(Alone(), alone))
+    expected = world.on_first_rank(lambda: losses(Alone(), alone, STEPS))
     with world.freeing():
-        result = losses(world, job, plan=plan)
+        result = losses(world, job, STEPS, plan=plan)
     assert result != expected, "they have other last bits, or were not used"
     assert largest_relative_difference(result, expected) < 1e-5
 

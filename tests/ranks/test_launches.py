@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.comm import communicator, launches, steps
 from hpctrain.data.order import open_datasets
-from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job, make_trainer
+from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank, make_job, make_trainer
 from tests.ranks.test_staged import Pretended
 
 PLANS = [
@@ -56,7 +56,7 @@ def counted_waits(device):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_training_with_all_overlaps_gives_the_bits_of_training_without(world, tokens, plan):
-    alone = world.broadcast_object(losses(Alone(), make_job(tokens, "gpt2"), 3) if world.rank == 0 else None)
+    alone = losses_of_one_rank(world, tokens, "gpt2", 3)
     results = []
     for on in (True, False):
         pretended = Pretended(world, "aaaa", native=True)
@@ -95,7 +95,7 @@ def test_the_host_waits_for_its_device_once_a_step(world, tokens, plan):
 @pytest.mark.timeout(240)
 def test_sums_of_several_families_are_sound_where_a_job_asks_for_their_overlap(world, tokens):
     """Parts of them are launched as messages come: the next launch waits for that."""
-    alone = world.broadcast_object(losses(Alone(), make_job(tokens, "llama"), 3) if world.rank == 0 else None)
+    alone = losses_of_one_rank(world, tokens, "llama", 3)
     for plan in ({"data": 4}, {"tensor": {"y": 2}, "data": 2}):
         pretended = Pretended(world, "aaab", native=True)
         result = losses(pretended, job_of(tokens, plan, True, "llama"), 3, pretended.device)

@@ -95,12 +95,27 @@ LAYOUTS = {
 CAREFUL = "zero-bubble, activations on the host", "chunks, activations on the host"
 """The largest needs of parts of a rank's work count together here, though they come one after the other."""
 OVERLAPPED = ("replicas, ZeRO 2", "replicas, ZeRO 3", "z", "z, pipeline")
-CASES = [(name, False) for name in LAYOUTS] + [(name, True) for name in OVERLAPPED]
+SELECTED = (
+    *("replicas", "replicas, ZeRO 0", "replicas, ZeRO 3", "z, pipeline", "y", "x, recompute", "x, selective"),
+    *("y, sequence parallel, selective", "y, sequence parallel, recompute", "y, sequence parallel, a row at once"),
+    *("pipeline", "zero-bubble, selective", "chunks", "replicas, ZeRO 2, optimizer on the host"),
+    *("replicas, ZeRO 3, all on the host", "pipeline, all on the host", "y, recompute, activations on the host"),
+    "zero-bubble, activations on the host",
+)
+"""Each axis, ZeRO stage, schedule, recompute and offload, and what keeps the most of each; all with --all-layouts."""
+SELECTED_OVERLAPPED = "replicas, ZeRO 2", "z"
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        is_all = metafunc.config.getoption("--all-layouts")
+        plain, overlapped = (LAYOUTS, OVERLAPPED) if is_all else (SELECTED, SELECTED_OVERLAPPED)
+        cases = [(name, False) for name in plain] + [(name, True) for name in overlapped]
+        metafunc.parametrize(("layout", "is_overlapped"), cases)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("layout", "is_overlapped"), CASES)
 def test_no_rank_needs_more_than_predicted_nor_much_less(world, tokens, layout, is_overlapped):
     job = make_job(tokens, "llama", LAYOUTS[layout], shape=SHAPE | {"max_positions": 64}, steps=2, global_batch=16)
     overlap = job.overlap.model_copy(update={"z": is_overlapped})

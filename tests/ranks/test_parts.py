@@ -86,7 +86,7 @@ def plan_and_overlap(world, name: str, tensor: bool = True) -> tuple[Plan, Overl
 
 @pytest.mark.ranks(2, 4, 8)
 @pytest.mark.timeout(180)
-def test_twenty_steps_are_those_of_one_rank(world, tokens, model, tiling):
+def test_losses_are_those_of_one_rank(world, tokens, model, tiling):
     plan, overlap = plan_and_overlap(world, tiling)
     expected, result = one_rank(world, tokens, model), curve(world, job_of(tokens, model, overlap=overlap), plan)
     difference = largest_relative_difference(result, expected)
@@ -110,9 +110,18 @@ def test_interrupted_and_resumed_is_uninterrupted_and_exposed_bit_for_bit(world,
 
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("microbatch", "recompute"), [(1, "full"), (8, "none"), (8, "full")])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tensor", [{"y": 4}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("microbatch", "recompute", "sequence_parallel", "tensor"),
+    [  # each value of one with each of any other
+        (1, "full", False, {"y": 4}),
+        (1, "full", True, {"x": 2, "y": 2}),
+        (8, "none", True, {"y": 4}),
+        (8, "none", False, {"x": 2, "y": 2}),
+        (8, "full", False, {"y": 4}),
+        (8, "full", True, {"x": 2, "y": 2}),
+    ],
+    ids=str,
+)
 def test_parts_move_the_bytes_of_the_whole(
     world, tokens, microbatch, recompute, sequence_parallel, tensor, monkeypatch
 ):

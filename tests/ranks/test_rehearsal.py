@@ -16,9 +16,9 @@ from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER, cluster_with
 from tests.ranks.punctual import Measurement
 from tests.ranks.small_runs import (
-    Alone,
     largest_relative_difference,
     losses,
+    losses_of_one_rank,
     make_job,
     make_trainer,
     rehearsed_world,
@@ -40,7 +40,7 @@ def rehearsed(world, truth: Truth = TRUTH):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", [{"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"x": 2}, "data": 2}])
 def test_a_rehearsal_gives_the_losses_of_one_rank(world, tokens, plan):
-    expected = losses(Alone(), make_job(tokens, "llama"), steps=3)
+    expected = losses_of_one_rank(world, tokens, "llama", 3)
     with rehearsed(world) as own:
         result = losses(own, make_job(tokens, "llama", plan), steps=3, accelerator=own.accelerator)
     assert largest_relative_difference(result, expected) < 1e-5
@@ -51,7 +51,7 @@ def test_a_rehearsal_gives_the_losses_of_one_rank(world, tokens, plan):
 def test_different_families_in_different_tiles_give_them_too(world, tokens, model):
     """Tensor parallelism on one family, uneven replicas on the other; a tied embedding is held by both."""
     job = make_job(tokens, model)
-    expected = losses(Alone(), job, steps=3)
+    expected = losses_of_one_rank(world, tokens, model, 3)
     tiles = (
         Tile(Interval(0, 6), Interval(0, 8), (0, 1), TensorGrid(y=2), family="fast"),
         Tile(Interval(6, 10), Interval(0, 5), (2,), family="slow"),

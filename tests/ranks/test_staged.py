@@ -20,9 +20,10 @@ from hpctrain.comm.routes.streamed import StreamedCollectives
 from hpctrain.comm.settings import Settings
 from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.sharding.intervals import Interval
+from tests.examples import costly
 from tests.ranks.fake_devices import FakeAccelerator, FakeNccl
 from tests.ranks.given_on_ranks import given_on_ranks
-from tests.ranks.small_runs import Alone, largest_relative_difference, losses, make_job
+from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank, make_job
 from tests.ranks.test_collectives import DTYPES, INTEGERS, assert_close, contribution, reduced
 
 CHUNK_BYTES = 256  # in these tests, so that messages have several
@@ -159,7 +160,7 @@ def check_collectives(comm: Communicator, case: dict, put):
 
 @pytest.mark.ranks(4, 8)
 @pytest.mark.timeout(60)
-@given_on_ranks(cases(), max_examples=50)
+@given_on_ranks(cases(), max_examples=costly(100))
 def test_collectives_with_devices_agree_with_a_reference(world, case):
     if world.rank not in case["ranks"]:
         return
@@ -315,7 +316,7 @@ def test_a_group_for_tensors_of_the_host_connects_no_library(world):
 @pytest.mark.parametrize("families", ["aabb", "aacc"])
 def test_training_over_families_of_devices_gives_the_losses_of_one_rank(world, tokens, families):
     """Tensor groups inside a family, pipeline or data across; the weights' groups allocate on the device."""
-    expected = world.broadcast_object(losses(Alone(), make_job(tokens, "llama"), 3) if world.rank == 0 else None)
+    expected = losses_of_one_rank(world, tokens, "llama", 3)
     for plan in ({"tensor": {"y": 2}, "pipeline": 2}, {"tensor": {"z": 2}, "data": 2}):
         pretended = Pretended(world, families, native=families == "aabb")
         result = losses(pretended, make_job(tokens, "llama", plan), 3, pretended.device)

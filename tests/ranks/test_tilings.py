@@ -19,6 +19,7 @@ from hpctrain.plan.schedule_run import check_no_deadlock
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from tests.examples import costly
 from tests.ranks.given_on_ranks import given_on_ranks
 from tests.ranks.small_runs import (
     Alone,
@@ -103,7 +104,7 @@ def different_tilings(tokens, name: str, size: int):
 def test_random_tilings_give_the_losses_of_one_rank(world, tokens, monkeypatch):
     mixed = st.one_of(*(different_tilings(tokens, name, world.size) for name in MODELS))
 
-    @given_on_ranks(st.tuples(mixed, st.sampled_from(["auto", "messages"])), max_examples=10)
+    @given_on_ranks(st.tuples(mixed, st.sampled_from(["auto", "messages"])), max_examples=costly(24))
     def every(world, drawn):
         (name, plan), route = drawn
         one_rank(world, tokens, name, STEPS)

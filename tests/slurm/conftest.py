@@ -23,6 +23,6 @@ def shared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def work(site, shared, tmp_path) -> Work:
+def work(site, shared, tmp_path, warm_start) -> Work:
     """A folder with a job and a cluster, for one test."""
-    return Work(site, shared, tmp_path)
+    return Work(site, shared, tmp_path, warm_start)

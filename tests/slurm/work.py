@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.observe.run import read_metrics
@@ -29,8 +30,9 @@ every = 5
 class Work:
     """A folder in which a person works with hpctrain and Slurm."""
 
-    def __init__(self, site: SlurmSite, shared: Path, folder: Path):
+    def __init__(self, site: SlurmSite, shared: Path, folder: Path, program: Sequence[str]):
         self.site, self.folder = site, folder
+        self._program = program
         self._shared = shared
         site.environment |= {"XDG_CACHE_HOME": str(shared)}
 
@@ -52,7 +54,7 @@ class Work:
         (self.folder / "cluster.toml").write_text(clusters.fabric() + "".join(families))
 
     def hpctrain(self, *arguments: str | Path) -> Finished:
-        command = [str(BIN / "hpctrain"), *map(str, arguments)]
+        command = [*self._program, *map(str, arguments)]
         done = subprocess.run(
             command, cwd=self.folder, env=self._environment(), capture_output=True, text=True, timeout=120
         )

@@ -17,6 +17,7 @@ from hpctrain.planner.search import Search, search
 from hpctrain.planner.shortlist import SLOWEST_SHARE, Shortlists
 from hpctrain.planner.space import arrangements
 from hpctrain.planner.stages import BlockLine
+from tests.examples import costly
 from tests.unit.small_searches import ALL_IN_ONE, BUCKETS, EVERYTHING, cases, every_arrangement, step_seconds
 
 
@@ -32,7 +33,7 @@ def some_layouts(searching: Search) -> list[SearchLayout]:
     return searching.layouts[:20] + interleaved[:20]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(buckets=(*BUCKETS, ALL_IN_ONE)))
 def test_no_plan_is_below_the_bound(case):
     setup, batch, cluster, space = case
@@ -48,7 +49,7 @@ def test_no_plan_is_below_the_bound(case):
             assert 0.4 * seconds <= layout.seconds <= 2 * seconds, "what ranks plans is near what decides"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     case=cases(batches=(4, 6, 16), buckets=(*BUCKETS, ALL_IN_ONE)), share=st.sampled_from([0.2, 0.35, 0.5, 0.7, 0.9])
 )
@@ -75,7 +76,7 @@ def test_no_plan_is_below_the_bound_where_memory_is_short(case, share):
             assert stage.memory.total <= most * stage.available_bytes, "what is scored has about the memory it needs"
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.integers(2, 6))
 def test_choices_that_are_not_scored_are_none_of_the_best(case, per_group):
     setup, batch, cluster, space = case

@@ -45,14 +45,16 @@ def kernels(tmp_path_factory) -> FusedKernels:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("preset", "dtype", "names"),
-    [("tiny-gpt2", "fp32", {"norm", "activation"} | LOSS), ("gemma3-1b", "bf16", FUSED)],
+    [("tiny-gpt2", "fp32", {"norm", "activation"}), ("gemma3-1b", "bf16", FUSED)],
 )
 def test_every_fused_operator_is_within_its_bounds(kernels, preset, dtype, names):
+    """The loss, which takes the longest to compile, once: in the dtype that rounds."""
     sizes = {"num_layers": 1, "hidden_size": 32, "head_size": 8, "ffn_size": 24, "vocab_size": 30}
     model = Model.model_validate(presets()[preset] | sizes)
     every = [each for each in operators(model, 2, 8, kernels) if each.name in FUSED]
-    assert {each.name for each in every} == names
-    compared = [each for op in every for each in compare(Case(op), CPU, dtype, {})]
+    assert {each.name for each in every} == names | LOSS
+    compared = [each for op in every if op.name in names for each in compare(Case(op), CPU, dtype, {})]
+    assert {each.operator for each in compared} == names
     assert not [each for each in compared if each.is_beyond or not each.repeats]
 
 

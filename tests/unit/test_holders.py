@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.comm.communicator import Communicator
@@ -20,6 +20,7 @@ from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_by_shares, cut_evenly
 from hpctrain.sharding.parameters import all_parameters, units, whole_rows
+from tests.examples import costly
 from tests.tilings import tilings
 
 MODELS = [
@@ -77,6 +78,7 @@ def store_of(model: Model, plan, rank: int):
     return Store(groups, shards, axes, torch.float32, torch.device("cpu")), shards
 
 
+@settings(max_examples=costly(100), deadline=None)
 @given(EVEN | INTERLEAVED | ANY)
 def test_owners_cover_every_element_once(drawn):
     model, plan = drawn
@@ -93,6 +95,7 @@ def test_owners_cover_every_element_once(drawn):
     assert all((count == 1).all() for count in seen.values())
 
 
+@settings(max_examples=costly(100), deadline=None)
 @given(EVEN | INTERLEAVED | ANY)
 def test_holders_agree_about_each_other_and_their_order(drawn):
     model, plan = drawn

@@ -29,6 +29,7 @@ from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.stages import BlockLine
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from tests.examples import costly
 from tests.pretended import CLUSTER
 from tests.tilings import stages_of_different_degree
 from tests.unit.small_searches import EVERYTHING, cases, cluster_of, setup_of
@@ -313,7 +314,7 @@ def test_a_search_takes_the_zero_bubble_schedule_where_stages_are_too_short_to_i
     assert any("the schedule is zb-h1" in reason and longer in reason for reason in reasons(result))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_interleaving_makes_no_plan_slower(case):
     setup, batch, cluster, space = case

@@ -16,6 +16,7 @@ from hpctrain.plan.schedule import Instruction, Op, schedule_of
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
+from tests.examples import costly
 from tests.tilings import stages_of_different_degree, tilings
 from tests.unit.slot_devices import POSITIONS, launched_steps, run
 
@@ -45,7 +46,7 @@ def assert_ordered(plan: Plan, **overlap):
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=costly(25), deadline=None)
 @given(st.data(), st.integers(0, 1), st.booleans())
 def test_what_any_tiling_launches_has_one_order(data, keep_gathered, forward):
     plan = data.draw(tilings(MODEL, 5, 6, 2, exchanging=True))
@@ -98,7 +99,7 @@ def test_a_tied_embedding_is_not_summed_before_the_stages_between():
         assert run(launched_steps(job_of(), plan), 0, one_stream=True, blocks=True) == [0, 1, 2, 3]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=costly(200), deadline=None)
 @given(tilings(MODEL, 8, 6, 3), st.sampled_from(["1f1b", "zb-h1"]))
 def test_sums_of_any_tiling_may_start_early(plan, schedule):
     check_launch_order(replace(plan, schedule=schedule))

@@ -253,9 +253,9 @@ def test_families_with_the_same_sheet_and_different_profiles_are_two_pools():
     assert len(pools_module.pools_of(profiled(text), ["fast", "slow"], SETUP)) == 2
 
 
-@pytest.mark.parametrize("rows", range(1, 17))
-def test_no_rows_are_faster_than_the_bound_allows(rows):
-    """Two rows take about as long as three here, and four much longer: other numbers say nothing about three."""
+@pytest.fixture(scope="module")
+def bounded():
+    """Return pools and costs where two rows take about as long as three, and four much longer; a batch; its bound."""
     seconds = {1: 1.0, 2: 2.0, 3: 2.1, 4: 8.0, 8: 16.0}
     times = tuple(
         RowTimes(rows=rows, **dict.fromkeys(("embedding_seconds", "block_seconds", "head_seconds"), (each, 2 * each)))
@@ -264,7 +264,13 @@ def test_no_rows_are_faster_than_the_bound_allows(rows):
     cluster, batch = profiled(times=times), 1 << 20
     pools = pools_module.pools_of(cluster, ["fast", "slow"], SETUP)
     costs = StageCosts(SETUP, cluster, pools)
-    least = least_seconds(costs, batch, Space())  # of so many rows that agreeing and updating are next to nothing
+    return pools, costs, batch, least_seconds(costs, batch, Space())  # agreeing and updating are next to nothing
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_no_rows_are_faster_than_the_bound_allows(bounded, rows):
+    """What is known of two rows, or of four, says nothing about three."""
+    pools, costs, batch, least = bounded
     for grids in itertools.product(*costs.grids):
         speed = 0.0
         for number, (pool, grid) in enumerate(zip(pools, grids, strict=True)):

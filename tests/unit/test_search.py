@@ -23,6 +23,7 @@ from hpctrain.planner.search import Limits, Search, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.intervals import Interval
+from tests.examples import costly
 from tests.unit.small_searches import (
     EVERYTHING,
     FAST_NETWORK,
@@ -38,7 +39,7 @@ from tests.unit.small_searches import (
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases((*NETWORKS, SLOW)))
 def test_as_good_as_looking_at_every_plan(case):
     setup, batch, cluster, space = case
@@ -77,11 +78,18 @@ def best(cluster: Cluster, batch: int = 8, setup: Setup | None = None, **space):
     return search(setup or setup_of(6), batch, cluster, space=Space(**{"largest_grid": 2} | space), limits=EVERYTHING)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.permutations([("a", 1, 2), ("b", 1, 1), ("a", 1, 2)]))
+@lru_cache(None)
+def best_with_few(tables: tuple[tuple[str, int, int], ...], network: tuple[tuple[str, float], ...]):
+    return best(cluster_of(list(tables), **dict(network)), zero=(1,), microbatches=(2, 4))
+
+
+TWO_FAMILIES = ("a", 1, 2), ("b", 1, 1), ("a", 1, 2)
+
+
+@pytest.mark.parametrize("tables", sorted(set(itertools.permutations(TWO_FAMILIES))), ids=str)
 def test_the_order_of_nodes_changes_nothing(tables):
-    result = best(cluster_of(tables), zero=(1,), microbatches=(4,))
-    ordered = best(cluster_of([("a", 2, 2), ("b", 1, 1)]), zero=(1,), microbatches=(4,))
+    ordered = best_with_few((("a", 2, 2), ("b", 1, 1)), ())
+    result = best_with_few(tables, ())
     assert result.best.seconds == pytest.approx(ordered.best.seconds, rel=1e-9)
     assert result.lower_bound_seconds == pytest.approx(ordered.lower_bound_seconds, rel=1e-9)
 
@@ -103,12 +111,7 @@ def test_a_cluster_that_is_slower_in_everything_takes_as_much_longer(tables):
     assert thrice.lower_bound_seconds == pytest.approx(3 * once.lower_bound_seconds, rel=1e-3)
 
 
-@lru_cache(None)
-def best_with_few(tables: tuple[tuple[str, int, int], ...], network: tuple[tuple[str, float], ...]):
-    return best(cluster_of(list(tables), **dict(network)), zero=(1,), microbatches=(2, 4))
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from([[("a", 1, 1)], [("a", 3, 1)], [("a", 1, 2), ("b", 1, 1)]]),
     st.sampled_from("abc"),

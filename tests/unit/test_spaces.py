@@ -22,6 +22,7 @@ from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.planner.timing import CLOSED_FORM_ERROR
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
+from tests.examples import costly
 from tests.tilings import grids_of
 from tests.unit.small_searches import EVERYTHING, FAST_NETWORK, cases, cluster_of, setup_of
 
@@ -84,7 +85,7 @@ def check_even(plan: Plan, num_blocks: int) -> None:
     assert len(set(replicas)) == 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_an_even_plan_is_even(case):
     setup, batch, cluster, space = case
@@ -137,7 +138,7 @@ def test_an_even_plan_that_does_not_fit_is_reported_with_the_numbers():
 # ---- plans by speed --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=costly(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_by_speed_no_other_cut_is_done_earlier_by_the_speeds(case):
     """Against every other cut of the same shape, into whole rows of a rank or whole blocks."""
