@@ -198,7 +198,7 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
         summary = "; trained on generated tokens" if made.is_job_scaled else ""
         click.echo(made.describe(reference) + summary, err=True)
 
-    from hpctrain.rehearsal.start import rehearse
+    from hpctrain.rehearsal.shaped import rehearse
 
     rehearse(world, made.cluster, made.truth)
     return job, Described(made.cluster, reference, is_rehearsed=True, truth=made.truth)
