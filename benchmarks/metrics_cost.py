@@ -75,15 +75,13 @@ def main(job, overrides, steps):
 
         from hpctrain.engine.run import TrainingRun
         from hpctrain.observe.console import Console
-        from hpctrain.observe.drift import PartMeter
-        from hpctrain.observe.expectation import Expectation
+        from hpctrain.observe.drift import Expectation
         from hpctrain.observe.metrics import RunMetrics
-        from hpctrain.observe.sample import SampledStep
+        from hpctrain.observe.recorder import StepRecorder
 
         stopwatch, ends = Stopwatch(), []
         stopwatch.watch("figures", RunMetrics, "record")
-        stopwatch.watch("tracers", PartMeter, *TRACED)
-        stopwatch.watch("tracers", SampledStep, *TRACED)
+        stopwatch.watch("tracers", StepRecorder, *TRACED, "parts")
         stopwatch.watch("tracers", Expectation, "step_is_done")
         stopwatch.watch("progress", Console, "step")
         last = Expectation.step_is_done  # the last thing of a step

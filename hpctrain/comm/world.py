@@ -24,8 +24,7 @@ from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.waiting import Patience, Phase, wait_until
 from hpctrain.comm.watchdog.flight import write_ranks
-from hpctrain.comm.watchdog.oversight import Oversight
-from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS
+from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Oversight
 from hpctrain.config.errors import HpctrainError, LaunchError
 
 if TYPE_CHECKING:

@@ -64,8 +64,9 @@ def with_overlap(
     `path` is of the cluster's file. Without a plan what cuts rows stays as it is.
     """
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
-    overlap, resolved = resolve_on(job, cluster, is_pretended(path), plan)
-    kernels = job.kernels.assumed(cluster) if not is_pretended(path) else job.kernels
+    pretended = is_pretended(path)
+    overlap, resolved = resolve_on(job, cluster, pretended, plan)
+    kernels = job.kernels if pretended else job.kernels.assumed(cluster)
     if kernels is not job.kernels:
         resolved["kernels.fused"] = "on: devices compile kernels, which a run tries at its start"
     job = job.model_copy(update={"kernels": kernels})
