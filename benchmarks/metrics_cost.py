@@ -23,7 +23,7 @@ import click
 
 from hpctrain.jobs.common import load_job_on, override_option, started_world
 
-TRACED = ("computed", "exposed", "waited", "overlapped", "moved")
+TRACED = ("computed", "exposed", "waited", "overlapped")
 FIRST = 4
 """Steps that do not count: they allocate memory, and the third is sampled for the report. Even, as step 1 is logged."""
 

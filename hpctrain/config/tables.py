@@ -113,6 +113,16 @@ def parse_toml_value(text: str) -> Any:
     return tree["value"]
 
 
+def as_table(value: Any) -> dict[str, Any]:
+    """Return a table of a file that was not validated yet; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list:
+    """Return a list of a file that was not validated yet; an empty one in place of anything else."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
 def given_values(table: Table) -> dict[str, Any]:
     """Return what is set of a table, by key."""
     values = {name: getattr(table, name) for name in type(table).model_fields}

@@ -1,4 +1,4 @@
-"""What one rank does in a step: spans of time, and what its groups moved. All figures of where time goes are of it."""
+"""What one rank does in a step, as spans of time: all figures of where time goes, and what moves, are made of them."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -11,7 +11,6 @@ from hpctrain.planner.simulate import EXPOSED as PARTS
 if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
 
-COMPUTE = "compute"
 # What a span is of, the "category" of Chrome's format.
 COMPUTED, EXPOSED, WAITED, OVERLAPPED = "compute", "exposed", "waited", "overlapped"
 PART_OF_GROUP = {"x": "tensor", "y": "tensor", "z": "tensor", "pipeline": "pipeline", "everyone": "pipeline"}
@@ -28,20 +27,13 @@ class Span(NamedTuple):
     begin: float
     end: float
     group: str = ""
-    lane: str = COMPUTE
+    lane: str = ""
+    """The group with its ranks, such as `y 0-3`."""
     num_bytes: int = 0
 
     @property
     def seconds(self) -> float:
         return self.end - self.begin
-
-
-class Moved(NamedTuple):
-    """A tensor that a group has moved."""
-
-    ranks: str
-    operation: str
-    num_bytes: int
 
 
 class StepRecorder(Tracer):
@@ -56,28 +48,23 @@ class StepRecorder(Tracer):
     def begin_step(self) -> None:
         """Forget what happened so far."""
         self.spans: list[Span] = []
-        self._moved: list[Moved] = []
         self.step_spans: list[Span] = []
         """Of the step itself, once it is over: what follows, a validation, is no part of it."""
-        self.step_moved: list[Moved] = []
         self._parts: dict[str, float] | None = None
 
     def computed(self, name: object, since: float) -> None:
         self.spans.append(Span(COMPUTED, name, since, self.now()))
         if isinstance(name, str) and name.startswith("step "):
-            self.step_spans, self.step_moved = list(self.spans), list(self._moved)
+            self.step_spans = list(self.spans)
 
-    def exposed(self, group: str, operation: str, num_bytes: int, since: float) -> None:
-        self.spans.append(Span(EXPOSED, operation, since, self.now(), group, COMPUTE, num_bytes))
+    def exposed(self, group: str, lane: str, operation: str, num_bytes: int, since: float) -> None:
+        self.spans.append(Span(EXPOSED, operation, since, self.now(), group, lane, num_bytes))
 
     def waited(self, group: str, operation: str, since: float) -> None:
         self.spans.append(Span(WAITED, operation, since, self.now(), group))
 
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         self.spans.append(Span(OVERLAPPED, operation, begin, end, group, lane, num_bytes))
-
-    def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
-        self._moved.append(Moved(ranks, operation, num_bytes))
 
     def parts(self) -> dict[str, float]:
         """Return where the time of the step went, by part, in seconds of the device."""

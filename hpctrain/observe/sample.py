@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.watchdog.flight import parse_ranks
-from hpctrain.observe.recorder import Moved, Span, StepRecorder, mean_by_axis, sums_by_axis
+from hpctrain.observe.recorder import EXPOSED, OVERLAPPED, Span, StepRecorder, mean_by_axis, sums_by_axis
 from hpctrain.observe.run import write_json
 from hpctrain.plan.schedule import Instruction
 from hpctrain.plan.tiling import Plan
@@ -45,24 +45,24 @@ class StepSample:
         self._world, self._accelerator, self._recorder = world, accelerator, recorder
         self._plan, self._folder = plan, folder
         self._first_step, self._num_steps = first_step, 0
-        self._kept: tuple[list[Span], list[Moved]] | None = None
+        self._kept: list[Span] | None = None
 
     def step_is_done(self, seconds: float) -> None:
         """Count a step, and write the files after the one that is kept. Raises TrainingError on all ranks."""
         if self._num_steps < SAMPLED_STEP:
             self._num_steps += 1
-            self._kept = self._recorder.step_spans, self._recorder.step_moved
+            self._kept = self._recorder.step_spans
             if self._num_steps == SAMPLED_STEP:
                 self.finish()
 
     def finish(self) -> None:
         """Write what was not written, of a start that had fewer steps. Raises TrainingError on all ranks."""
-        if not self._kept:
+        if self._kept is None:
             return
-        (kept, moved), self._kept, world = self._kept, None, self._world
+        kept, self._kept, world = self._kept, None, self._world
         step = self._first_step() + self._num_steps - 1
         spans = world.gather_objects(self._spans(kept))
-        traffic = world.gather_objects(_entries(world.rank, moved))
+        traffic = world.gather_objects(_entries(world.rank, kept))
         sums = world.gather_objects(sums_by_axis(kept, self._accelerator.time_scale))
         with world.all_or_none():
             if spans:
@@ -100,11 +100,14 @@ def shown_tiles(plan: Plan) -> list:
     return sorted(equal.values(), key=plan.first_tiles.index)[:MOST_GRIDS]
 
 
-def _entries(rank: int, moved: Sequence[Moved]) -> list[dict]:
+def _entries(rank: int, spans: Sequence[Span]) -> list[dict]:
     """Return what a rank reports of its groups: what it sent, and of collectives those of which it is the first."""
-    result, traffic, calls = [], Counter(), Counter((each.ranks, each.operation) for each in moved)
-    for each in moved:
-        traffic[each.ranks, each.operation] += each.num_bytes
+    result, traffic, calls = [], Counter(), Counter()
+    for span in spans:
+        # A message counts when it is given to a lane, not once more when that has sent it.
+        if span.kind == EXPOSED or (span.kind == OVERLAPPED and span.name != "send"):
+            traffic[span.lane, str(span.name)] += span.num_bytes
+            calls[span.lane, str(span.name)] += 1
     for (label, operation), num_bytes in traffic.items():
         group, ranks = label.split(" ")[:2]
         members = parse_ranks(ranks)

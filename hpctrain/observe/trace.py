@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from hpctrain.config.errors import TrainingError, describe_os_error
-from hpctrain.observe.recorder import COMPUTE, WAITED, Span, StepRecorder, mean_by_axis, sums_by_axis
+from hpctrain.observe.recorder import OVERLAPPED, WAITED, Span, StepRecorder, mean_by_axis, sums_by_axis
 from hpctrain.observe.run import write_json
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
 TRACE, SUMMARY = "trace.json", "trace-summary.json"
+COMPUTE = "compute"
+"""The thread of what a rank computes, and of what it waits for."""
 # Of all ranks together: some 300 MB, more than which viewers do not open.
 MOST_SPANS = 2_000_000
 
@@ -110,7 +112,7 @@ def write_chrome(file: IO[str], traces: Sequence[RankTrace]) -> None:
 
 
 def _events(rank: int, trace: RankTrace) -> Iterator[dict]:
-    lanes = [COMPUTE, *sorted({span.lane for span in trace.spans} - {COMPUTE})]
+    lanes = [COMPUTE, *sorted({span.lane for span in trace.spans if span.kind == OVERLAPPED})]
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} ({trace.label})"}}
     yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
     for number, lane in enumerate(lanes):
@@ -121,7 +123,12 @@ def _events(rank: int, trace: RankTrace) -> Iterator[dict]:
     for span in sorted(trace.spans, key=lambda s: (s.begin, -s.end)):
         begin, end = round(span.begin * 1e9), round(span.end * 1e9)
         name = f"{span.group} {span.name}" if span.group else span.name
-        event = {"ph": "X", "pid": rank, "tid": lanes.index(span.lane), "cat": span.kind}
+        event = {
+            "ph": "X",
+            "pid": rank,
+            "tid": lanes.index(span.lane) if span.kind == OVERLAPPED else 0,
+            "cat": span.kind,
+        }
         event |= {"name": f"wait for {name}" if span.kind == WAITED else name}
         event |= {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
         yield event | ({"args": {"bytes": span.num_bytes}} if span.num_bytes else {})

@@ -137,7 +137,7 @@ def test_clocks_of_hosts_are_aligned(world, monkeypatch):
     hosts = [f"host {rank // 2}" for rank in range(world.size)]
     monkeypatch.setattr(world, "_hosts", hosts)
     extra_warmup, real = 100.0 * (world.rank // 2), time.monotonic
-    monkeypatch.setattr("hpctrain.comm.clocks.time.monotonic", lambda: real() + extra_warmup)
+    monkeypatch.setattr("hpctrain.comm.world.time.monotonic", lambda: real() + extra_warmup)
     offset = world.clock_offset()
     assert offset == pytest.approx(-extra_warmup, abs=0.05)  # ranks may share a core
     assert (offset == 0.0) == (world.rank < 2)

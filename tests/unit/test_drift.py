@@ -34,18 +34,18 @@ def test_a_recorder_knows_where_time_goes():
 
     def step():
         begin = now[0]
-        recorder.exposed("pipeline", "receive", 1, take(2.0))
+        recorder.exposed("pipeline", "pipeline 0-1", "receive", 1, take(2.0))
         recorder.computed(Instruction(Op.RECEIVE_ACTIVATION, 0), begin)
         begin = take(3.0)
-        recorder.exposed("y", "all_reduce", 1, take(0.5))
+        recorder.exposed("y", "y 0-1", "all_reduce", 1, take(0.5))
         recorder.waited("x", "all_reduce", take(0.25))
         recorder.computed("item 1 forward", begin)
         recorder.computed(Instruction(Op.FORWARD, 0), begin)
         begin = take(0.125)
-        recorder.exposed("data", "reduce_scatter", 1, take(4.0))
+        recorder.exposed("data", "data 0-1", "reduce_scatter", 1, take(4.0))
         recorder.computed(Instruction(Op.REDUCE_GRADIENTS, 0), begin)
         begin = take(1.0)
-        recorder.exposed("everyone", "all_reduce", 1, take(0.0625))
+        recorder.exposed("everyone", "everyone 0-1", "all_reduce", 1, take(0.0625))
         recorder.computed(Instruction(Op.UPDATE, 0), begin)
 
     for number in range(2):

@@ -7,19 +7,19 @@ import json
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.clocks import EXCHANGES, offset_to_first
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place
 from hpctrain.comm.traced import StopwatchSteps
 from hpctrain.comm.tracing import UNTRACED, Tracer
+from hpctrain.comm.world import EXCHANGES, offset_to_first
 from hpctrain.config.errors import TrainingError
-from hpctrain.observe.recorder import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Moved, Span, StepRecorder
+from hpctrain.observe.recorder import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Span, StepRecorder
 from hpctrain.observe.trace import SUMMARY, RankTrace, RunTrace, summarise, table, write_chrome
 
 SPANS = [
     Span(COMPUTED, "step 0", 0.0, 10.0),
     Span(COMPUTED, "forward 0", 0.0, 4.0),
-    Span(EXPOSED, "all_reduce", 1.0, 2.0, "x", num_bytes=100),
+    Span(EXPOSED, "all_reduce", 1.0, 2.0, "x", "x 0-1", 100),
     Span(OVERLAPPED, "all_gather", 2.0, 5.0, "z", "z 0-1", 80),
     Span(WAITED, "all_gather", 4.5, 5.0, "z"),
 ]
@@ -79,20 +79,17 @@ def test_a_recorder_keeps_what_happens_since_a_step_began():
     recorder = StepRecorder(CpuAccelerator())
     recorder.now = lambda: next(moments)
     recorder.computed("before", 0.0)
-    recorder.moved("x 0-1", "all_reduce", 4)
     recorder.begin_step()
     recorder.computed("a", 4.0)
-    recorder.exposed("x", "all_reduce", 8, 5.5)
-    recorder.moved("x 0-1", "all_reduce", 8)
+    recorder.exposed("x", "x 0-1", "all_reduce", 8, 5.5)
     recorder.computed("step 1", 4.0)
     recorder.waited("x", "all_reduce", 7.5)  # of a validation
-    recorder.moved("x 0-1", "all_reduce", 9)
     step = [
         Span(COMPUTED, "a", 4.0, 5.0),
-        Span(EXPOSED, "all_reduce", 5.5, 6.0, "x", "compute", 8),
+        Span(EXPOSED, "all_reduce", 5.5, 6.0, "x", "x 0-1", 8),
         Span(COMPUTED, "step 1", 4.0, 7.0),
     ]
-    assert recorder.step_spans == step and recorder.step_moved == [Moved("x 0-1", "all_reduce", 8)]
+    assert recorder.step_spans == step
     assert recorder.spans == [*step, Span(WAITED, "all_reduce", 7.5, 8.0, "x")]
 
 
