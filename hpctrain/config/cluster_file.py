@@ -63,11 +63,6 @@ def parse_cluster(text: str, where: str) -> Cluster:
     return Cluster(**{name: getattr(file, name) for name in Cluster.model_fields})
 
 
-def is_pretended(path: Path) -> bool:
-    """Say whether a cluster file describes devices for a rehearsal. Raises TopologyError as `load_cluster` does."""
-    return _parse(read_text(path, TopologyError), str(path)).truth is not None
-
-
 def load_truth(path: Path) -> Truth | None:
     """Read the table `[truth]` of a cluster file, None where it has none. For pretend devices alone.
 
@@ -195,7 +190,7 @@ def _comment(key: str, comments: Mapping[str, str]) -> list[str]:
 def _pairs(table: Table, key: str, comments: Mapping[str, str]) -> list[str]:
     """Return a line for each key that is set; tables inside are written in line, several of them one below another."""
     lines = []
-    for name, value in given_values(table):
+    for name, value in given_values(table).items():
         lines += _comment(f"{key}.{name}", comments)
         if isinstance(value, tuple) and isinstance(value[0], Table):
             lines += [f"{name} = [", *(f"  {toml_value(entry)}," for entry in value), "]"]

@@ -67,11 +67,11 @@ class StepRecorder(Tracer):
         self.spans.append(Span(OVERLAPPED, operation, begin, end, group, lane, num_bytes))
 
     def parts(self) -> dict[str, float]:
-        """Return where the time of the step went, by part, in seconds of the device."""
+        """Return where the time of the step went, by part, in seconds of the device; zeros where nobody knows."""
         if self._parts is None:
             parts: dict[str, float] = {part: 0.0 for part in PARTS}
             alone = 0.0  # of the instruction, in which the rank communicated
-            for span in self.step_spans:
+            for span in self.step_spans if self.knows_times else ():
                 if span.kind in (EXPOSED, WAITED):
                     alone += span.seconds
                     parts[PART_OF_GROUP.get(span.group, "data")] += span.seconds
