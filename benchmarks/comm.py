@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli import main
-from hpctrain.comm.topology import ALGORITHMS, ROUTES, Preferences
+from hpctrain.comm.topology import Preferences
 from hpctrain.jobs.common import started_world
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ LATE_SECONDS = 0.5
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds, sides taking turns.")
 @click.option("--sizes", default=",".join(map(str, SIZES)), help="Bytes of the whole fp32 tensor. [1 KiB to 64 MiB]")
 @click.option("--collectives", default=",".join(COLLECTIVES), show_default=True)
-@click.option("--route", default="auto", show_default=True, type=click.Choice(ROUTES))
-@click.option("--algorithm", default="auto", show_default=True, type=click.Choice(ALGORITHMS))
+@click.option("--route", default="auto", show_default=True, type=click.Choice(["auto", "messages", "hierarchical"]))
+@click.option(
+    "--algorithm", default="auto", show_default=True, type=click.Choice(["auto", "exchange", "ring", "doubling"])
+)
 @click.option("--no-gloo", is_flag=True, help="Leave gloo out: it is by far the slowest.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, last.")
 def command(rounds, sizes, collectives, route, algorithm, no_gloo, as_json):

@@ -23,7 +23,7 @@ import click
 
 from hpctrain.jobs.common import load_job_on, override_option, started_world
 
-TRACED = ("computed", "exposed", "waited", "overlapped", "moved")
+TRACED = ("computed", "exposed", "waited", "overlapped")
 FIRST = 4
 """Steps that do not count: they allocate memory, and the third is sampled for the report. Even, as step 1 is logged."""
 
@@ -75,15 +75,13 @@ def main(job, overrides, steps):
 
         from hpctrain.engine.run import TrainingRun
         from hpctrain.observe.console import Console
-        from hpctrain.observe.drift import PartMeter
-        from hpctrain.observe.expectation import Expectation
+        from hpctrain.observe.drift import Expectation
         from hpctrain.observe.metrics import RunMetrics
-        from hpctrain.observe.sample import SampledStep
+        from hpctrain.observe.recorder import StepRecorder
 
         stopwatch, ends = Stopwatch(), []
         stopwatch.watch("figures", RunMetrics, "record")
-        stopwatch.watch("tracers", PartMeter, *TRACED)
-        stopwatch.watch("tracers", SampledStep, *TRACED)
+        stopwatch.watch("tracers", StepRecorder, *TRACED, "parts")
         stopwatch.watch("tracers", Expectation, "step_is_done")
         stopwatch.watch("progress", Console, "step")
         last = Expectation.step_is_done  # the last thing of a step

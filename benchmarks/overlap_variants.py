@@ -1,12 +1,13 @@
 """what hiding communication behind computation brings, on a rehearsed cluster or here."""
 
 import gc
+import itertools
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import click
 
@@ -21,12 +22,12 @@ from hpctrain.jobs.common import (
     start_rehearsal,
     started_world,
 )
+from hpctrain.rehearsal.clock import Clock, Paced, RehearsedPace
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.engine.resolve import Prepared
     from hpctrain.plan.tiling import Plan
-    from hpctrain.rehearsal.clock import Paced
 
 EXPOSED, NOTHING = "exposed", "nothing"
 IN_HALVES, FORWARD, ALL_AND_FORWARD = "exposed, in halves", "forward", "all and forward"
@@ -131,6 +132,35 @@ class Operation(NamedTuple):
         return self.group, self.name, self.num_bytes
 
 
+class Mark(NamedTuple):
+    """A place in what one rank's device does."""
+
+    number: int
+    """Of the rank's places in their order."""
+    busy_seconds: float
+    """That the device had been asked to compute."""
+
+
+class LoggedOperation(Paced):
+    """An operation that notes where the device was when it was asked for, and when it was waited for."""
+
+    log: ClassVar[list["LoggedOperation"]] = []
+    """Of this rank, in the order in which they were waited for."""
+    _numbers = itertools.count()
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.asked_at = self._mark(self.pace.clock)
+
+    def meet(self) -> None:
+        self.met_at = self._mark(self.pace.clock)
+        super().meet()
+        self.log.append(self)
+
+    def _mark(self, clock: Clock) -> Mark:
+        return Mark(next(self._numbers), clock.busy_seconds)
+
+
 def measure(world: "World", prepared: "Prepared", switches: dict[str, bool | int], steps: int) -> Measured:
     """Train a few steps from the start. All ranks must call."""
     from hpctrain.engine.phases import phases_of
@@ -139,25 +169,28 @@ def measure(world: "World", prepared: "Prepared", switches: dict[str, bool | int
     job = switched(prepared.job, switches)
     device = world.accelerator
     clock, scale = device.clock, device.time_scale
+    RehearsedPace.steps = lambda self, *asked: LoggedOperation(self, *asked)
     trainer = Trainer(world, device, job, prepared.plan)
     trainer.initialise()
     world.enter(phases_of(job.observe).first_step)
     trainer.step(prepared.training)
     result = []
     for _ in range(steps):
-        clock.log, before = [], clock.busy_seconds
+        LoggedOperation.log.clear()
+        before = clock.busy_seconds
         metrics = trainer.step(prepared.training)[0]
-        logged, clock.log = clock.log, None
+        logged = list(LoggedOperation.log)
         operations = [_operation(p, before, scale) for p in logged if p.asked_at.busy_seconds >= before]
         seconds = world.largest(metrics["step_seconds"])
         result.append(Measured(seconds, (clock.busy_seconds - before) / scale, operations, metrics["loss"]))
+    LoggedOperation.log.clear()
     del trainer, logged
     gc.collect()  # the next one needs the pretended memory
     fastest = min(result, key=lambda each: each.step_seconds)  # the same one on all ranks
     return fastest._replace(loss=result[-1].loss)
 
 
-def _operation(paced: "Paced", before: float, scale: float) -> Operation:
+def _operation(paced: LoggedOperation, before: float, scale: float) -> Operation:
     asked, met = ((mark.number, (mark.busy_seconds - before) / scale) for mark in (paced.asked_at, paced.met_at))
     stream, seconds = id(paced.pace), (paced.ended - paced.begun) / scale
     return Operation(paced.pace.group, paced.operation, paced.num_bytes, stream, asked, met, seconds)

@@ -1,4 +1,4 @@
-"""What tracing a run costs: steps of four trainers in turn, of which the middle ones are traced.
+"""What the recorder of a run costs: steps of four trainers in turn, of which the middle ones are recorded.
 
 Which of several trainers was made first makes a difference of its own; so the order of the kinds is there both ways.
 
@@ -25,20 +25,21 @@ def main(job, overrides, steps):
         from hpctrain.comm.accelerators.bind import bind_accelerator
         from hpctrain.engine.phases import phases_of
         from hpctrain.engine.trainer import Trainer
-        from hpctrain.observe.trace import Recording
+        from hpctrain.observe.recorder import StepRecorder
 
         accelerator = bind_accelerator(world)
-        recording = Recording(accelerator.now)
+        recording = StepRecorder(accelerator)
         trainers, untraced = [], world.tracer
         for tracer in (untraced, recording, recording, untraced):
             world.configure(tracer=tracer)
             trainers.append(Trainer(world, accelerator, prepared.job, prepared.plan))
             trainers[-1].initialise()
         world.enter(phases_of(prepared.job.observe).first_step)
-        recording.is_running = True
         seconds: tuple[list[float], list[float]] = ([], [])
+        counted = 0
         for number in range(2 * steps):
-            trainer = trainers[number % 4]
+            trainer, counted = trainers[number % 4], len(recording.step_spans) or counted
+            recording.begin_step()
             taken = world.largest(trainer.step(prepared.training)[0]["step_seconds"])
             if number >= 4:
                 seconds[number % 4 in (1, 2)].append(taken)
@@ -49,7 +50,7 @@ def main(job, overrides, steps):
             "step_ms": [round(1e3 * each, 2) for each in medians],
             "traced_over_untraced": round(medians[1] / medians[0], 4),
             "fastest_traced_over_fastest_untraced": round(min(seconds[1]) / min(seconds[0]), 4),
-            "spans_a_step": len(recording.spans) // steps,
+            "spans_a_step": counted,
         }
         if world.rank == 0:
             print(json.dumps(summary, indent=1), flush=True)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.comm.steps import Ready, Steps
-from hpctrain.rehearsal.fabric import SharedNetwork
+from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.rehearsal.fluid import Fluid
 
 NUM_SLOTS = 4096
 
 
-def fluid_of(network: SharedNetwork, num_slots: int = NUM_SLOTS) -> Fluid:
+def fluid_of(network: PretendedNetwork, num_slots: int = NUM_SLOTS) -> Fluid:
     """Return a fluid of a network in this process's own memory."""
     memory = memoryview(bytearray(8 * Fluid.num_doubles(num_slots))).cast("d")
     fluid = Fluid(network.bandwidths, [path.ports for path in network.paths], memory)
@@ -23,7 +23,7 @@ def fluid_of(network: SharedNetwork, num_slots: int = NUM_SLOTS) -> Fluid:
 class VirtualRanks:
     """Ranks that compute in no time, on a described network."""
 
-    def __init__(self, network: SharedNetwork):
+    def __init__(self, network: PretendedNetwork):
         self.network, self.fluid, self.clock = network, fluid_of(network), 0.0
         self.messages: list[tuple[torch.Tensor, float]] = []
         """By slot: the bytes, and the latency."""

@@ -1,6 +1,5 @@
 """The checkpoints of a run folder: which there are, which is the latest, which are kept."""
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from hpctrain.checkpoint.format import (
 )
 from hpctrain.config.errors import CheckpointError, DamagedCheckpointError, describe_os_error
 from hpctrain.config.job import Checkpoint
+from hpctrain.config.paths import sync
 
 CHECKPOINTS, LATEST, OLD = "checkpoints", "latest", ".old"
 POINTER = re.compile(rb"(step-\d{8,}) ([0-9a-f]{64})\n")
@@ -32,15 +32,6 @@ class Kept:
 
     step: int
     validation_loss: float | None
-
-
-def sync_folder(path: Path) -> None:
-    """Make sure that a folder's entries are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
@@ -139,21 +130,21 @@ def commit(partial: Path, keeping: Checkpoint) -> Path:
     """
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     folder, digest = final.parent, read_manifest(partial)[1]
-    sync_folder(partial)
+    sync(partial)
     pointer, replaced = folder / (LATEST + PARTIAL), None
     try:
         write_synced(pointer, f"{final.name} {digest}\n".encode())  # all that takes disk space, before any renaming
         if final.exists():
             replaced = _set_aside(final)
         partial.rename(final)
-        sync_folder(folder)
+        sync(folder)
         pointer.replace(folder / LATEST)
     except OSError:
         pointer.unlink(missing_ok=True)
         if replaced and not final.exists():
             replaced.rename(final)
         raise
-    sync_folder(folder)
+    sync(folder)
     try:
         if replaced:
             _delete(replaced)

@@ -50,13 +50,7 @@ FIRST_LINE = '{{"sha256": "{}",\n'
 SHA256_DIGITS = 64
 
 RECTANGLE = np.dtype(
-    [
-        ("tensor", "<u4"),
-        ("stream", "<u4"),
-        ("rows", "<u4", (2,)),
-        ("columns", "<u4", (2,)),
-        ("start", "<u8"),
-    ]
+    [("tensor", "<u4"), ("stream", "<u4"), ("rows", "<u4", (2,)), ("columns", "<u4", (2,)), ("start", "<u8")]
 )
 """A rectangle of a tensor, half-open, flat and row after row from element `start` of a stream."""
 BLOCK = np.dtype("<u4")

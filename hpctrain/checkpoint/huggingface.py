@@ -28,7 +28,7 @@ from hpctrain.checkpoint.state import attempt, make_empty, read_job
 from hpctrain.checkpoint.tables import Contents, WrittenStream, write_tables
 from hpctrain.config.errors import CheckpointError, describe_os_error
 from hpctrain.config.job import Checkpoint, Job, Model
-from hpctrain.config.tables import explain
+from hpctrain.config.tables import explain, toml_value
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import even_plan
@@ -299,14 +299,9 @@ def _about(model: Model, folder: Path, tokenizer: str) -> dict[str, str]:
 
 def _job_text(model: Model, folder: Path) -> str:
     """Return a job file to extend: the model's keys, and where training starts."""
-    keys = {key: value for key, value in model.model_dump(exclude_defaults=True, mode="json").items()}
+    keys = model.model_dump(exclude_defaults=True, mode="json")
     lines = [f"# The model of {folder}. A job starts from it with", '#     extends = "model.toml"', "", "[model]"]
-    for key, value in keys.items():
-        if isinstance(value, dict):
-            value = "{" + ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items()) + "}"
-            lines.append(f"{key} = {value}")
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
+    lines += [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     return "\n".join([*lines, "", "[train]", 'start_from = "."', ""])
 
 

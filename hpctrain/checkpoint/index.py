@@ -94,12 +94,7 @@ class Index:
         return self.manifest.tensors[self._number(f"{kind}/{name}")].shape
 
     def read(
-        self,
-        kind: str,
-        name: str,
-        rows: tuple[int, int],
-        columns: tuple[int, int],
-        out: np.ndarray | None = None,
+        self, kind: str, name: str, rows: tuple[int, int], columns: tuple[int, int], out: np.ndarray | None = None
     ) -> np.ndarray:
         """Return fp32 rows x columns of a parameter (columns are ignored for one dim), flat.
 
@@ -136,7 +131,7 @@ class Index:
 
         Raises DamagedCheckpointError that names the damaged part and tensor.
         """
-        from hpctrain.checkpoint.virtual import check_index
+        from hpctrain.checkpoint.tables import check_index
 
         number, count = share
         if number == 0:

@@ -88,7 +88,7 @@ class ClusterNetwork:
     """The links of a cluster, and what messages and collectives take on them."""
 
     def __init__(self, cluster: Cluster, link_share: float = 1.0):
-        """`link_share`: what collectives reach of a data sheet's bandwidth, see `config.links.efficiency`."""
+        """`link_share`: what collectives reach of a data sheet's bandwidth, see `config.links.message_seconds`."""
         self.cluster, self._share = cluster, link_share
         self._topology = Topology(places_of(cluster), shares_memory=False)
         self._numbers: dict[PairLink, int] = {}

@@ -13,18 +13,12 @@ class StopSignals:
 
     def __init__(self):
         self.received: str | None = None
-        self._before: dict[int, object] = {}
 
     def listen(self) -> "StopSignals":
         """Replace the handlers of `STOP_SIGNALS`, in the main thread."""
-        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
         return self
-
-    def restore(self) -> None:
-        """Put back the handlers of before."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-        self._before = {}
 
     def _note(self, number: int, _frame) -> None:
         if self.received and number == signal.SIGINT:

@@ -10,8 +10,6 @@ from hpctrain.config.cluster import Cluster
 if TYPE_CHECKING:
     from hpctrain.comm.network import ClusterNetwork
 
-ROUTES = ("auto", "messages", "hierarchical")
-ALGORITHMS = ("auto", "exchange", "ring", "doubling")
 MOST_DOUBLED_BYTES = 1 << 20
 """Of a tensor: doubling needs two more copies of it, others memory for a part; beyond, rounds are cheap."""
 LEAST_PART_BYTES = 8

@@ -47,15 +47,14 @@ class GroupTrace:
     """Reports to a tracer what one rank's part of one group does."""
 
     def __init__(self, tracer: Tracer, group: str, lane: str):
-        """`lane` names the group where it is overlapped; no other lane of this rank has that name."""
+        """`lane` names the group with its ranks; no other lane of this rank has that name."""
         self._tracer, self._group, self._lane = tracer, group, lane
 
     def now(self) -> float:
         return self._tracer.now()
 
     def exposed(self, operation: str, num_bytes: int, since: float) -> None:
-        self._tracer.exposed(self._group, operation, num_bytes, since)
-        self._tracer.moved(self._lane, operation, num_bytes)
+        self._tracer.exposed(self._group, self._lane, operation, num_bytes, since)
 
     def waited(self, operation: str, since: float) -> None:
         self._tracer.waited(self._group, operation, since)
@@ -70,8 +69,6 @@ class GroupTrace:
         self, operation: str, num_bytes: int, times: TimedSteps | LaunchTimes, on_end: Callable[[], None]
     ) -> None:
         self._tracer.overlapped(self._group, self._lane, operation, num_bytes, times.begun, times.ended)
-        if operation != "send":  # a channel has reported it when it was given the message
-            self._tracer.moved(self._lane, operation, num_bytes)
         on_end()
 
 

@@ -14,20 +14,17 @@ class Tracer:
     def computed(self, name: object, since: float) -> None:
         """What the rank did until now, with all that it waited for; `str(name)` is asked for later, if at all."""
 
-    def exposed(self, group: str, operation: str, num_bytes: int, since: float) -> None:
-        """The rank communicated until now, and did nothing else."""
+    def exposed(self, group: str, lane: str, operation: str, num_bytes: int, since: float) -> None:
+        """The rank communicated until now, and did nothing else.
+
+        `lane` is the group's name and its ranks, such as `y 0-3`.
+        """
 
     def waited(self, group: str, operation: str, since: float) -> None:
         """The rank waited until now for an overlapped operation."""
 
     def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
         """A lane of a group moved something; may be called by any thread."""
-
-    def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
-        """A group has moved a tensor of so many bytes; may be called by any thread.
-
-        `ranks` is the group's name and its ranks, such as `y 0-3`.
-        """
 
 
 UNTRACED = Tracer()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.comm import pmi
 from hpctrain.comm.accelerators.detect import detect_device, use_device_early
-from hpctrain.comm.clocks import offset_to_first
 from hpctrain.comm.launcher import promised_size, record_exit
 from hpctrain.comm.litter import remove_dead_segments
 from hpctrain.comm.settings import Settings
@@ -24,8 +23,7 @@ from hpctrain.comm.topology import Place, Preferences, Topology
 from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.waiting import Patience, Phase, wait_until
 from hpctrain.comm.watchdog.flight import write_ranks
-from hpctrain.comm.watchdog.oversight import Oversight
-from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS
+from hpctrain.comm.watchdog.watchdog import HEARD_SECONDS, Oversight
 from hpctrain.config.errors import HpctrainError, LaunchError
 
 if TYPE_CHECKING:
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.pending import PendingNumbers
     from hpctrain.comm.solo import Solo
     from hpctrain.comm.traced import GroupTrace
+
 
 T = TypeVar("T")
 
@@ -435,3 +434,35 @@ def gather_places(mpi, own: Place) -> list[Place]:
         place if first[place.host] == leader else place._replace(host=f"{place.host}:{leader}")
         for place, leader in gathered
     ]
+
+
+EXCHANGES = 20
+
+
+def offset_to_first(comm, hosts: Sequence[str]) -> float:
+    """Return what to add to this rank's `time.monotonic` to get rank 0's, in seconds. All ranks of `comm` must call.
+
+    Ranks of a host share a clock, so one of each host asks rank 0. The error is at most half of the quickest answer
+    (Cristian 1989).
+    """
+    firsts = {host: hosts.index(host) for host in hosts}
+    own = 0.0
+    for first in firsts.values():
+        if first == 0:
+            continue
+        if comm.rank == 0:
+            for _ in range(EXCHANGES):
+                comm.recv(source=first)
+                comm.send(time.monotonic(), dest=first)
+        elif comm.rank == first:
+            own = min(_ask(comm) for _ in range(EXCHANGES))[1]
+    return comm.allgather(own)[firsts[hosts[comm.rank]]]
+
+
+def _ask(comm) -> tuple[float, float]:
+    """Return how long an answer took, and how far off the clock is by it."""
+    asked = time.monotonic()
+    comm.send(None, dest=0)
+    theirs = comm.recv(source=0)
+    answered = time.monotonic()
+    return answered - asked, theirs - (asked + answered) / 2

@@ -9,11 +9,12 @@ from typing import Any
 
 from hpctrain.config.bounds import MOST_RANKS
 from hpctrain.config.errors import did_you_mean
+from hpctrain.config.tables import as_list, as_table
 
 
 def inconsistencies(tree: Mapping[str, Any]) -> list[str]:
     """Return all of them, each with the key that is to blame."""
-    nodes = [table if isinstance(table, dict) else {} for table in _list(tree.get("nodes"))]
+    nodes = [as_table(table) for table in as_list(tree.get("nodes"))]
     return [
         *_unknown_names(tree, nodes),
         *_repeated(tree),
@@ -23,51 +24,35 @@ def inconsistencies(tree: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _list(value: Any) -> list:
-    return list(value) if isinstance(value, list | tuple) else []
-
-
 def _unknown_names(tree: Mapping[str, Any], nodes: list[dict]) -> Iterator[str]:
     families, fabrics = tree.get("families"), tree.get("fabrics") or {}
     used: list[tuple[str, Any, Any, str]] = []
     for i, table in enumerate(nodes):
-        devices = table.get("devices")
-        used += (
-            [("family", name, families, f"nodes.{i}.devices") for name in devices or ()] if _is_table(devices) else []
-        )
-        for j, nic in enumerate(_list(table.get("nics"))):
-            if _is_table(nic):
-                used.append(("fabric", nic.get("fabric"), fabrics, f"nodes.{i}.nics.{j}.fabric"))
-    for i, link in enumerate(_list(tree.get("links"))):
-        if _is_table(link):
-            used += [("family", name, families, f"links.{i}.families") for name in _list(link.get("families"))]
-            used.append(("fabric", link.get("fabric"), fabrics, f"links.{i}.fabric"))
-    for i, profile in enumerate(_list(tree.get("profiles"))):
-        if _is_table(profile):
-            used.append(("family", profile.get("family"), families, f"profiles.{i}.family"))
+        used += [("family", name, families, f"nodes.{i}.devices") for name in as_table(table.get("devices"))]
+        for j, nic in enumerate(as_list(table.get("nics"))):
+            used.append(("fabric", as_table(nic).get("fabric"), fabrics, f"nodes.{i}.nics.{j}.fabric"))
+    for i, link in enumerate(map(as_table, as_list(tree.get("links")))):
+        used += [("family", name, families, f"links.{i}.families") for name in as_list(link.get("families"))]
+        used.append(("fabric", link.get("fabric"), fabrics, f"links.{i}.fabric"))
+    for i, profile in enumerate(map(as_table, as_list(tree.get("profiles")))):
+        used.append(("family", profile.get("family"), families, f"profiles.{i}.family"))
     for what, name, known, key in used:
-        if isinstance(name, str) and _is_table(known) and name not in known:
+        if isinstance(name, str) and isinstance(known, dict) and name not in known:
             hint = did_you_mean(name, known) if known else "; none is described"
             yield f"{key}: no {what} '{name}'{hint}"
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _repeated(tree: Mapping[str, Any]) -> Iterator[str]:
-    links = [link if _is_table(link) else {} for link in _list(tree.get("links"))]
     seen: set[str] = set()
-    for i, link in enumerate(links):
-        families = sorted(map(str, _list(link.get("families"))))
+    for i, link in enumerate(map(as_table, as_list(tree.get("links")))):
+        families = sorted(map(str, as_list(link.get("families"))))
         key = repr((link.get("fabric"), families))  # the values may be of any type
         if families and key in seen:
             yield f"links.{i}: these families' link is described above already; keep one"
         seen.add(key)
-    profiles = [profile if _is_table(profile) else {} for profile in _list(tree.get("profiles"))]
-    works = [[profile.get(name) for name in ("family", "work", "zero")] for profile in profiles]
     seen = set()
-    for i, work in enumerate(works):
+    for i, profile in enumerate(map(as_table, as_list(tree.get("profiles")))):
+        work = [profile.get(name) for name in ("family", "work", "zero")]
         if None not in work and repr(work) in seen:
             yield f"profiles.{i}: this family's work in this ZeRO stage is above already; keep one"
         seen.add(repr(work))
@@ -75,8 +60,8 @@ def _repeated(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def _num_devices(table: Mapping[str, Any]) -> int | None:
     """Return those of all nodes of a table; None where that cannot be read."""
-    devices, count = table.get("devices"), table.get("count", 1)
-    if not _is_table(devices) or not devices:
+    devices, count = as_table(table.get("devices")), table.get("count", 1)
+    if not devices:
         return None
     sizes = [count, *devices.values()]
     return count * sum(devices.values()) if all(type(size) is int and size > 0 for size in sizes) else None
@@ -109,7 +94,7 @@ def _fabrics(table: Mapping[str, Any]) -> Collection[str] | None:
     nics = table.get("nics", [])
     if not isinstance(nics, list | tuple):
         return None
-    names = [nic.get("fabric") if _is_table(nic) else None for nic in nics]
+    names = [as_table(nic).get("fabric") for nic in nics]
     known = frozenset(name for name in names if isinstance(name, str))
     return known if all(isinstance(name, str) for name in names) else None
 

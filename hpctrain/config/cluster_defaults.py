@@ -19,6 +19,7 @@ from hpctrain.config.device_catalogue import (
     lookup_network,
 )
 from hpctrain.config.errors import did_you_mean
+from hpctrain.config.tables import as_list, as_table
 
 LATENCY_SOURCE = "assumed latency"
 NEEDED = ("kind", "memory_bytes", "memory_bytes_per_second")
@@ -55,11 +56,9 @@ def fill(tree: Mapping[str, Any]) -> Filled:
         _fill_family(filled, name, family)
     for name, fabric in fabrics.items():
         _fill_fabric(filled, name, fabric)
-    nodes = filled.tree.get("nodes")
-    for i, table in enumerate(nodes if isinstance(nodes, list) else []):
-        if isinstance(table, dict):
-            _fill_link(filled, i, table, families)
-            _fill_nics(filled, i, table, fabrics)
+    for i, table in enumerate(map(as_table, as_list(filled.tree.get("nodes")))):
+        _fill_link(filled, i, table, families)
+        _fill_nics(filled, i, table, fabrics)
     return filled
 
 
@@ -71,7 +70,7 @@ def accelerator_of(family: Mapping[str, Any]) -> CatalogueEntry | None:
 
 
 def _tables(value: Any) -> dict[str, dict]:
-    return {name: table for name, table in value.items() if isinstance(table, dict)} if isinstance(value, dict) else {}
+    return {name: table for name, table in as_table(value).items() if isinstance(table, dict)}
 
 
 def _fill_family(filled: Filled, name: str, family: dict) -> None:
@@ -121,8 +120,8 @@ def _fill_fabric(filled: Filled, name: str, fabric: dict) -> None:
 
 def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, dict]) -> None:
     """The link of a node with devices of two models is the slower one's."""
-    devices = table.get("devices")
-    if not isinstance(devices, dict) or not all(isinstance(count, int) for count in devices.values()):
+    devices = as_table(table.get("devices"))
+    if not all(isinstance(count, int) for count in devices.values()):
         return
     if sum(devices.values()) < 2 or any(_is_miniature(families.get(name, {})) for name in devices):
         return
@@ -139,9 +138,8 @@ def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, 
 
 
 def _fill_nics(filled: Filled, number: int, table: dict, fabrics: Mapping[str, dict]) -> None:
-    nics = table.get("nics")
-    for j, nic in enumerate(nics if isinstance(nics, list) else []):
-        fabric = nic.get("fabric") if isinstance(nic, dict) else None
+    for j, nic in enumerate(map(as_table, as_list(table.get("nics")))):
+        fabric = nic.get("fabric")
         if not isinstance(fabric, str):
             continue  # the check of types refuses it
         called = fabrics.get(fabric, {}).get("network")

@@ -1,7 +1,5 @@
 """The cluster file: TOML that a person can write, and that a probe writes with comments. See docs/cluster-file.md."""
 
-import json
-import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,13 +12,22 @@ from hpctrain.config.cluster import Cluster, Profile
 from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.cluster_defaults import fill
 from hpctrain.config.cluster_warnings import doubtful_figures
-from hpctrain.config.errors import JobError, TopologyError, describe_os_error, did_you_mean
-from hpctrain.config.paths import is_file
-from hpctrain.config.tables import Table, explain, parse_toml, parse_toml_once, read_text, shorten
+from hpctrain.config.errors import JobError, TopologyError, did_you_mean
+from hpctrain.config.paths import is_file, write_text
+from hpctrain.config.tables import (
+    Table,
+    explain,
+    given_values,
+    parse_toml,
+    parse_toml_once,
+    read_text,
+    shorten,
+    toml_key,
+    toml_value,
+)
 from hpctrain.config.truth import Truth
 
 LINE = 110
-DIGITS = 6
 HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]{}=,]+?)\s*\]{1,2}\s*(?:#.*)?")
 READY_MADE = Path(__file__).parents[1] / "jobs" / "clusters"
 
@@ -54,11 +61,6 @@ def parse_cluster(text: str, where: str) -> Cluster:
     """Read a cluster from TOML; `where` is what errors call it. Raises TopologyError."""
     file = _parse(text, where)
     return Cluster(**{name: getattr(file, name) for name in Cluster.model_fields})
-
-
-def is_pretended(path: Path) -> bool:
-    """Say whether a cluster file describes devices for a rehearsal. Raises TopologyError as `load_cluster` does."""
-    return _parse(read_text(path, TopologyError), str(path)).truth is not None
 
 
 def load_truth(path: Path) -> Truth | None:
@@ -112,7 +114,7 @@ def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, tr
     lines = _comment("", comments)
     for kind, tables in (("families", cluster.families), ("fabrics", cluster.fabrics)):
         for name, table in tables.items():
-            lines += ["", *_comment(f"{kind}.{name}", comments), f"[{kind}.{_key(name)}]"]
+            lines += ["", *_comment(f"{kind}.{name}", comments), f"[{kind}.{toml_key(name)}]"]
             lines += _pairs(table, f"{kind}.{name}", comments)
     for kind, listed in (("nodes", cluster.nodes), ("links", cluster.links), ("profiles", cluster.profiles)):
         lines += _listed(kind, listed, comments)
@@ -146,16 +148,7 @@ def with_profiles(text: str, where: str, profiles: Sequence[Profile], comments: 
 
 def write_cluster_text(path: Path, text: str) -> None:
     """Write a cluster file so that it is there whole or not at all. Raises JobError where the disk refuses."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+    write_text(path, text, JobError, "choose another --out", synced=True)
 
 
 def _without_profiles(lines: Sequence[str]) -> list[str]:
@@ -197,39 +190,10 @@ def _comment(key: str, comments: Mapping[str, str]) -> list[str]:
 def _pairs(table: Table, key: str, comments: Mapping[str, str]) -> list[str]:
     """Return a line for each key that is set; tables inside are written in line, several of them one below another."""
     lines = []
-    for name, value in _given(table):
+    for name, value in given_values(table).items():
         lines += _comment(f"{key}.{name}", comments)
         if isinstance(value, tuple) and isinstance(value[0], Table):
-            lines += [f"{name} = [", *(f"  {_toml(entry)}," for entry in value), "]"]
+            lines += [f"{name} = [", *(f"  {toml_value(entry)}," for entry in value), "]"]
         else:
-            lines.append(f"{name} = {_toml(value)}")
+            lines.append(f"{name} = {toml_value(value)}")
     return lines
-
-
-def _given(table: Table) -> list[tuple[str, object]]:
-    values = ((name, getattr(table, name)) for name in type(table).model_fields)
-    return [(name, value) for name, value in values if value not in (None, {}, ())]
-
-
-def _toml(value) -> str:
-    match value:
-        case Table():
-            return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in _given(value)) + "}"
-        case dict():
-            return "{" + ", ".join(f"{_key(name)} = {_toml(inner)}" for name, inner in value.items()) + "}"
-        case tuple():
-            return "[" + ", ".join(map(_toml, value)) + "]"
-        case bool():
-            return str(value).lower()
-        case int():
-            return f"{value:_}" if value >= 10**6 else str(value)
-        case float():
-            short = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.{DIGITS}g}")
-            exact = short if float(short) == value else repr(value)
-            return exact if re.search(r"[.e]", exact) else f"{exact}.0"
-        case _:  # strings of JSON are strings of TOML, but for one character
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)

@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpctrain.config.cluster import MINIATURE_BYTES
 from hpctrain.config.cluster_defaults import accelerator_of
 from hpctrain.config.device_catalogue import NETWORKS, lookup_network
+from hpctrain.config.tables import as_list, as_table
 
 FACTOR = 30.0
-MINIATURE_FLOPS_PER_SECOND, MINIATURE_BYTES = 1e12, 4e9
-"""Every family of a miniature has less than these."""
+MINIATURE_FLOPS_PER_SECOND = 1e12
+"""Every family of a miniature has less than this, and than `MINIATURE_BYTES`."""
 # By unit of a figure: the least and the most that is taken, what is usual, and the units that people forget.
 RANGES = {
     "bytes": (1e5, 1e14, (4e9, 1e12)),
@@ -49,10 +51,10 @@ def doubtful_figures(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_miniature(tree: Mapping[str, Any]) -> bool:
-    families = [_dict(family) for family in _dict(tree.get("families")).values()]
+    families = [as_table(family) for family in as_table(tree.get("families")).values()]
     for family in families:
-        speeds = [*_dict(family.get("peak_flops_per_second")).values()]
-        speeds += _dict(family.get("sustained_flops_per_second")).values()
+        speeds = [*as_table(family.get("peak_flops_per_second")).values()]
+        speeds += as_table(family.get("sustained_flops_per_second")).values()
         figures = [(speed, MINIATURE_FLOPS_PER_SECOND) for speed in speeds]
         figures.append((family.get("memory_bytes"), MINIATURE_BYTES))
         if not speeds or not all(isinstance(value, int | float) and value < limit for value, limit in figures):
@@ -93,9 +95,9 @@ def _scaled(value: float, factor: float) -> str:
 
 def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str, Any, str, float | None, str]]:
     """Yield for each typed figure its key, value, unit, what the catalogue has in its place, and of what."""
-    families, fabrics = _dict(tree.get("families")), _dict(tree.get("fabrics"))
+    families, fabrics = as_table(tree.get("families")), as_table(tree.get("fabrics"))
     for name, family in families.items():
-        family, key = _dict(family), f"families.{name}"
+        family, key = as_table(family), f"families.{name}"
         known = None if is_miniature or family.get("kind") == "cpu" else accelerator_of(family)
         model = f"an {family['model']}" if known and family["model"][0] in "AEIMaeim8" else f"a {family.get('model')}"
         for figure, unit in (("memory_bytes", "bytes"), ("memory_bytes_per_second", "bytes_per_second")):
@@ -103,18 +105,18 @@ def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str,
                 like = getattr(known, figure, None)
                 yield f"{key}.{figure}", family[figure], unit, like, model
         for figure in ("peak_flops_per_second", "sustained_flops_per_second"):
-            for dtype, value in _dict(family[figure] if _is_typed(family, figure) else None).items():
+            for dtype, value in as_table(family[figure] if _is_typed(family, figure) else None).items():
                 like = known.peak_flops_per_second.get(dtype) if known else None
                 yield f"{key}.{figure}.{dtype}", value, "flops_per_second", like, f"{model} ({dtype})"
     for name, fabric in fabrics.items():
-        if _is_typed(_dict(fabric), "latency_seconds"):
+        if _is_typed(as_table(fabric), "latency_seconds"):
             yield f"fabrics.{name}.latency_seconds", fabric["latency_seconds"], "seconds", None, ""
-    for i, nodes in enumerate(tree["nodes"] if isinstance(tree.get("nodes"), list) else []):
-        nodes = _dict(nodes)
+    for i, nodes in enumerate(as_list(tree.get("nodes"))):
+        nodes = as_table(nodes)
         if _is_typed(nodes, "link_latency_seconds"):
             yield f"nodes.{i}.link_latency_seconds", nodes["link_latency_seconds"], "seconds", None, ""
         if _is_typed(nodes, "link_bytes_per_second"):
-            models = [accelerator_of(_dict(families.get(name))) for name in _dict(nodes.get("devices"))]
+            models = [accelerator_of(as_table(families.get(name))) for name in as_table(nodes.get("devices"))]
             known = [model.link_bytes_per_second for model in models if model]
             like = min(known) if known and len(known) == len(models) and not is_miniature else None
             yield (
@@ -124,10 +126,10 @@ def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str,
                 like,
                 "its node",
             )
-        for j, nic in enumerate(nodes["nics"] if isinstance(nodes.get("nics"), list) else []):
-            nic = _dict(nic)
+        for j, nic in enumerate(as_list(nodes.get("nics"))):
+            nic = as_table(nic)
             fabric = nic.get("fabric")
-            called = _dict(fabrics.get(fabric)).get("network") if isinstance(fabric, str) else None
+            called = as_table(fabrics.get(fabric)).get("network") if isinstance(fabric, str) else None
             network = lookup_network(called) if isinstance(called, str) and not is_miniature else None
             for figure in ("send_bytes_per_second", "receive_bytes_per_second"):
                 if _is_typed(nic, figure):
@@ -135,10 +137,6 @@ def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str,
                     yield f"nodes.{i}.nics.{j}.{figure}", nic[figure], "bytes_per_second", like, str(network)
 
 
-def _dict(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _is_typed(table: Mapping[str, Any], figure: str) -> bool:
     """Say whether a table has a figure that was not measured."""
-    return figure in table and _dict(table.get("origins")).get(figure, table.get("origin")) != "measured"
+    return figure in table and as_table(table.get("origins")).get(figure, table.get("origin")) != "measured"

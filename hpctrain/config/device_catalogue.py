@@ -66,148 +66,72 @@ _HOST_PCIE3, _HOST_PCIE4 = 9.6e9, 12e9
 # Memory is what torch's messages of too little of it call the total capacity.
 GIB = 2.0**30
 
+# fmt: off
 ACCELERATORS: dict[str, CatalogueEntry] = {
     "A100-40": CatalogueEntry(
-        "cuda",
-        39.4 * GIB,
-        1.555e12,
-        _fp(19.5e12, 312e12, 312e12, 156e12),
-        300e9,
-        "ampere",
-        "NVIDIA A100 data sheet, SXM4",
-    ),
+        "cuda", 39.4 * GIB, 1.555e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, "ampere",
+        "NVIDIA A100 data sheet, SXM4"),
     "A100-80": CatalogueEntry(
-        "cuda",
-        79.2 * GIB,
-        2.039e12,
-        _fp(19.5e12, 312e12, 312e12, 156e12),
-        300e9,
-        "ampere",
-        "NVIDIA A100 data sheet, SXM4",
-    ),
+        "cuda", 79.2 * GIB, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 300e9, "ampere",
+        "NVIDIA A100 data sheet, SXM4"),
     "A800-80": CatalogueEntry(
-        "cuda",
-        79.2 * GIB,
-        2.039e12,
-        _fp(19.5e12, 312e12, 312e12, 156e12),
-        200e9,
-        "ampere",
-        "NVIDIA A800 data sheet, SXM4",
-    ),
+        "cuda", 79.2 * GIB, 2.039e12, _fp(19.5e12, 312e12, 312e12, 156e12), 200e9, "ampere",
+        "NVIDIA A800 data sheet, SXM4"),
     "H100": CatalogueEntry(
-        "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H100 data sheet, SXM5"
-    ),
+        "cuda", 79.1 * GIB, 3.35e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper",
+        "NVIDIA H100 data sheet, SXM5"),
     "H100-96": CatalogueEntry(
-        "cuda",
-        95.0 * GIB,
-        2.4e12,
-        _fp(60e12, 886e12, 886e12, 443e12),
-        450e9,
-        "hopper",
+        "cuda", 95.0 * GIB, 2.4e12, _fp(60e12, 886e12, 886e12, 443e12), 450e9, "hopper",
         "Meta's Grand Teton: SXM5 of 96 GB HBM2e and 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md);"
-        " FLOP/s by power between NVIDIA's data sheets of SXM, 989 at 700 W, and NVL, 835 at 400 W",
-    ),
+        " FLOP/s by power between NVIDIA's data sheets of SXM, 989 at 700 W, and NVL, 835 at 400 W"),
     "H200": CatalogueEntry(
-        "cuda", 139.8 * GIB, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper", "NVIDIA H200 data sheet, SXM5"
-    ),
+        "cuda", 139.8 * GIB, 4.8e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper",
+        "NVIDIA H200 data sheet, SXM5"),
     "GH200": CatalogueEntry(
-        "cuda",
-        94.5 * GIB,
-        4.0e12,
-        _fp(67e12, 989e12, 989e12, 494e12),
-        450e9,
-        "hopper",
-        "NVIDIA GH200 data sheet, 96 GB",
-    ),
+        "cuda", 94.5 * GIB, 4.0e12, _fp(67e12, 989e12, 989e12, 494e12), 450e9, "hopper",
+        "NVIDIA GH200 data sheet, 96 GB"),
     "B200": CatalogueEntry(
-        "cuda",
-        178.3 * GIB,
-        7.7e12,
-        _fp(75e12, 2250e12, 2250e12, 1120e12),
-        900e9,
-        "blackwell",
-        "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved",
-    ),
+        "cuda", 178.3 * GIB, 7.7e12, _fp(75e12, 2250e12, 2250e12, 1120e12), 900e9, "blackwell",
+        "NVIDIA HGX B200 data sheet, an eighth of its figures with sparsity halved"),
     "GB200": CatalogueEntry(
-        "cuda",
-        184.0 * GIB,
-        8.0e12,
-        _fp(80e12, 2450e12, 2450e12, 1225e12),
-        900e9,
-        "blackwell",
-        "NVIDIA GB200, as NVIDIA/dgxc-benchmarking has it (nemotron/README.md)",
-    ),
+        "cuda", 184.0 * GIB, 8.0e12, _fp(80e12, 2450e12, 2450e12, 1225e12), 900e9, "blackwell",
+        "NVIDIA GB200, as NVIDIA/dgxc-benchmarking has it (nemotron/README.md)"),
     "V100": CatalogueEntry(
-        "cuda", 15.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 16 GB"
-    ),
+        "cuda", 15.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta",
+        "NVIDIA V100 data sheet, SXM2, 16 GB"),
     "V100-32": CatalogueEntry(
-        "cuda", 31.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta", "NVIDIA V100 data sheet, SXM2, 32 GB"
-    ),
+        "cuda", 31.7 * GIB, 0.9e12, _fp(15.7e12, 125e12), 150e9, "volta",
+        "NVIDIA V100 data sheet, SXM2, 32 GB"),
     "V100S": CatalogueEntry(
-        "cuda", 31.7 * GIB, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta", "NVIDIA V100S data sheet, PCIe 3"
-    ),
+        "cuda", 31.7 * GIB, 1.134e12, _fp(16.4e12, 130e12), 16e9, "volta",
+        "NVIDIA V100S data sheet, PCIe 3"),
     "T4": CatalogueEntry("cuda", 14.6 * GIB, 0.32e12, _fp(8.1e12, 65e12), 16e9, "t4", "NVIDIA T4 data sheet, PCIe 3"),
     "RTX-2080": CatalogueEntry(
-        "cuda",
-        7.8 * GIB,
-        0.448e12,
-        _fp(10.1e12, 40.3e12),
-        _HOST_PCIE3,
-        "turing-gaming",
-        "NVIDIA Turing white paper, fp32 accumulation",
-    ),
+        "cuda", 7.8 * GIB, 0.448e12, _fp(10.1e12, 40.3e12), _HOST_PCIE3, "turing-gaming",
+        "NVIDIA Turing white paper, fp32 accumulation"),
     "RTX-2080-Ti": CatalogueEntry(
-        "cuda",
-        10.7 * GIB,
-        0.616e12,
-        _fp(13.4e12, 53.8e12),
-        _HOST_PCIE3,
-        "turing-gaming",
-        "NVIDIA Turing white paper, fp32 accumulation",
-    ),
+        "cuda", 10.7 * GIB, 0.616e12, _fp(13.4e12, 53.8e12), _HOST_PCIE3, "turing-gaming",
+        "NVIDIA Turing white paper, fp32 accumulation"),
     "Titan-RTX": CatalogueEntry(
-        "cuda",
-        23.6 * GIB,
-        0.672e12,
-        _fp(16.3e12, 130.5e12),
-        _HOST_PCIE3,
-        "turing",
-        "NVIDIA Turing white paper, fp32 accumulation",
-    ),
+        "cuda", 23.6 * GIB, 0.672e12, _fp(16.3e12, 130.5e12), _HOST_PCIE3, "turing",
+        "NVIDIA Turing white paper, fp32 accumulation"),
     "RTX-3090": CatalogueEntry(
-        "cuda",
-        23.7 * GIB,
-        0.936e12,
-        _fp(35.6e12, 71e12, 71e12, 35.6e12),
-        _HOST_PCIE4,
-        "gaming",
-        "NVIDIA GA102 white paper",
-    ),
+        "cuda", 23.7 * GIB, 0.936e12, _fp(35.6e12, 71e12, 71e12, 35.6e12), _HOST_PCIE4, "gaming",
+        "NVIDIA GA102 white paper"),
     "RTX-4090": CatalogueEntry(
-        "cuda",
-        23.6 * GIB,
-        1.008e12,
-        _fp(82.6e12, 165.2e12, 165.2e12, 82.6e12),
-        _HOST_PCIE4,
-        "gaming",
-        "NVIDIA Ada white paper",
-    ),
+        "cuda", 23.6 * GIB, 1.008e12, _fp(82.6e12, 165.2e12, 165.2e12, 82.6e12), _HOST_PCIE4, "gaming",
+        "NVIDIA Ada white paper"),
     "MI250X-GCD": CatalogueEntry(
-        "rocm", 63.9 * GIB, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2", "AMD MI250X data sheet, half of it"
-    ),
+        "rocm", 63.9 * GIB, 1.6e12, _fp(23.9e12, 191.5e12, 191.5e12), 50e9, "cdna2",
+        "AMD MI250X data sheet, half of it"),
     "MI300X": CatalogueEntry(
-        "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3", "AMD MI300X data sheet"
-    ),
+        "rocm", 191.9 * GIB, 5.3e12, _fp(163.4e12, 1307e12, 1307e12, 653e12), 64e9, "cdna3",
+        "AMD MI300X data sheet"),
     "910B": CatalogueEntry(
-        "npu",
-        60.9 * GIB,
-        1.6e12,
-        _fp(75e12, 313e12, 313e12),
-        28e9,
-        "ascend",
-        "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s per direction between each two; nothing measured",
-    ),
+        "npu", 60.9 * GIB, 1.6e12, _fp(75e12, 313e12, 313e12), 28e9, "ascend",
+        "Huawei Atlas 800T A2 user guide (910B3), HCCS of 56 GB/s per direction between each two; nothing measured"),
 }
+# fmt: on
 
 NETWORKS: dict[str, NetworkEntry] = {
     "HDR": NetworkEntry(25e9, 3e-6, "InfiniBand HDR, 200 Gb/s"),

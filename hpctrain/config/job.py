@@ -6,7 +6,7 @@ model preset; the command line has the last word (`--set train.steps=10`). Whate
 `JobError` with the file, the key, the value and what to set.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from tomllib import TOMLDecodeError
@@ -41,6 +41,7 @@ from hpctrain.config.tables import (
     parse_toml_value,
     read_text,
     shorten,
+    toml_value,
 )
 
 NonNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
@@ -458,3 +459,16 @@ def _apply_preset(tree: dict, origins: dict[str, str], path: Path) -> None:
         where = origins.get("model.preset", str(path))
         raise JobError(f"{where}: model.preset = {name!r}: no such preset{did_you_mean(str(name), presets())}")
     tree["model"] = presets()[name] | model
+
+
+def dump_job(job: Job, reasons: Mapping[str, str], plan_file: str | None) -> str:
+    """Return a job as TOML, with reasons as comments. `plan_file` is relative to it; None: the plan is searched for."""
+    tree = job.model_dump(mode="json", exclude_none=True, exclude={"plan"})
+    lines = ["# What this run does, with every choice made. Reasons:"]
+    lines += [f"# {key}: {reason}" for key, reason in reasons.items()] or ["# nothing was left to choose"]
+    lines += ["", f"name = {toml_value(tree.pop('name'))}"]
+    if plan_file:
+        tree["plan"] = {"file": plan_file}
+    for section, values in tree.items():
+        lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"

@@ -104,23 +104,16 @@ def _fastest_fabrics(cluster: Cluster, rank: int) -> list[str]:
     return [fabric for fabric, speed in zip(cluster.fabrics, speeds, strict=True) if speed == max(speeds)]
 
 
-def efficiency(link: PairLink, num_bytes: int, link_share: float) -> float:
-    """Return what share of its bandwidth a link gives a message of so many bytes: all of it where that was measured.
-
-    The one place where a data sheet's bandwidth is discounted. `link_share` is what the software reaches.
-    """
-    return 1.0 if link.is_measured else link_share
-
-
 def message_seconds(link: PairLink, num_bytes: int, flows: int = 1, link_share: float = 1.0) -> float:
     """Return how long a message takes with `flows` like it in flight at once: as measured, else by its bandwidth.
 
+    `link_share` is what the software reaches of a data sheet's bandwidth, which is discounted here and nowhere else.
     Straight lines between what was measured, in bytes and in flows; more flows than were measured share what the most
     got together.
     """
     if not link.times:
         bandwidth = min(link.bytes_per_second, link.shared_bytes_per_second / flows)
-        return link.latency_seconds + num_bytes / (bandwidth * efficiency(link, num_bytes, link_share))
+        return link.latency_seconds + num_bytes / (bandwidth * (1.0 if link.is_measured else link_share))
     counts = sorted({time.flows for time in link.times})
     below = max((count for count in counts if count <= flows), default=counts[0])
     above = min((count for count in counts if count >= flows), default=below)

@@ -4,6 +4,7 @@ Every TOML file is read here, within limits that keep a damaged one from taking 
 """
 
 import difflib
+import json
 import re
 import stat
 import tomllib
@@ -28,6 +29,8 @@ DEEP_KEY = re.compile(rf"""(?<![\w"'-])(?:{KEY_PART}){{{MOST_NESTED}}}""", re.AS
 MOST_MISTAKES = 20
 MOST_READ_AGAIN_BYTES = 1_000_000
 SHOWN_CHARACTERS = 200
+DIGITS = 6
+"""Of numbers that are written, where these suffice."""
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Field(strict=False)]
@@ -108,6 +111,48 @@ def parse_toml_value(text: str) -> Any:
     if list(tree) != ["value"]:
         raise ValueError("has more than one value; set one key at a time")
     return tree["value"]
+
+
+def as_table(value: Any) -> dict[str, Any]:
+    """Return a table of a file that was not validated yet; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list:
+    """Return a list of a file that was not validated yet; an empty one in place of anything else."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def given_values(table: Table) -> dict[str, Any]:
+    """Return what is set of a table, by key."""
+    values = {name: getattr(table, name) for name in type(table).model_fields}
+    return {name: value for name, value in values.items() if value not in (None, {}, ())}
+
+
+def toml_key(name: str) -> str:
+    """Return a key as TOML."""
+    return name if BARE_KEY.fullmatch(name) else toml_value(name)
+
+
+def toml_value(value) -> str:
+    """Return a value as TOML, tables in line."""
+    match value:
+        case Table():
+            return toml_value(given_values(value))
+        case dict():
+            return "{" + ", ".join(f"{toml_key(name)} = {toml_value(inner)}" for name, inner in value.items()) + "}"
+        case tuple() | list():
+            return "[" + ", ".join(map(toml_value, value)) + "]"
+        case bool():
+            return str(value).lower()
+        case int():
+            return f"{value:_}" if value >= 10**6 else str(value)
+        case float():
+            short = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.{DIGITS}g}")
+            exact = short if float(short) == value else repr(value)
+            return exact if re.search(r"[.e]", exact) else f"{exact}.0"
+        case _:  # strings of JSON are strings of TOML, but for one character
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _parse_within_limits(text: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import h5py
 import numpy as np
 
 from hpctrain.config.errors import DataError, describe_os_error
+from hpctrain.config.paths import sync
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.sharding.intervals import Interval
 
@@ -378,9 +379,9 @@ class TokenWriter:
                 raise DataError(f"{self.path}: there are no tokens to write; give texts that are not empty")
             try:
                 self._assemble()
-                _sync(self.partial)
+                sync(self.partial)
                 os.replace(self.partial, self.path)
-                _sync(self.path.parent)
+                sync(self.path.parent)
             except (OSError, RuntimeError) as error:  # RuntimeError: HDF5 fails to close a file that it cannot write
                 self._refuse(error)
             finally:
@@ -415,12 +416,3 @@ class TokenWriter:
     def _refuse(self, error: Exception) -> NoReturn:
         reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
         raise DataError(f"{self.path}: cannot be written: {reason}; free some space there, or choose another place")
-
-
-def _sync(path: Path) -> None:
-    """Have the operating system put a file, or a folder's entries, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

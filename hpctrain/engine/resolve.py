@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.signals import StopSignals
 from hpctrain.comm.topology import Preferences
+from hpctrain.config.cluster import part_of
 from hpctrain.config.cluster_file import parse_cluster
-from hpctrain.config.cluster_part import part_of
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import refuse_if_interrupted

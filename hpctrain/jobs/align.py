@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.config.dtypes import TRAINED_DTYPES
 from hpctrain.config.job import Job
+from hpctrain.config.precision import TRAINED_DTYPES
 from hpctrain.engine.phases import phases_of
 from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE, FiniteRange
 from hpctrain.jobs.common import load_job_on, override_option, started_world, with_any_vocabulary

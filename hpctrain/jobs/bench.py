@@ -6,7 +6,7 @@ import statistics
 import click
 
 from hpctrain.engine.resolve import prepare_run
-from hpctrain.jobs import bench_checkpoint, bench_mixed
+from hpctrain.jobs import bench_mixed
 from hpctrain.jobs.arguments import COUNT, NONE_OR_MORE
 from hpctrain.jobs.common import (
     load_job_on,
@@ -67,4 +67,3 @@ def train(job, overrides, steps, warmup, rehearse, time_scale, as_json):
 
 
 command.add_command(bench_mixed.command)
-command.add_command(bench_checkpoint.command)

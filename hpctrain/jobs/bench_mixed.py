@@ -5,13 +5,7 @@ import json
 import click
 
 from hpctrain.jobs.arguments import COUNT
-from hpctrain.jobs.common import (
-    load_job_on,
-    override_option,
-    start_rehearsal,
-    started_world,
-    time_scale_option,
-)
+from hpctrain.jobs.common import load_job_on, override_option, start_rehearsal, started_world, time_scale_option
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.search import EVERY_PLAN, Limits
 from hpctrain.planner.space import BY_SPEED, EVEN, Space, by_speed_space, even_space

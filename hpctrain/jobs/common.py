@@ -64,10 +64,7 @@ def launch_options(command):
             click.option("--ranks-per-node", type=RANKS, metavar="N", help="Of such nodes."),
             click.option("--plan", type=PATH, metavar="FILE", help="A plan file. Default: searched for."),
             click.option(
-                "--run",
-                "run_path",
-                type=PATH,
-                help="Run folder, seen by all nodes. Default: runs/NAME-DATE-TIME.",
+                "--run", "run_path", type=PATH, help="Run folder, seen by all nodes. Default: runs/NAME-DATE-TIME."
             ),
         )
     ):
@@ -198,7 +195,7 @@ def start_rehearsal(world: "World", reference: str, job: Job, time_scale: float 
         summary = "; trained on generated tokens" if made.is_job_scaled else ""
         click.echo(made.describe(reference) + summary, err=True)
 
-    from hpctrain.rehearsal.start import rehearse
+    from hpctrain.rehearsal.shaped import rehearse
 
     rehearse(world, made.cluster, made.truth)
     return job, Described(made.cluster, reference, is_rehearsed=True, truth=made.truth)
@@ -257,6 +254,16 @@ def with_any_vocabulary(job: Job) -> Job:
             )
         return with_values(job, "model", vocab_size=preset)
     return with_vocabulary(job)
+
+
+def write_out(path: Path, text: str, is_script: bool = False) -> None:
+    """Write what a command makes where its user says. Raises JobError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+        if is_script:
+            path.chmod(0o755)
+    except OSError as error:
+        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
 
 
 def check_runs(job: Job, plan: Plan, where: str) -> None:

@@ -118,11 +118,7 @@ def _ending(path: Path) -> dict:
     if result is None:
         return {}
     state, diagnosis = result
-    return {
-        "state": state,
-        "cause": "\n".join(diagnosis.sentences),
-        "last_operations": "\n".join(diagnosis.table),
-    }
+    return {"state": state, "cause": "\n".join(diagnosis.sentences), "last_operations": "\n".join(diagnosis.table)}
 
 
 def _checkpoint(path: Path, verify: bool, parameters: bool) -> dict:

@@ -8,10 +8,9 @@ import click
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_defaults import describe_sources
 from hpctrain.config.cluster_file import filled_figures, load_cluster, locate_cluster
-from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS
-from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary
+from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary, write_out
 from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
@@ -73,7 +72,7 @@ def search_command(job, overrides, cluster, space, out, as_json, top, seconds, b
     spaces = {"all": None, "by-speed": by_speed_space(**zero), "even": even_space()}
     summary = search_plan(loaded, cluster, limits, spaces[space])
     if out is not None:
-        _write(out, plan_file(summary, summary["result"]))
+        write_out(out, plan_file(summary, summary["result"]))
     print(format_search(summary, top, out, as_json))
 
 
@@ -101,7 +100,7 @@ def uniform_command(job, overrides, ranks, cluster, out):
     if out is None:
         print(plan_text, end="")
         return
-    _write(out, plan_text)
+    write_out(out, plan_text)
     print(f"{out}: {resolved.plan.describe()}")
 
 
@@ -117,7 +116,7 @@ def draw_command(plan, html):
         return
     from hpctrain.observe.report.page import render_plan
 
-    _write(html, render_plan(loaded, plan.name))
+    write_out(html, render_plan(loaded, plan.name))
     print(f"{html}: {loaded.describe()}")
 
 
@@ -131,13 +130,6 @@ def check_command(plan, job, overrides):
     check_runs(load_job(job, overrides), loaded, str(plan))
     print(draw_plan(loaded))
     print(f"{plan} can run {job}")
-
-
-def _write(out: Path, plan_text: str) -> None:
-    try:
-        out.write_text(plan_text)
-    except OSError as error:
-        raise JobError(f"{out}: cannot be written: {describe_os_error(error)}; choose another --out") from None
 
 
 def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = None) -> dict:

@@ -8,7 +8,7 @@ import click
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.cluster_file import is_pretended, load_cluster, locate_cluster
+from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.engine.resolve_overlap import resolve_on
 from hpctrain.jobs.arguments import PATH
@@ -64,8 +64,9 @@ def with_overlap(
     `path` is of the cluster's file. Without a plan what cuts rows stays as it is.
     """
     job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": dtype})})
-    overlap, resolved = resolve_on(job, cluster, is_pretended(path), plan)
-    kernels = job.kernels.assumed(cluster) if not is_pretended(path) else job.kernels
+    pretended = load_truth(path) is not None
+    overlap, resolved = resolve_on(job, cluster, pretended, plan)
+    kernels = job.kernels if pretended else job.kernels.assumed(cluster)
     if kernels is not job.kernels:
         resolved["kernels.fused"] = "on: devices compile kernels, which a run tries at its start"
     job = job.model_copy(update={"kernels": kernels})

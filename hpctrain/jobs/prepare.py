@@ -55,8 +55,7 @@ def command(
     The summary ends with the unigram entropy: the loss, in nats, of a model that knows only how frequent each token
     is. A training loss above it has learnt nothing from context yet.
     """
-    from hpctrain.data.corpus import prepare
-    from hpctrain.data.records import Fields
+    from hpctrain.data.corpus import Fields, prepare
 
     with click.progressbar(length=1, file=sys.stderr, label="encoding", hidden=not sys.stderr.isatty()) as bar:
 

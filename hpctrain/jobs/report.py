@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.config.errors import JobError, describe_os_error
+from hpctrain.jobs.common import write_out
 
 
 @click.command("report")
@@ -26,8 +26,5 @@ def command(runs, out):
 
     page = render_report(read_runs(list(runs)))
     path = out or runs[0] / "report.html"
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None
+    write_out(path, page)
     print(f"report {path} ({len(page.encode()) / 1e6:.2f} MB): open it in a browser")

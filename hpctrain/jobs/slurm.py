@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from hpctrain.config.errors import JobError, LaunchError, describe_os_error
+from hpctrain.config.errors import LaunchError
 from hpctrain.jobs.arguments import PATH
-from hpctrain.jobs.common import launch_options, launch_plan, override_option
+from hpctrain.jobs.common import launch_options, launch_plan, override_option, write_out
 from hpctrain.launch.folder import write_files
 from hpctrain.launch.mpi import MPI_OF_SRUN, mpi_library, srun_interfaces
 from hpctrain.launch.slurm import BatchJob, batch_script, chain_script
@@ -68,7 +68,7 @@ def command(
         script, submitted = prepared.run / "chain.sh", "bash"
     write_files(prepared.run, files)
     if out:
-        write_script(out, files["job.sbatch"])
+        write_out(out, files["job.sbatch"], is_script=True)
     click.echo(f"{' + '.join(each.describe() for each in prepared.components)}; srun --mpi={mpi}")
     for line in prepared.notes:
         click.echo(line)
@@ -88,12 +88,3 @@ def _interface() -> str:
             )
         return usable[0]
     return kinds[0]
-
-
-def write_script(path: Path, text: str) -> None:
-    """Write one script outside of the run folder. Raises JobError."""
-    try:
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
-    except OSError as error:
-        raise JobError(f"{path}: cannot be written: {describe_os_error(error)}; choose another --out") from None

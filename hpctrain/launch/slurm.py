@@ -56,7 +56,7 @@ def batch_script(components: Sequence[Component], batch: BatchJob) -> str:
             "# Where a job of the chain ended for good, the ones after it have nothing to do.",
             'if [ -e "$run/launch/ended" ]; then exit 0; fi',
         ]
-    lines += ["", *_cores(components, batch)]
+    lines += ["", *_cores(components)]
     # Ranks that srun ends after the first one failed were ended by a signal; the first one writes its own code.
     lines += ['export HPCTRAIN_EXIT_FILE="$run/launch/exit-code"', 'rm -f -- "$HPCTRAIN_EXIT_FILE"']
     # srun takes no --cpus-per-task from #SBATCH since Slurm 22.05.
@@ -127,7 +127,7 @@ def _requests(components: Sequence[Component], batch: BatchJob) -> Iterator[str]
             yield f"#SBATCH --gres={','.join(f'{name}:{count}' for name, count in component.gres.items())}"
 
 
-def _cores(components: Sequence[Component], batch: BatchJob) -> Iterator[str]:
+def _cores(components: Sequence[Component]) -> Iterator[str]:
     """Yield what sets the cores of a rank: as the cluster file says, else a share of what the node has."""
     for number, component in enumerate(components):
         group = f"_HET_GROUP_{number}" if len(components) > 1 else ""

@@ -3,22 +3,25 @@
 drift.json       in the run folder: the prediction, what was measured, and how far apart they are
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from hpctrain.comm.tracing import UNTRACED, Tracer
-from hpctrain.config.errors import JobError, TrainingError, describe_os_error
+from hpctrain.config.errors import JobError
 from hpctrain.config.paths import exists, read_json
 from hpctrain.config.tables import Table, explain
-from hpctrain.plan.schedule import COMPUTING, Instruction, Op
+from hpctrain.observe.run import write_json
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.simulate import EXPOSED
+
+if TYPE_CHECKING:
+    from hpctrain.comm.accelerators.base import Accelerator
+    from hpctrain.comm.world import World
+    from hpctrain.observe.recorder import StepRecorder
 
 DRIFT = "drift.json"
 LARGE_SHARE = 0.1
@@ -26,8 +29,6 @@ LARGE_SHARE = 0.1
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Part = Annotated[str, Field(pattern="|".join(f"^{part}$" for part in EXPOSED))]
-PART_OF_GROUP = {"x": "tensor", "y": "tensor", "z": "tensor", "pipeline": "pipeline", "everyone": "pipeline"}
-"""Whoever waits for all ranks waits for the slowest pipeline; other groups share weights."""
 
 
 class _SecondsOfPart(Table):
@@ -63,59 +64,7 @@ class _SavedComparison(Table):
         return self
 
 
-class PartMeter(Tracer):
-    """Sums up where one rank's time goes in training steps; passes everything on to another tracer."""
-
-    def __init__(self, now: Callable[[], float], then: Tracer = UNTRACED):
-        self.now, self._then = now, then
-        self.steps: list[dict[str, float]] = []
-        """By part, in seconds of `now`."""
-        self._step: dict[str, float] = dict.fromkeys(EXPOSED, 0.0)
-        self._alone = 0.0
-        """Of the instruction in hand, in which the rank communicated."""
-
-    def computed(self, name: object, since: float) -> None:
-        if isinstance(name, Instruction):
-            own, self._alone = self.now() - since - self._alone, 0.0
-            self._step[_part_of(name.op)] += own
-        elif str(name).startswith("step "):  # what follows, a validation, is no part of it
-            self.steps.append(self._step)
-            self.begin_step()
-        self._then.computed(name, since)
-
-    def exposed(self, group: str, operation: str, num_bytes: int, since: float) -> None:
-        self._communicated(group, since)
-        self._then.exposed(group, operation, num_bytes, since)
-
-    def waited(self, group: str, operation: str, since: float) -> None:
-        self._communicated(group, since)
-        self._then.waited(group, operation, since)
-
-    def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
-        self._then.overlapped(group, lane, operation, num_bytes, begin, end)
-
-    def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
-        self._then.moved(ranks, operation, num_bytes)
-
-    def _communicated(self, group: str, since: float) -> None:
-        seconds = self.now() - since
-        self._alone += seconds
-        self._step[PART_OF_GROUP.get(group, "data")] += seconds
-
-    def begin_step(self) -> None:
-        """Forget what happened since the last step."""
-        self._step = dict.fromkeys(EXPOSED, 0.0)  # pyright: ignore[reportAttributeAccessIssue] - keys are plain text
-        self._alone = 0.0
-
-
-def _part_of(op: Op) -> str:
-    if op in COMPUTING:
-        return "compute"
-    return {Op.UPDATE: "optimizer", Op.REDUCE_GRADIENTS: "data"}.get(op, "pipeline")
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """One rank's steps."""
 
     step_seconds: float
@@ -125,58 +74,103 @@ class MeasuredStep:
     """0: not known of this rank alone."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """A prediction of a run's steps, kept by one rank until they are done."""
+def compare(
+    prediction: Prediction, plan: Plan, where: str, measured: Sequence[MeasuredStep], num_steps: int, knows_parts: bool
+) -> dict:
+    """Return what was predicted, what was measured on the ranks in their order, and how far apart they are.
 
-    prediction: Prediction
-    plan: Plan
-    where: str
-    """What is known of the cluster from."""
-    knows_parts: bool
-    """Whether ranks know where their time goes: not on devices that compute while their host continues."""
-
-    def compare(self, measured: Sequence[MeasuredStep], num_steps: int) -> dict:
-        """Return what was predicted, what was measured on the ranks in their order, and how far apart they are."""
-        result = self.prediction
-        ranks = [measured[rank] for tile in self.plan.first_tiles for rank in tile.ranks]
-        step = sum(each.step_seconds for each in ranks) / len(ranks)
-        summary = {
-            "cluster": self.where,
-            "steps": num_steps,
-            "predicted_seconds": result.step_seconds,
-            "interval_seconds": list(result.interval_seconds),
-            "measured_seconds": step,
-            "drift": step / result.step_seconds - 1,
-        }
-        if self.knows_parts:
-            means = {part: sum(each.parts[part] for each in ranks) / len(ranks) for part in EXPOSED}
-            summary["parts"] = {
-                part: {"predicted_seconds": result.exposed_seconds[part], "measured_seconds": seconds}
-                for part, seconds in means.items()
+    `where` is what the prediction is from. `knows_parts` says whether ranks know where their time goes.
+    """
+    ranks = [measured[rank] for tile in plan.first_tiles for rank in tile.ranks]
+    step = fmean(each.step_seconds for each in ranks)
+    summary = {
+        "cluster": where,
+        "steps": num_steps,
+        "predicted_seconds": prediction.step_seconds,
+        "interval_seconds": list(prediction.interval_seconds),
+        "measured_seconds": step,
+        "drift": step / prediction.step_seconds - 1,
+    }
+    if knows_parts:
+        summary["parts"] = {
+            part: {
+                "predicted_seconds": prediction.exposed_seconds[part],
+                "measured_seconds": fmean(each.parts[part] for each in ranks),
             }
-            summary["drifted"] = max(EXPOSED, key=lambda part: _difference(summary, part))
-        if all(each.peak_bytes for each in measured):
-            summary["memory"] = self._memory(measured)
-        within = max(LARGE_SHARE, result.interval_seconds[1] / result.step_seconds - 1)
-        summary["is_large"] = abs(summary["drift"]) > within
-        return summary
+            for part in EXPOSED
+        }
+        summary["drifted"] = max(EXPOSED, key=lambda part: _difference(summary, part))
+    if all(each.peak_bytes for each in measured):
+        summary["memory"] = [
+            {
+                "items": list(stage.tile.items),
+                "family": stage.tile.family,
+                "predicted_bytes": stage.memory.total,
+                "measured_bytes": max(
+                    measured[rank].peak_bytes
+                    for tile in plan.tiles
+                    if (tile.items, tile.family) == (stage.tile.items, stage.tile.family)
+                    for rank in tile.ranks
+                ),
+            }
+            for stage in prediction.memory
+        ]
+    within = max(LARGE_SHARE, prediction.interval_seconds[1] / prediction.step_seconds - 1)
+    summary["is_large"] = abs(summary["drift"]) > within
+    return summary
 
-    def _memory(self, measured: Sequence[MeasuredStep]) -> list[dict]:
-        rows = []
-        for stage in self.prediction.memory:
-            peak = max(
-                measured[rank].peak_bytes
-                for tile in self.plan.tiles
-                if (tile.items, tile.family) == (stage.tile.items, stage.tile.family)
-                for rank in tile.ranks
-            )
-            items = list(stage.tile.items)
-            family = stage.tile.family
-            rows.append(
-                {"items": items, "family": family, "predicted_bytes": stage.memory.total, "measured_bytes": peak}
-            )
-        return rows
+
+class Expectation:
+    """What one rank knows of a run's prediction. All ranks make one and call the same; rank 0 has the prediction."""
+
+    def __init__(
+        self,
+        world: "World",
+        accelerator: "Accelerator",
+        recorder: "StepRecorder",
+        prediction: Prediction | None,
+        plan: Plan,
+        where: str,
+        folder: Path,
+    ):
+        """`prediction` is on rank 0, where there is one; `where` is what it is from."""
+        self._world, self._accelerator, self._recorder = world, accelerator, recorder
+        self._prediction, self._plan, self._where, self._folder = prediction, plan, where, folder
+        self._steps: list[tuple[float, dict[str, float]]] = []
+        """Seconds of each step, and those of its parts."""
+
+    def start(self) -> str | None:
+        """Return what is to be said of the prediction, on rank 0."""
+        if not self._prediction:
+            return None
+        low, high = self._prediction.interval_seconds
+        verdict = "" if self._prediction.fits else "; it is predicted not to fit into memory"
+        step = f"{self._prediction.step_seconds:.4g} s ({low:.4g} to {high:.4g})"
+        return f"predicted: a step takes {step}{verdict}"
+
+    def step_is_done(self, seconds: float) -> None:
+        """Note what a step took."""
+        self._steps.append((seconds, self._recorder.parts()))
+
+    def finish(self) -> str | None:
+        """Compare, and save it in the run folder; return on rank 0 what is to be said. Raises TrainingError.
+
+        The first step, which creates what later ones reuse, does not count.
+        """
+        world, device, own = self._world, self._accelerator, None
+        if steps := self._steps[1:]:
+            means = {part: fmean(parts[part] for _, parts in steps) for part in EXPOSED}
+            peak = 0 if device.shares_memory else device.memory().peak
+            own = MeasuredStep(fmean(seconds for seconds, _ in steps), means, peak)
+        measured = world.gather_objects(own)
+        summary = None
+        with world.all_or_none():
+            if self._prediction and measured[0]:
+                what = self._prediction, self._plan, self._where, measured, len(steps), self._recorder.knows_times
+                compared = compare(*what)
+                write_json(self._folder / DRIFT, compared, indent=1)
+                summary = text(compared)
+        return summary
 
 
 def _difference(summary: Mapping, part: str) -> float:
@@ -217,14 +211,6 @@ def blame(summary: Mapping) -> str:
         by = _difference(summary, summary["drifted"]) / summary["predicted_seconds"]
         result += f", most of it in '{summary['drifted']}' ({by:.0%} of a step)"
     return f"{result}; measure the machine again (train --fresh-probe, or hpctrain probe), or see docs/planner.md"
-
-
-def write(folder: Path, summary: Mapping) -> None:
-    """Save a comparison in a run folder. Raises TrainingError where the disk refuses."""
-    try:
-        (folder / DRIFT).write_text(json.dumps(summary, indent=1) + "\n")
-    except OSError as error:
-        raise TrainingError(f"{folder / DRIFT}: cannot be written: {describe_os_error(error)}; free space") from None
 
 
 def read(folder: Path) -> dict | None:

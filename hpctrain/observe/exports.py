@@ -7,6 +7,7 @@ from typing import Protocol
 
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
 from hpctrain.config.job import Job
+from hpctrain.config.paths import write_text
 
 PREFIX = "hpctrain_"
 
@@ -79,12 +80,7 @@ class PrometheusWriter:
         lines = []
         for name, value in flat(metrics):
             lines += [f"# TYPE {PREFIX}{name} gauge", f"{PREFIX}{name}{self._labels} {value!r}"]
-        partial = self._path.with_name(f"{self._path.name}.partial")  # never a half-written file for who reads
-        try:
-            partial.write_text("\n".join(lines) + "\n")
-            partial.replace(self._path)
-        except OSError as error:
-            raise TrainingError(f"{self._path}: cannot be written: {describe_os_error(error)}; free space") from None
+        write_text(self._path, "\n".join(lines) + "\n", TrainingError, "free space")
 
     def close(self) -> None:
         """Leave the last figures where they are."""

@@ -1,21 +1,30 @@
-"""Where complete metrics and events of a run go, on rank 0: its folder, and other software that the job names."""
+"""Where complete metrics and events of a run go, on rank 0: its folder, and other software; which ranks became slow."""
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.config.cluster import Cluster
-from hpctrain.observe.events import END, RECOVERY, SAVE, START, STRAGGLER, VALIDATE, note_event
 from hpctrain.observe.exports import MetricsWriter
-from hpctrain.observe.metrics import RankFigures, Rates
-from hpctrain.observe.run import append_metrics
-from hpctrain.observe.sample import SAMPLED_STEP, write_json
-from hpctrain.observe.stragglers import StragglerWatch
+from hpctrain.observe.metrics import FIGURES, median
+from hpctrain.observe.run import (
+    END,
+    METRICS,
+    RECOVERY,
+    SAVE,
+    START,
+    STRAGGLER,
+    VALIDATE,
+    append_line,
+    note_event,
+    write_json,
+)
+from hpctrain.observe.sample import SAMPLED_STEP
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.predictor import Prediction
-from hpctrain.planner.simulate import EXPOSED
 
 RANKS = "ranks.json"
 RANKS_SECONDS = 60.0
@@ -33,14 +42,9 @@ class LiveMetrics:
         self._step = self._count = 0
         self._written = time.monotonic()
 
-    @staticmethod
-    def rates(prediction: Prediction | None, sum_of_families: float | None) -> Rates:
-        """Return what turns seconds into shares."""
-        return Rates(prediction.mfu * prediction.step_seconds if prediction else None, sum_of_families)
-
     def take(self, metrics: dict, figures: np.ndarray) -> None:
         """Write one step's metrics, whose figures of all ranks [ranks, figures] have come."""
-        append_metrics(self._folder, metrics)
+        append_line(self._folder / METRICS, metrics)
         for writer in self._writers:
             writer.write(metrics)
         self._figures, self._step = figures, metrics["step"]
@@ -52,7 +56,7 @@ class LiveMetrics:
                 self._folder, VALIDATE, self._step, f"validation loss {metrics['validation_loss']:.4f}",
                 validation_loss=metrics["validation_loss"],
             )  # fmt: skip
-        compute = figures[:, list(RankFigures._fields).index("parts") + EXPOSED.index("compute")]
+        compute = figures[:, FIGURES.index("compute_seconds")]
         for rank, factor, is_slow, reference in self._watch.look(compute.tolist()):
             text = f"rank {rank} computes {factor:.2f} times as long as {reference}"
             note_event(self._folder, STRAGGLER if is_slow else RECOVERY, self._step, text, rank=rank, factor=factor)
@@ -100,10 +104,70 @@ class LiveMetrics:
         """Write the figures of all ranks of the last logged step: ranks.json."""
         if self._figures is None:
             return
-        names = [*RankFigures._fields[:-1], *(f"{part}_seconds" for part in EXPOSED)]
         columns = {
             name: [None if np.isnan(value) else value for value in column.tolist()]
-            for name, column in zip(names, self._figures.T, strict=True)
+            for name, column in zip(FIGURES, self._figures.T, strict=True)
         }
         self._written = time.monotonic()
         write_json(self._folder / RANKS, {"step": self._step, **columns})
+
+
+SLOW_FACTOR = 1.3
+"""So many times as long as the reference is a straggler; the noise of shared cores stays below."""
+STEPS_IN_A_ROW = 5
+FEWEST_PEERS = 3
+"""With fewer equal ranks a median says little: a rank is compared with its own first steps."""
+
+
+class Straggler(NamedTuple):
+    """A rank that became slow, or caught up."""
+
+    rank: int
+    factor: float
+    is_slow: bool
+    reference: str
+    """What it is compared with."""
+
+
+class StragglerWatch:
+    """Looks at the seconds that ranks compute in logged steps; for one rank."""
+
+    def __init__(self, plan: Plan):
+        work: dict[tuple, list[int]] = {}
+        for tile in plan.first_tiles:
+            key = tuple((t.items, t.rows.size, t.tensor, t.family) for t in plan.virtual_stages(tile))
+            work.setdefault(key, []).extend(tile.ranks)
+        self._peers = [np.array(ranks) for ranks in work.values() if len(ranks) >= FEWEST_PEERS]
+        alone = [ranks for ranks in work.values() if len(ranks) < FEWEST_PEERS]
+        self._alone = np.array([rank for ranks in alone for rank in ranks], dtype=int)
+        self._first: list[np.ndarray] = []
+        """The seconds of all ranks in the first steps."""
+        size = max(plan.ranks) + 1
+        self._is_slow, self._count = np.zeros(size, dtype=bool), np.zeros(size, dtype=int)
+
+    def look(self, compute_seconds: Sequence[float]) -> list[Straggler]:
+        """Return the ranks whose state changed, from the seconds of all ranks in one step; none where it is not known.
+
+        A rank changes when it was slow, or no longer, for `STEPS_IN_A_ROW` steps.
+        """
+        seconds = np.array(compute_seconds)
+        factor = np.ones(len(seconds))
+        for ranks in self._peers:
+            factor[ranks] = seconds[ranks] / (median(seconds[ranks]) or 1.0)
+        if len(self._first) < STEPS_IN_A_ROW:
+            self._first.append(seconds)
+        elif len(self._alone):
+            usual = np.median([first[self._alone] for first in self._first], axis=0)
+            factor[self._alone] = seconds[self._alone] / np.where(usual > 0, usual, np.inf)
+        if np.isnan(factor).any():
+            return []
+        differs = (factor > SLOW_FACTOR) != self._is_slow
+        self._count = np.where(differs, self._count + 1, 0)
+        changed = np.flatnonzero(self._count >= STEPS_IN_A_ROW)
+        self._is_slow[changed] ^= True
+        self._count[changed] = 0
+        return [Straggler(int(r), float(factor[r]), bool(self._is_slow[r]), self._reference(int(r))) for r in changed]
+
+    def _reference(self, rank: int) -> str:
+        ranks = next((ranks for ranks in self._peers if rank in ranks), None)
+        return "its first steps" if ranks is None else f"the median of {len(ranks)} ranks with equal work"

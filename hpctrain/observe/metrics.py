@@ -10,7 +10,7 @@ median and the maximum, with the ranks that have them:
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,23 +20,15 @@ if TYPE_CHECKING:
     from hpctrain.comm.accelerators.base import Accelerator
     from hpctrain.comm.pending import PendingNumbers
     from hpctrain.comm.world import World
-    from hpctrain.observe.drift import PartMeter
+    from hpctrain.observe.recorder import StepRecorder
 
 OWN_WORK = ("compute", "optimizer")
 """The parts of a step in which a rank waits for nobody."""
 
 
-class RankFigures(NamedTuple):
-    """What one rank knows of a step."""
-
-    memory_peak_bytes: float
-    memory_share: float
-    """The peak over what the device has for this rank; of a host's memory, an even share."""
-    parts: tuple[float, ...] = (float("nan"),) * len(EXPOSED)
-    """Seconds by part (`EXPOSED`); not a number where a device computes by itself."""
-
-    def numbers(self) -> list[float]:
-        return [self.memory_peak_bytes, self.memory_share, *self.parts]
+FIGURES = ("memory_peak_bytes", "memory_share", *(f"{part}_seconds" for part in EXPOSED))
+"""What each rank says of a step. The share is the peak over what the device has for the rank; a host's memory is shared
+evenly. Seconds are not a number where a device computes by itself."""
 
 
 def median(values: np.ndarray) -> float:
@@ -107,14 +99,13 @@ class RunMetrics:
         self,
         world: "World",
         accelerator: "Accelerator",
-        meter: "PartMeter",
+        recorder: "StepRecorder",
         used: Sequence[int],
         write: Callable[[dict, np.ndarray], None],
     ):
         """`write` gets each complete line and the figures of all ranks, on rank 0; `used` are the ranks with work."""
-        self._world, self._accelerator, self._meter = world, accelerator, meter
+        self._world, self._accelerator, self._recorder = world, accelerator, recorder
         self._used, self._write = tuple(used), write
-        self._knows_parts = accelerator.shares_memory or accelerator.overrun is not None
         self._sharers = world.topology.ranks_on_host(world.rank) if accelerator.shares_memory else 1
         self._pending: deque[tuple[dict, PendingNumbers]] = deque()
         self.latest: dict = {}
@@ -122,7 +113,7 @@ class RunMetrics:
 
     def record(self, metrics: dict) -> None:
         """Send this rank's figures of the step that has just ended; write those that have come meanwhile."""
-        self._pending.append((dict(metrics), self._world.gather_numbers(self._figures().numbers())))
+        self._pending.append((dict(metrics), self._world.gather_numbers(self._figures())))
         while self._pending and self._pending[0][1].done():
             self._write_first()
 
@@ -131,13 +122,10 @@ class RunMetrics:
         while self._pending:
             self._write_first()
 
-    def _figures(self) -> RankFigures:
-        memory, scale = self._accelerator.memory(), self._accelerator.time_scale
-        figures = RankFigures(memory.peak, memory.peak * self._sharers / memory.total)
-        if not (self._knows_parts and self._meter.steps):
-            return figures
-        parts = self._meter.steps[-1]
-        return figures._replace(parts=tuple(parts[part] / scale for part in EXPOSED))
+    def _figures(self) -> list[float]:
+        memory, recorder = self._accelerator.memory(), self._recorder
+        parts = recorder.parts().values() if recorder.knows_times else [float("nan")] * len(EXPOSED)
+        return [memory.peak, memory.peak * self._sharers / memory.total, *parts]
 
     def _write_first(self) -> None:
         metrics, pending = self._pending.popleft()

@@ -4,7 +4,7 @@ resolved.toml    the job with every `auto` replaced by its value; the reasons ar
 plan.toml        the plan
 cluster.toml     the description of the machine that the plan and its prediction are for
 metrics.jsonl    one line a logged step; losses have all their digits (hpctrain.observe.metrics)
-events.jsonl     one line an event: starts, checkpoints, stragglers, ends (hpctrain.observe.events)
+events.jsonl     one line an event: starts, checkpoints, stragglers, ends (hpctrain.observe.run)
 ranks.json       the figures of every rank in the last logged step
 timeline.json    when the instructions of one step ran; traffic.json: what groups moved in it (hpctrain.observe.sample)
 drift.json       steps compared with their prediction (hpctrain.observe.drift)
@@ -12,7 +12,9 @@ checkpoints/     see hpctrain.checkpoint
 """
 
 import json
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -20,9 +22,8 @@ from hpctrain.config.bounds import MOST_NUMBER
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import JobError, TrainingError, describe_os_error
-from hpctrain.config.job import Job
-from hpctrain.config.job_dump import dump_job
-from hpctrain.config.paths import is_file
+from hpctrain.config.job import Job, dump_job
+from hpctrain.config.paths import is_file, write_text
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan
 
@@ -83,25 +84,27 @@ class RunFolder:
         return f"{mistakes[0]}; left out ({len(mistakes)} in all), the file is kept as {damaged}" if mistakes else None
 
 
-def append_metrics(path: Path, line: dict) -> None:
-    """Append one line to the metrics of a run folder. Raises TrainingError where the disk refuses."""
-    with writing(path), (path / METRICS).open("a") as file:
+def append_line(path: Path, line: dict) -> None:
+    """Append a line to a file of a run folder. Raises TrainingError where the disk refuses."""
+    with writing(path.parent), path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
-class writing:  # noqa: N801 - reads as a word where it is used
-    def __init__(self, path: Path):
-        self._path = path
+def write_json(path: Path, value: object, indent: int | None = None) -> None:
+    """Write a file of a run folder. Raises TrainingError where the disk refuses."""
+    write_text(path, json.dumps(value, indent=indent) + "\n", TrainingError, "free space")
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, kind, error, _):
-        if isinstance(error, OSError):
-            raise TrainingError(
-                f"{error.filename or self._path}: cannot be written: {describe_os_error(error)};"
-                " free space and start the same command again, it continues from the latest checkpoint"
-            ) from None
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Enclose what writes files of a run folder. Raises TrainingError where the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{error.filename or path}: cannot be written: {describe_os_error(error)};"
+            " free space and start the same command again, it continues from the latest checkpoint"
+        ) from None
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -145,3 +148,56 @@ def _metrics_of(text: bytes) -> dict:
         if type(line.get(name, 0.0 if name != "loss" else None)) not in (int, float):
             raise ValueError(f"has no number '{name}'")
     return line
+
+
+EVENTS = "events.jsonl"
+START, SAVE, VALIDATE, STRAGGLER, RECOVERY, FAILURE, END = (
+    "start",
+    "checkpoint",
+    "validation",
+    "straggler",
+    "straggler caught up",
+    "failure",
+    "end",
+)
+
+
+def note_event(folder: Path, event: str, step: int, text: str, **more: object) -> None:
+    """Append an event to a run folder; for one rank to call. Raises TrainingError where the disk refuses."""
+    append_line(folder / EVENTS, {"time": time.time(), "event": event, "step": step, "text": text, **more})
+
+
+def read_events(folder: Path) -> list[dict]:
+    """Return the events of a run folder, the oldest first; a line that is damaged, or cut short, is left out."""
+    path, events = folder / EVENTS, []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if _is_event(event):
+            events.append(event)
+    return events
+
+
+def _is_event(event: object) -> bool:
+    if not isinstance(event, dict):
+        return False
+    is_typed = isinstance(event.get("event"), str) and isinstance(event.get("text"), str)
+    return is_typed and type(event.get("step")) is int and type(event.get("time")) in (int, float)
+
+
+def note_failure(folder: Path, flight: Path) -> None:
+    """Note how the last start of a run failed, if it neither ended in order nor has been noted; before the next one.
+
+    What is known of it is in the flight records, which the next start writes anew.
+    """
+    from hpctrain.comm.watchdog.diagnosis import post_mortem
+
+    events = read_events(folder)
+    if not events or events[-1]["event"] in (END, FAILURE):
+        return
+    result = post_mortem(flight, time.time())
+    state, causes = (result[0], list(result[1].sentences)) if result else ("not ended in order", [])
+    text = "; ".join(causes) or "it left no flight records"
+    note_event(folder, FAILURE, events[-1]["step"], text, state=state, causes=causes)

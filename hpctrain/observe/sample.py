@@ -6,18 +6,15 @@ traffic.json     what every group of ranks moved in the same step: tensors, not 
 The step is the third of a start, which pays for nothing that later ones have; of shorter starts it is the last.
 """
 
-import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.tracing import UNTRACED, Tracer
 from hpctrain.comm.watchdog.flight import parse_ranks
-from hpctrain.config.errors import TrainingError, describe_os_error
-from hpctrain.plan.schedule import Instruction, Op
+from hpctrain.observe.recorder import EXPOSED, OVERLAPPED, Span, StepRecorder, mean_by_axis, sums_by_axis
+from hpctrain.observe.run import write_json
+from hpctrain.plan.schedule import Instruction
 from hpctrain.plan.tiling import Plan
 
 if TYPE_CHECKING:
@@ -27,141 +24,69 @@ if TYPE_CHECKING:
 TIMELINE, TRAFFIC = "timeline.json", "traffic.json"
 SAMPLED_STEP = 3
 """Of a start, counted from 1."""
+OF_AXES = ("communication_seconds", "hidden_seconds", "exposed_seconds")
 MOST_GRIDS = 64
 """Whose instructions are kept; a picture of more has no space for a line each."""
-
-
-class SampledStep(Tracer):
-    """Keeps what one rank does in the step that it is in, up to step `SAMPLED_STEP`; passes everything on."""
-
-    def __init__(self, now: Callable[[], float], then: Tracer = UNTRACED):
-        self.now, self._then = now, then
-        self.is_running = True
-        self.spans: list[tuple[Instruction, float, float]] = []
-        self.traffic: Counter[tuple[str, str]] = Counter()
-        """Bytes by ranks and operation."""
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.moving: Counter[str] = Counter()
-        """Seconds of communication by axis, overlapped ones too."""
-        self.alone: Counter[str] = Counter()
-        """Seconds by axis in which the rank did nothing else."""
-        self._lock = threading.Lock()
-
-    def begin_step(self) -> None:
-        """Forget the step before."""
-        with self._lock:
-            self.spans, self.traffic, self.calls = [], Counter(), Counter()
-            self.moving, self.alone = Counter(), Counter()
-
-    def computed(self, name: object, since: float) -> None:
-        if self.is_running and isinstance(name, Instruction):
-            self.spans.append((name, since, self.now()))
-        self._then.computed(name, since)
-
-    def exposed(self, group: str, operation: str, num_bytes: int, since: float) -> None:
-        if self.is_running:
-            seconds = self.now() - since
-            self._spend(group, seconds, seconds)
-        self._then.exposed(group, operation, num_bytes, since)
-
-    def waited(self, group: str, operation: str, since: float) -> None:
-        if self.is_running:
-            self._spend(group, 0.0, self.now() - since)
-        self._then.waited(group, operation, since)
-
-    def overlapped(self, group: str, lane: str, operation: str, num_bytes: int, begin: float, end: float) -> None:
-        if self.is_running:
-            self._spend(group, end - begin, 0.0)
-        self._then.overlapped(group, lane, operation, num_bytes, begin, end)
-
-    def _spend(self, group: str, moving: float, alone: float) -> None:
-        with self._lock:
-            self.moving[group] += moving  # pyright: ignore[reportArgumentType] - seconds
-            self.alone[group] += alone  # pyright: ignore[reportArgumentType]
-
-    def moved(self, ranks: str, operation: str, num_bytes: int) -> None:
-        if self.is_running:
-            with self._lock:
-                self.traffic[ranks, operation] += num_bytes
-                self.calls[ranks, operation] += 1
-        self._then.moved(ranks, operation, num_bytes)
 
 
 class StepSample:
     """Writes the files of one start. All ranks make one before their groups, and call the same."""
 
     def __init__(
-        self, world: "World", accelerator: "Accelerator", plan: Plan, folder: Path, first_step: Callable[[], int]
+        self,
+        world: "World",
+        accelerator: "Accelerator",
+        recorder: StepRecorder,
+        plan: Plan,
+        folder: Path,
+        first_step: Callable[[], int],
     ):
         """`first_step` is the number of the first step of this start, asked for when it is over."""
-        self._world, self._accelerator, self._plan, self._folder = world, accelerator, plan, folder
+        self._world, self._accelerator, self._recorder = world, accelerator, recorder
+        self._plan, self._folder = plan, folder
         self._first_step, self._num_steps = first_step, 0
-        self._knows_times = accelerator.shares_memory or accelerator.overrun is not None
-        self._sampled = SampledStep(accelerator.now, world.tracer)
-        world.configure(tracer=self._sampled)
-
-    def start(self) -> None:
-        self._sampled.begin_step()
+        self._kept: list[Span] | None = None
 
     def step_is_done(self, seconds: float) -> None:
         """Count a step, and write the files after the one that is kept. Raises TrainingError on all ranks."""
-        self._num_steps += 1
-        if self._num_steps == SAMPLED_STEP:
-            self._write()
-        elif self._sampled.is_running:
-            self._kept = self._state()
-            self._sampled.begin_step()
+        if self._num_steps < SAMPLED_STEP:
+            self._num_steps += 1
+            self._kept = self._recorder.step_spans
+            if self._num_steps == SAMPLED_STEP:
+                self.finish()
 
     def finish(self) -> None:
         """Write what was not written, of a start that had fewer steps. Raises TrainingError on all ranks."""
-        if self._sampled.is_running and self._num_steps:
-            vars(self._sampled).update(self._kept)
-            self._write()
-
-    def _state(self) -> dict:
-        names = ("spans", "traffic", "calls", "moving", "alone")
-        return {name: getattr(self._sampled, name) for name in names}
-
-    def _write(self) -> None:
-        world, sampled = self._world, self._sampled
-        sampled.is_running = False
+        if self._kept is None:
+            return
+        kept, self._kept, world = self._kept, None, self._world
         step = self._first_step() + self._num_steps - 1
-        spans = self._world.gather_objects(self._spans())
-        traffic = world.gather_objects(_entries(world.rank, sampled))
-        scale = self._accelerator.time_scale
-        axes = world.gather_objects(
-            {axis: (sampled.moving[axis] / scale, s / scale) for axis, s in sampled.alone.items()}
-        )
-        sampled.begin_step()
+        spans = world.gather_objects(self._spans(kept))
+        traffic = world.gather_objects(_entries(world.rank, kept))
+        sums = world.gather_objects(sums_by_axis(kept, self._accelerator.time_scale))
         with world.all_or_none():
             if spans:
                 groups = [group for of_rank in traffic for group in of_rank]
-                write_json(self._folder / TRAFFIC, {"step": step, "groups": groups, "axes": mean_of_axes(axes)})
+                axes = {axis: {key: each[key] for key in OF_AXES} for axis, each in mean_by_axis(sums).items()}
+                write_json(self._folder / TRAFFIC, {"step": step, "groups": groups, "axes": axes})
                 grids = [each for each in spans if each]
                 if grids:
                     write_json(self._folder / TIMELINE, {"step": step, "grids": grids})
 
-    def _spans(self) -> dict | None:
+    def _spans(self, spans: Sequence[Span]) -> dict | None:
         """Return this rank's instructions in seconds from the beginning of the step, if they are to be kept."""
         world, scale = self._world, self._accelerator.time_scale
         offset = world.clock_offset()
-        computed = of_training(self._sampled.spans)
-        begin = min((since for _, since, _ in computed), default=float("inf")) + offset
-        first = world.smallest(begin)
+        computed = [(span.name, span.begin, span.end) for span in spans if isinstance(span.name, Instruction)]
+        first = world.smallest(min((since for _, since, _ in computed), default=float("inf")) + offset)
         kept = [tile.ranks[0] for tile in shown_tiles(self._plan)]
-        if not self._knows_times or world.rank not in kept:
+        if not self._recorder.knows_times or world.rank not in kept:
             return None
-        spans = [
+        timeline = [
             [i.op.value, i.virtual_stage, i.microbatch, *((at + offset - first) / scale for at in (since, end))]
             for i, since, end in computed
         ]
-        return {"rank": world.rank, "spans": spans}
-
-
-def of_training(spans: Sequence[tuple[Instruction, float, float]]) -> Sequence[tuple[Instruction, float, float]]:
-    """Return the instructions up to the update of weights: what comes after it validates."""
-    last = max((i for i, (instruction, *_) in enumerate(spans) if instruction.op is Op.UPDATE), default=len(spans) - 1)
-    return spans[: last + 1]
+        return {"rank": world.rank, "spans": timeline}
 
 
 def shown_tiles(plan: Plan) -> list:
@@ -175,10 +100,15 @@ def shown_tiles(plan: Plan) -> list:
     return sorted(equal.values(), key=plan.first_tiles.index)[:MOST_GRIDS]
 
 
-def _entries(rank: int, sampled: SampledStep) -> list[dict]:
+def _entries(rank: int, spans: Sequence[Span]) -> list[dict]:
     """Return what a rank reports of its groups: what it sent, and of collectives those of which it is the first."""
-    result = []
-    for (label, operation), num_bytes in sampled.traffic.items():
+    result, traffic, calls = [], Counter(), Counter()
+    for span in spans:
+        # A message counts when it is given to a lane, not once more when that has sent it.
+        if span.kind == EXPOSED or (span.kind == OVERLAPPED and span.name != "send"):
+            traffic[span.lane, str(span.name)] += span.num_bytes
+            calls[span.lane, str(span.name)] += 1
+    for (label, operation), num_bytes in traffic.items():
         group, ranks = label.split(" ")[:2]
         members = parse_ranks(ranks)
         if operation == "send":
@@ -188,36 +118,6 @@ def _entries(rank: int, sampled: SampledStep) -> list[dict]:
             what = {"ranks": ranks}
         else:
             continue
-        calls = sampled.calls[label, operation]
-        result.append({"group": group, "operation": operation, **what, "tensor_bytes": num_bytes, "calls": calls})
+        how = {"tensor_bytes": num_bytes, "calls": calls[label, operation]}
+        result.append({"group": group, "operation": operation, **what, **how})
     return result
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a file of a run folder. Raises TrainingError where the disk refuses."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(value) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise TrainingError(f"{path}: cannot be written: {describe_os_error(error)}; free space") from None
-
-
-def mean_of_axes(ranks: Sequence[dict[str, tuple[float, float]]]) -> dict[str, dict[str, float]]:
-    """Return for each axis the seconds of communication, hidden and exposed: means over the ranks that have it.
-
-    `ranks` are by axis the seconds in which something moved, and in which a rank did nothing else. The exposed ones
-    have waits for slower ranks in them, so that they may be more than moved.
-    """
-    by_axis: dict[str, list[tuple[float, float]]] = {}
-    for each in ranks:
-        for axis, seconds in each.items():
-            by_axis.setdefault(axis, []).append(seconds)
-    return {
-        axis: {
-            "communication_seconds": fmean(moving for moving, _ in each),
-            "hidden_seconds": fmean(max(0.0, moving - alone) for moving, alone in each),
-            "exposed_seconds": fmean(alone for _, alone in each),
-        }
-        for axis, each in sorted(by_axis.items())
-    }

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.config.cluster import Cluster
-from hpctrain.config.dtypes import TRAINED_DTYPES, choose_dtypes
 from hpctrain.config.errors import PlanError, TopologyError
 from hpctrain.config.job import Job
+from hpctrain.config.precision import TRAINED_DTYPES, choose_dtypes
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup

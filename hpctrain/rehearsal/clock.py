@@ -9,7 +9,6 @@ had seen a later time. So each time comes with its lateness: how much earlier it
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from hpctrain.comm.steps import Pending, Steps
 from hpctrain.comm.waiting import WAKE_SECONDS
@@ -35,15 +34,6 @@ class DeviceQueue:
         self.late = self.done_at - in_time
 
 
-class Mark(NamedTuple):
-    """A place in what one rank's device does."""
-
-    number: int
-    """Of one rank's places in their order."""
-    busy_seconds: float
-    """That the device had been asked to compute."""
-
-
 class Clock:
     """The stream on which one rank's device computes, and how much of its lanes is in flight meanwhile."""
 
@@ -51,15 +41,12 @@ class Clock:
         self.compute = DeviceQueue()
         self.in_flight: set[Paced] = set()
         """Operations that have begun and not ended. Of several threads."""
-        self.log: list[Paced] | None = None
-        """Where operations are listed when they were waited for, if anybody wants to know."""
         self.busy_seconds = 0.0
         """That the device computed."""
         self.late_seconds = 0.0
         """By which steps ended after they should have."""
         self.measured_seconds = 0.0
         """Of all steps together."""
-        self._num_marks = 0
         self._is_running = False
         self._here = threading.local()
 
@@ -76,11 +63,6 @@ class Clock:
         One that waits for a rank which has not come to it moves nothing.
         """
         return any(operation.is_moving for operation in tuple(self.in_flight))
-
-    def mark(self) -> "Mark":
-        """Return where the device is in what it does: each call another mark."""
-        self._num_marks += 1
-        return Mark(self._num_marks, self.busy_seconds)
 
     @property
     def is_communicating(self) -> bool:
@@ -149,7 +131,7 @@ class RehearsedPace:
 
 
 class Paced:
-    """One operation of a group, as its steps: when it was asked for, what it took, when it was waited for.
+    """One operation of a group, as its steps: when it began, and when it had ended.
 
     Any thread may take the steps; it is made and met on the thread that computes.
     """
@@ -160,8 +142,6 @@ class Paced:
         self.begun = self.ended = clock.now
         """When the group could begin, and when it had done it."""
         self._late = clock.compute.late
-        self.asked_at = clock.mark()
-        self.met_at: Mark | None = None
         self._pending: Pending | None = None
         self._steps = self._paced(steps)
 
@@ -200,8 +180,4 @@ class Paced:
 
     def meet(self) -> None:
         """Let the device wait for what the group has done: called by who has waited for it."""
-        clock = self.pace.clock
-        self.met_at = clock.mark()
-        clock.compute.reach(self.ended, self._late)
-        if clock.log is not None:
-            clock.log.append(self)
+        self.pace.clock.compute.reach(self.ended, self._late)

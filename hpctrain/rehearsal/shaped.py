@@ -20,10 +20,15 @@ import torch
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.transport import HostTransport, Transport
 from hpctrain.comm.steps import Ready
+from hpctrain.comm.topology import Topology, places_of
 from hpctrain.comm.window import SHARED_MEMORY, SharedWindow
-from hpctrain.config.errors import CommError, TopologyError
+from hpctrain.comm.world import World
+from hpctrain.config.cluster import Cluster
+from hpctrain.config.errors import CommError, LaunchError, TopologyError
+from hpctrain.config.truth import Truth
+from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock, DeviceQueue, RehearsedPace
-from hpctrain.rehearsal.fabric import SharedNetwork
+from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.rehearsal.fluid import Fluid
 
 # How many messages of one rank may be in flight or not yet taken by their receivers.
@@ -69,7 +74,7 @@ class HostLock:
 class ShapedNetwork:
     """The flows of all ranks, in memory that all of them see. Made once by all ranks, before any shaped transport."""
 
-    def __init__(self, mpi, comm, network: SharedNetwork, slots_per_rank: int = SLOTS_PER_RANK):
+    def __init__(self, mpi, comm, network: PretendedNetwork, slots_per_rank: int = SLOTS_PER_RANK):
         """`comm` is over all ranks of the world, and owned from now on. All ranks must call."""
         if comm.size != network.num_ranks:
             raise TopologyError(
@@ -96,8 +101,6 @@ class ShapedNetwork:
         self._free = deque(range(comm.rank * slots_per_rank, (comm.rank + 1) * slots_per_rank))
         self._finished: set[int] = set()
         """Slots of this rank that it needs no longer; their receivers may."""
-        self.late_seconds = 0.0
-        """How long after they were due this rank took messages that it had asked for, summed."""
         self._comm, self._open = comm, True
         comm.Barrier()
 
@@ -192,7 +195,7 @@ class ShapedNetwork:
 class Passage:
     """A message in flight; called as a `Ready`, by its sender or its receiver."""
 
-    __slots__ = ("_asked", "_inner", "_late", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
+    __slots__ = ("_inner", "_late", "_latency", "_network", "_slot", "_source", "_stream", "_tag", "due")
 
     def __init__(
         self, network: ShapedNetwork, inner: Ready, source: int, tag: int, latency: float, stream: DeviceQueue | None
@@ -202,13 +205,11 @@ class Passage:
         self._inner: Ready | None = inner
         self._source, self._tag = source, tag
         self._slot = -1  # until the message was sent
-        self._asked, self._late = math.inf, 0.0
+        self._late = 0.0
         self.due = math.inf
         """When the described network has it there, of `time.monotonic`; known once the last byte has left."""
 
     def __call__(self) -> bool:
-        if self._asked == math.inf:
-            self._asked = time.monotonic()
         if self._inner is not None:
             if not self._inner():
                 return False
@@ -222,10 +223,8 @@ class Passage:
                 return False
             self.due, self._late = left + self._latency, self._network.late(self._slot)
             self._network.forget(self._slot)
-        now = time.monotonic()
-        if now < self.due:
+        if time.monotonic() < self.due:
             return False
-        self._network.late_seconds += now - max(self.due, self._asked)
         if self._stream is not None:
             self._stream.reach(self.due, self._late)
         return True
@@ -305,3 +304,34 @@ class RehearsedNetwork:
     def close(self) -> None:
         """All ranks must call."""
         self._network.close()
+
+
+def rehearse(world: World, cluster: Cluster, truth: Truth) -> RehearsedAccelerator:
+    """Let this rank be the device of its number, in groups made from now on; return the device. All ranks must call.
+
+    Raises LaunchError if there are not as many ranks as devices, TopologyError where the truth of a family is missing
+    or the ranks are on several hosts.
+    """
+    if world.size != cluster.num_devices:
+        raise LaunchError(
+            f"the cluster has {cluster.num_devices} devices ({cluster.describe()}), but {world.size} ranks were"
+            f" started; start it with mpirun -n {cluster.num_devices}"
+        )
+    for device in cluster.devices:
+        if device.family not in truth.devices:
+            raise TopologyError(
+                f"truth.devices.{device.family}: missing; say how pretend devices of family '{device.family}' behave"
+            )
+    own = cluster.devices[world.rank]
+    if len({place.host for place in world.topology.places}) > 1:
+        raise TopologyError("a rehearsal runs on one host: its ranks see each other's messages in its memory")
+    mpi, clock = world.raw_mpi, Clock()
+    network = ShapedNetwork(mpi, mpi.COMM_WORLD.Dup(), PretendedNetwork(cluster, truth.time_scale))
+    device = RehearsedAccelerator(own.family, truth.devices[own.family], clock, truth.time_scale, world.rank)
+    world.configure(
+        topology=Topology(tuple(places_of(cluster)), shares_memory=False),
+        rehearsal=RehearsedNetwork(network, clock),
+        accelerator=device,
+    )
+    device.bind()
+    return device

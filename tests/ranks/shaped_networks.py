@@ -13,8 +13,9 @@ from hpctrain.comm.routes.maker import sub_communicator
 from hpctrain.comm.routes.transport import HostTransport
 from hpctrain.comm.waiting import wait_until
 from hpctrain.rehearsal.clock import DeviceQueue
-from hpctrain.rehearsal.fabric import Node, SharedFabric, SharedNetwork, SharedNic
+from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.rehearsal.shaped import ShapedNetwork, ShapedTransport
+from tests.described_networks import make_network, make_nic
 from tests.ranks.punctual import Measurement
 from tests.virtual_ranks import fluid_of
 
@@ -26,17 +27,16 @@ TOLERANCE, TOLERANCE_SECONDS = 0.05, 0.3e-3
 LINK_LATENCY_SECONDS = 0.1e-3
 
 
-def two_nodes(size: int, bandwidth: float, link: float = 1e9, dilation: float = 1.0) -> SharedNetwork:
+def two_nodes(size: int, bandwidth: float, link: float = 1e9, dilation: float = 1.0) -> PretendedNetwork:
     """Half of the ranks on each; a node's ranks share one NIC."""
-    nic, half = SharedNic("ib", bandwidth, bandwidth), size // 2
-    nodes = tuple(Node(tuple(ranks), link, LINK_LATENCY_SECONDS, (nic,)) for ranks in (range(half), range(half, size)))
-    return SharedNetwork(nodes, (SharedFabric("ib", LATENCY_SECONDS),), dilation)
+    nodes = [(count, [make_nic("ib", bandwidth, bandwidth)]) for count in (size // 2, size - size // 2) if count]
+    return make_network(nodes, {"ib": LATENCY_SECONDS}, (link, LINK_LATENCY_SECONDS), dilation)
 
 
 class Shaped:
     """A network for one test, and transports on it."""
 
-    def __init__(self, world, network: SharedNetwork, **options):
+    def __init__(self, world, network: PretendedNetwork, **options):
         from mpi4py import MPI
 
         self.world, self._mpi = world, MPI
@@ -69,7 +69,7 @@ class Shaped:
 
 
 @contextmanager
-def shaped(world, network: SharedNetwork, **options):
+def shaped(world, network: PretendedNetwork, **options):
     made = Shaped(world, network, **options)
     yield made  # after an error the others do not close: nobody does
     made.close()
@@ -137,7 +137,7 @@ class Times(NamedTuple):
     arrived: list[float]
 
 
-def together(world, network: SharedNetwork, flows, num_bytes: int, delays) -> list[Times]:
+def together(world, network: PretendedNetwork, flows, num_bytes: int, delays) -> list[Times]:
     """Send one message for each pair in `flows`, after its delay, again and again; return what each repeat took.
 
     Predictions are the fluid's, from the times at which flows were really started.

@@ -25,7 +25,7 @@ from hpctrain.engine.trainer import Trainer
 from hpctrain.model.axes import Axis
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.rehearsal.start import rehearse
+from hpctrain.rehearsal.shaped import rehearse
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 

@@ -9,8 +9,8 @@ from hpctrain.config.errors import LaunchError, TopologyError, TrainingError
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
 from hpctrain.plan.tiling import Plan, Tile
-from hpctrain.rehearsal.fabric import network_of
-from hpctrain.rehearsal.start import rehearse
+from hpctrain.rehearsal.fabric import PretendedNetwork
+from hpctrain.rehearsal.shaped import rehearse
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.pretended import CLUSTER, cluster_with
@@ -111,7 +111,7 @@ def test_an_all_reduce_takes_what_the_network_says_whatever_was_computed_before(
     with rehearsed(world, TRUTH.model_copy(update={"time_scale": scale})) as own:
         own.configure(preferences=Preferences(algorithm="exchange"))
         comm, device = own.group(range(4)), own.accelerator
-        virtual = VirtualRanks(network_of(CLUSTER))
+        virtual = VirtualRanks(PretendedNetwork(CLUSTER))
         domains = [VirtualTransports(virtual, (0, 1)), VirtualTransports(virtual, (2, 3))]
         across = VirtualTransports(virtual, range(4))
         predicted = virtual.run(

@@ -14,6 +14,7 @@ from hpctrain.comm.tracing import UNTRACED
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
+from hpctrain.observe.recorder import StepRecorder
 from hpctrain.observe.trace import SUMMARY, TRACE, RunTrace
 from hpctrain.plan.schedule import schedule_of
 from hpctrain.plan.tiling import Plan, Tile
@@ -32,18 +33,21 @@ ON, OFF = ({key: on for key in ("tensor", "data", "z")} for on in (True, False))
 def traced(world, job, plan: Plan, folder, accelerator, before_each=lambda: None) -> list[dict]:
     """Train a step, and trace those after it; return their metrics. Then `before_each` has been called before each."""
     _, training, _ = open_datasets(job.data, job.train.seed)
-    trace = RunTrace(world, accelerator, folder, STEPS)
+    recorder = StepRecorder(accelerator)
+    world.configure(tracer=recorder)
+    trace = RunTrace(world, accelerator, recorder, folder, STEPS)
     result = []
     with world.freeing():
         trainer = make_trainer(world, job, plan, accelerator)
         trainer.initialise()
         trainer.step(training)
-        trace.start()
+        recorder.begin_step()
         for step in range(STEPS):
             before_each()
             result.append(trainer.step(training)[0])
             said = trace.step_is_done(1.0)
             assert (said is not None) == (world.rank == 0 and step == STEPS - 1)
+            recorder.begin_step()
         assert trace.finish() is None
     world.configure(tracer=UNTRACED)
     return result
@@ -133,7 +137,7 @@ def test_clocks_of_hosts_are_aligned(world, monkeypatch):
     hosts = [f"host {rank // 2}" for rank in range(world.size)]
     monkeypatch.setattr(world, "_hosts", hosts)
     extra_warmup, real = 100.0 * (world.rank // 2), time.monotonic
-    monkeypatch.setattr("hpctrain.comm.clocks.time.monotonic", lambda: real() + extra_warmup)
+    monkeypatch.setattr("hpctrain.comm.world.time.monotonic", lambda: real() + extra_warmup)
     offset = world.clock_offset()
     assert offset == pytest.approx(-extra_warmup, abs=0.05)  # ranks may share a core
     assert (offset == 0.0) == (world.rank < 2)

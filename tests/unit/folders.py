@@ -6,8 +6,8 @@ from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.observe import drift
 from hpctrain.observe.live import LiveMetrics
 from hpctrain.observe.metrics import Rates, summarise_ranks
-from hpctrain.observe.run import RunFolder
-from hpctrain.observe.sample import TIMELINE, TRAFFIC, shown_tiles, write_json
+from hpctrain.observe.run import RunFolder, write_json
+from hpctrain.observe.sample import TIMELINE, TRAFFIC, shown_tiles
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.simulate import EXPOSED
 from hpctrain.planner.timeline import forecast
@@ -63,7 +63,8 @@ def make_run(path, job, plan, cluster, steps=6, ends=True):
     write_json(path / TIMELINE, {"step": 3, "grids": grids})
     parts = {part: SLOWER * value for part, value in expected.prediction.exposed_seconds.items()}
     measured = [drift.MeasuredStep(seconds, parts, 2_000_000)] * len(plan.ranks)
-    drift.write(path, drift.Expected(expected.prediction, plan, "a test", True).compare(measured, steps - 1))
+    compared = drift.compare(expected.prediction, plan, "a test", measured, steps - 1, knows_parts=True)
+    write_json(path / drift.DRIFT, compared)
     live.note_save(steps, path / "step-00000006", 0.25)
     if ends:
         alone = {"fast": 5000.0, "slow": None}

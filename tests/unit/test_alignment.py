@@ -10,9 +10,8 @@ from torch.autograd import Function
 
 from hpctrain.architectures.registry import presets
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.config.dtypes import TRAINED_DTYPES
 from hpctrain.config.job import Job, Model
-from hpctrain.config.precision import Precision
+from hpctrain.config.precision import TRAINED_DTYPES, Precision
 from hpctrain.engine import alignment
 from hpctrain.engine.alignment import Case, Compared, align_rank, error_bound, mean_relative_difference
 from hpctrain.jobs.align import format_alignment, summarise

@@ -9,7 +9,7 @@ from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.topology import MOST_DOUBLED_BYTES
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.jobs.common import ready_miniature
-from hpctrain.rehearsal.fabric import network_of
+from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.sharding.intervals import cut_evenly
 from tests.unit.small_searches import cluster_of
 from tests.virtual_ranks import VirtualRanks, VirtualTransports
@@ -20,7 +20,7 @@ OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
 
 def taken(cluster, groups, operation: str) -> float:
     """Return the seconds of a collective of some groups at once, which are of domains, by the steps of their ranks."""
-    virtual, steps = VirtualRanks(network_of(cluster)), []
+    virtual, steps = VirtualRanks(PretendedNetwork(cluster)), []
     for domains in groups:
         ranks = [rank for domain in domains for rank in domain]
         everyone, cuts = VirtualTransports(virtual, ranks), cut_evenly(NUM_ELEMENTS, len(ranks))
@@ -106,7 +106,7 @@ def test_ranks_of_all_groups_share_their_nodes_nics(name, operation):
 
 def all_reduce_seconds(cluster, algorithm: str, num_bytes: int) -> float:
     """Return what an all-reduce of all devices takes by the steps of their ranks, which send no other messages."""
-    virtual, ranks = VirtualRanks(network_of(cluster)), range(cluster.num_devices)
+    virtual, ranks = VirtualRanks(PretendedNetwork(cluster)), range(cluster.num_devices)
     transports = VirtualTransports(virtual, ranks)
     flat = [FlatCollectives(transports[rank], lambda *_: algorithm) for rank in ranks]
     return virtual.run([each.all_reduce(torch.ones(num_bytes // 4), "sum") for each in flat])

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.watchdog import flight
-from hpctrain.comm.watchdog.diagnosis import Evidence, diagnose, post_mortem
+from hpctrain.comm.watchdog.diagnosis import Evidence, detect_waits, diagnose, post_mortem
 from hpctrain.comm.watchdog.flight import claim_last_word, record_path
 from hpctrain.comm.watchdog.recorder import Recorder
-from hpctrain.comm.watchdog.waits import detect_waits
 from tests.unit.recorded import everywhere, evidence_of, make_recorders
 
 

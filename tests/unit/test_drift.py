@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.comm.tracing import Tracer
+from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.observe import drift
+from hpctrain.observe.recorder import StepRecorder
+from hpctrain.observe.run import write_json
 from hpctrain.plan.schedule import Instruction, Op
 from hpctrain.planner.predictor import predict
 from hpctrain.planner.simulate import EXPOSED
@@ -22,17 +24,9 @@ def test_what_ranks_spend_adds_up_to_the_step_as_predicted(plan):
     assert all(seconds >= 0 for seconds in result.exposed_seconds.values())
 
 
-class Heard(Tracer):
-    def __init__(self):
-        self.names = []
-
-    def computed(self, name, since):
-        self.names.append(str(name))
-
-
-def test_a_meter_knows_where_time_goes_and_passes_on_what_it_hears():
-    now, heard = [0.0], Heard()
-    meter = drift.PartMeter(lambda: now[0], heard)
+def test_a_recorder_knows_where_time_goes():
+    now, recorder = [0.0], StepRecorder(CpuAccelerator())
+    recorder.now = lambda: now[0]
 
     def take(seconds):
         now[0] += seconds
@@ -40,29 +34,27 @@ def test_a_meter_knows_where_time_goes_and_passes_on_what_it_hears():
 
     def step():
         begin = now[0]
-        meter.exposed("pipeline", "receive", 1, take(2.0))
-        meter.computed(Instruction(Op.RECEIVE_ACTIVATION, 0), begin)
+        recorder.exposed("pipeline", "pipeline 0-1", "receive", 1, take(2.0))
+        recorder.computed(Instruction(Op.RECEIVE_ACTIVATION, 0), begin)
         begin = take(3.0)
-        meter.exposed("y", "all_reduce", 1, take(0.5))
-        meter.waited("x", "all_reduce", take(0.25))
-        meter.computed("item 1 forward", begin)
-        meter.computed(Instruction(Op.FORWARD, 0), begin)
+        recorder.exposed("y", "y 0-1", "all_reduce", 1, take(0.5))
+        recorder.waited("x", "all_reduce", take(0.25))
+        recorder.computed("item 1 forward", begin)
+        recorder.computed(Instruction(Op.FORWARD, 0), begin)
         begin = take(0.125)
-        meter.exposed("data", "reduce_scatter", 1, take(4.0))
-        meter.computed(Instruction(Op.REDUCE_GRADIENTS, 0), begin)
+        recorder.exposed("data", "data 0-1", "reduce_scatter", 1, take(4.0))
+        recorder.computed(Instruction(Op.REDUCE_GRADIENTS, 0), begin)
         begin = take(1.0)
-        meter.exposed("everyone", "all_reduce", 1, take(0.0625))
-        meter.computed(Instruction(Op.UPDATE, 0), begin)
+        recorder.exposed("everyone", "everyone 0-1", "all_reduce", 1, take(0.0625))
+        recorder.computed(Instruction(Op.UPDATE, 0), begin)
 
-    step()
-    meter.computed("step 0", 0.0)
-    meter.computed(Instruction(Op.FORWARD, 0), take(100.0))  # a validation
-    meter.begin_step()
-    step()
-    meter.computed("step 1", 0.0)
-    expected = {"compute": 3.0, "tensor": 0.75, "pipeline": 2.0625, "data": 4.125, "optimizer": 1.0}
-    assert meter.steps == [expected, expected]
-    assert heard.names.count("step 1") == 1
+    for number in range(2):
+        recorder.begin_step()
+        step()
+        recorder.computed(f"step {number}", 0.0)
+        recorder.computed(Instruction(Op.FORWARD, 0), take(100.0))  # a validation
+        expected = {"compute": 3.0, "tensor": 0.75, "pipeline": 2.0625, "data": 4.125, "optimizer": 1.0}
+        assert recorder.parts() == expected
 
 
 PLAN = plan_of()
@@ -75,10 +67,10 @@ def measured(**times) -> list[drift.MeasuredStep]:
 
 
 def test_a_step_as_predicted_is_no_drift(tmp_path):
-    summary = drift.Expected(PREDICTED, PLAN, "c.toml", True).compare(measured(), 4)
+    summary = drift.compare(PREDICTED, PLAN, "c.toml", measured(), 4, knows_parts=True)
     assert summary["drift"] == pytest.approx(0.0) and not summary["is_large"]
     assert "warning" not in drift.text(summary)
-    drift.write(tmp_path, summary)
+    write_json(tmp_path / drift.DRIFT, summary)
     assert drift.read(tmp_path) == json.loads(json.dumps(summary))
     assert drift.read(tmp_path / "nowhere") is None
 
@@ -86,8 +78,8 @@ def test_a_step_as_predicted_is_no_drift(tmp_path):
 @pytest.mark.parametrize(("part", "times"), [(part, times) for part in ("compute", "data") for times in (0.3, 3.0)])
 def test_a_part_that_drifts_is_named(part, times):
     share = PREDICTED.exposed_seconds[part] / PREDICTED.step_seconds
-    expected = drift.Expected(replace(PREDICTED, interval_seconds=(0, PREDICTED.step_seconds)), PLAN, "c.toml", True)
-    summary = expected.compare(measured(**{part: times}), 4)
+    prediction = replace(PREDICTED, interval_seconds=(0, PREDICTED.step_seconds))
+    summary = drift.compare(prediction, PLAN, "c.toml", measured(**{part: times}), 4, knows_parts=True)
     assert summary["drift"] == pytest.approx(share * (times - 1))
     assert summary["drifted"] == part
     assert summary["is_large"] == (abs(summary["drift"]) > 0.1)
@@ -96,7 +88,7 @@ def test_a_part_that_drifts_is_named(part, times):
 
 
 def test_of_devices_that_compute_while_their_host_waits_the_step_alone_is_reported():
-    summary = drift.Expected(PREDICTED, PLAN, "c.toml", False).compare(measured(compute=2.0), 4)
+    summary = drift.compare(PREDICTED, PLAN, "c.toml", measured(compute=2.0), 4, knows_parts=False)
     assert "parts" not in summary and summary["is_large"]
     assert "steps took" in drift.text(summary)
     assert set(EXPOSED) == set(PREDICTED.exposed_seconds)

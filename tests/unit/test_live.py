@@ -12,10 +12,9 @@ from hpctrain.config.errors import JobError, TrainingError
 from hpctrain.config.job import load_job
 from hpctrain.observe.console import Console, describe_slowest, format_duration, wrap
 from hpctrain.observe.exports import PrometheusWriter, flat, make_writers
-from hpctrain.observe.live import LiveMetrics
-from hpctrain.observe.metrics import RankFigures, summarise_ranks
+from hpctrain.observe.live import SLOW_FACTOR, STEPS_IN_A_ROW, LiveMetrics, StragglerWatch
+from hpctrain.observe.metrics import summarise_ranks
 from hpctrain.observe.run import RunFolder, read_metrics
-from hpctrain.observe.stragglers import SLOW_FACTOR, STEPS_IN_A_ROW, StragglerWatch
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.simulate import EXPOSED
 from hpctrain.sharding.grid import TensorGrid
@@ -37,7 +36,7 @@ def figures_of(*compute: float) -> np.ndarray:
     rows = []
     for seconds in compute:
         parts = {"compute": seconds, "data": max(compute) - seconds}
-        rows.append(RankFigures(1e6, 0.5, tuple(parts.get(part, 0.0) for part in EXPOSED)).numbers())
+        rows.append([1e6, 0.5, *(parts.get(part, 0.0) for part in EXPOSED)])
     return np.array(rows)
 
 
@@ -90,7 +89,8 @@ def test_ranks_without_work_are_not_the_fastest():
 
 
 def test_where_devices_compute_by_themselves_only_memory_is_known():
-    figures = np.array([RankFigures(3e6, 0.25).numbers(), RankFigures(5e6, 0.5).numbers()])
+    unknown = [np.nan] * len(EXPOSED)
+    figures = np.array([[3e6, 0.25, *unknown], [5e6, 0.5, *unknown]])
     summary = summarise_ranks(figures, [0, 1])
     assert set(summary) == {"memory_peak_bytes", "memory_share"}
     assert summary["memory_peak_bytes"]["max"] == 5_000_000 and summary["memory_share"]["max_rank"] == 1

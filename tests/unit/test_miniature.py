@@ -16,8 +16,7 @@ from hpctrain.planner.cost import Setup, model_flops
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.memory import layer_kept, message_bytes
 from hpctrain.planner.predictor import predict
-from hpctrain.rehearsal.miniature import choose_width, miniature
-from hpctrain.rehearsal.scaled import with_exact_links
+from hpctrain.rehearsal.miniature import choose_width, miniature, with_exact_links
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
 from hpctrain.sharding.parameters import check_grid, count_parameters

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.probe.describe import describe
 from hpctrain.comm.probe.device_timing import (
     SHAPES,
     DeviceFigures,
@@ -21,7 +20,7 @@ from hpctrain.comm.probe.device_timing import (
     seconds_of,
 )
 from hpctrain.comm.probe.link_timing import ACROSS, SIZES, MeasuredLinks, PairClass, one_direction, pair_classes
-from hpctrain.comm.probe.survey import check_names
+from hpctrain.comm.probe.survey import check_names, describe
 from hpctrain.comm.topology import Place
 from hpctrain.config.cluster_file import dump_cluster, parse_cluster
 from hpctrain.config.errors import TopologyError

@@ -8,7 +8,7 @@ from hpctrain.architectures.description import inner_of
 from hpctrain.config.cluster_file import load_cluster, load_truth, locate_cluster, ready_clusters
 from hpctrain.config.errors import TopologyError
 from hpctrain.jobs.common import ready_miniature
-from hpctrain.rehearsal.fabric import network_of
+from hpctrain.rehearsal.fabric import PretendedNetwork
 from hpctrain.rehearsal.miniature import is_finished
 
 DEVICES = {
@@ -57,7 +57,7 @@ def test_a_ready_cluster_is_whole_and_of_real_size(name):
     assert [cluster.num_of(family) for family in cluster.families] == DEVICES[name]
     assert set(truth.devices) == set(cluster.families)
     assert not is_finished(cluster, truth) and is_finished(ready_miniature(name).cluster, None)
-    network = network_of(cluster, truth.time_scale)
+    network = PretendedNetwork(cluster, truth.time_scale)
     assert network.num_ranks == cluster.num_devices == sum(DEVICES[name])
     assert all(len(path.ports) == 2 for i, path in enumerate(network.paths) if i % (network.num_ranks + 1))
 

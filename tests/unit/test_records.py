@@ -6,10 +6,9 @@ import json
 import pytest
 
 from hpctrain.config.errors import DataError
-from hpctrain.data.corpus import prepare
-from hpctrain.data.records import Fields
+from hpctrain.data.corpus import Fields, prepare
 from hpctrain.data.tokens import open_tokens
-from hpctrain.observe.events import EVENTS, START, note_event, note_failure, read_events
+from hpctrain.observe.run import EVENTS, START, note_event, note_failure, read_events
 
 TEXTS = [f"text {i}\nof record {i}" for i in range(50)]
 

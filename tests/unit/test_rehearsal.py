@@ -12,7 +12,7 @@ from hpctrain.config.links import link_between
 from hpctrain.config.truth import PretendDevice
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock, RehearsedPace
-from hpctrain.rehearsal.fabric import network_of
+from hpctrain.rehearsal.fabric import PretendedNetwork
 from tests.pretended import CLUSTER
 
 TRUTH = PretendDevice(memory_bytes=10**6, memory_bytes_per_second=1e12, flops_per_second={"fp32": 1e9})
@@ -141,7 +141,7 @@ def test_storages_count_as_long_as_they_live():
 
 
 def test_the_network_is_that_of_the_clusters_links():
-    network = network_of(CLUSTER, dilation=2.0)
+    network = PretendedNetwork(CLUSTER, dilation=2.0)
     for source in range(4):
         for target in range(4):
             if source != target:

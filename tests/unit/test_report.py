@@ -16,7 +16,6 @@ from hpctrain.comm.watchdog.recorder import Recorder
 from hpctrain.config.errors import HpctrainError, JobError
 from hpctrain.config.job import load_job
 from hpctrain.jobs.plan import command as plan_command
-from hpctrain.observe.events import SAVE, STRAGGLER, note_event, note_failure, read_events
 from hpctrain.observe.report.bars import StackedBar, step_stacks
 from hpctrain.observe.report.curves import MOST_POINTS, thinned
 from hpctrain.observe.report.groups import groups_of
@@ -24,7 +23,7 @@ from hpctrain.observe.report.matrix import IN_NODE, bytes_between, fabric_totals
 from hpctrain.observe.report.page import render_report
 from hpctrain.observe.report.record import read_run, read_runs
 from hpctrain.observe.report.svg import show_bytes, show_count, show_percent, show_seconds
-from hpctrain.observe.run import OF_ONE_PLAN, RunFolder
+from hpctrain.observe.run import OF_ONE_PLAN, SAVE, STRAGGLER, RunFolder, note_event, note_failure, read_events
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.simulate import EXPOSED

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.launcher import end_of_batch_job, parse_slurm_seconds
-from hpctrain.comm.signals import StopSignals
+from hpctrain.comm.signals import STOP_SIGNALS, StopSignals
 from hpctrain.engine.requests import MARGIN_SECONDS, NOTHING, Asked, Requests
 
 
 def test_signals_are_remembered_and_a_second_interrupt_is_not():
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     signals = StopSignals().listen()
     try:
         assert Requests(signals).check() == NOTHING
@@ -25,8 +26,8 @@ def test_signals_are_remembered_and_a_second_interrupt_is_not():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
-        signals.restore()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_files_are_requests_until_they_are_followed(tmp_path):

@@ -8,8 +8,7 @@ import pytest
 
 from hpctrain.checkpoint.state import read_job
 from hpctrain.config.errors import CheckpointError
-from hpctrain.config.job import load_job
-from hpctrain.config.job_dump import dump_job
+from hpctrain.config.job import dump_job, load_job
 
 
 def test_a_saved_job_of_another_version_is_refused_with_its_key():

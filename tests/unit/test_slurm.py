@@ -15,10 +15,10 @@ from hpctrain.config.cluster_file import load_cluster, parse_cluster, ready_clus
 from hpctrain.config.errors import LaunchError, TopologyError
 from hpctrain.config.job import load_job
 from hpctrain.config.launch import Launch
+from hpctrain.jobs.mpirun import host_lines, start_script
 from hpctrain.launch.components import Component, components_of
 from hpctrain.launch.folder import launch_files, write_files
 from hpctrain.launch.mpi import kind_of
-from hpctrain.launch.mpirun import host_lines, start_script
 from hpctrain.launch.slurm import BatchJob, batch_script, chain_script, job_name
 
 HOSTILE = st.text(

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from hpctrain.config.errors import PlanError
 from hpctrain.config.job import load_job
-from hpctrain.engine.yardstick import format_yardstick, yardstick
+from hpctrain.engine.run import format_yardstick, yardstick
 from hpctrain.jobs.common import Described, check_runs, ready_miniature
 from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.holders import check_zero

@@ -20,8 +20,8 @@ from hpctrain.comm.accelerators.torch_device import FRAGMENTATION_SHARE, LIBRARY
 from hpctrain.comm.communicator import Communicator, as_tensor
 from hpctrain.comm.lanes import Progress, Work
 from hpctrain.comm.launches import DeviceLaunch, ErrorWatch
-from hpctrain.comm.probe import overlap_slowdown
-from hpctrain.comm.probe.overlap_slowdown import measure_overlap
+from hpctrain.comm.probe import device_timing
+from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.routes import cuda_aware
 from hpctrain.comm.routes.abilities import Ability, FamilyAbilities, message_route
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring
@@ -190,7 +190,7 @@ class AllReduceInFlight:
 def test_the_overlap_slowdown_leaves_out_the_wait_for_the_collective_itself():
     accelerator = FakeAccelerator()
     accelerator.measured_dtypes = ("fp32",)
-    with patch.multiple(overlap_slowdown, PRODUCT_SIZE=64, MOVED_BYTES=4096):
+    with patch.multiple(device_timing, PRODUCT_SIZE=64, MOVED_BYTES=4096):
         result = measure_overlap(AllReduceInFlight(accelerator, 0.05), accelerator, 1 << 30, 0.3)
     # A product takes 10 us here. Who waits for the whole device computes one of them in 0.05 s.
     assert result is not None and result < 50

@@ -7,31 +7,19 @@ import json
 import pytest
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
-from hpctrain.comm.clocks import EXCHANGES, offset_to_first
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place
 from hpctrain.comm.traced import StopwatchSteps
 from hpctrain.comm.tracing import UNTRACED, Tracer
+from hpctrain.comm.world import EXCHANGES, offset_to_first
 from hpctrain.config.errors import TrainingError
-from hpctrain.observe.trace import (
-    COMPUTED,
-    EXPOSED,
-    OVERLAPPED,
-    SUMMARY,
-    WAITED,
-    RankTrace,
-    Recording,
-    RunTrace,
-    Span,
-    summarise,
-    table,
-    write_chrome,
-)
+from hpctrain.observe.recorder import COMPUTED, EXPOSED, OVERLAPPED, WAITED, Span, StepRecorder
+from hpctrain.observe.trace import SUMMARY, RankTrace, RunTrace, summarise, table, write_chrome
 
 SPANS = [
     Span(COMPUTED, "step 0", 0.0, 10.0),
     Span(COMPUTED, "forward 0", 0.0, 4.0),
-    Span(EXPOSED, "all_reduce", 1.0, 2.0, "x", num_bytes=100),
+    Span(EXPOSED, "all_reduce", 1.0, 2.0, "x", "x 0-1", 100),
     Span(OVERLAPPED, "all_gather", 2.0, 5.0, "z", "z 0-1", 80),
     Span(WAITED, "all_gather", 4.5, 5.0, "z"),
 ]
@@ -86,21 +74,28 @@ def test_what_is_hidden_is_what_was_not_waited_for():
     assert "nothing is communicated" in table(summarise([RankTrace("", SPANS[:2])], 1))
 
 
-def test_a_recording_keeps_what_happens_while_it_runs():
-    moments = iter([5.0, 6.0])
-    recording = Recording(lambda: next(moments))
-    recording.computed("before", 0.0)
-    recording.is_running = True
-    recording.computed("a", 4.0)
-    recording.exposed("x", "all_reduce", 8, 5.5)
-    recording.is_running = False
-    recording.waited("x", "all_reduce", 6.0)
-    assert recording.spans == [Span(COMPUTED, "a", 4.0, 5.0), Span(EXPOSED, "all_reduce", 5.5, 6.0, "x", "compute", 8)]
+def test_a_recorder_keeps_what_happens_since_a_step_began():
+    moments = iter([1.0, 5.0, 6.0, 7.0, 8.0])
+    recorder = StepRecorder(CpuAccelerator())
+    recorder.now = lambda: next(moments)
+    recorder.computed("before", 0.0)
+    recorder.begin_step()
+    recorder.computed("a", 4.0)
+    recorder.exposed("x", "x 0-1", "all_reduce", 8, 5.5)
+    recorder.computed("step 1", 4.0)
+    recorder.waited("x", "all_reduce", 7.5)  # of a validation
+    step = [
+        Span(COMPUTED, "a", 4.0, 5.0),
+        Span(EXPOSED, "all_reduce", 5.5, 6.0, "x", "x 0-1", 8),
+        Span(COMPUTED, "step 1", 4.0, 7.0),
+    ]
+    assert recorder.step_spans == step
+    assert recorder.spans == [*step, Span(WAITED, "all_reduce", 7.5, 8.0, "x")]
 
 
 def test_who_traces_offers_all_that_is_traced():
     text = {name for name in vars(Tracer) if not name.startswith("_")}
-    assert text <= {*vars(Recording), "now"} and type(UNTRACED) is Tracer
+    assert text <= {*vars(StepRecorder), "now"} and type(UNTRACED) is Tracer
 
 
 def test_steps_note_when_they_begin_and_end():
@@ -149,11 +144,8 @@ def test_the_quickest_answer_tells_how_far_a_clock_is_off(monkeypatch):
 class Lonely:
     """A world of one rank."""
 
-    rank, size, tracer = 0, 1, UNTRACED
+    rank, size = 0, 1
     place = Place("a", "cpu")
-
-    def configure(self, tracer):
-        self.tracer = tracer
 
     def largest(self, value):
         return value
@@ -173,22 +165,20 @@ class Lonely:
 @pytest.mark.parametrize(("most", "expected"), [(1000, 5), (30, 3), (1, 1)])
 def test_a_trace_has_no_more_spans_than_can_be_looked_at(tmp_path, monkeypatch, most, expected):
     monkeypatch.setattr("hpctrain.observe.trace.MOST_SPANS", most)
-    world = Lonely()
-    trace = RunTrace(world, CpuAccelerator(), tmp_path, num_steps=5)
+    recorder = StepRecorder(CpuAccelerator())
+    trace = RunTrace(Lonely(), CpuAccelerator(), recorder, tmp_path, num_steps=5)
     assert trace.finish() is None and not list(tmp_path.iterdir())
-    trace.start()
     said = []
     for step in range(8):
         for _ in range(10):
-            world.tracer.computed(f"step {step}", world.tracer.now())
+            recorder.computed(f"step {step}", recorder.now())
         said.append(trace.step_is_done(1.0))
+        recorder.begin_step()
     assert [number for number, text in enumerate(said, 1) if text] == [expected]
     assert json.loads((tmp_path / SUMMARY).read_text())["steps"] == expected
 
 
 def test_a_trace_that_cannot_be_written_is_reported(tmp_path):
-    world = Lonely()
-    trace = RunTrace(world, CpuAccelerator(), tmp_path / "gone", num_steps=1)
-    trace.start()
+    trace = RunTrace(Lonely(), CpuAccelerator(), StepRecorder(CpuAccelerator()), tmp_path / "gone", num_steps=1)
     with pytest.raises(TrainingError, match=r"gone/trace.json: cannot be written: No such file or directory"):
         trace.step_is_done(1.0)

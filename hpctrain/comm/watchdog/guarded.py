@@ -1,4 +1,4 @@
-"""A rank's connection to its host's guardian, the process that says who died first; see `comm.oversight.guardian`."""
+"""A rank's connection to its host's guardian, the process that says who died first; see `comm.watchdog.guardian`."""
 
 import os
 import socket

@@ -1,7 +1,7 @@
 """The flight recorder: what this rank communicates, kept in a file that survives it.
 
 The file is mapped into memory: what was stored there is the kernel's, and is written even when the process is killed.
-Recording costs a microsecond an operation, no system call, and no lock; see `comm.oversight.flight` for the layout.
+Recording costs a microsecond an operation, no system call, and no lock; see `comm.watchdog.flight` for the layout.
 """
 
 import itertools

@@ -21,13 +21,7 @@ from hpctrain.observe.report.svg import (
 from hpctrain.planner.simulate import EXPOSED
 
 BAR, BOTTOM = 15, 40
-PARTS = {
-    "compute": "p0",
-    "tensor": "p5",
-    "pipeline": "p2",
-    "data": "p3",
-    "optimizer": "p1",
-}
+PARTS = {"compute": "p0", "tensor": "p5", "pipeline": "p2", "data": "p3", "optimizer": "p1"}
 """The fill class of each part of a step."""
 PART_NAMES = {
     "compute": "computing",
@@ -36,14 +30,7 @@ PART_NAMES = {
     "data": "data: sums and weights of replicas",
     "optimizer": "optimizer",
 }
-MEMORY = {
-    "weights": "p0",
-    "gradients": "p1",
-    "moments": "p2",
-    "activations": "p3",
-    "gathered": "p4",
-    "buffers": "p5",
-}
+MEMORY = {"weights": "p0", "gradients": "p1", "moments": "p2", "activations": "p3", "gathered": "p4", "buffers": "p5"}
 
 
 @dataclass(frozen=True)

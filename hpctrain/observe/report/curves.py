@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from hpctrain.observe.events import START, STRAGGLER
 from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import (
     PixelScale,
@@ -16,6 +15,7 @@ from hpctrain.observe.report.svg import (
     show_count,
     text_width,
 )
+from hpctrain.observe.run import START, STRAGGLER
 
 HEIGHT, TOP, BOTTOM, LEFT = 250, 34, 40, 58
 MOST_POINTS = 600
@@ -47,14 +47,7 @@ def speed_curve(runs: Sequence[RunRecord], width: int) -> Svg | None:
     return _curve(runs, width, "tokens_per_second", "tokens/s", "tokens per second by step", "measured")
 
 
-def _curve(
-    runs: Sequence[RunRecord],
-    width: int,
-    key: str,
-    title: str,
-    label: str,
-    only: str,
-) -> Svg | None:
+def _curve(runs: Sequence[RunRecord], width: int, key: str, title: str, label: str, only: str) -> Svg | None:
     """Draw one key of the metrics; `only` is what a single curve is called."""
     dots = "validation_loss" if key == "loss" else ""
     curves = [_points(run, key) for run in runs]

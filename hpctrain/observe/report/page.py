@@ -8,7 +8,6 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from hpctrain import __version__
-from hpctrain.observe.events import FAILURE, SAVE, STRAGGLER, VALIDATE
 from hpctrain.observe.report import words
 from hpctrain.observe.report.bars import memory_bars, step_bars
 from hpctrain.observe.report.curves import loss_curve, speed_curve
@@ -18,6 +17,7 @@ from hpctrain.observe.report.record import RunRecord
 from hpctrain.observe.report.svg import Svg, show_seconds
 from hpctrain.observe.report.tiles import tiles_picture
 from hpctrain.observe.report.timeline import timeline
+from hpctrain.observe.run import FAILURE, SAVE, STRAGGLER, VALIDATE
 from hpctrain.plan.tiling import Plan
 
 WIDE, HALF, NARROW = 840, 470, 342

@@ -62,7 +62,7 @@ def tiles_picture(plan: Plan, classes: Mapping[str, str], width: int) -> Svg:
     for box in boxes:
         tile = box.tiles[0]
         left, right, top, bottom = x(tile.items.start), x(tile.items.stop), y(box.rows.start), y(box.rows.stop)
-        lines = _lines(plan, box)
+        lines = _lines(box)
         svg.rect(left, top, right - left, bottom - top, f"tile {classes[tile.family]}", "\n".join(lines))
         if len(box.tiles) > 1 and (bottom - top) / len(box.tiles) >= 3:
             for other in box.tiles[1:]:
@@ -93,7 +93,7 @@ def _fitted(lines: list[str], width: float, count: int) -> list[str]:
     return fitted
 
 
-def _lines(plan: Plan, box: Box) -> list[str]:
+def _lines(box: Box) -> list[str]:
     """Return what is written into a box, the most important first."""
     tile, count = box.tiles[0], len(box.tiles)
     ranks = ranges(tuple(sorted(rank for each in box.tiles for rank in each.ranks)))

@@ -10,14 +10,7 @@ from hpctrain.observe.report.bars import memory_stacks, step_stacks
 from hpctrain.observe.report.groups import groups_of
 from hpctrain.observe.report.matrix import fabric_totals
 from hpctrain.observe.report.record import RunRecord
-from hpctrain.observe.report.svg import (
-    number,
-    show_bytes,
-    show_count,
-    show_percent,
-    show_seconds,
-    show_traffic,
-)
+from hpctrain.observe.report.svg import number, show_bytes, show_count, show_percent, show_seconds, show_traffic
 
 TILES_NOTE = (
     "A micro-batch is a rectangle: the model's items across (embedding, then attention and feed-forward part of each"

@@ -1,22 +1,31 @@
-"""Measures what checkpoints of a job cost, compared with plain files of the same bytes on the same disk."""
+"""What checkpoints of a job cost, compared with plain files of the same bytes on the same disk."""
 
+import json
 import os
 import shutil
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import torch
 
 from hpctrain.checkpoint.folder import CHECKPOINTS, latest_checkpoint
 from hpctrain.checkpoint.state import attempt, load
+from hpctrain.cli import main
+from hpctrain.comm.accelerators.bind import bind_accelerator
 from hpctrain.comm.world import World
 from hpctrain.data.order import AnySequences
+from hpctrain.engine.phases import phases_of
 from hpctrain.engine.requests import Asked
+from hpctrain.engine.resolve import prepare_run
 from hpctrain.engine.trainer import Trainer
+from hpctrain.jobs.arguments import COUNT, PATH
+from hpctrain.jobs.common import load_job_on, override_option, started_world
 
 AT_ONCE_BYTES = 8 << 20
 """Of a plain file, in one call."""
@@ -198,3 +207,51 @@ class CheckpointBenchmark:
 def _ratio(ones: list[float], others: list[float]) -> float:
     """Return the median over rounds of one time over another of the same round."""
     return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+
+
+@click.command("benchmarks.checkpoint")
+@click.argument("job")
+@override_option
+@click.option("--folder", type=PATH, default=Path(), help="On the disk to measure, seen by all ranks. Default: here.")
+@click.option("--rounds", default=3, show_default=True, type=COUNT, help="Saves and loads that are timed.")
+@click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps timed before each save that they hide.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def command(job, overrides, folder, rounds, steps, as_json):
+    """Save and load the state of JOB on the ranks that were started, and write and read as many bytes plainly.
+
+    \b
+    mpirun -n 2 python -m benchmarks.checkpoint tiny --folder /scratch --json
+
+    Both are timed alternately, in one run, in a new folder that is removed. Every file is synced, and read from the
+    disk rather than from memory. Ratios are medians over rounds. The folder needs space for twice the state.
+    """
+    with started_world() as world:
+        prepared = prepare_run(world, load_job_on(world, job, overrides))
+
+        make = lambda: tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder)  # noqa: E731
+        made = attempt(folder / "bench-checkpoint", make) if world.rank == 0 else None
+        where = Path(world.broadcast_object(made.name if made else None))
+        try:
+            trainer = Trainer(world, bind_accelerator(world), prepared.job, prepared.plan)
+            trainer.initialise()
+            world.enter(phases_of(prepared.job.observe).first_step)
+            for _ in range(2):
+                trainer.step(prepared.training)
+            benchmark = CheckpointBenchmark(world, trainer, prepared.training, where)
+            summary = {
+                "plan": prepared.plan.describe(),
+                "ranks": world.size,
+                "state_bytes": benchmark.state_bytes,
+                "extra_memory_of_state": benchmark.memory(),
+                **benchmark.stalls(rounds, steps),
+                **benchmark.files(rounds),
+            }
+        finally:
+            if made:
+                made.cleanup()
+        if world.rank == 0:
+            print(json.dumps(summary) if as_json else "\n".join(f"{k:28} {v}" for k, v in summary.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main(command)
