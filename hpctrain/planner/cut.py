@@ -6,17 +6,15 @@ Equal stages get equal parts.
 
 import heapq
 import itertools
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import counted
 from hpctrain.planner.closed_form import PassSeconds
 from hpctrain.planner.space import Shape, StageChoice
-from hpctrain.planner.stages import BlockLine
+from hpctrain.planner.stages import StageVariant, StageVariants
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 MANY_ROWS = 64
@@ -25,58 +23,6 @@ TIE_DIGITS = 12
 """Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
 ROUNDS = 12
 """Of halving the time by which rows are given at once."""
-
-
-class StageVariant(NamedTuple):
-    """A variant of computing a stage."""
-
-    recompute: str
-    row_chunks: int
-    """In which it goes through its rows of a microbatch."""
-    forward: BlockLine
-    backward: BlockLine
-    beyond: int
-    """Blocks, for which fewer pieces suffice."""
-    most: int
-    """Blocks, as far as memory goes."""
-    needed_bytes: BlockLine
-    kept_bytes: BlockLine
-    """Of these, for each microbatch in flight."""
-    split: tuple[BlockLine, BlockLine] | None = None
-    """The parts of `backward`, one by one, where the gradient is sent between them."""
-    offload: str = "none"
-    """What it keeps in host memory."""
-    update: BlockLine = BlockLine(0.0, 0.0)
-    """What a microbatch's share of the update takes longer for that."""
-
-    def seconds(self, blocks: int) -> float:
-        """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
-        return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
-
-
-@dataclass(frozen=True, eq=False)
-class StageVariants:
-    """What a stage would take with so many blocks."""
-
-    variants: tuple[StageVariant, ...]
-    offloading: Callable[[], tuple[StageVariant, ...]] = tuple
-    """Returns the variants that use host memory; asked where the device's is too small for the first of the others."""
-
-    @cached_property
-    def _all(self) -> tuple[StageVariant, ...]:
-        return self.variants + self.offloading()
-
-    def variant(self, blocks: int) -> StageVariant | None:
-        """Return the fastest variant that has memory for so many blocks, and no more pieces than that takes."""
-        if self.variants and blocks <= self.variants[0].most:
-            return self.variants[0]
-        fitting = [variant for variant in self._all if variant.beyond < blocks <= variant.most]
-        return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
-
-    def seconds(self, blocks: int) -> float:
-        """Return the time of one microbatch, forward and backward; without end where memory is short."""
-        variant = self.variant(blocks)
-        return variant.seconds(blocks) if variant else math.inf
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | None:

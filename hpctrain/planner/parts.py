@@ -50,7 +50,7 @@ def predict_in_parts(
     if whole.breakdown_seconds["tensor"] < (1 - PAYS) * whole.step_seconds:
         return best
     for count in more:
-        predictor = predictor.in_parts(count)
+        predictor = make(replace(setup, tensor_parts=count))
         prediction = predictor.predict()
         if (whole.fits and not prediction.fits) or prediction.step_seconds >= last.step_seconds:
             break

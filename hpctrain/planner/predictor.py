@@ -4,27 +4,23 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from hpctrain.comm.network import ClusterNetwork, Crowd
+from hpctrain.comm.network import Crowd
 from hpctrain.config.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals, crossing
-from hpctrain.planner.cost import Setup, layer_cost, model_flops, update_seconds
+from hpctrain.planner.cost import Setup, model_flops, update_seconds
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, layer_moved, memory_of, waiting_share
 from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
-from hpctrain.planner.pass_cost import pass_cost
-from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost
-from hpctrain.planner.profiled import device_models
+from hpctrain.planner.prices import PASSES, Costs, PassCost, Place, Prices, Sharing, TileCost
 from hpctrain.planner.simulate import simulate
-from hpctrain.planner.work import PassWork
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
@@ -80,41 +76,20 @@ class Predictor:
         plan: Plan,
         cluster: Cluster,
         efficiencies: Mapping[str, Efficiency] | None = None,
-        network: ClusterNetwork | None = None,
+        prices: Prices | None = None,
     ):
-        """`efficiencies` are by family, in place of the catalogue's. `network` is the cluster's, of others who know its
-        times already."""
+        """`efficiencies` are by family, in place of the catalogue's. `prices` are those of other plans of the setup, in
+        whatever parts, on the cluster."""
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._overlapped_work = setup.bucket_bytes is not None
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
-        self.network = network or setup.stack.network(cluster, setup.stack.link_share)
+        self._prices = prices or Prices(setup, cluster, efficiencies)
+        self.network, self._devices = self._prices.network, self._prices.devices
         self.network.check_ranks(len(plan.ranks))
-        self._devices = device_models(cluster, setup, efficiencies)
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
+        self._places: dict[Tile, Place] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
-        self._places: dict[Tile, tuple] = {}
-        self._sums: dict[tuple, list[float]] = {}
-        self._until: dict[Tile, tuple[list[float], list[float]]] = {}
-
-    def in_parts(self, count: int) -> "Predictor":
-        """Return what is known of the same plan where products are cut in so many parts: memory is the same."""
-        other = copy(self)
-        other.setup = replace(self.setup, tensor_parts=count)
-        other._passes, other._until = {}, {}
-        for cached in ("costs", "_memory"):
-            vars(other).pop(cached, None)
-        return other
-
-    def for_plan(self, plan: Plan) -> "Predictor":
-        """Return what is known of a plan that has more microbatches in flight, and is else the same."""
-        other = copy(self)
-        other.plan = plan
-        tiles = dict(zip(self.plan.tiles, plan.tiles, strict=True))
-        other._families = {tiles[tile]: families for tile, families in self._families.items()}
-        other.costs = self.costs.of(tiles)
-        other._places, other._until = {}, {}
-        vars(other).pop("_memory", None)
-        return other
+        self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
@@ -195,7 +170,7 @@ class Predictor:
         for tile in self.plan.tiles:
             place, splits = self._place(tile), self._weight_delay(tile) is not None
             row_chunks = tuple(chunk.size for chunk in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
-            key = (tile.items, row_chunks, tile.tensor, tile.recompute, place, splits, tile.offload)
+            key = tile.items, row_chunks, place, tile.recompute, splits, tile.offload
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
@@ -212,21 +187,20 @@ class Predictor:
         sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
         return max(0.0, 1 - stack.buffered_bytes / sent)
 
-    def _place(self, tile: Tile) -> tuple:
-        """Return what makes tiles equivalent: their families, tables of nodes, and how their ranks are spread."""
+    def _place(self, tile: Tile) -> Place:
+        """Return the place of a tile. It is one object for equivalent tiles: by their families, tables of nodes, how
+        their ranks are spread, and who exchanges weights with them in every pass."""
         if tile not in self._places:
+            groups = self._rank_shards(tile).shard_groups
+            sharing = next((group.ranks for group in groups if group.zero >= 2), ())
+            zero, sharers = max((group.zero for group in groups), default=0), self._sharers if sharing else None
             devices = [self.cluster.devices[rank] for rank in tile.ranks]
             nodes = list(dict.fromkeys(device.node for device in devices))
             where = tuple((d.table, nodes.index(d.node), d.index) for d in devices)
-            self._places[tile] = (
-                self._families[tile],
-                where,
-                self._rank_shards(tile).shard_groups and self._zero_groups(tile),
-            )
+            models = tuple(self._devices[family] for family in self._families[tile])
+            key = self._families[tile], where, tile.tensor, zero, sharing, sharers
+            self._places[tile] = self._prices.place(key, models, tile, zero, sharing, sharers)
         return self._places[tile]
-
-    def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
-        return next((h.ranks for h in self._rank_shards(tile).shard_groups if h.zero >= 2), ())
 
     def _tile_cost(self, tile: Tile, row_chunks: Sequence[int], splits: bool) -> TileCost:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
@@ -270,16 +244,11 @@ class Predictor:
 
     def layer_passes(self, tile: Tile, layer: Interval, rows: int) -> dict[str, PassCost]:
         """Return by name (`PASSES`) what each pass over a layer takes a rank of a tile, for so many rows of its own."""
-        key = self.setup.first_equal[slice(*layer)], rows, tile.tensor, tile.recompute, self._place(tile)
+        key = self._place(tile), self.setup.first_equal[slice(*layer)], rows, tile.recompute
         if key not in self._passes:
-            zero = max((h.zero for h in self._rank_shards(tile).shard_groups), default=0)
-            cost = layer_cost(self.setup, tile.tensor, layer, rows, tile.recompute, zero)
-            self._passes[key] = {name: self._pass(tile, getattr(cost, name)) for name in PASSES.values()}
+            what = self._place(tile), layer, rows, tile.recompute, self.setup.tensor_parts
+            self._passes[key] = {name: self._prices.price(name, *what) for name in PASSES.values()}
         return self._passes[key]
-
-    def _pass(self, tile: Tile, work: PassWork) -> PassCost:
-        devices = [self._devices[family] for family in self._families[tile]]
-        return pass_cost(self.setup, self.network, devices, work, tile, self._zero_groups(tile), self._sharers)
 
     @cached_property
     def _sharers(self) -> Crowd:
@@ -376,18 +345,15 @@ class Predictor:
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
         """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
         weights; and of the last backward pass, by when its gradients are made, after it."""
-        if tile not in self._until:
-            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
-            made = []
-            rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
-            for name in ("forward", last):
-                key = tile.items, rows, name, tile.tensor, tile.recompute, self._place(tile)
-                if key not in self._sums:
-                    seconds = (self.layer_passes(tile, layer, rows)[name].seconds for layer in layers(tile.items))
-                    self._sums[key] = list(itertools.accumulate(seconds, initial=0.0))
-                made.append(self._sums[key])
-            self._until[tile] = tuple(made)
-        return self._until[tile]
+        last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+        rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
+        key = self._place(tile), tile.items, rows, tile.recompute, last
+        if key not in self._sums:
+            passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
+            seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
+            forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
+            self._sums[key] = forward, backward
+        return self._sums[key]
 
     @property
     def _rank_bytes(self) -> int:

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hpctrain.planner.cut import Placed, SearchLayout, whole_cuts
-from hpctrain.planner.score import exchanging_holders, rank_rows
-from hpctrain.planner.stages import StageCosts
+from hpctrain.planner.stages import Holders, Stage, StageCosts
 from hpctrain.sharding.intervals import Interval
 
 LEAST_GAIN = 0.002
@@ -73,11 +72,12 @@ def _with_seconds(placed: Placed, seconds: float) -> Placed:
 
 
 def _sums(costs: StageCosts, placed: Placed, rows: int, zero: int) -> list[float]:
-    pool, grid, variant = placed.pool, placed.choice.grid, placed.variant
-    each, holders, of_kind = rank_rows(placed.choice, rows), exchanging_holders(pool, placed.choice, zero), {}
-    for item in set(costs.setup.first_equal):
-        what = pool, grid, Interval(item, item + 1), each, variant.recompute, variant.row_chunks
-        of_kind[item] = costs.piecewise(*what, holders).both
+    pool, choice, variant = placed.pool, placed.choice, placed.variant
+    stage = Stage(pool, choice, choice.rank_rows(rows), exchanging=Holders.of_stage(pool, choice, zero))
+    of_kind = {
+        kind: costs.piecewise(stage, Interval(kind, kind + 1), variant.recompute, variant.row_chunks).both
+        for kind in set(costs.setup.first_equal)
+    }
     return list(itertools.accumulate((of_kind[kind] for kind in costs.setup.first_equal), initial=0.0))
 
 

@@ -3,8 +3,9 @@
 from hpctrain.config.cluster import Cluster
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.curves import describe_training
+from hpctrain.planner.space import StageChoice
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.stages import StageCosts
+from hpctrain.planner.stages import Stage, StageCosts
 from hpctrain.sharding.grid import TensorGrid
 
 CLEAR_SHARE, CLEAR_ROWS = 0.1, 1
@@ -42,9 +43,11 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
 def _rows_that_fit(costs: StageCosts, zero: int, available_bytes: int) -> int:
     """Return how many rows of the whole model fit on a device that is one of as many replicas as there are devices."""
 
+    num_devices = costs.cluster.num_devices
+
     def fits(rows: int) -> bool:
-        needs = costs.needs(TensorGrid(), rows, "none", zero, costs.cluster.num_devices, (True, True))
-        return needs.keeping(1).at(costs.setup.model.num_layers) <= available_bytes
+        stage = Stage(0, StageChoice(TensorGrid(), 1, 1), rows, (True, True), zero=zero, holders=num_devices)
+        return costs.needs(stage, "none", 1).on_device.at(costs.setup.model.num_layers) <= available_bytes
 
     low, high = 0, 1
     while fits(high):

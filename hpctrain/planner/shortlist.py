@@ -3,8 +3,9 @@
 from bisect import insort
 from collections.abc import Sequence
 
-from hpctrain.planner.score import MANY_ROWS, Scorer, rank_rows
+from hpctrain.planner.score import MANY_ROWS, Scorer
 from hpctrain.planner.space import BEST, Pipelines, StageChoice, choices_of, choices_of_all
+from hpctrain.planner.stages import Stage
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
 
@@ -46,7 +47,7 @@ class Shortlists:
             choices = choices_of if space.cut == BEST else choices_of_all
             slots = space.num_slots(costs.pools[pool], costs.grids[pool])
             result = [
-                (choice.stages / self._block_seconds(pool, choice.grid, rank_rows(choice, rows)), choice)
+                (choice.stages / self._block_seconds(pool, choice.grid, choice.rank_rows(rows)), choice)
                 for choice in choices(slots, costs.setup.model.num_layers, rows)
             ]
             self._fastest[pool, rows] = result, max((rate for rate, _ in result), default=0.0)
@@ -105,13 +106,12 @@ class Shortlists:
         blocks = num_blocks * rate / (rate + others)
         slowest = num_blocks / (rate + others)
         of_stage = max(1, round(blocks / stages))
-        each, kept, space = rank_rows(choice, rows), min(stages, microbatches), self._scorer.space
-        memory = costs.pools[pool].memory_bytes
+        each, kept, space = choice.rank_rows(rows), min(stages, microbatches), self._scorer.space
+        row_chunks = each if is_alone and stages == 1 else 1  # with the loss, rows may go in chunks
 
         def most(recompute: str, zero: int, offload: str = "none") -> int:
-            at_once = 1 if is_alone and stages == 1 and each > 1 else None  # with the loss, rows may go in chunks
-            needs = costs.needs(grid, each, recompute, zero, replicas, (False, False), at_once=at_once, offload=offload)
-            return needs.keeping(kept).most(memory)
+            stage = Stage(pool, choice, each, kept=kept, zero=zero, holders=replicas)
+            return costs.needs(stage, recompute, row_chunks, offload).on_device.most(costs.pools[pool].memory_bytes)
 
         first, last = space.recompute[0], space.recompute[-1]
         if most(first, min(space.zero, key=lambda zero: abs(zero - 1))) < of_stage:

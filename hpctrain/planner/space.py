@@ -57,6 +57,10 @@ class StageChoice(NamedTuple):
     def __str__(self) -> str:
         return f"{self.grid} x PP{self.stages} x DP{self.replicas}"
 
+    def rank_rows(self, rows: int) -> int:
+        """Return the rows of a rank with the most, where a stage has so many of a microbatch."""
+        return -(-rows // self.replicas // self.grid.z)
+
 
 @dataclass(frozen=True)
 class Space:

@@ -47,7 +47,7 @@ class Timer:
         """What the first plan lacked that did not fit after all."""
 
     def _predictor(self, plan: Plan, setup: Setup) -> Predictor:
-        return Predictor(setup, plan, self._cluster, network=self._scorer.costs.network)
+        return Predictor(setup, plan, self._cluster, prices=self._scorer.costs.prices)
 
     def one(self, layout: SearchLayout) -> SimulatedPlan | None:
         """Return a layout with its time, cut into whole blocks where it does not fit else; None where neither does."""
@@ -71,7 +71,7 @@ class Timer:
         """Return the same tiles by the fastest schedule that fits: 1F1B, with more in flight, or ZB-H1."""
         result, predictors = [timed], []
         if plan := with_extra_warmup(timed.plan, predictor.costs, predictor.headroom):
-            predictors.append(predictor.for_plan(plan))
+            predictors.append(self._predictor(plan, predictor.setup))
         if plan := zero_bubble(timed.plan):
             predictors.append(self._predictor(plan, predictor.setup))
         for other in predictors:

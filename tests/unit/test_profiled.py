@@ -19,7 +19,7 @@ from hpctrain.jobs.predict import command as predict_command
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner import pools as pools_module
-from hpctrain.planner import predictor as predict_module
+from hpctrain.planner import prices as prices_module
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup, layer_cost, update_seconds
 from hpctrain.planner.curves import describe_work
@@ -325,7 +325,7 @@ def test_a_search_by_profile_is_as_good_as_one_that_knows_the_truth(monkeypatch)
     wrong, cluster = (
         search(SETUP, JOB.train.global_batch, c, limits=LIMITS) for c in (parse_cluster(WRONG, "a test"), profiled())
     )
-    for module in (pools_module, predict_module):
+    for module in (pools_module, prices_module):
         monkeypatch.setattr(module, "device_models", true_models)
     right = parse_cluster(RIGHT, "a test")
     truth = search(SETUP, JOB.train.global_batch, right, limits=LIMITS)
