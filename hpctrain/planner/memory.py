@@ -5,7 +5,7 @@ For other software the same parts, with gradients as it keeps them, and what its
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,7 +116,7 @@ def memory_of(
     weights, gradients, moments = (int(sum(parts)) for parts in zip(*states, strict=True))
     others = (max((len(group.ranks) for group in shards.shard_groups), default=1), tile.tensor.x, tile.tensor.y)
     num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
-    buffers = (waiting + _expected(setup, plan, tile) + _sent(plan, tile)) * largest_message_bytes(setup, tile)
+    buffers = (waiting + _num_messages(setup, plan, tile)) * largest_message_bytes(setup, tile)
     buffers += int(stack.reserved_bytes) + int(stack.overhead_share * available)
     buffers += int(num_groups * stack.communicator_bytes)
     kept = gathered = on_host = 0
@@ -331,15 +331,15 @@ def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str
     if not is_block:
         return 0.0
     attention, _ = setup.branches(layer)
-    scores = _capped_scores_bytes(setup, grid, attention) if attention else 0.0
+    scores = _core_bytes(setup, grid, attention) if attention and attention.score_cap is not None else 0.0
     return max(scores, inner_bytes(setup, grid, layer))
 
 
-def _capped_scores_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
-    """Return the bytes of scores, their tanh and exponentials that attention with a cap keeps of a row."""
-    if attention.score_cap is None:
-        return 0.0
-    return attention.heads / grid.y * setup.positions**2 * 3 * setup.item_bytes
+def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
+    """Return the bytes that attention in one kernel keeps of a row besides its operands and its result: sums of
+    exponentials; or with a cap scores, their tanh, and exponentials."""
+    numbers = setup.positions * attention.heads / grid.y
+    return numbers * (STATISTIC_BYTES if attention.score_cap is None else setup.positions * 3 * setup.item_bytes)
 
 
 def inner_bytes(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -364,22 +364,16 @@ def waiting_share(forward_seconds: float, message_seconds: float) -> float:
     return max(0.0, 1 - forward_seconds / message_seconds) if message_seconds else 0.0
 
 
-def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return how many messages a rank of a tile has buffers for before it comes to receive them."""
-    kinds = sum(
-        any(other.ranks != tile.ranks for other in near) for near in (plan.upstream(tile), plan.downstream(tile))
-    )
-    return min(setup.stack.expected_messages, kinds * plan.microbatches)
+def _num_messages(setup: Setup, plan: Plan, tile: Tile) -> int:
+    """Return how many messages a rank of a tile has buffers for: of those that come, before it comes to receive them;
+    of those that go, one in flight for each tile that sends any, and the one that it makes."""
 
+    def meets(near: Iterable[Tile]) -> bool:
+        return any(other.ranks != tile.ranks for other in near)
 
-def _sent(plan: Plan, tile: Tile) -> int:
-    """Return how many messages a rank holds while it computes: one in flight for each tile that sends any, and the
-    one that it makes."""
-    sending = sum(
-        any(other.ranks != tile.ranks for other in (*plan.upstream(virtual_stage), *plan.downstream(virtual_stage)))
-        for virtual_stage in plan.virtual_stages(tile)
-    )
-    return sending + 1 if sending else 0
+    kinds = meets(plan.upstream(tile)) + meets(plan.downstream(tile))
+    sending = sum(meets((*plan.upstream(each), *plan.downstream(each))) for each in plan.virtual_stages(tile))
+    return min(setup.stack.expected_messages, kinds * plan.microbatches) + (sending + 1 if sending else 0)
 
 
 def layer_deferred(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -416,7 +410,7 @@ def layer_moved(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str)
         norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
         kept -= sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
         if isinstance(branch, Attention) and branch.score_cap is None:
-            sums = _sums_of_exponentials(setup, grid, branch)
+            sums = _core_bytes(setup, grid, branch)
             kept -= 0.0 if moves(sums, given, grid.y) else sums
     return kept
 
@@ -475,11 +469,4 @@ def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recomp
         return kept + (heads * setup.positions**2 * of_scores if recompute == "none" else 0.0)
     if not drops:
         kept += b * (query + key) * ((branch.rotary is not None) + (branch.head_norm is not None))
-    if branch.score_cap is not None:
-        return kept + (0.0 if drops else _capped_scores_bytes(setup, grid, branch))
-    return kept + _sums_of_exponentials(setup, grid, branch)
-
-
-def _sums_of_exponentials(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
-    """Return the bytes that attention in one kernel keeps of a row besides its operands and its result."""
-    return setup.positions * STATISTIC_BYTES * attention.heads / grid.y
+    return kept + (0.0 if drops and branch.score_cap is not None else _core_bytes(setup, grid, branch))

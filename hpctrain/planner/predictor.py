@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -19,7 +19,17 @@ from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, layer_moved, memory_of, waiting_share
 from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
-from hpctrain.planner.prices import PASSES, Costs, PassCost, Place, Prices, Sharing, TileCost
+from hpctrain.planner.prices import (
+    PART_COUNTS,
+    PASSES,
+    Costs,
+    PassCost,
+    Place,
+    Prices,
+    Sharing,
+    TileCost,
+    part_counts,
+)
 from hpctrain.planner.simulate import simulate
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
@@ -30,6 +40,9 @@ from hpctrain.sharding.parameters import item_parameters
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
 MOST_BUCKETS = 32
 """Into about how many buckets a rank's gradients are cut at the most where their sums are overlapped."""
+
+PAYS = 0.99
+"""Of a step without, one with rows cut must be predicted to take less than this: predictions are not exact."""
 
 
 @dataclass(frozen=True)
@@ -386,25 +399,15 @@ class Predictor:
     def _memory(self) -> dict[Tile, StageMemory]:
         known, result = {}, {}
         for tile in self.plan.first_tiles:
-            virtual_stages = self.plan.virtual_stages(tile)
-            available = min(self.cluster.families[f].usable_bytes for f in self._families[tile])
-            mixed = tuple((virtual_stage.items, virtual_stage.recompute) for virtual_stage in virtual_stages)
-            how = (
-                tile.zero,
-                tile.family,
-                tile.row_chunks,
-                tile.offload,
-                *(self.plan.warm_up(virtual_stage) for virtual_stage in virtual_stages),
-            )
-            waiting = self._waiting(tile)
-            key = (mixed, tile.rows.size, tile.tensor, how, waiting)
+            tiles, waiting = self.plan.virtual_stages(tile), self._waiting(tile)
+            rows = Interval(0, tile.rows.size)
+            key = waiting, *((self.plan.warm_up(each), replace(each, ranks=(), rows=rows)) for each in tiles)
             if key not in known:
+                available = min(self.cluster.families[family].usable_bytes for family in self._families[tile])
                 memory = memory_of(self.setup, self.plan, tile, *self._first_rank_shards(tile), waiting, available)
-                if any(self.cluster.families[f].kind == "cpu" for f in self._families[tile]):
+                if any(self.cluster.families[family].kind == "cpu" for family in self._families[tile]):
                     available -= memory.on_host  # of the host, as all else is
-                known[key] = StageMemory(
-                    tile, memory, available, tuple(virtual_stage.items for virtual_stage in virtual_stages)
-                )
+                known[key] = StageMemory(tile, memory, available, tuple(each.items for each in tiles))
             result[tile] = known[key]
         return result
 
@@ -418,3 +421,29 @@ class Predictor:
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))
         return waiting_share(made, max(sent, default=0.0))
+
+
+def predict_in_parts(
+    setup: Setup, plan: Plan, make: Callable[[Setup], Predictor], promising: Collection[int] = PART_COUNTS
+) -> tuple[Predictor, Prediction]:
+    """Predict a step in the number of parts that is the best for a plan, if it is worth it, else in one.
+
+    `make` makes a predictor of the plan for a setup. What is selected is in the predictor's. Only `promising` numbers
+    are tried after the first.
+    """
+    first, *more = part_counts(setup, [tile.tensor for tile in plan.tiles])
+    more = [count for count in more if count in promising]
+    predictor = make(replace(setup, tensor_parts=first))
+    whole = last = predictor.predict()
+    best = predictor, whole
+    if whole.breakdown_seconds["tensor"] < (1 - PAYS) * whole.step_seconds:
+        return best
+    for count in more:
+        predictor = make(replace(setup, tensor_parts=count))
+        prediction = predictor.predict()
+        if (whole.fits and not prediction.fits) or prediction.step_seconds >= last.step_seconds:
+            break
+        last = prediction
+        if last.step_seconds < PAYS * whole.step_seconds:
+            best = predictor, last
+    return best

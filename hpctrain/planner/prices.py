@@ -1,6 +1,6 @@
 """Seconds of passes over layers, in one table for all plans; and the prices that `simulate.py` puts on a plan. Pure."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -13,10 +13,15 @@ from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.profiled import device_models
 from hpctrain.planner.work import Exchange, LayerCost, PassWork
+from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 
 PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
 """The field of `TileCost` for each kind of pass."""
+
+PART_COUNTS = 2, 4, 8
+"""Into how many parts products next to collectives of a tensor grid may be cut, where a job leaves it open. Each hides
+a collective behind a product, and is a message more and a smaller product, so that there is a best number."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,24 @@ def _overlapped_work(exchange: Exchange, work: PassWork, products: Container[int
     if (behind := exchange.behind) and id(behind) in products:
         return PassWork([behind], passes=work.passes)
     return exchange.overlapped
+
+
+def gathers_while_summing(grids: Iterable[TensorGrid]) -> bool:
+    """Say whether parts have collectives of two groups in flight on any of the grids.
+
+    Positions that y cuts are gathered while outputs are summed over x. On devices the two may wait for each other.
+    """
+    return any(grid.x > 1 and grid.sequence_parallel for grid in grids)
+
+
+def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:
+    """Return the numbers of parts to choose from on some grids: the given one, or 1 and those that may be better."""
+    if setup.tensor_parts is not None:
+        return (setup.tensor_parts,)
+    is_open = "tensor" in setup.overlaps and "forward" not in setup.overlaps
+    if is_open and any(grid.cuts_weights for grid in grids) and not gathers_while_summing(grids):
+        return 1, *PART_COUNTS
+    return (1,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,18 +92,18 @@ class Scorer:
             if blocks is None or min(blocks) < shape.virtual_stages:
                 return None
             placed = [
-                Placed(stage.pool, stage.choice, count, variant)
+                Placed(stage, count, variant)
                 for stage, count, every in zip(stages, blocks, variants, strict=True)
                 if (variant := every.variant(count))  # there is one, or there were no blocks
             ]
-            messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(placed)]
+            messages = list(itertools.starmap(self._message, itertools.pairwise(placed)))
             pipelines.append(tuple(placed))
             passes = [each.passes for each in placed]
             if shape.virtual_stages > 1:
-                messages.append(self._message(placed[-1], placed[0], of_row))
+                messages.append(self._message(placed[-1], placed[0]))
                 passed.append(done_interleaved(passes, messages, shape.microbatches, shape.virtual_stages))
                 continue
-            headroom = self._headroom(placed, [*messages, 0.0], of_row, shape.microbatches)
+            headroom = self._headroom(placed, [*messages, 0.0], shape.microbatches)
             if min(headroom) < 0:
                 return None
             passed.append(done_after(passes, messages, shape.microbatches, headroom))
@@ -236,9 +236,7 @@ class Scorer:
         after = _after([(members, gather) for members, _, gather in exchanged], updated)
         return longest + costs.agree_seconds + after + setup.stack.step_seconds
 
-    def _headroom(
-        self, stages: Sequence[Placed], messages: Sequence[float], rows: int, microbatches: int
-    ) -> list[float]:
+    def _headroom(self, stages: Sequence[Placed], messages: Sequence[float], microbatches: int) -> list[float]:
         """Return how many more microbatches than by 1F1B each stage has memory for; below 0 where it has none for the
         activations that wait to be sent.
 
@@ -250,7 +248,7 @@ class Scorer:
         for depth, (placed, seconds) in enumerate(zip(reversed(stages), reversed(messages), strict=True)):
             kept = min(depth + 1, microbatches)
             share = 0.0 if setup.stack.blocking_sends else waiting_share(placed.forward, seconds)
-            message = message_bytes(setup, placed.choice.grid, placed.choice.rank_rows(rows)) if share else 0
+            message = message_bytes(setup, placed.choice.grid, placed.stage.rows) if share else 0
             waiting = math.ceil(share * (kept - 1)) * message
             free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes - waiting
             each = placed.variant.kept_bytes.at(placed.blocks) + message
@@ -322,14 +320,14 @@ class Scorer:
             )
         return reduce, gather
 
-    def _message(self, source: Placed, target: Placed, rows: int) -> float:
-        costs, into = self.costs, target.choice.grid
-        each = min(source.choice.rank_rows(rows), target.choice.rank_rows(rows))
-        num_bytes = each * costs.setup.positions * (self._model.hidden_size // into.x) * costs.setup.item_bytes
-        num_bytes //= into.position_parts
+    def _message(self, source: Placed, target: Placed) -> float:
+        setup, into = self.costs.setup, target.choice.grid
+        each = min(source.stage.rows, target.stage.rows)
+        num_bytes = each * setup.positions * (self._model.hidden_size // into.x) * setup.item_bytes
         is_cut = into.sequence_parallel or source.choice.grid.sequence_parallel
-        has_parts = self.costs.setup.stack.gathers_parts and into.y > 1 and not is_cut
-        return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes, has_parts)
+        has_parts = setup.stack.gathers_parts and into.y > 1 and not is_cut
+        ends = source.pool, source.choice, target.pool, target.choice
+        return self._between(*ends, num_bytes // into.position_parts, has_parts)
 
     def _message_between(
         self, source: int, choice: StageChoice, target: int, other: StageChoice, num_bytes: int, has_parts: bool

@@ -20,9 +20,8 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.cut import SearchLayout
+from hpctrain.planner.cut import SearchLayout, recut
 from hpctrain.planner.pools import Pool, pools_of
-from hpctrain.planner.recut import recut
 from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices, interleaved_shapes

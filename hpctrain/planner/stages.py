@@ -20,9 +20,8 @@ from hpctrain.plan.tiling import Tile
 from hpctrain.planner.cost import Setup, layer_elements, update_seconds
 from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, message_bytes, row_bytes, state_of
 from hpctrain.planner.offload import host_share, offloaded_update_seconds
-from hpctrain.planner.parts import part_counts
 from hpctrain.planner.pools import Pool
-from hpctrain.planner.prices import Place, Prices
+from hpctrain.planner.prices import Place, Prices, part_counts
 from hpctrain.planner.space import StageChoice
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval

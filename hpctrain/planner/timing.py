@@ -7,11 +7,10 @@ from functools import partial
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.plan.tiling import Plan
+from hpctrain.planner.closed_form import with_extra_warmup
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import SearchLayout
-from hpctrain.planner.extra_warmup import with_extra_warmup
-from hpctrain.planner.parts import predict_in_parts
-from hpctrain.planner.predictor import Prediction, Predictor
+from hpctrain.planner.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.score import Scorer
 from hpctrain.sharding.intervals import Interval
 

@@ -21,12 +21,12 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner import pools as pools_module
 from hpctrain.planner import prices as prices_module
 from hpctrain.planner.bound import least_seconds
+from hpctrain.planner.choose import memory_warnings
 from hpctrain.planner.cost import Setup, layer_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models
-from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Limits, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stages import StageCosts
