@@ -30,7 +30,7 @@ from hpctrain.planner.prices import (
     TileCost,
     part_counts,
 )
-from hpctrain.planner.simulate import simulate
+from hpctrain.planner.simulate import Simulated, Span, simulate
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
@@ -80,6 +80,22 @@ def predict(setup: Setup, plan: Plan, cluster: Cluster) -> Prediction:
     return Predictor(setup, plan, cluster).predict()
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted step in detail. Each tile represents its ranks, as in `Plan.first_tiles`."""
+
+    prediction: Prediction
+    spans: dict[Tile, list[Span]]
+    exposed: dict[Tile, dict[str, float]]
+    """Seconds by part for each tile; they add up to the step."""
+
+
+def forecast(setup: Setup, plan: Plan, cluster: Cluster) -> Forecast:
+    """Return the prediction of one step with its spans. Raises as `predict`."""
+    predictor = Predictor(setup, plan, cluster)
+    return Forecast(predictor.predict(), predictor.simulated.spans, predictor.simulated.exposed)
+
+
 class Predictor:
     """What is known of one plan on one cluster."""
 
@@ -114,9 +130,13 @@ class Predictor:
             )
         return result
 
-    def predict(self) -> Prediction:
+    @cached_property
+    def simulated(self) -> Simulated:
         make = partial(one_f_one_b, splits_backward=self.setup.stack.splits_backward)
-        simulated = simulate(self.plan, schedules_of(self.plan, make), self.costs)
+        return simulate(self.plan, schedules_of(self.plan, make), self.costs)
+
+    def predict(self) -> Prediction:
+        simulated = self.simulated
         breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
         step = simulated.step_seconds + self.setup.stack.step_seconds
         breakdown["optimizer"] += self.setup.stack.step_seconds

@@ -34,8 +34,8 @@ AGREED_BYTES = 24  # loss, norm and stopping
 
 
 class Seconds(NamedTuple):
-    """Of a forward and of a backward pass over one layer; or of the two parts of a backward pass, until the gradient is
-    sent and after that."""
+    """Of a forward and a backward pass; or of the two parts of a backward pass, until the gradient is sent and after
+    that."""
 
     forward: float
     backward: float

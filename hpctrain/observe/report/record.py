@@ -29,7 +29,7 @@ from hpctrain.observe.sample import TIMELINE, TRAFFIC
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.timeline import Forecast, forecast
+from hpctrain.planner.predictor import Forecast, forecast
 
 
 @dataclass(frozen=True)
