@@ -15,7 +15,6 @@ from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals, crossing
 from hpctrain.planner.cost import Setup, model_flops, update_seconds
-from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, layer_moved, memory_of, waiting_share
 from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
@@ -38,6 +37,8 @@ from hpctrain.sharding.parameters import item_parameters
 # How far a step may be from its prediction, two times out of three: by benchmarks/predictor.py, for devices that were
 # measured, and for those of a data sheet.
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
+AGREED_BYTES = 24
+"""Of loss, norm and stopping, on which all ranks agree."""
 MOST_BUCKETS = 32
 """Into about how many buckets a rank's gradients are cut at the most where their sums are overlapped."""
 
@@ -117,6 +118,7 @@ class Predictor:
         self.network.check_ranks(len(plan.ranks))
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
         self._places: dict[Tile, Place] = {}
+        self._shards_by_tile: dict[tuple, tuple[RankShards, int]] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
 
@@ -142,9 +144,10 @@ class Predictor:
         breakdown["optimizer"] += self.setup.stack.step_seconds
         exposed["optimizer"] += self.setup.stack.step_seconds
         tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
-        ranks = [rank for tile in self.plan.first_tiles for rank in tile.ranks]
-        peak = sum(self._device(rank).peak(self.setup.dtype) for rank in ranks)
-        error = MEASURED_ERROR if self._is_measured else DATASHEET_ERROR
+        families = (self.cluster.devices[rank].family for tile in self.plan.first_tiles for rank in tile.ranks)
+        peak = sum(self._devices[family].peak(self.setup.dtype) for family in families)
+        used = [self._devices[family] for family in self._used_families]
+        error = MEASURED_ERROR if all(d.profiled or d.family.products for d in used) else DATASHEET_ERROR
         return Prediction(
             step,
             (step * (1 - error), step * (1 + error)),
@@ -153,7 +156,7 @@ class Predictor:
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
             self.assumed_inputs,
-            tuple(family for family in self._used_families if self._devices[family].profiled),
+            tuple(device.name for device in used if device.profiled),
             exposed,
             host_shortage(self.plan, self.cluster, self._memory),
         )
@@ -169,11 +172,6 @@ class Predictor:
     @property
     def _used_families(self) -> list[str]:
         return list(dict.fromkeys(family for families in self._families.values() for family in families))
-
-    @property
-    def _is_measured(self) -> bool:
-        devices = [self._devices[family] for family in self._used_families]
-        return all(device.profiled or device.family.products for device in devices)
 
     @cached_property
     def assumed_inputs(self) -> tuple[str, ...]:
@@ -192,9 +190,6 @@ class Predictor:
                 result.append(f"families.{family}.overlap_slowdown: communication {slower}")
         return *result, *offload_guesses(self.plan, self.cluster, self._families)
 
-    def _device(self, rank: int) -> DeviceModel:
-        return self._devices[self.cluster.devices[rank].family]
-
     # ---- what the simulation needs -----------------------------------------------------------------------------------
 
     @cached_property
@@ -208,8 +203,8 @@ class Predictor:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
         messages = arrivals(self.setup, self.plan, self.network)
-        leaving = crossing(messages, self.network)
-        return Costs(tiles, messages, self._sharings(), self._agree_seconds(), self._blocking_share(), leaving)
+        agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
+        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share(), crossing(messages, self.network))
 
     def _blocking_share(self) -> float:
         stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
@@ -303,9 +298,8 @@ class Predictor:
         if key not in self._shards_by_tile:
             shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
             if not self.setup.stack.evens_families:
-                shards = replace(
-                    shards, shard_groups=tuple(self._with_declared_zero(group) for group in shards.shard_groups)
-                )
+                groups = tuple(map(self._with_declared_zero, shards.shard_groups))
+                shards = replace(shards, shard_groups=groups)
             self._shards_by_tile[key] = shards, tile.ranks[0]
         return self._shards_by_tile[key]
 
@@ -313,18 +307,13 @@ class Predictor:
         """Return a shard group in the ZeRO stage of its tiles, also where these are of several families."""
         return replace(group, zero=min(group.zero, max(self.plan.tile_of(rank).zero for rank in group.ranks)))
 
-    @cached_property
-    def _shards_by_tile(self) -> dict[tuple, tuple[RankShards, int]]:
-        return {}
-
-    def _stored(self, group, z: int) -> int:
+    def _stored(self, group: ShardGroup, z: int) -> int:
         return sum(layout.size for layout in group.layouts) // z + sum(region.size for region in group.regions)
 
     def _updated(self, tile: Tile) -> int:
         """Return how many weights a rank updates."""
-        groups = self._rank_shards(tile).shard_groups
-        stored = [self._stored(group, tile.tensor.z) for group in groups]
-        return sum(group.cuts(n)[0].size if group.zero else n for group, n in zip(groups, stored, strict=True))
+        stored = ((group, self._stored(group, tile.tensor.z)) for group in self._rank_shards(tile).shard_groups)
+        return sum(group.cuts(size)[0].size if group.zero else size for group, size in stored)
 
     def _update_seconds(self, tile: Tile) -> float:
         seconds = offloaded_update_seconds if tile.offloads_optimizer else update_seconds
@@ -337,33 +326,27 @@ class Predictor:
         for shards, rank in self._shards_by_tile.values():
             known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
             for group in shards.shard_groups:
-                what = group.ranks, group.items
-                known[what] += 1
-                key = *what, known[what]
-                if len(group.ranks) == 1 or key in result:
-                    continue
-                tile = self.plan.tile_of(rank)
-                stored = self._stored(group, tile.tensor.z)
-                reduced = stored * self.setup.gradient_bytes
-                reduce = gather = 0.0
-                if group.zero < 2:
-                    operation = "reduce_scatter" if group.zero else "all_reduce"
-                    reduce = self.network.group_seconds(operation, reduced, group.ranks, self._sharers)
-                if group.zero in (1, 2):
-                    gather = self.network.group_seconds(
-                        "all_gather", stored * self.setup.item_bytes, group.ranks, self._sharers
-                    )
-                tiles = tuple(dict.fromkeys(self._tile_with(rank, group.items) for rank in group.ranks))
-                result[key] = self._placed(Sharing(tiles, reduce, gather), group)
+                known[group.ranks, group.items] += 1
+                key = group.ranks, group.items, known[group.ranks, group.items]
+                if len(group.ranks) > 1 and key not in result:
+                    result[key] = self._sharing(group, self._stored(group, self.plan.tile_of(rank).tensor.z))
         return tuple(result.values())
 
-    def _tile_with(self, rank: int, items: Sequence[int]) -> Tile:
-        """Return the first tile of a rank that has one of the items: where their weights are needed first, and their
-        gradients are final."""
-        return next(tile for tile in self.plan.tiles_of(rank) if any(map(tile.contains, items)))
+    def _sharing(self, group: ShardGroup, stored: int) -> Sharing:
+        """Return what a group exchanges that stores so many weights; where that is overlapped, with when gradients are
+        made and weights needed."""
 
-    def _placed(self, sharing: Sharing, group: ShardGroup) -> Sharing:
-        """Return a sharing with when its gradients are made and its weights needed, where it is overlapped."""
+        def seconds(operation: str, element_bytes: int) -> float:
+            return self.network.group_seconds(operation, stored * element_bytes, group.ranks, self._sharers)
+
+        reduce = gather = 0.0
+        if group.zero < 2:
+            reduce = seconds("reduce_scatter" if group.zero else "all_reduce", self.setup.gradient_bytes)
+        if group.zero in (1, 2):
+            gather = seconds("all_gather", self.setup.item_bytes)
+        # Of each rank the first tile with one of the items: where weights are needed first, and gradients final last.
+        firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, group.items))) for r in group.ranks)
+        sharing = Sharing(tuple(dict.fromkeys(firsts)), reduce, gather)
         if not self._overlapped_work:
             return sharing
         ready, needed, before = {}, {}, {}
@@ -394,9 +377,6 @@ class Predictor:
         model, plan = self.setup.model, self.plan
         whole = 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
         return whole // max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
-
-    def _agree_seconds(self) -> float:
-        return self.network.group_seconds("all_reduce", 24, self.plan.ranks)
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:

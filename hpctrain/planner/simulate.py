@@ -94,8 +94,6 @@ class Simulated:
     step_seconds: float
     parts: dict[Tile, dict[str, float]]
     """By the first tile of the ranks, as the schedules are."""
-    busy_until: dict[Tile, float]
-    """When these had done their last backward pass."""
     exposed: dict[Tile, dict[str, float]]
     """Where each tile stood (`EXPOSED`); adds up to the step too."""
     spans: dict[Tile, list[Span]]
@@ -178,14 +176,13 @@ class Simulation(ScheduleRun):
     def simulated(self) -> Simulated:
         """Run the step to its end. Raises PlanError where the schedules deadlock."""
         self.run()
-        busy = {tile: clock.now for tile, clock in self.runners.items()}
         self._finish()
         end = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
             clock.parts["bubble"] += clock.wait_until(end)
         of_tiles = ({t: getattr(c, name) for t, c in self.runners.items()} for name in ("parts", "exposed", "spans"))
         parts, exposed, spans = of_tiles
-        return Simulated(end, parts, busy, exposed, spans)
+        return Simulated(end, parts, exposed, spans)
 
     def _finish(self) -> None:
         """Sum gradients, agree, update, gather weights: all tiles together, as all ranks call it in one order."""

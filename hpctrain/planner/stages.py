@@ -21,6 +21,7 @@ from hpctrain.planner.cost import Setup, layer_elements, update_seconds
 from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, message_bytes, row_bytes, state_of
 from hpctrain.planner.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.pools import Pool
+from hpctrain.planner.predictor import AGREED_BYTES
 from hpctrain.planner.prices import Place, Prices, part_counts
 from hpctrain.planner.space import StageChoice
 from hpctrain.sharding.grid import TensorGrid
@@ -30,7 +31,6 @@ from hpctrain.sharding.parameters import check_grid
 
 COMPARED_ROWS = 1, 8
 """Positions of several rows are put in order, those of one are."""
-AGREED_BYTES = 24  # loss, norm and stopping
 
 
 class Seconds(NamedTuple):
