@@ -167,33 +167,24 @@ def with_extra_warmup(plan: Plan, costs: Costs, headroom: Mapping[Tile, float] |
 
     `headroom` is how many more a tile has memory for; None: whatever they want.
     """
-    if (
-        plan.schedule != "1f1b"
-        or plan.microbatches == 1
-        or any(len(plan.virtual_stages(tile)) > 1 for tile in plan.tiles)
-    ):
+    tiles, seconds = plan.tiles, {tile: cost.seconds for tile, cost in costs.tiles.items()}
+    is_interleaved = any(len(plan.virtual_stages(tile)) > 1 for tile in tiles)
+    if plan.schedule != "1f1b" or plan.microbatches == 1 or is_interleaved:
         return None
-    number = {tile: i for i, tile in enumerate(plan.tiles)}
-    seconds = {tile: cost.seconds for tile, cost in costs.tiles.items()}
 
     def round_trip(tile: Tile, other: Tile) -> float:
-        messages = (costs.messages.get(pair, 0.0) for pair in ((tile, other), (other, tile)))
-        return seconds[tile] + seconds[other] + sum(messages)
+        return seconds[tile] + seconds[other] + sum(costs.messages.get(p, 0.0) for p in ((tile, other), (other, tile)))
 
-    gaps = [Gap(number[a], number[b], round_trip(a, b)) for a in plan.tiles for b in plan.downstream(a)]
-    before = _before(plan)
-    warm_up = [plan.depth_to_loss(tile) for tile in plan.tiles]
-    least = list(warm_up)
-    has_headroom = [math.inf if headroom is None else headroom[tile] for tile in plan.tiles]
-    widen(
-        gaps, warm_up, has_headroom, max(seconds.values()), [[number[each] for each in before[t]] for t in plan.tiles]
-    )
-    extra_warmup = [max(0, min(now, plan.microbatches - 1) - had) for now, had in zip(warm_up, least, strict=True)]
-    if not any(extra_warmup):
+    number = {tile: i for i, tile in enumerate(tiles)}
+    gaps = [Gap(number[a], number[b], round_trip(a, b)) for a in tiles for b in plan.downstream(a)]
+    least, before = [plan.depth_to_loss(tile) for tile in tiles], _before(plan)
+    room = [math.inf if headroom is None else headroom[tile] for tile in tiles]
+    warm_up = list(least)
+    widen(gaps, warm_up, room, max(seconds.values()), [[number[each] for each in before[tile]] for tile in tiles])
+    extra = [max(0, min(now, plan.microbatches - 1) - had) for now, had in zip(warm_up, least, strict=True)]
+    if not any(extra):
         return None
-    return replace(
-        plan, tiles=tuple(replace(tile, extra_warmup=n) for tile, n in zip(plan.tiles, extra_warmup, strict=True))
-    )
+    return replace(plan, tiles=tuple(replace(tile, extra_warmup=n) for tile, n in zip(tiles, extra, strict=True)))
 
 
 def _before(plan: Plan) -> dict[Tile, set[Tile]]:
@@ -204,6 +195,5 @@ def _before(plan: Plan) -> dict[Tile, set[Tile]]:
     result: dict[Tile, set[Tile]] = {}
     for tiles in sorted(together.values(), key=lambda tiles: tiles[0].items.start):
         direct = {other for tile in tiles for other in plan.upstream(tile)}
-        every = set(tiles).union(direct, *(result[other] for other in direct))
-        result |= dict.fromkeys(tiles, every)
+        result |= dict.fromkeys(tiles, set(tiles).union(direct, *(result[other] for other in direct)))
     return result

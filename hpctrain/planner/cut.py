@@ -161,6 +161,7 @@ class SharedBlocks(NamedTuple):
 
     members: list[tuple[int, int]]
     """These stages: pipeline, and place in it."""
+    placed: list[Placed]
     elements: list[float]
     """For each of them how many weights a rank has."""
     blocks: int

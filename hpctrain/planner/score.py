@@ -34,15 +34,12 @@ MANY_ROWS = 8
 """So many rows at once show a device's speed."""
 
 
-def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts: Sequence[Sequence[float]]) -> float:
-    """Return when all stages are done that start at some moments and exchange one thing after the other."""
-    now = [list(moments) for moments in starts]
-    for members, seconds in exchanged:
-        if seconds:
-            end = max(now[p][i] for p, i in members) + seconds
-            for p, i in members:
-                now[p][i] = end
-    return max(map(max, now))
+def _exchange(now: Sequence[list[float]], members: Sequence[tuple[int, int]], seconds: float) -> None:
+    """Let some stages, of a pipeline and a place in it, exchange for so long when all are ready; `now` is by stage."""
+    if seconds:
+        end = max(now[p][i] for p, i in members) + seconds
+        for p, i in members:
+            now[p][i] = end
 
 
 class Scorer:
@@ -214,27 +211,26 @@ class Scorer:
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def _seconds(self, shape: Shape, pipelines: Sequence[Sequence[Placed]], passed: Sequence[Sequence[float]]) -> float:
-        """Return the seconds of a step in which stages have `passed` all microbatches after so long."""
-        costs, setup = self.costs, self.costs.setup
-        # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
+    def _seconds(self, shape: Shape, pipelines: Sequence[Sequence[Placed]], passed: list[list[float]]) -> float:
+        """Return the seconds of a step in which stages have `passed` all microbatches after so long.
+
+        What the same stages hold they exchange one after the other, when all of them are ready.
+        """
+        costs, setup, gathers = self.costs, self.costs.setup, []
         updated = [[0.0] * len(stages) for stages in pipelines]
-        exchanged = []
         for shared in self._shared_blocks(pipelines):
-            placed = [pipelines[p][i] for p, i in shared.members]
-            holders = sum(each.choice.replicas for each in placed)
-            for (p, i), each, elements in zip(shared.members, placed, shared.elements, strict=True):
-                is_cut = shape.zero > 0 and holders > 1
-                device, own = costs.pools[each.pool].device, int(elements / holders if is_cut else elements)
-                if each.variant.offload in ("optimizer", "all"):
-                    updated[p][i] += offloaded_update_seconds(setup, device, own)
-                else:
-                    updated[p][i] += update_seconds(setup, device, own)
+            holders = sum(each.choice.replicas for each in shared.placed)
+            for (p, i), each, elements in zip(shared.members, shared.placed, shared.elements, strict=True):
+                own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
+                seconds = offloaded_update_seconds if each.variant.offload in ("optimizer", "all") else update_seconds
+                updated[p][i] += seconds(setup, costs.pools[each.pool].device, own)
             if holders > 1:
-                exchanged.append((shared.members, *self._exchange_seconds(shape.zero, placed, shared)))
-        longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
-        after = _after([(members, gather) for members, _, gather in exchanged], updated)
-        return longest + costs.agree_seconds + after + setup.stack.step_seconds
+                reduce, gather = self._exchange_seconds(shape.zero, shared)
+                _exchange(passed, shared.members, reduce)
+                gathers.append((shared.members, gather))
+        for members, gather in gathers:
+            _exchange(updated, members, gather)
+        return max(map(max, passed)) + costs.agree_seconds + max(map(max, updated)) + setup.stack.step_seconds
 
     def _headroom(self, stages: Sequence[Placed], messages: Sequence[float], microbatches: int) -> list[float]:
         """Return how many more microbatches than by 1F1B each stage has memory for; below 0 where it has none for the
@@ -261,63 +257,48 @@ class Scorer:
         start, at = 0, [0] * len(pipelines)
         for stop in sorted(set(itertools.chain(*ends))):
             is_first, is_last = start == 0, stop == self._model.num_layers
-            elements = [
-                self.costs.elements(stages[i].choice.grid, is_first, is_last).at(stop - start)
-                for stages, i in zip(pipelines, at, strict=True)
-            ]
-            yield SharedBlocks(list(enumerate(at)), elements, int(stop - start), is_first, is_last)
+            placed = [stages[i] for stages, i in zip(pipelines, at, strict=True)]
+            elements = [self.costs.elements(p.choice.grid, is_first, is_last).at(stop - start) for p in placed]
+            yield SharedBlocks(list(enumerate(at)), placed, elements, int(stop - start), is_first, is_last)
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], shared: SharedBlocks) -> tuple[float, float]:
-        """Return how long the gradients of a piece are waited for, and its weights.
+    def _exchange_seconds(self, zero: int, shared: SharedBlocks) -> tuple[float, float]:
+        """Return how long the gradients of shared blocks are waited for after the last backward pass, and the weights,
+        where they are overlapped in the next step's first forward pass.
 
-        Ranks of different grids meet in parts of what the finest has, one after the other.
+        Ranks of different grids meet in parts of what the finest has, one after the other. At least about a bucket's
+        exchange is exposed, with the first item, whose gradients are made last and whose weights are needed first.
+        While the last item computes, nothing is there to be summed, and nothing is left to be gathered.
         """
-        costs, setup = self.costs, self.costs.setup
+        costs, setup, placed = self.costs, self.costs.setup, shared.placed
         groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
         sizes = [size for _, size, _ in groups]
-        part, times = min(shared.elements), max(sizes) / min(sizes)
-        buckets = 1
+        part, times, buckets = min(shared.elements), max(sizes) / min(sizes), 1
         if setup.bucket_bytes:
             items = shared.blocks + shared.is_first + shared.is_last
             buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / setup.bucket_bytes)))
 
-        def exchange(operation: str, element_bytes: int) -> float:
-            return costs.sharing_seconds(groups, int(part * element_bytes / buckets), operation) * buckets * times
+        def exchange(operation: str, element_bytes: int, meanwhile: str) -> float:
+            bucket = costs.sharing_seconds(groups, int(part * element_bytes / buckets), operation)
+            seconds = bucket * buckets * times
+            if not setup.bucket_bytes or not meanwhile:
+                return seconds
+            item, blocks = EMBEDDING if shared.is_first else BLOCK, shared.blocks - 1 + shared.is_last
+            of_first = (
+                costs.elements_of(each.choice.grid, item) / each.choice.grid.z / whole
+                for each, whole in zip(placed, shared.elements, strict=True)
+            )
+            lines = ((getattr(each.variant, meanwhile), each.variant.row_chunks) for each in placed)
+            hidden = min(line.each / row_chunks * blocks for line, row_chunks in lines)
+            return max(seconds * max(1 / buckets, *of_first), seconds - hidden)
 
         reduce = gather = 0.0
         if zero < 2:
-            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes)
+            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes, "backward")
         if zero in (1, 2):
-            gather = exchange("all_gather", setup.item_bytes)
-        return self._waited_for(reduce, gather, buckets, placed, shared) if setup.bucket_bytes else (reduce, gather)
-
-    def _waited_for(
-        self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], shared: SharedBlocks
-    ) -> tuple[float, float]:
-        """Return the exposed part of both after the last backward pass, and the next step's first forward one.
-
-        At least about a bucket's, with the first item, whose gradients are made last and whose weights are needed
-        first; while the last item computes, nothing is there to be summed, and nothing is left to be gathered.
-        """
-        of_first = (
-            self.costs.elements_of(each.choice.grid, EMBEDDING if shared.is_first else BLOCK)
-            / each.choice.grid.z
-            / whole
-            for each, whole in zip(placed, shared.elements, strict=True)
-        )
-        share = max(1 / buckets, *of_first)
-        blocks = shared.blocks - 1 + shared.is_last
-        reduce = max(
-            reduce * share,
-            reduce - min(each.variant.backward.each / each.variant.row_chunks * blocks for each in placed),
-        )
-        if len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1:
-            gather = max(
-                gather * share,
-                gather - min(each.variant.forward.each / each.variant.row_chunks * blocks for each in placed),
-            )
+            is_early = len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1
+            gather = exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
         return reduce, gather
 
     def _message(self, source: Placed, target: Placed) -> float:
