@@ -16,10 +16,9 @@ from hpctrain.plan.checks import check_tiling
 from hpctrain.plan.draw import draw_plan
 from hpctrain.plan.file import dump_plan, load_plan
 from hpctrain.plan.uniform import resolve_plan
-from hpctrain.planner.choose import families_in, search_best, with_dtypes
+from hpctrain.planner.choose import families_in, memory_warnings, search_best, with_dtypes
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.explain import reasons, runner_up
-from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Limits, SearchResult
 from hpctrain.planner.space import Space, by_speed_space, even_space
 

@@ -16,10 +16,9 @@ from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_v
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.plan.uniform import check_families
-from hpctrain.planner.choose import with_dtypes
+from hpctrain.planner.choose import memory_warnings, with_dtypes
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Prediction, predict
-from hpctrain.planner.rows_fit import memory_warnings
 
 
 @click.command("predict")

@@ -1,6 +1,8 @@
 """What messages between the tiles of a plan take: activations forward, their gradients back. Pure."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.plan.tiling import Plan, Tile
@@ -44,36 +46,29 @@ class _Messages:
         )
 
     def all(self) -> dict[tuple[Tile, Tile], float]:
+        """Return the messages. What a rank sends to several tiles on other nodes shares its NIC: all come when the last
+        one comes."""
         result: dict[tuple[Tile, Tile], float] = {}
-        known: dict[tuple, list[float | None]] = {}
-        for tile in self._plan.tiles:
-            for forward in (True, False):
-                sources = self._plan.upstream(tile) if forward else self._plan.downstream(tile)
-                if not sources:
-                    continue
-                key = forward, self._meeting((tile, *sources), tile.items.start if forward else tile.items.stop)
+        together: dict[tuple[Tile, Tile], float] = {}
+        known: dict[tuple, Any] = {}
+        for tile, forward in itertools.product(self._plan.tiles, (True, False)):
+            before, after = self._plan.upstream(tile), self._plan.downstream(tile)
+            sources, targets = (before, after) if forward else (after, before)
+            begin, end = (tile.items.start, tile.items.stop) if forward else (tile.items.stop, tile.items.start)
+            if sources:
+                key = "from", forward, self._meeting((tile, *sources), begin)
                 if key not in known:
                     known[key] = self._between(tile, sources, forward)
-                result |= {
-                    (source, tile): each for source, each in zip(sources, known[key], strict=True) if each is not None
-                }
-        return self._with_shared_sending(result)
-
-    def _with_shared_sending(self, alone: dict[tuple[Tile, Tile], float]) -> dict[tuple[Tile, Tile], float]:
-        """Return the messages where what a rank sends to several tiles shares its NIC: all come when the last comes."""
-        result, known, crosses = dict(alone), {}, crossing(alone, self._network)
-        for tile in self._plan.tiles:
-            for forward in (True, False):
-                targets = self._plan.downstream(tile) if forward else self._plan.upstream(tile)
-                if len(targets) < 2:
-                    continue
-                key = forward, self._meeting((tile, *targets), tile.items.stop if forward else tile.items.start)
+                for source, seconds in zip(sources, known[key], strict=True):
+                    if seconds is not None:
+                        result[source, tile] = seconds
+            if len(targets) > 1:
+                key = "to", forward, self._meeting((tile, *targets), end)
                 if key not in known:
                     known[key] = self._sending(targets, forward, tile)
-                for target in targets:
-                    if (tile, target) in crosses:
-                        result[tile, target] = max(result[tile, target], known[key])
-        return result
+                together.update({(tile, target): known[key] for target in targets})
+        crosses = crossing(result, self._network)
+        return {pair: max(s, together.get(pair, 0.0)) if pair in crosses else s for pair, s in result.items()}
 
     def _sending(self, targets: Sequence[Tile], forward: bool, source: Tile) -> float:
         """Return how long the busiest rank of a tile sends to other nodes, were it alone."""

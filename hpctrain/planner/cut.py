@@ -9,14 +9,13 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hpctrain.plan.tiling import counted
 from hpctrain.planner.closed_form import PassSeconds
 from hpctrain.planner.space import Shape, StageChoice
-from hpctrain.planner.stages import BlockLine
+from hpctrain.planner.stages import Stage, StageCosts, StageVariant, StageVariants
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 MANY_ROWS = 64
@@ -25,58 +24,12 @@ TIE_DIGITS = 12
 """Of seconds: stages that differ by less are equal, and the order of sums decides nothing."""
 ROUNDS = 12
 """Of halving the time by which rows are given at once."""
-
-
-class StageVariant(NamedTuple):
-    """A variant of computing a stage."""
-
-    recompute: str
-    row_chunks: int
-    """In which it goes through its rows of a microbatch."""
-    forward: BlockLine
-    backward: BlockLine
-    beyond: int
-    """Blocks, for which fewer pieces suffice."""
-    most: int
-    """Blocks, as far as memory goes."""
-    needed_bytes: BlockLine
-    kept_bytes: BlockLine
-    """Of these, for each microbatch in flight."""
-    split: tuple[BlockLine, BlockLine] | None = None
-    """The parts of `backward`, one by one, where the gradient is sent between them."""
-    offload: str = "none"
-    """What it keeps in host memory."""
-    update: BlockLine = BlockLine(0.0, 0.0)
-    """What a microbatch's share of the update takes longer for that."""
-
-    def seconds(self, blocks: int) -> float:
-        """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
-        return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
-
-
-@dataclass(frozen=True, eq=False)
-class StageVariants:
-    """What a stage would take with so many blocks."""
-
-    variants: tuple[StageVariant, ...]
-    offloading: Callable[[], tuple[StageVariant, ...]] = tuple
-    """Returns the variants that use host memory; asked where the device's is too small for the first of the others."""
-
-    @cached_property
-    def _all(self) -> tuple[StageVariant, ...]:
-        return self.variants + self.offloading()
-
-    def variant(self, blocks: int) -> StageVariant | None:
-        """Return the fastest variant that has memory for so many blocks, and no more pieces than that takes."""
-        if self.variants and blocks <= self.variants[0].most:
-            return self.variants[0]
-        fitting = [variant for variant in self._all if variant.beyond < blocks <= variant.most]
-        return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
-
-    def seconds(self, blocks: int) -> float:
-        """Return the time of one microbatch, forward and backward; without end where memory is short."""
-        variant = self.variant(blocks)
-        return variant.seconds(blocks) if variant else math.inf
+LEAST_GAIN = 0.002
+"""Of the slowest stage: a plan of whole blocks is easier to read."""
+RECUT_ROUNDS = 20
+"""Of halving the time of the slowest stage."""
+EPSILON = 1e-9
+"""Of a time: sums are rounded."""
 
 
 def cut_blocks(num_blocks: int, stages: Sequence[StageVariants]) -> list[int] | None:
@@ -138,11 +91,18 @@ def _most_at_once(least: Sequence[int], left: int, seconds: Sequence[Callable[[i
 class Placed(NamedTuple):
     """A stage of a pipeline, with its cut."""
 
-    pool: int
-    choice: StageChoice
+    stage: Stage
     blocks: float
     """Not whole where a stage is cut inside of one: then what takes as long."""
     variant: StageVariant
+
+    @property
+    def pool(self) -> int:
+        return self.stage.pool
+
+    @property
+    def choice(self) -> StageChoice:
+        return self.stage.choice
 
     @property
     def forward(self) -> float:
@@ -154,15 +114,14 @@ class Placed(NamedTuple):
 
     @property
     def passes(self) -> PassSeconds:
-        if self.variant.split is None:
-            return PassSeconds(self.forward, self.backward)
-        return PassSeconds(self.forward, *(part.at(self.blocks) for part in self.variant.split))
+        backward = self.variant.split or (self.variant.backward,)
+        return PassSeconds(self.forward, *(part.at(self.blocks) for part in backward))
 
     @property
     def end_blocks(self) -> float:
         """Return how many blocks take as long as the ends of the model that it has."""
-        forward, backward = self.variant.forward, self.variant.backward
-        return (forward.base + backward.base) / (forward.each + backward.each)
+        both = self.variant.forward.plus(self.variant.backward)
+        return both.base / both.each
 
     @property
     def needed_bytes(self) -> float:
@@ -202,6 +161,7 @@ class SharedBlocks(NamedTuple):
 
     members: list[tuple[int, int]]
     """These stages: pipeline, and place in it."""
+    placed: list[Placed]
     elements: list[float]
     """For each of them how many weights a rank has."""
     blocks: int
@@ -264,3 +224,99 @@ class SearchLayout:
     @property
     def all_stages(self) -> list[Placed]:
         return [placed for stages in self.stages for placed in stages]
+
+
+# ---- cuts between attention and feed-forward part -------------------------------------------------------------------
+#
+# Each item has its own price, by kind: what a stage takes from one item to another is a difference of two sums. The
+# least time of the slowest stage is searched by halving: within a time, each stage takes as many items as it can, the
+# last one first. That is exact, since times grow with items.
+
+
+class PricedItems(NamedTuple):
+    """What a stage would take with some items."""
+
+    seconds: Sequence[float]
+    """For each item: of all items before it, had the stage these."""
+    most: int
+    """Items for which it has memory, by whole blocks."""
+
+    def first(self, stop: int, limit: float) -> int:
+        """Return the first item from which it can go up to another one in a time."""
+        places = range(max(0, stop - self.most), stop)
+        return places.start + bisect_left(places, True, key=lambda i: self.taken(i, stop) <= limit)
+
+    def taken(self, start: int, stop: int) -> float:
+        return self.seconds[stop] - self.seconds[start]
+
+
+def recut(costs: StageCosts, layout: SearchLayout) -> SearchLayout:
+    """Return a layout with better cuts, or the same one where there are none."""
+    if layout.shape.zero >= 2 and len(layout.stages) > 1:
+        return layout  # who exchanges in every pass has the same items
+    if any(placed.variant.offload in ("activations", "all") for placed in layout.all_stages):
+        return layout  # what is exposed of copies is no sum over items
+    microbatches, cuts, pipelines = layout.shape.microbatches, [], []
+    slowest, before = 0.0, 0.0
+    for stages in layout.stages:
+        old, last = whole_cuts(stages), len(stages) - 1
+        made = [
+            PricedItems(_sums(costs, placed), 2 * placed.variant.most + (i == 0) + (i == last))
+            for i, placed in enumerate(stages)
+        ]
+        had = _slowest(made, old)
+        new, least = _cut(made, old, had)
+        cuts.append(tuple(new))
+        taken = (stage.taken(*items) for stage, items in zip(made, itertools.pairwise(new), strict=True))
+        pipelines.append(tuple(_with_seconds(*pair) for pair in zip(stages, taken, strict=True)))
+        before, slowest = max(before, had), max(slowest, least)
+    if slowest > before * (1 - LEAST_GAIN):
+        return layout
+    seconds = layout.seconds - microbatches * (before - slowest)
+    return replace(layout, stages=tuple(pipelines), cuts=tuple(cuts), seconds=seconds, whole=layout)
+
+
+def _with_seconds(placed: Placed, seconds: float) -> Placed:
+    """Return a stage with as much of blocks as takes so long."""
+    both = placed.variant.forward.plus(placed.variant.backward)
+    return placed._replace(blocks=(seconds - both.base) / both.each)
+
+
+def _sums(costs: StageCosts, placed: Placed) -> list[float]:
+    kinds, how = costs.setup.first_equal, (placed.variant.recompute, placed.variant.row_chunks)
+    seconds = {kind: costs.piecewise(placed.stage, Interval(kind, kind + 1), *how).both for kind in set(kinds)}
+    return list(itertools.accumulate((seconds[kind] for kind in kinds), initial=0.0))
+
+
+def _cut(stages: Sequence[PricedItems], old: Sequence[int], slowest: float) -> tuple[list[int], float]:
+    """Return where stages begin, and the last one ends, and what the slowest takes: the `old` cuts, of which it takes
+    so long, where none are better."""
+    low, high = 0.0, slowest
+    for _ in range(RECUT_ROUNDS):
+        middle = (low + high) / 2
+        if _starts(stages, middle) is None:
+            low = middle
+        else:
+            high = middle
+    cuts = _starts(stages, high * (1 + EPSILON)) or list(old)
+    taken = _slowest(stages, cuts)
+    return (cuts, taken) if taken * (1 + EPSILON) < slowest else (list(old), slowest)
+
+
+def _slowest(stages: Sequence[PricedItems], cuts: Sequence[int]) -> float:
+    pairs = zip(stages, itertools.pairwise(cuts), strict=True)
+    return max(stage.taken(*items) if items[1] - items[0] <= stage.most else math.inf for stage, items in pairs)
+
+
+def _starts(stages: Sequence[PricedItems], limit: float) -> list[int] | None:
+    """Return where stages begin, and the last one ends, of which each takes all that it can in a time, the last one
+    first, as it keeps the fewest activations; None if items are left over."""
+    num_items = len(stages[0].seconds) - 1
+    cuts = [num_items]
+    for number in range(len(stages) - 1, 0, -1):
+        start = max(stages[number].first(cuts[0], limit), number + 1)  # those before it have an item each
+        if start >= cuts[0] - (cuts[0] == num_items):  # and with an end of the model a stage has a branch, too
+            return None
+        cuts.insert(0, start)
+    cuts.insert(0, 0)
+    return cuts if stages[0].taken(0, cuts[1]) <= limit and cuts[1] <= stages[0].most else None

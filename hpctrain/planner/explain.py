@@ -1,6 +1,6 @@
 """Why a search chose what it chose, in sentences with the numbers. Pure."""
 
-from hpctrain.plan.tiling import Plan, counted
+from hpctrain.plan.tiling import counted
 from hpctrain.planner.cut import Placed
 from hpctrain.planner.search import SearchResult, SimulatedPlan
 from hpctrain.planner.space import names_of
@@ -12,10 +12,8 @@ MIB = 2**20
 def reasons(result: SearchResult) -> list[str]:
     """Return what limits the best plan, and what its main choices are better than."""
     best = result.best
-    summary = [_bottleneck(result), _arrangement(result), _microbatches(result)]
-    summary += [_schedule(best), *_memory(best)]
-    summary += _unused(result)
-    return [reason for reason in summary if reason]
+    limits = _bottleneck(result), _arrangement(result), _microbatches(result), _schedule(best)
+    return [reason for reason in (*limits, *_memory(best), *_unused(result)) if reason]
 
 
 def runner_up(result: SearchResult) -> str:
@@ -96,19 +94,22 @@ def _than(other: float, own: float) -> str:
 
 
 def _memory(best: SimulatedPlan) -> list[str]:
-    summary = []
-    stages = best.layout.all_stages
-    again = [number for number, placed in enumerate(stages) if placed.variant.recompute != "none"]
+    stages, summary = best.layout.all_stages, []
+
+    def which(option: str) -> tuple[str, list[Placed]]:
+        """Return the stages with an option of memory, in words and as they are."""
+        numbers = [i for i, placed in enumerate(stages) if getattr(placed.variant, option) != "none"]
+        words = f"{counted(len(numbers), 'stage')} of {len(stages)}, stage {numbers[0]} the first," if numbers else ""
+        return words, [stages[number] for number in numbers]
+
+    words, again = which("recompute")
     if again:
-        which = f"{counted(len(again), 'stage')} of {len(stages)}, stage {again[0]} the first,"
-        summary.append(f"{which} would not fit with all activations kept, and computes them again")
-    offloading = [number for number, placed in enumerate(stages) if placed.variant.offload != "none"]
+        summary.append(f"{words} would not fit with all activations kept, and computes them again")
+    words, offloading = which("offload")
     if offloading:
-        first = stages[offloading[0]]
         memory = next(each.memory for each in best.prediction.memory if each.memory.on_host)
-        which = f"{counted(len(offloading), 'stage')} of {len(stages)}, stage {offloading[0]} the first,"
         summary.append(
-            f"{which} would not fit, or be slower, without host memory: offload {first.variant.offload} keeps"
+            f"{words} would not fit, or be slower, without host memory: offload {offloading[0].variant.offload} keeps"
             f" {memory.on_host / MIB:,.1f} MiB of a rank there"
         )
     if row_chunks := {tile.row_chunks for tile in best.plan.tiles if tile.row_chunks > 1}:
@@ -125,13 +126,10 @@ def _memory(best: SimulatedPlan) -> list[str]:
 
 
 def _unused(result: SearchResult) -> list[str]:
-    plan: Plan = result.best.plan
-    unused = set(plan.unused)
-    summary = []
-    for pool in result.pools:
-        idle = sum(rank in unused for ranks in pool.nodes for rank in ranks)
-        if idle:
-            summary.append(
-                f"{idle} of {pool.num_devices} {pool.name} are unused: no plan that was scored does more with them"
-            )
-    return summary
+    unused = set(result.best.plan.unused)
+    idle = ((pool, sum(rank in unused for ranks in pool.nodes for rank in ranks)) for pool in result.pools)
+    return [
+        f"{count} of {pool.num_devices} {pool.name} are unused: no plan that was scored does more with them"
+        for pool, count in idle
+        if count
+    ]

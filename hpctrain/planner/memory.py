@@ -4,8 +4,10 @@ For other software the same parts, with gradients as it keeps them, and what its
 """
 
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpctrain.architectures.description import Attention, Mlp, Norm
 from hpctrain.config.kernels import tokens_at_once
@@ -66,54 +68,27 @@ class StageMemory:
         return self.memory.total <= self.available_bytes
 
 
-def memory_of(
-    setup: Setup, plan: Plan, tile: Tile, shards: RankShards, rank: int, waiting: int, available: int
-) -> MemoryParts:
-    """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent.
+class State(NamedTuple):
+    """Bytes of a rank's weights, of their gradients, and of the optimizer's state of those that it updates."""
 
-    `shards` is what `rank` holds, which is of this tile or of one with like items, grid and state.
-    Its device has so many bytes `available`, of which software may lose a share.
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+def state_of(setup: Setup, stored: float, updated: float, packed: float, zero: int, num_holders: int) -> State:
+    """Return the bytes of the weights that a rank stores, of which it updates some, with as many holders.
+
+    `packed` are those that it has once more, to exchange them with other grids, and where they are used.
     """
-    weights = gradients = num_updated = 0
-    mixed = setup.item_bytes < MASTER_BYTES
-    of_gradient = setup.stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
-    z = plan.tile_of(rank).coordinate(rank)[2]
-    for group in shards.shard_groups:
-        packed = sum(region.size for region in group.regions)
-        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in group.layouts) + packed
-        place = group.ranks.index(rank)
-        updated = group.cuts(stored)[place].size if group.zero else stored
-        if setup.stack.stores_halves or not mixed:
-            weights += (updated if group.zero == 3 else stored) * setup.item_bytes
-        weights += (packed if group.zero < 3 else 0) * setup.item_bytes  # to exchange, and where they are used
-        gradients += (updated if group.zero >= 2 else stored) * of_gradient
-        if group.zero == 1 and len(group.ranks) > 1 and not setup.stack.sums_in_place:
-            gradients += updated * GRADIENT_BYTES  # what is summed, in addition to what is added to
-        num_updated += updated
-    of_state = state_bytes(setup)
-    moments, on_host = num_updated * of_state, 0
-    if tile.offloads_optimizer:
-        moments, on_host = 0, moments
-    kept, largest = _activations(setup, plan, tile)
-    messages = waiting + _expected(setup, plan, tile) + _sent(plan, tile)
-    buffers = largest + messages * largest_message_bytes(setup, tile) + int(setup.stack.reserved_bytes)
-    buffers += int(setup.stack.overhead_share * available)
-    others = (max((len(group.ranks) for group in shards.shard_groups), default=1), tile.tensor.x, tile.tensor.y)
-    num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
-    buffers += int(num_groups * setup.stack.communicator_bytes)
-    on_host += _offloaded_activations(setup, plan, tile)
-    if tile.offloads_optimizer:  # when nothing of a microbatch is there
-        buffers = max(buffers, SLOTS * min(num_updated, bucket_elements(num_updated)) * of_state - kept)
-    return MemoryParts(weights, gradients, moments, kept, _gathered(setup, plan, tile, shards), buffers, on_host)
-
-
-def _offloaded_activations(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return the bytes of activations that a rank keeps in host memory, for all of its tiles."""
-    if tile.is_idle or not tile.offloads_activations:
-        return 0
-    virtual_stages = plan.virtual_stages(tile)
-    moved = [sum(_moved(setup, each, layer) for layer in layers(each.items)) for each in virtual_stages]
-    return int(_most_alive(plan, virtual_stages, moved))
+    stack, b = setup.stack, setup.item_bytes
+    weights = b * (updated if zero == 3 else stored) if stack.stores_halves or b >= MASTER_BYTES else 0
+    weights += b * packed if zero < 3 else 0
+    kept = stack.kept_gradient_bytes.get(setup.dtype, GRADIENT_BYTES)
+    gradients = (updated if zero >= 2 else stored) * kept
+    if zero == 1 and num_holders > 1 and not stack.sums_in_place:
+        gradients += updated * GRADIENT_BYTES  # what is summed, in addition to what is added to
+    return State(weights, gradients, updated * state_bytes(setup))
 
 
 def state_bytes(setup: Setup) -> int:
@@ -122,19 +97,45 @@ def state_bytes(setup: Setup) -> int:
     return MOMENT_BYTES + (MASTER_BYTES if setup.item_bytes < MASTER_BYTES else 0)
 
 
+def memory_of(
+    setup: Setup, plan: Plan, tile: Tile, shards: RankShards, rank: int, waiting: int, available: int
+) -> MemoryParts:
+    """Return what one rank of a tile needs, for all of its tiles, while so many messages wait to be sent.
+
+    `shards` is what `rank` holds, which is of this tile or of one with like items, grid and state.
+    Its device has so many bytes `available`, of which software may lose a share.
+    """
+    stack, states, num_updated = setup.stack, [State(0, 0, 0)], 0
+    z = plan.tile_of(rank).coordinate(rank)[2]
+    for group in shards.shard_groups:
+        packed = sum(region.size for region in group.regions)
+        stored = sum(cut_evenly(layout.size, tile.tensor.z)[z].size for layout in group.layouts) + packed
+        updated = group.cuts(stored)[group.ranks.index(rank)].size if group.zero else stored
+        states.append(state_of(setup, stored, updated, packed, group.zero, len(group.ranks)))
+        num_updated += updated
+    weights, gradients, moments = (int(sum(parts)) for parts in zip(*states, strict=True))
+    others = (max((len(group.ranks) for group in shards.shard_groups), default=1), tile.tensor.x, tile.tensor.y)
+    num_groups = sum(size > 1 for size in (*others, tile.tensor.z, plan.path_length(tile)))
+    buffers = (waiting + _num_messages(setup, plan, tile)) * largest_message_bytes(setup, tile)
+    buffers += int(stack.reserved_bytes) + int(stack.overhead_share * available)
+    buffers += int(num_groups * stack.communicator_bytes)
+    kept = gathered = on_host = 0
+    if not tile.is_idle:
+        kept, computing, on_host = _activations(setup, plan, tile)
+        buffers, gathered = buffers + computing, _gathered(setup, plan, tile, shards)
+    if tile.offloads_optimizer:  # whose buckets move through the device when nothing of a microbatch is there
+        moments, on_host = 0, on_host + moments
+        buffers = max(buffers, SLOTS * min(num_updated, bucket_elements(num_updated)) * state_bytes(setup) - kept)
+    return MemoryParts(weights, gradients, moments, kept, gathered, buffers, on_host)
+
+
 def _gathered(setup: Setup, plan: Plan, tile: Tile, shards: RankShards) -> int:
     zero = max((group.zero for group in shards.shard_groups), default=0)
-    if tile.is_idle:
-        return 0
     virtual_stages = plan.virtual_stages(tile)
-    sizes = [
-        layer_elements(setup.model, tile.tensor, layer)
-        for virtual_stage in virtual_stages
-        for layer in layers(virtual_stage.items)
-    ]
+    sizes = [layer_elements(setup.model, tile.tensor, layer) for each in virtual_stages for layer in layers(each.items)]
     pair = max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
-    holders = min((len(stored_by.ranks) for stored_by in shards.shard_groups if stored_by.zero >= 2), default=0)
-    splits = any(_splits(setup, plan, virtual_stage) for virtual_stage in virtual_stages)
+    holders = min((len(group.ranks) for group in shards.shard_groups if group.zero >= 2), default=0)
+    splits = any(_splits(setup, plan, each) for each in virtual_stages)
     return int(gathered_bytes(setup, tile.tensor.z, zero, holders, max(sizes), pair, splits))
 
 
@@ -155,117 +156,123 @@ def gathered_bytes(setup: Setup, z: int, zero: int, holders: int, largest: int, 
     return of_weights * weights + whole * setup.gradient_bytes + coming * shares * setup.gradient_bytes
 
 
-def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
-    """Return the bytes kept, and those of the layer that needs the most while it computes."""
-    if tile.is_idle:
-        return 0, 0
-    virtual_stages = plan.virtual_stages(tile)
-    if len(virtual_stages) > 1:
-        return _kept_of_virtual_stages(setup, plan, virtual_stages), max(
-            _computing(setup, plan, each) for each in virtual_stages
-        )
-    return _activations_of_one(setup, plan, tile)
-
-
 def _splits(setup: Setup, plan: Plan, tile: Tile) -> bool:
     return setup.stack.splits_backward and weight_delay(plan, tile) is not None
 
 
-def _kept_of_virtual_stages(setup: Setup, plan: Plan, virtual_stages: Sequence[Tile]) -> int:
-    """Return the bytes kept of tiles between which the same ranks alternate."""
-    return int(_most_alive(plan, virtual_stages, [_kept(setup, tile) for tile in virtual_stages]))
-
-
-def _most_alive(plan: Plan, virtual_stages: Sequence[Tile], row_bytes: Sequence[float]) -> float:
-    """Return the bytes of all microbatches in flight of tiles between which the same ranks alternate, which keep so
-    many of each of a rank's rows."""
-    rows = -(-virtual_stages[0].rows.size // virtual_stages[0].tensor.z)
-    each = []
-    for tile, num_bytes in zip(virtual_stages, row_bytes, strict=True):
-        each.append(num_bytes * (rows if plan.downstream(tile) else -(-rows // tile.row_chunks)))
-    alive = most = 0.0
-    for op, virtual_stage, _ in passes(plan, virtual_stages[0]):
-        alive += each[virtual_stage] if op is Op.FORWARD else -each[virtual_stage]
-        most = max(most, alive)
-    return most
-
-
-def _kept(setup: Setup, tile: Tile) -> float:
-    """Return the bytes that a tile keeps of a row on its device."""
-    return sum(_stays(setup, tile, layer) for layer in layers(tile.items))
-
-
-def _stays(setup: Setup, tile: Tile, layer: Interval) -> float:
-    """Return the bytes that a layer of a tile keeps of a row on its device, once it has been computed."""
-    return layer_kept(setup, tile.tensor, layer, tile.recompute) - _moved(setup, tile, layer)
-
-
-def _moved(setup: Setup, tile: Tile, layer: Interval) -> float:
-    return layer_moved(setup, tile.tensor, layer, tile.recompute) if tile.offloads_activations else 0.0
-
-
-def _activations_of_one(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int]:
+def _activations(setup: Setup, plan: Plan, tile: Tile) -> tuple[int, int, int]:
+    """Return the bytes that a rank keeps on its device, for all of its tiles, those that it computes with, and those
+    that it keeps in host memory."""
     rows = -(-tile.rows.size // tile.tensor.z)
     at_once = -(-rows // tile.row_chunks)
-    at_loss = not plan.downstream(tile)
-    microbatches = in_flight(plan, tile)
-    one = _kept(setup, tile)
-    buffers = _computing(setup, plan, tile)
-    kept_rows = at_once if at_loss else microbatches * rows
-    if not _splits(setup, plan, tile):
-        return int(kept_rows * one), buffers
-    deferred = sum(layer_deferred(setup, tile.tensor, layer) for layer in layers(tile.items))
-    waiting = rows * min(weight_delay(plan, tile) or 0, plan.microbatches - microbatches) * deferred
-    others = (rows - at_once) * deferred if at_loss else (kept_rows - rows) * one
-    return int(waiting + others + (at_once if at_loss else rows) * one), buffers
+    virtual_stages = plan.virtual_stages(tile)
+    wraps = len(virtual_stages) > 1 or in_flight(plan, tile) > 1
+    kept, left, moved, computing = [], [], [], 0.0
+    for each in virtual_stages:
+        splits, at_loss = _splits(setup, plan, each), not plan.downstream(each)
+        row = row_bytes(
+            setup,
+            each.tensor,
+            layers(each.items),
+            each.recompute,
+            offloads=each.offloads_activations,
+            splits=splits,
+            has_rows=at_once > 1,
+            wraps=wraps,
+            more_rows=1.0 if at_loss else rows / at_once,
+        )
+        many = at_once if at_loss else rows  # at the loss one row chunk is kept at a time, and what weight passes need
+        kept.append(many * row.kept + (rows - many) * row.deferred)
+        left.append(rows * row.deferred)
+        moved.append(many * row.moved)
+        computing = max(computing, at_once * row.computing)
+    return (
+        int(_most_alive(setup, plan, virtual_stages, kept, left)),
+        int(computing),
+        int(_most_alive(setup, plan, virtual_stages, moved, [0.0] * len(moved))),
+    )
 
 
-def _computing(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return the peak of the bytes that a backward pass takes in addition to what was kept.
+def _most_alive(
+    setup: Setup, plan: Plan, virtual_stages: Sequence[Tile], kept: Sequence[float], left: Sequence[float]
+) -> float:
+    """Return the most bytes that ranks have kept after a forward pass of a step.
 
-    Where weight passes come later, there is also what else would be gone by then. What the layers after it have kept is
-    gone, or has become what weight passes need.
+    Each forward pass of a virtual stage has `kept` bytes, of which its backward pass has `left` what the weight pass
+    needs, where that comes later.
     """
-    rows = -(-tile.rows.size // tile.tensor.z)
-    at_once = -(-rows // tile.row_chunks)
-    is_split = _splits(setup, plan, tile)
-    most = more = 0.0
-    all_layers = layers(tile.items)
-    for number, layer in reversed(list(enumerate(all_layers))):
-        taken = layer_computing(setup, tile.tensor, layer, tile.recompute, at_once > 1)
-        taken += sum(_moved(setup, tile, each) for each in all_layers[max(0, number - 1) : number + 1])
-        if is_split and setup.is_block(layer):
-            taken += inner_bytes(setup, tile.tensor, layer)
-        most = max(most, at_once * taken + more)
-        gone = _stays(setup, tile, layer)
-        change = (layer_deferred(setup, tile.tensor, layer) if is_split else 0.0) - gone
-        more += (rows if change > 0 and plan.downstream(tile) else at_once) * change
-    return int(max(most, at_once * _computing_forward(setup, plan, tile)))
-
-
-def _computing_forward(setup: Setup, plan: Plan, tile: Tile) -> float:
-    """Return the bytes that a forward pass takes of a row where activations are offloaded, when it takes the most: what
-    a block has kept, and the block before it, which may be the last one of another microbatch. The layers after it have
-    kept nothing yet."""
-    if not tile.offloads_activations:
+    if not any(kept):
         return 0.0
-    every = layers(tile.items)
-    later = dict(zip(every, _sums_behind([_stays(setup, tile, layer) for layer in every]), strict=True))
-    moved = {layer: num_bytes for layer in every if (num_bytes := _moved(setup, tile, layer))}
-    blocks = list(moved)
-    wraps = len(plan.virtual_stages(tile)) > 1 or in_flight(plan, tile) > 1
-    hidden = setup.positions * setup.model.hidden_size / tile.tensor.x / tile.tensor.position_parts * setup.item_bytes
-    most = 0.0
-    for number, layer in enumerate(blocks):
-        before = blocks[number - 1] if number or wraps else None
-        taken = 2 * hidden + (inner_bytes(setup, tile.tensor, layer) if tile.recompute == "selective" else 0.0)
-        most = max(most, taken - later[layer] + moved[layer] + (moved[before] if before else 0.0))
+    delays = [weight_delay(plan, each) or 0 if _splits(setup, plan, each) else 0 for each in virtual_stages]
+    alive = most = 0.0
+    waiting: deque[float] = deque()
+    for op, number, _ in passes(plan, virtual_stages[0]):
+        if op is Op.FORWARD:
+            alive += kept[number]
+            most = max(most, alive)
+            continue
+        alive -= kept[number]
+        if delays[number]:
+            waiting.append(left[number])
+            alive += left[number]
+            while len(waiting) > delays[number]:
+                alive -= waiting.popleft()
     return most
 
 
-def _sums_behind(sizes: Sequence[float]) -> list[float]:
-    """Return for each of some sizes the sum of those behind it."""
-    return list(itertools.accumulate(sizes[:0:-1], initial=0.0))[::-1]
+class RowBytes(NamedTuple):
+    """Bytes that layers have of one row of a rank."""
+
+    kept: float
+    """From the forward pass to the backward one, on the device."""
+    moved: float
+    """The same in host memory."""
+    deferred: float
+    """From the input pass to the weight pass, where the backward pass is split."""
+    computing: float
+    """At the peak of a pass, in addition to what is kept."""
+
+    def minus(self, other: "RowBytes") -> "RowBytes":
+        return RowBytes(*(own - its for own, its in zip(self, other, strict=True)))
+
+
+def row_bytes(
+    setup: Setup,
+    grid: TensorGrid,
+    every: Sequence[Interval],
+    recompute: str,
+    *,
+    offloads: bool,
+    splits: bool,
+    has_rows: bool,
+    wraps: bool = True,
+    more_rows: float = 1.0,
+) -> RowBytes:
+    """Return the bytes of a row that a rank with some layers keeps, and computes with.
+
+    In a backward pass, what the layers after one have kept is gone, or has become what weight passes need: of
+    `more_rows` times as many rows, where only a chunk is computed at once. `has_rows`: it computes several at once.
+    In a forward pass that offloads, there are what a block has kept and the block before it, which may be the last one
+    of another microbatch (`wraps`).
+    """
+    moved = [layer_moved(setup, grid, layer, recompute) if offloads else 0.0 for layer in every]
+    stays = [layer_kept(setup, grid, layer, recompute) - m for layer, m in zip(every, moved, strict=True)]
+    deferred = [layer_deferred(setup, grid, layer) if splits else 0.0 for layer in every]
+    hidden = setup.positions * setup.model.hidden_size / grid.x / grid.position_parts * setup.item_bytes
+    blocks = [number for number, each in enumerate(moved) if each]
+    most = more = behind = 0.0
+    for number, layer in reversed(list(enumerate(every))):
+        inner = inner_bytes(setup, grid, layer) if setup.is_block(layer) else 0.0
+        taken = layer_computing(setup, grid, layer, recompute, has_rows) + sum(moved[max(0, number - 1) : number + 1])
+        most = max(most, taken + more + (inner if splits else 0.0))
+        if moved[number]:  # in the forward pass
+            before = moved[number - 1] if number > blocks[0] else moved[blocks[-1]] if wraps else 0.0
+            again = inner if recompute == "selective" else 0.0
+            most = max(most, 2 * hidden + again - behind + moved[number] + before)
+        behind += stays[number]
+        change = deferred[number] - stays[number]
+        more += change * (more_rows if change > 0 else 1.0)
+    return RowBytes(sum(stays), sum(moved), sum(deferred), most)
 
 
 def layer_computing(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str, in_halves: bool = True) -> float:
@@ -324,15 +331,15 @@ def _again_bytes(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str
     if not is_block:
         return 0.0
     attention, _ = setup.branches(layer)
-    scores = _capped_scores_bytes(setup, grid, attention) if attention else 0.0
+    scores = _core_bytes(setup, grid, attention) if attention and attention.score_cap is not None else 0.0
     return max(scores, inner_bytes(setup, grid, layer))
 
 
-def _capped_scores_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
-    """Return the bytes of scores, their tanh and exponentials that attention with a cap keeps of a row."""
-    if attention.score_cap is None:
-        return 0.0
-    return attention.heads / grid.y * setup.positions**2 * 3 * setup.item_bytes
+def _core_bytes(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
+    """Return the bytes that attention in one kernel keeps of a row besides its operands and its result: sums of
+    exponentials; or with a cap scores, their tanh, and exponentials."""
+    numbers = setup.positions * attention.heads / grid.y
+    return numbers * (STATISTIC_BYTES if attention.score_cap is None else setup.positions * 3 * setup.item_bytes)
 
 
 def inner_bytes(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -357,22 +364,16 @@ def waiting_share(forward_seconds: float, message_seconds: float) -> float:
     return max(0.0, 1 - forward_seconds / message_seconds) if message_seconds else 0.0
 
 
-def _expected(setup: Setup, plan: Plan, tile: Tile) -> int:
-    """Return how many messages a rank of a tile has buffers for before it comes to receive them."""
-    kinds = sum(
-        any(other.ranks != tile.ranks for other in near) for near in (plan.upstream(tile), plan.downstream(tile))
-    )
-    return min(setup.stack.expected_messages, kinds * plan.microbatches)
+def _num_messages(setup: Setup, plan: Plan, tile: Tile) -> int:
+    """Return how many messages a rank of a tile has buffers for: of those that come, before it comes to receive them;
+    of those that go, one in flight for each tile that sends any, and the one that it makes."""
 
+    def meets(near: Iterable[Tile]) -> bool:
+        return any(other.ranks != tile.ranks for other in near)
 
-def _sent(plan: Plan, tile: Tile) -> int:
-    """Return how many messages a rank holds while it computes: one in flight for each tile that sends any, and the
-    one that it makes."""
-    sending = sum(
-        any(other.ranks != tile.ranks for other in (*plan.upstream(virtual_stage), *plan.downstream(virtual_stage)))
-        for virtual_stage in plan.virtual_stages(tile)
-    )
-    return sending + 1 if sending else 0
+    kinds = meets(plan.upstream(tile)) + meets(plan.downstream(tile))
+    sending = sum(meets((*plan.upstream(each), *plan.downstream(each))) for each in plan.virtual_stages(tile))
+    return min(setup.stack.expected_messages, kinds * plan.microbatches) + (sending + 1 if sending else 0)
 
 
 def layer_deferred(setup: Setup, grid: TensorGrid, layer: Interval) -> float:
@@ -409,7 +410,7 @@ def layer_moved(setup: Setup, grid: TensorGrid, layer: Interval, recompute: str)
         norms = [norm for norm in (branch.norm, branch.out_norm) if norm]
         kept -= sum(_norm_statistics(setup, norm) for norm in norms) / grid.position_parts
         if isinstance(branch, Attention) and branch.score_cap is None:
-            sums = _sums_of_exponentials(setup, grid, branch)
+            sums = _core_bytes(setup, grid, branch)
             kept -= 0.0 if moves(sums, given, grid.y) else sums
     return kept
 
@@ -468,11 +469,4 @@ def _branch_kept(setup: Setup, grid: TensorGrid, branch: Attention | Mlp, recomp
         return kept + (heads * setup.positions**2 * of_scores if recompute == "none" else 0.0)
     if not drops:
         kept += b * (query + key) * ((branch.rotary is not None) + (branch.head_norm is not None))
-    if branch.score_cap is not None:
-        return kept + (0.0 if drops else _capped_scores_bytes(setup, grid, branch))
-    return kept + _sums_of_exponentials(setup, grid, branch)
-
-
-def _sums_of_exponentials(setup: Setup, grid: TensorGrid, attention: Attention) -> float:
-    """Return the bytes that attention in one kernel keeps of a row besides its operands and its result."""
-    return setup.positions * STATISTIC_BYTES * attention.heads / grid.y
+    return kept + (0.0 if drops and branch.score_cap is not None else _core_bytes(setup, grid, branch))

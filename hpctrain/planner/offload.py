@@ -88,8 +88,7 @@ def host_shortage(plan: Plan, cluster: Cluster, memory: Mapping[Tile, StageMemor
 def host_share(cluster: Cluster, nodes: Iterable[Sequence[int]]) -> float:
     """Return what each of some ranks, node by node, may fill of its host's memory: an even share of all devices of the
     node; more than there is anywhere where nobody says how much."""
-    tables = {cluster.devices[ranks[0]].table for ranks in nodes}
-    hosts = [cluster.nodes[table] for table in tables]
+    hosts = [cluster.nodes[table] for table in {cluster.devices[ranks[0]].table for ranks in nodes}]
     known = (host.host_memory_bytes / host.num_devices for host in hosts if host.host_memory_bytes)
     return min(known, default=float(sys.maxsize))
 

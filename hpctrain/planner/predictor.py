@@ -3,28 +3,33 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from hpctrain.comm.network import ClusterNetwork, Crowd
+from hpctrain.comm.network import Crowd
 from hpctrain.config.cluster import Cluster, assumed_figures
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.holders import RankShards, ShardGroup, rank_shards_of
 from hpctrain.plan.schedule import in_flight, one_f_one_b, schedules_of, weight_delay
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner.arrivals import arrivals, crossing
-from hpctrain.planner.cost import Setup, layer_cost, model_flops, update_seconds
-from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.cost import Setup, model_flops, update_seconds
 from hpctrain.planner.efficiency import Efficiency
 from hpctrain.planner.memory import StageMemory, largest_message_bytes, layer_moved, memory_of, waiting_share
 from hpctrain.planner.offload import exposed_copies, host_shortage, offload_guesses, offloaded_update_seconds
-from hpctrain.planner.pass_cost import pass_cost
-from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost
-from hpctrain.planner.profiled import device_models
-from hpctrain.planner.simulate import simulate
-from hpctrain.planner.work import PassWork
+from hpctrain.planner.prices import (
+    PART_COUNTS,
+    PASSES,
+    Costs,
+    PassCost,
+    Place,
+    Prices,
+    Sharing,
+    TileCost,
+    part_counts,
+)
+from hpctrain.planner.simulate import Simulated, Span, simulate
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
@@ -32,8 +37,13 @@ from hpctrain.sharding.parameters import item_parameters
 # How far a step may be from its prediction, two times out of three: by benchmarks/predictor.py, for devices that were
 # measured, and for those of a data sheet.
 MEASURED_ERROR, DATASHEET_ERROR = 0.05, 0.15
+AGREED_BYTES = 24
+"""Of loss, norm and stopping, on which all ranks agree."""
 MOST_BUCKETS = 32
 """Into about how many buckets a rank's gradients are cut at the most where their sums are overlapped."""
+
+PAYS = 0.99
+"""Of a step without, one with rows cut must be predicted to take less than this: predictions are not exact."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,22 @@ def predict(setup: Setup, plan: Plan, cluster: Cluster) -> Prediction:
     return Predictor(setup, plan, cluster).predict()
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted step in detail. Each tile represents its ranks, as in `Plan.first_tiles`."""
+
+    prediction: Prediction
+    spans: dict[Tile, list[Span]]
+    exposed: dict[Tile, dict[str, float]]
+    """Seconds by part for each tile; they add up to the step."""
+
+
+def forecast(setup: Setup, plan: Plan, cluster: Cluster) -> Forecast:
+    """Return the prediction of one step with its spans. Raises as `predict`."""
+    predictor = Predictor(setup, plan, cluster)
+    return Forecast(predictor.predict(), predictor.simulated.spans, predictor.simulated.exposed)
+
+
 class Predictor:
     """What is known of one plan on one cluster."""
 
@@ -80,41 +106,21 @@ class Predictor:
         plan: Plan,
         cluster: Cluster,
         efficiencies: Mapping[str, Efficiency] | None = None,
-        network: ClusterNetwork | None = None,
+        prices: Prices | None = None,
     ):
-        """`efficiencies` are by family, in place of the catalogue's. `network` is the cluster's, of others who know its
-        times already."""
+        """`efficiencies` are by family, in place of the catalogue's. `prices` are those of other plans of the setup, in
+        whatever parts, on the cluster."""
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._overlapped_work = setup.bucket_bytes is not None
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
-        self.network = network or setup.stack.network(cluster, setup.stack.link_share)
+        self._prices = prices or Prices(setup, cluster, efficiencies)
+        self.network, self._devices = self._prices.network, self._prices.devices
         self.network.check_ranks(len(plan.ranks))
-        self._devices = device_models(cluster, setup, efficiencies)
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
+        self._places: dict[Tile, Place] = {}
+        self._shards_by_tile: dict[tuple, tuple[RankShards, int]] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
-        self._places: dict[Tile, tuple] = {}
-        self._sums: dict[tuple, list[float]] = {}
-        self._until: dict[Tile, tuple[list[float], list[float]]] = {}
-
-    def in_parts(self, count: int) -> "Predictor":
-        """Return what is known of the same plan where products are cut in so many parts: memory is the same."""
-        other = copy(self)
-        other.setup = replace(self.setup, tensor_parts=count)
-        other._passes, other._until = {}, {}
-        for cached in ("costs", "_memory"):
-            vars(other).pop(cached, None)
-        return other
-
-    def for_plan(self, plan: Plan) -> "Predictor":
-        """Return what is known of a plan that has more microbatches in flight, and is else the same."""
-        other = copy(self)
-        other.plan = plan
-        tiles = dict(zip(self.plan.tiles, plan.tiles, strict=True))
-        other._families = {tiles[tile]: families for tile, families in self._families.items()}
-        other.costs = self.costs.of(tiles)
-        other._places, other._until = {}, {}
-        vars(other).pop("_memory", None)
-        return other
+        self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
@@ -126,17 +132,22 @@ class Predictor:
             )
         return result
 
-    def predict(self) -> Prediction:
+    @cached_property
+    def simulated(self) -> Simulated:
         make = partial(one_f_one_b, splits_backward=self.setup.stack.splits_backward)
-        simulated = simulate(self.plan, schedules_of(self.plan, make), self.costs)
+        return simulate(self.plan, schedules_of(self.plan, make), self.costs)
+
+    def predict(self) -> Prediction:
+        simulated = self.simulated
         breakdown, exposed = self._mean_parts(simulated.parts), self._mean_parts(simulated.exposed)
         step = simulated.step_seconds + self.setup.stack.step_seconds
         breakdown["optimizer"] += self.setup.stack.step_seconds
         exposed["optimizer"] += self.setup.stack.step_seconds
         tokens = self.plan.microbatches * self.plan.rows * self.setup.positions
-        ranks = [rank for tile in self.plan.first_tiles for rank in tile.ranks]
-        peak = sum(self._device(rank).peak(self.setup.dtype) for rank in ranks)
-        error = MEASURED_ERROR if self._is_measured else DATASHEET_ERROR
+        families = (self.cluster.devices[rank].family for tile in self.plan.first_tiles for rank in tile.ranks)
+        peak = sum(self._devices[family].peak(self.setup.dtype) for family in families)
+        used = [self._devices[family] for family in self._used_families]
+        error = MEASURED_ERROR if all(d.profiled or d.family.products for d in used) else DATASHEET_ERROR
         return Prediction(
             step,
             (step * (1 - error), step * (1 + error)),
@@ -145,7 +156,7 @@ class Predictor:
             tokens / step,
             model_flops(self.setup, tokens) / step / peak,
             self.assumed_inputs,
-            tuple(family for family in self._used_families if self._devices[family].profiled),
+            tuple(device.name for device in used if device.profiled),
             exposed,
             host_shortage(self.plan, self.cluster, self._memory),
         )
@@ -161,11 +172,6 @@ class Predictor:
     @property
     def _used_families(self) -> list[str]:
         return list(dict.fromkeys(family for families in self._families.values() for family in families))
-
-    @property
-    def _is_measured(self) -> bool:
-        devices = [self._devices[family] for family in self._used_families]
-        return all(device.profiled or device.family.products for device in devices)
 
     @cached_property
     def assumed_inputs(self) -> tuple[str, ...]:
@@ -184,9 +190,6 @@ class Predictor:
                 result.append(f"families.{family}.overlap_slowdown: communication {slower}")
         return *result, *offload_guesses(self.plan, self.cluster, self._families)
 
-    def _device(self, rank: int) -> DeviceModel:
-        return self._devices[self.cluster.devices[rank].family]
-
     # ---- what the simulation needs -----------------------------------------------------------------------------------
 
     @cached_property
@@ -195,13 +198,13 @@ class Predictor:
         for tile in self.plan.tiles:
             place, splits = self._place(tile), self._weight_delay(tile) is not None
             row_chunks = tuple(chunk.size for chunk in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
-            key = (tile.items, row_chunks, tile.tensor, tile.recompute, place, splits, tile.offload)
+            key = tile.items, row_chunks, place, tile.recompute, splits, tile.offload
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
         messages = arrivals(self.setup, self.plan, self.network)
-        leaving = crossing(messages, self.network)
-        return Costs(tiles, messages, self._sharings(), self._agree_seconds(), self._blocking_share(), leaving)
+        agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
+        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share(), crossing(messages, self.network))
 
     def _blocking_share(self) -> float:
         stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
@@ -212,21 +215,20 @@ class Predictor:
         sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
         return max(0.0, 1 - stack.buffered_bytes / sent)
 
-    def _place(self, tile: Tile) -> tuple:
-        """Return what makes tiles equivalent: their families, tables of nodes, and how their ranks are spread."""
+    def _place(self, tile: Tile) -> Place:
+        """Return the place of a tile. It is one object for equivalent tiles: by their families, tables of nodes, how
+        their ranks are spread, and who exchanges weights with them in every pass."""
         if tile not in self._places:
+            groups = self._rank_shards(tile).shard_groups
+            sharing = next((group.ranks for group in groups if group.zero >= 2), ())
+            zero, sharers = max((group.zero for group in groups), default=0), self._sharers if sharing else None
             devices = [self.cluster.devices[rank] for rank in tile.ranks]
             nodes = list(dict.fromkeys(device.node for device in devices))
             where = tuple((d.table, nodes.index(d.node), d.index) for d in devices)
-            self._places[tile] = (
-                self._families[tile],
-                where,
-                self._rank_shards(tile).shard_groups and self._zero_groups(tile),
-            )
+            models = tuple(self._devices[family] for family in self._families[tile])
+            key = self._families[tile], where, tile.tensor, zero, sharing, sharers
+            self._places[tile] = self._prices.place(key, models, tile, zero, sharing, sharers)
         return self._places[tile]
-
-    def _zero_groups(self, tile: Tile) -> tuple[int, ...]:
-        return next((h.ranks for h in self._rank_shards(tile).shard_groups if h.zero >= 2), ())
 
     def _tile_cost(self, tile: Tile, row_chunks: Sequence[int], splits: bool) -> TileCost:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
@@ -270,16 +272,11 @@ class Predictor:
 
     def layer_passes(self, tile: Tile, layer: Interval, rows: int) -> dict[str, PassCost]:
         """Return by name (`PASSES`) what each pass over a layer takes a rank of a tile, for so many rows of its own."""
-        key = self.setup.first_equal[slice(*layer)], rows, tile.tensor, tile.recompute, self._place(tile)
+        key = self._place(tile), self.setup.first_equal[slice(*layer)], rows, tile.recompute
         if key not in self._passes:
-            zero = max((h.zero for h in self._rank_shards(tile).shard_groups), default=0)
-            cost = layer_cost(self.setup, tile.tensor, layer, rows, tile.recompute, zero)
-            self._passes[key] = {name: self._pass(tile, getattr(cost, name)) for name in PASSES.values()}
+            what = self._place(tile), layer, rows, tile.recompute, self.setup.tensor_parts
+            self._passes[key] = {name: self._prices.price(name, *what) for name in PASSES.values()}
         return self._passes[key]
-
-    def _pass(self, tile: Tile, work: PassWork) -> PassCost:
-        devices = [self._devices[family] for family in self._families[tile]]
-        return pass_cost(self.setup, self.network, devices, work, tile, self._zero_groups(tile), self._sharers)
 
     @cached_property
     def _sharers(self) -> Crowd:
@@ -301,9 +298,8 @@ class Predictor:
         if key not in self._shards_by_tile:
             shards = rank_shards_of(self.setup.model, self.plan, tile.ranks[0], self._bucket_bytes)
             if not self.setup.stack.evens_families:
-                shards = replace(
-                    shards, shard_groups=tuple(self._with_declared_zero(group) for group in shards.shard_groups)
-                )
+                groups = tuple(map(self._with_declared_zero, shards.shard_groups))
+                shards = replace(shards, shard_groups=groups)
             self._shards_by_tile[key] = shards, tile.ranks[0]
         return self._shards_by_tile[key]
 
@@ -311,18 +307,13 @@ class Predictor:
         """Return a shard group in the ZeRO stage of its tiles, also where these are of several families."""
         return replace(group, zero=min(group.zero, max(self.plan.tile_of(rank).zero for rank in group.ranks)))
 
-    @cached_property
-    def _shards_by_tile(self) -> dict[tuple, tuple[RankShards, int]]:
-        return {}
-
-    def _stored(self, group, z: int) -> int:
+    def _stored(self, group: ShardGroup, z: int) -> int:
         return sum(layout.size for layout in group.layouts) // z + sum(region.size for region in group.regions)
 
     def _updated(self, tile: Tile) -> int:
         """Return how many weights a rank updates."""
-        groups = self._rank_shards(tile).shard_groups
-        stored = [self._stored(group, tile.tensor.z) for group in groups]
-        return sum(group.cuts(n)[0].size if group.zero else n for group, n in zip(groups, stored, strict=True))
+        stored = ((group, self._stored(group, tile.tensor.z)) for group in self._rank_shards(tile).shard_groups)
+        return sum(group.cuts(size)[0].size if group.zero else size for group, size in stored)
 
     def _update_seconds(self, tile: Tile) -> float:
         seconds = offloaded_update_seconds if tile.offloads_optimizer else update_seconds
@@ -335,33 +326,27 @@ class Predictor:
         for shards, rank in self._shards_by_tile.values():
             known: Counter[tuple] = Counter()  # all holders have what they share in one order, each among other things
             for group in shards.shard_groups:
-                what = group.ranks, group.items
-                known[what] += 1
-                key = *what, known[what]
-                if len(group.ranks) == 1 or key in result:
-                    continue
-                tile = self.plan.tile_of(rank)
-                stored = self._stored(group, tile.tensor.z)
-                reduced = stored * self.setup.gradient_bytes
-                reduce = gather = 0.0
-                if group.zero < 2:
-                    operation = "reduce_scatter" if group.zero else "all_reduce"
-                    reduce = self.network.group_seconds(operation, reduced, group.ranks, self._sharers)
-                if group.zero in (1, 2):
-                    gather = self.network.group_seconds(
-                        "all_gather", stored * self.setup.item_bytes, group.ranks, self._sharers
-                    )
-                tiles = tuple(dict.fromkeys(self._tile_with(rank, group.items) for rank in group.ranks))
-                result[key] = self._placed(Sharing(tiles, reduce, gather), group)
+                known[group.ranks, group.items] += 1
+                key = group.ranks, group.items, known[group.ranks, group.items]
+                if len(group.ranks) > 1 and key not in result:
+                    result[key] = self._sharing(group, self._stored(group, self.plan.tile_of(rank).tensor.z))
         return tuple(result.values())
 
-    def _tile_with(self, rank: int, items: Sequence[int]) -> Tile:
-        """Return the first tile of a rank that has one of the items: where their weights are needed first, and their
-        gradients are final."""
-        return next(tile for tile in self.plan.tiles_of(rank) if any(map(tile.contains, items)))
+    def _sharing(self, group: ShardGroup, stored: int) -> Sharing:
+        """Return what a group exchanges that stores so many weights; where that is overlapped, with when gradients are
+        made and weights needed."""
 
-    def _placed(self, sharing: Sharing, group: ShardGroup) -> Sharing:
-        """Return a sharing with when its gradients are made and its weights needed, where it is overlapped."""
+        def seconds(operation: str, element_bytes: int) -> float:
+            return self.network.group_seconds(operation, stored * element_bytes, group.ranks, self._sharers)
+
+        reduce = gather = 0.0
+        if group.zero < 2:
+            reduce = seconds("reduce_scatter" if group.zero else "all_reduce", self.setup.gradient_bytes)
+        if group.zero in (1, 2):
+            gather = seconds("all_gather", self.setup.item_bytes)
+        # Of each rank the first tile with one of the items: where weights are needed first, and gradients final last.
+        firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, group.items))) for r in group.ranks)
+        sharing = Sharing(tuple(dict.fromkeys(firsts)), reduce, gather)
         if not self._overlapped_work:
             return sharing
         ready, needed, before = {}, {}, {}
@@ -376,18 +361,15 @@ class Predictor:
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
         """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
         weights; and of the last backward pass, by when its gradients are made, after it."""
-        if tile not in self._until:
-            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
-            made = []
-            rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
-            for name in ("forward", last):
-                key = tile.items, rows, name, tile.tensor, tile.recompute, self._place(tile)
-                if key not in self._sums:
-                    seconds = (self.layer_passes(tile, layer, rows)[name].seconds for layer in layers(tile.items))
-                    self._sums[key] = list(itertools.accumulate(seconds, initial=0.0))
-                made.append(self._sums[key])
-            self._until[tile] = tuple(made)
-        return self._until[tile]
+        last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+        rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
+        key = self._place(tile), tile.items, rows, tile.recompute, last
+        if key not in self._sums:
+            passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
+            seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
+            forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
+            self._sums[key] = forward, backward
+        return self._sums[key]
 
     @property
     def _rank_bytes(self) -> int:
@@ -395,9 +377,6 @@ class Predictor:
         model, plan = self.setup.model, self.plan
         whole = 4 * sum(math.prod(p.shape) for item in range(model.num_items) for p in item_parameters(model, item))
         return whole // max(plan.path_length(tile) * tile.tensor.size for tile in plan.tiles)
-
-    def _agree_seconds(self) -> float:
-        return self.network.group_seconds("all_reduce", 24, self.plan.ranks)
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -420,25 +399,15 @@ class Predictor:
     def _memory(self) -> dict[Tile, StageMemory]:
         known, result = {}, {}
         for tile in self.plan.first_tiles:
-            virtual_stages = self.plan.virtual_stages(tile)
-            available = min(self.cluster.families[f].usable_bytes for f in self._families[tile])
-            mixed = tuple((virtual_stage.items, virtual_stage.recompute) for virtual_stage in virtual_stages)
-            how = (
-                tile.zero,
-                tile.family,
-                tile.row_chunks,
-                tile.offload,
-                *(self.plan.warm_up(virtual_stage) for virtual_stage in virtual_stages),
-            )
-            waiting = self._waiting(tile)
-            key = (mixed, tile.rows.size, tile.tensor, how, waiting)
+            tiles, waiting = self.plan.virtual_stages(tile), self._waiting(tile)
+            rows = Interval(0, tile.rows.size)
+            key = waiting, *((self.plan.warm_up(each), replace(each, ranks=(), rows=rows)) for each in tiles)
             if key not in known:
+                available = min(self.cluster.families[family].usable_bytes for family in self._families[tile])
                 memory = memory_of(self.setup, self.plan, tile, *self._first_rank_shards(tile), waiting, available)
-                if any(self.cluster.families[f].kind == "cpu" for f in self._families[tile]):
+                if any(self.cluster.families[family].kind == "cpu" for family in self._families[tile]):
                     available -= memory.on_host  # of the host, as all else is
-                known[key] = StageMemory(
-                    tile, memory, available, tuple(virtual_stage.items for virtual_stage in virtual_stages)
-                )
+                known[key] = StageMemory(tile, memory, available, tuple(each.items for each in tiles))
             result[tile] = known[key]
         return result
 
@@ -452,3 +421,29 @@ class Predictor:
         made = sum(each.seconds for each in self.costs.tiles[tile].forward)
         sent = (self.costs.messages.get((tile, to), 0.0) for to in self.plan.downstream(tile))
         return waiting_share(made, max(sent, default=0.0))
+
+
+def predict_in_parts(
+    setup: Setup, plan: Plan, make: Callable[[Setup], Predictor], promising: Collection[int] = PART_COUNTS
+) -> tuple[Predictor, Prediction]:
+    """Predict a step in the number of parts that is the best for a plan, if it is worth it, else in one.
+
+    `make` makes a predictor of the plan for a setup. What is selected is in the predictor's. Only `promising` numbers
+    are tried after the first.
+    """
+    first, *more = part_counts(setup, [tile.tensor for tile in plan.tiles])
+    more = [count for count in more if count in promising]
+    predictor = make(replace(setup, tensor_parts=first))
+    whole = last = predictor.predict()
+    best = predictor, whole
+    if whole.breakdown_seconds["tensor"] < (1 - PAYS) * whole.step_seconds:
+        return best
+    for count in more:
+        predictor = make(replace(setup, tensor_parts=count))
+        prediction = predictor.predict()
+        if (whole.fits and not prediction.fits) or prediction.step_seconds >= last.step_seconds:
+            break
+        last = prediction
+        if last.step_seconds < PAYS * whole.step_seconds:
+            best = predictor, last
+    return best

@@ -1,13 +1,27 @@
-"""The prices of a step, which `simulate.py` puts on a plan's instructions: seconds by tile, message and exchange."""
+"""Seconds of passes over layers, in one table for all plans; and the prices that `simulate.py` puts on a plan. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
+from hpctrain.comm.network import ClusterNetwork, Crowd
+from hpctrain.config.cluster import Cluster
 from hpctrain.plan.schedule import COMPUTING
 from hpctrain.plan.tiling import Tile
+from hpctrain.planner.cost import Setup, layer_cost
+from hpctrain.planner.devices import DeviceModel
+from hpctrain.planner.efficiency import Efficiency
+from hpctrain.planner.profiled import device_models
+from hpctrain.planner.work import Exchange, LayerCost, PassWork
+from hpctrain.sharding.grid import TensorGrid
+from hpctrain.sharding.intervals import Interval
 
 PASSES = {op: op.value.replace(" ", "_") for op in COMPUTING}
 """The field of `TileCost` for each kind of pass."""
+
+PART_COUNTS = 2, 4, 8
+"""Into how many parts products next to collectives of a tensor grid may be cut, where a job leaves it open. Each hides
+a collective behind a product, and is a message more and a smaller product, so that there is a best number."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,139 @@ def slowed_by(overlapped: float, moving: float, times: float) -> float:
     `overlapped` are the seconds of computing that communication overlaps, `moving` the seconds of communication.
     """
     return min(moving, overlapped * times) * (1 - 1 / times)
+
+
+def pass_cost(
+    setup: Setup,
+    network: ClusterNetwork,
+    devices: Sequence[DeviceModel],
+    work: PassWork,
+    tile: Tile,
+    data_ranks: Sequence[int],
+    sharers: Crowd | None = None,
+) -> PassCost:
+    """Return what a pass over one layer takes on a tile whose ranks have such `devices`, the slowest of which counts.
+
+    `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that.
+
+    Of what is overlapped (`setup.overlaps`, and over holders with `setup.bucket_bytes`) the exposed part counts, and by
+    how much computing is slower meanwhile:
+    - sums behind a product: what is longer than the product;
+    - sums overlapped with the other half of the rows: what outlasts that half;
+    - weights and gradients over z and over holders: what outlasts all else, as the next layer's weights come while
+      this one computes.
+    """
+    moved = {"z": 0.0, "data": 0.0}
+    coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
+    overlapped = {axis for axis, is_on in (("z", "z" in setup.overlaps), ("data", setup.bucket_bytes)) if is_on}
+    times, slowed = max(device.overlap_slowdown for device in devices), 0.0
+    compute = max(work.seconds(device, setup.dtype, setup.stack) for device in devices)
+    waited = {"tensor": 0.0, "data": 0.0}
+    # A product that is computed again may have the shape of one of a weight, and is not it.
+    products = {id(each) for each in work.products}
+    axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
+    for exchange in work.exchanges:
+        what, part = (exchange.operation, exchange.num_bytes), "data" if exchange.axis == "data" else "tensor"
+        ranks, crowd = (data_ranks, sharers) if part == "data" else (axes[exchange.axis], network.crowd(tile.ranks))
+        seconds = network.group_seconds(*what, ranks, crowd)
+        if exchange.axis in overlapped:
+            moved[exchange.axis] += seconds
+            coming[exchange.operation] += seconds
+            continue
+        if part == "tensor" and (meanwhile := _overlapped_work(exchange, work, products, setup)) is not None:
+            hidden = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
+            longer = slowed_by(hidden, seconds, times)
+            slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
+        waited[part] += seconds
+    moving = sum(moved.values())
+    slowed = min(slowed + slowed_by(min(moving, compute), moving, times), compute * (times - 1))
+    # One after the other, as they share the links.
+    late = max(0.0, moving - compute - slowed - sum(waited.values()))
+    of_data = min(late, moved["data"])
+    return PassCost(compute + slowed, waited["tensor"] + late - of_data, waited["data"] + of_data, *coming.values())
+
+
+def _overlapped_work(exchange: Exchange, work: PassWork, products: Container[int], setup: Setup) -> PassWork | None:
+    """Return what of a pass, which has these `products`, overlaps a sum over the tensor grid; None: nothing does."""
+    if "tensor" not in setup.overlaps:
+        return None
+    if (behind := exchange.behind) and id(behind) in products:
+        return PassWork([behind], passes=work.passes)
+    return exchange.overlapped
+
+
+def gathers_while_summing(grids: Iterable[TensorGrid]) -> bool:
+    """Say whether parts have collectives of two groups in flight on any of the grids.
+
+    Positions that y cuts are gathered while outputs are summed over x. On devices the two may wait for each other.
+    """
+    return any(grid.x > 1 and grid.sequence_parallel for grid in grids)
+
+
+def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:
+    """Return the numbers of parts to choose from on some grids: the given one, or 1 and those that may be better."""
+    if setup.tensor_parts is not None:
+        return (setup.tensor_parts,)
+    is_open = "tensor" in setup.overlaps and "forward" not in setup.overlaps
+    if is_open and any(grid.cuts_weights for grid in grids) and not gathers_while_summing(grids):
+        return 1, *PART_COUNTS
+    return (1,)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where passes run. Its identity is a key."""
+
+    devices: tuple[DeviceModel, ...]
+    """Of the ranks, the slowest of which counts."""
+    tile: Tile
+    """One on these ranks, of whatever items and rows."""
+    zero: int = 1
+    """The ZeRO stage in which weights are exchanged."""
+    data_ranks: tuple[int, ...] = ()
+    """Who holds the same weights as the first rank, where these are exchanged in every pass."""
+    sharers: Crowd | None = None
+    """All that are in groups like that."""
+
+
+class Prices:
+    """What passes over layers take on a cluster, computed once for all plans of a search and all their predictions."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        cluster: Cluster,
+        efficiencies: Mapping[str, Efficiency] | None = None,
+        network: ClusterNetwork | None = None,
+    ):
+        """`efficiencies` are by family, in place of the catalogue's. `network` is in place of the cluster's."""
+        self.setup, self.devices = setup, device_models(cluster, setup, efficiencies)
+        self.network = network or setup.stack.network(cluster, setup.stack.link_share)
+        self._in_parts = lru_cache(None)(lambda parts: replace(setup, tensor_parts=parts))
+        self._places: dict[tuple, Place] = {}
+        self._costs: dict[tuple, LayerCost] = {}
+        self._passes: dict[tuple, PassCost] = {}
+
+    def place(self, key: tuple, *what) -> Place:
+        """Return the place that a key stands for, made of `what` if it is the first."""
+        if key not in self._places:
+            self._places[key] = Place(*what)
+        return self._places[key]
+
+    def price(self, name: str, place: Place, layer: Interval, rows: int, recompute: str, parts: int | None) -> PassCost:
+        """Return what a pass (`PASSES`) over a layer takes a rank, for so many rows of its own, with products cut in
+        so many parts."""
+        kind, grid = self.setup.first_equal[slice(*layer)], place.tile.tensor
+        key = name, place, kind, rows, recompute, parts
+        if key not in self._passes:
+            setup, of = self._in_parts(parts), (grid, kind, rows, recompute, place.zero, parts)
+            if of not in self._costs:
+                self._costs[of] = layer_cost(setup, grid, layer, rows, recompute, place.zero)
+            work = getattr(self._costs[of], name)
+            self._passes[key] = pass_cost(
+                setup, self.network, place.devices, work, place.tile, place.data_ranks, place.sharers
+            )
+        return self._passes[key]
 
 
 @dataclass(frozen=True)
@@ -103,25 +250,3 @@ class Costs:
     """Of the time of each message, during which its sender computes nothing."""
     leaving: frozenset[tuple[Tile, Tile]] = frozenset()
     """The messages that leave a node: what a rank sends forward and backward shares its NIC."""
-
-    def of(self, tiles: Mapping[Tile, Tile]) -> "Costs":
-        """Return the same for other tiles in the place of these."""
-
-        def placed(seconds: Mapping[Tile, float] | None) -> dict[Tile, float] | None:
-            return None if seconds is None else {tiles[tile]: each for tile, each in seconds.items()}
-
-        return replace(
-            self,
-            tiles={tiles[tile]: cost for tile, cost in self.tiles.items()},
-            messages={(tiles[a], tiles[b]): seconds for (a, b), seconds in self.messages.items()},
-            leaving=frozenset((tiles[a], tiles[b]) for a, b in self.leaving),
-            sharings=tuple(
-                replace(
-                    each,
-                    tiles=tuple(tiles[tile] for tile in each.tiles),
-                    ready_seconds=placed(each.ready_seconds),
-                    needed_seconds=placed(each.needed_seconds),
-                )
-                for each in self.sharings
-            ),
-        )

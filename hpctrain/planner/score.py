@@ -12,12 +12,20 @@ from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import with_families
 from hpctrain.planner.closed_form import done_after, done_interleaved
 from hpctrain.planner.cost import update_seconds
-from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, StageVariant, StageVariants, cut_blocks, cut_rows
+from hpctrain.planner.cut import Placed, SearchLayout, SharedBlocks, cut_blocks, cut_rows
 from hpctrain.planner.memory import GRADIENT_BYTES, message_bytes, waiting_share
 from hpctrain.planner.offload import offloaded_update_seconds
 from hpctrain.planner.predictor import MOST_BUCKETS
 from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space, StageChoice
-from hpctrain.planner.stages import ALONE, BlockLine, Holders, StageCosts, row_chunk_counts
+from hpctrain.planner.stages import (
+    BlockLine,
+    Holders,
+    Stage,
+    StageCosts,
+    StageVariant,
+    StageVariants,
+    row_chunk_counts,
+)
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -25,19 +33,13 @@ from hpctrain.sharding.items import BLOCK, EMBEDDING
 MANY_ROWS = 8
 """So many rows at once show a device's speed."""
 
-Role = tuple[int, StageChoice, int, tuple[bool, bool]]
-"""Of a stage: its pool, what that becomes, its depth to the loss, and whether it has the first and the last item."""
 
-
-def _after(exchanged: Sequence[tuple[Sequence[tuple[int, int]], float]], starts: Sequence[Sequence[float]]) -> float:
-    """Return when all stages are done that start at some moments and exchange one thing after the other."""
-    now = [list(moments) for moments in starts]
-    for members, seconds in exchanged:
-        if seconds:
-            end = max(now[p][i] for p, i in members) + seconds
-            for p, i in members:
-                now[p][i] = end
-    return max(map(max, now))
+def _exchange(now: Sequence[list[float]], members: Sequence[tuple[int, int]], seconds: float) -> None:
+    """Let some stages, of a pipeline and a place in it, exchange for so long when all are ready; `now` is by stage."""
+    if seconds:
+        end = max(now[p][i] for p, i in members) + seconds
+        for p, i in members:
+            now[p][i] = end
 
 
 class Scorer:
@@ -80,52 +82,82 @@ class Scorer:
     def _place(self, shape: Shape, rows: Sequence[int], row_chunks: int | None = None) -> SearchLayout | None:
         """Return the shape with its blocks cut, too; the rows of a stage go in so many pieces, or as few as fit."""
         pipelines, passed = [], []
-        sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
         for number, of_row in enumerate(rows):
-            roles = self.roles(shape, number)
-            variants = [
-                self._variants(
-                    pool,
-                    choice,
-                    self._kept(shape, depth, len(roles)),
-                    ends,
-                    of_row,
-                    self.holders(shape, choice),
-                    self.meets_mixed(shape, number, choice),
-                    shape.zero,
-                    row_chunks,
-                    sharing if row_chunks else (),
-                    shape.microbatches,
-                    shape.virtual_stages,
-                )
-                for pool, choice, depth, ends in roles
-            ]
-            blocks = self._cut_blocks(roles, of_row, variants)
+            stages = self._stages(shape, number, of_row, row_chunks)
+            variants = [self._variants(stage) for stage in stages]
+            blocks = self._cut_blocks(stages, of_row, variants)
             if blocks is None or min(blocks) < shape.virtual_stages:
                 return None
             placed = [
-                Placed(pool, choice, count, variant)
-                for (pool, choice, *_), count, stage in zip(roles, blocks, variants, strict=True)
-                if (variant := stage.variant(count))  # there is one, or there were no blocks
+                Placed(stage, count, variant)
+                for stage, count, every in zip(stages, blocks, variants, strict=True)
+                if (variant := every.variant(count))  # there is one, or there were no blocks
             ]
-            messages = [self._message(a, b, of_row) for a, b in itertools.pairwise(placed)]
+            messages = list(itertools.starmap(self._message, itertools.pairwise(placed)))
             pipelines.append(tuple(placed))
             passes = [each.passes for each in placed]
             if shape.virtual_stages > 1:
-                messages.append(self._message(placed[-1], placed[0], of_row))
+                messages.append(self._message(placed[-1], placed[0]))
                 passed.append(done_interleaved(passes, messages, shape.microbatches, shape.virtual_stages))
                 continue
-            headroom = self._headroom(placed, [*messages, 0.0], of_row, shape.microbatches)
+            headroom = self._headroom(placed, [*messages, 0.0], shape.microbatches)
             if min(headroom) < 0:
                 return None
             passed.append(done_after(passes, messages, shape.microbatches, headroom))
         return SearchLayout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
 
-    @staticmethod
-    def _kept(shape: Shape, depth: int, stages: int) -> float:
-        """Return of how many microbatches a stage keeps all activations at once; see `schedule.passes`."""
-        v = shape.virtual_stages
-        return min((depth if v == 1 else 2 * depth + (v - 1) * stages) + 1, v * shape.microbatches) / v
+    def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[Stage]:
+        """Return the stages of a pipeline that has so many rows."""
+        pairs = list(zip(shape.pipelines[number], shape.choices[number], strict=True))
+        pairs = [pair for pair in pairs for _ in range(pair[1].stages)]
+        sharing = tuple((row[0], of[0].replicas) for row, of in zip(shape.pipelines, shape.choices, strict=True))
+        others = [row for i, row in enumerate(shape.choices) if i != number]
+        v, last, result = shape.virtual_stages, len(pairs) - 1, []
+        for i, (pool, choice) in enumerate(pairs):
+            each, depth = choice.rank_rows(rows), last - i
+            in_flight = depth if v == 1 else 2 * depth + (v - 1) * len(pairs)  # see `schedule.passes`
+            counts = [row_chunks] if row_chunks else [1]
+            if i == last and v == 1 and not row_chunks:
+                counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.z)
+            result.append(
+                Stage(
+                    pool,
+                    choice,
+                    each,
+                    ends=(i == 0, i == last),
+                    kept=min(in_flight + 1, v * shape.microbatches) / v,
+                    zero=shape.zero,
+                    holders=choice.replicas + sum(min(c.replicas for c in row) for row in others),
+                    # With whose grids it shares no more than regions: roughly, for it may be with other items.
+                    meets_mixed=any(other.grid != choice.grid for row in others for other in row),
+                    microbatches=shape.microbatches,
+                    virtual_stages=v,
+                    row_chunks=tuple(counts),
+                    exchanging=Holders.of_stage(pool, choice, shape.zero, sharing if row_chunks else ()),
+                )
+            )
+        return result
+
+    def _make_variants(self, stage: Stage) -> StageVariants:
+        """Return how a stage can be computed."""
+        costs, num_blocks = self.costs, self._model.num_layers
+
+        def variants(offload: str) -> Iterator[StageVariant]:
+            for recompute in self.space.recompute:
+                fitting, row_chunks = 0, 1
+                for row_chunks in stage.row_chunks[-1:] if self._is_roomy else stage.row_chunks:  # the last keep least
+                    needs = costs.needs(stage, recompute, row_chunks, offload)
+                    most = num_blocks if self._is_roomy else costs.most_blocks(stage, needs)
+                    if most > fitting:
+                        yield costs.variant(stage, recompute, row_chunks, offload, (fitting, most), needs)
+                        fitting = most
+                    if fitting >= num_blocks:
+                        break  # nothing is gained by more pieces
+                if fitting >= num_blocks and row_chunks == 1:
+                    break  # nor by recomputing more
+
+        first, *others = self.space.offload if costs.pools[stage.pool].device.family.kind != "cpu" else ("none",)
+        return StageVariants(tuple(variants(first)), lambda: tuple(v for each in others for v in variants(each)))
 
     # ---- cuts --------------------------------------------------------------------------------------------------------
 
@@ -140,9 +172,9 @@ class Scorer:
         pairs = zip(pipelines, choices, strict=True)
         return cut_rows(rows, least, [partial(self.even_seconds, pools, row) for pools, row in pairs])
 
-    def _cut_blocks(self, roles: Sequence[Role], rows: int, variants: Sequence[StageVariants]) -> list[int] | None:
+    def _cut_blocks(self, stages: Sequence[Stage], rows: int, variants: Sequence[StageVariants]) -> list[int] | None:
         """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
-        num_blocks, num_stages = self._model.num_layers, len(roles)
+        num_blocks, num_stages = self._model.num_layers, len(stages)
         if self.space.cut == BEST:
             return cut_blocks(num_blocks, variants)
         if num_stages > num_blocks:
@@ -151,15 +183,12 @@ class Scorer:
             blocks = [part.size for part in cut_evenly(num_blocks, num_stages)]
         else:
             seconds = []
-            for pool, choice, _, ends in roles:
-                block, *at_end = (self._layer_seconds(pool, choice, layer, rows) for layer in self.costs.layers(ends))
-                seconds.append(lambda n, block=block, at_end=at_end: n * block + sum(at_end))
+            for stage in stages:
+                where = stage.pool, stage.choice
+                block, at_ends = self._layer_seconds(*where, BLOCK, rows), self.costs.layers(stage.ends, 0)
+                seconds.append(BlockLine(sum(self._layer_seconds(*where, end, rows) for end in at_ends), block).at)
             blocks = cut_rows(num_blocks, [1] * num_stages, seconds)
-        return (
-            blocks
-            if blocks and all(stage.variant(count) for stage, count in zip(variants, blocks, strict=True))
-            else None
-        )
+        return blocks if blocks and all(map(StageVariants.variant, variants, blocks)) else None
 
     def speed(self, pool: int, layer: Interval = BLOCK) -> float:
         """Return how many rows of a block, or of another layer, a device of a pool does in a second, if it has many."""
@@ -175,132 +204,35 @@ class Scorer:
 
     def _layer_seconds(self, pool: int, choice: StageChoice, layer: Interval, rows: int) -> float:
         """Return what a layer takes a stage that has so many rows, as far as cuts are concerned."""
-        each, grid = rank_rows(choice, rows), choice.grid
+        each, grid = choice.rank_rows(rows), choice.grid
         if self.space.cut == BY_SPEED:
             return each / (self.speed(pool, layer) * grid.x * grid.y)
         return self.costs.seconds(pool, grid, layer, each, self.space.recompute[0]).both
 
-    def roles(self, shape: Shape, number: int) -> list[Role]:
-        """Return what each stage of a pipeline is."""
-        row = [
-            (pool, choice)
-            for pool, choice in zip(shape.pipelines[number], shape.choices[number], strict=True)
-            for _ in range(choice.stages)
-        ]
-        last = len(row) - 1
-        return [(pool, choice, last - i, (i == 0, i == last)) for i, (pool, choice) in enumerate(row)]
-
-    def holders(self, shape: Shape, choice: StageChoice) -> int:
-        """Return how many ranks at least hold what a rank of a stage holds."""
-        least = [min(c.replicas for c in row) for row in shape.choices]
-        own = next(min(c.replicas for c in row) for row in shape.choices if choice in row)
-        return choice.replicas + sum(least) - own
-
-    @staticmethod
-    def meets_mixed(shape: Shape, number: int, choice: StageChoice) -> bool:
-        """Say whether other pipelines have tensor grids with which a stage's ranks share no more than regions: roughly,
-        for it may be with stages of other items."""
-        others = (row for i, row in enumerate(shape.choices) if i != number)
-        return any(other.grid != choice.grid for row in others for other in row)
-
-    def _make_variants(
-        self,
-        pool: int,
-        choice: StageChoice,
-        kept: float,
-        ends: tuple[bool, bool],
-        rows: int,
-        holders: int,
-        meets_mixed: bool,
-        zero: int,
-        row_chunks: int | None,
-        sharing: tuple[tuple[int, int], ...],
-        microbatches: int,
-        virtual_stages: int,
-    ) -> StageVariants:
-        """Return how a stage can be computed that keeps the activations of `kept` microbatches of the step's.
-
-        `sharing` are the pools and replicas that exchange in every pass, where these are of several pipelines.
-        """
-        costs, grid = self.costs, choice.grid
-        each = rank_rows(choice, rows)
-        layers = costs.layers(ends)
-        exchanging = exchanging_holders(pool, choice, zero, sharing)
-        counts = row_chunk_counts(each, rows // choice.replicas // grid.z) if ends[1] and virtual_stages == 1 else [1]
-        counts = counts if row_chunks is None else [row_chunks]
-
-        def variants(offload: str) -> tuple[StageVariant, ...]:
-            result: list[StageVariant] = []
-            update = BlockLine(0.0, 0.0)
-            if offload in ("optimizer", "all"):
-                longer = costs.offloaded_update(pool, grid, ends, 1 / holders if zero else 1.0)
-                update = update.plus(longer, 1 / microbatches)
-            for recompute in self.space.recompute:
-                fitting = 0
-                for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last ones keep the least
-                    at_once = -(-each // row_chunks) if row_chunks > 1 else None
-                    needs = costs.needs(
-                        grid, each, recompute, zero, holders, ends, at_once, meets_mixed, virtual_stages, offload
-                    )
-                    needed = needs.keeping(kept)
-                    most = self._model.num_layers if self._is_roomy else needed.most(costs.pools[pool].memory_bytes)
-                    if offload != "none" and not self._is_roomy:
-                        most = min(most, needs.on_host.plus(needs.moved, kept).most(costs.host_bytes[pool]))
-                    if most > fitting:
-                        how = each, recompute, row_chunks, exchanging
-                        priced = [costs.piecewise(pool, grid, layer, *how) for layer in layers]
-                        forward, backward = (BlockLine(sum(s[i] for s in priced[1:]), priced[0][i]) for i in (0, 1))
-                        moves, split = offload in ("activations", "all"), None
-                        if moves:
-                            copies = costs.copy_seconds(pool, grid, recompute, each)
-                            first = 0.0 if ends[1] else copies
-                            forward = BlockLine(forward.base, max(forward.each, copies))
-                            backward = BlockLine(backward.base + first, max(backward.each, copies))
-                        elif not ends[0] and row_chunks == 1 and costs.splits(grid, recompute, zero):
-                            parts = [costs.parts(pool, grid, layer, each, recompute) for layer in layers]
-                            lines = (BlockLine(sum(s[i] for s in parts[1:]), parts[0][i]) for i in (0, 1))
-                            split = next(lines), next(lines)
-                        bounds = fitting, most, needed, needs.activations
-                        result.append(
-                            StageVariant(recompute, row_chunks, forward, backward, *bounds, split, offload, update)
-                        )
-                        fitting = most
-                    if most >= self._model.num_layers:
-                        break  # nothing is gained by more pieces
-                if any(variant.row_chunks == 1 and variant.most >= self._model.num_layers for variant in result):
-                    break  # nor by recomputing more
-            return tuple(result)
-
-        first, *others = self.space.offload if costs.pools[pool].device.family.kind != "cpu" else ("none",)
-        return StageVariants(variants(first), lambda: tuple(itertools.chain.from_iterable(map(variants, others))))
-
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def _seconds(self, shape: Shape, pipelines: Sequence[Sequence[Placed]], passed: Sequence[Sequence[float]]) -> float:
-        """Return the seconds of a step in which stages have `passed` all microbatches after so long."""
-        costs, setup = self.costs, self.costs.setup
-        # What the same stages hold is a piece; they exchange one after the other, when all of a piece are ready.
-        updated = [[0.0] * len(stages) for stages in pipelines]
-        exchanged = []
-        for shared in self._shared_blocks(pipelines):
-            placed = [pipelines[p][i] for p, i in shared.members]
-            holders = sum(each.choice.replicas for each in placed)
-            for (p, i), each, elements in zip(shared.members, placed, shared.elements, strict=True):
-                is_cut = shape.zero > 0 and holders > 1
-                device, own = costs.pools[each.pool].device, int(elements / holders if is_cut else elements)
-                if each.variant.offload in ("optimizer", "all"):
-                    updated[p][i] += offloaded_update_seconds(setup, device, own)
-                else:
-                    updated[p][i] += update_seconds(setup, device, own)
-            if holders > 1:
-                exchanged.append((shared.members, *self._exchange_seconds(shape.zero, placed, shared)))
-        longest = _after([(members, reduce) for members, reduce, _ in exchanged], passed)
-        after = _after([(members, gather) for members, _, gather in exchanged], updated)
-        return longest + costs.agree_seconds + after + setup.stack.step_seconds
+    def _seconds(self, shape: Shape, pipelines: Sequence[Sequence[Placed]], passed: list[list[float]]) -> float:
+        """Return the seconds of a step in which stages have `passed` all microbatches after so long.
 
-    def _headroom(
-        self, stages: Sequence[Placed], messages: Sequence[float], rows: int, microbatches: int
-    ) -> list[float]:
+        What the same stages hold they exchange one after the other, when all of them are ready.
+        """
+        costs, setup, gathers = self.costs, self.costs.setup, []
+        updated = [[0.0] * len(stages) for stages in pipelines]
+        for shared in self._shared_blocks(pipelines):
+            holders = sum(each.choice.replicas for each in shared.placed)
+            for (p, i), each, elements in zip(shared.members, shared.placed, shared.elements, strict=True):
+                own = int(elements / holders if shape.zero > 0 and holders > 1 else elements)
+                seconds = offloaded_update_seconds if each.variant.offload in ("optimizer", "all") else update_seconds
+                updated[p][i] += seconds(setup, costs.pools[each.pool].device, own)
+            if holders > 1:
+                reduce, gather = self._exchange_seconds(shape.zero, shared)
+                _exchange(passed, shared.members, reduce)
+                gathers.append((shared.members, gather))
+        for members, gather in gathers:
+            _exchange(updated, members, gather)
+        return max(map(max, passed)) + costs.agree_seconds + max(map(max, updated)) + setup.stack.step_seconds
+
+    def _headroom(self, stages: Sequence[Placed], messages: Sequence[float], microbatches: int) -> list[float]:
         """Return how many more microbatches than by 1F1B each stage has memory for; below 0 where it has none for the
         activations that wait to be sent.
 
@@ -312,7 +244,7 @@ class Scorer:
         for depth, (placed, seconds) in enumerate(zip(reversed(stages), reversed(messages), strict=True)):
             kept = min(depth + 1, microbatches)
             share = 0.0 if setup.stack.blocking_sends else waiting_share(placed.forward, seconds)
-            message = message_bytes(setup, placed.choice.grid, rank_rows(placed.choice, rows)) if share else 0
+            message = message_bytes(setup, placed.choice.grid, placed.stage.rows) if share else 0
             waiting = math.ceil(share * (kept - 1)) * message
             free = self.costs.pools[placed.pool].memory_bytes - placed.needed_bytes - waiting
             each = placed.variant.kept_bytes.at(placed.blocks) + message
@@ -325,73 +257,58 @@ class Scorer:
         start, at = 0, [0] * len(pipelines)
         for stop in sorted(set(itertools.chain(*ends))):
             is_first, is_last = start == 0, stop == self._model.num_layers
-            elements = [
-                self.costs.elements(stages[i].choice.grid, is_first, is_last).at(stop - start)
-                for stages, i in zip(pipelines, at, strict=True)
-            ]
-            yield SharedBlocks(list(enumerate(at)), elements, int(stop - start), is_first, is_last)
+            placed = [stages[i] for stages, i in zip(pipelines, at, strict=True)]
+            elements = [self.costs.elements(p.choice.grid, is_first, is_last).at(stop - start) for p in placed]
+            yield SharedBlocks(list(enumerate(at)), placed, elements, int(stop - start), is_first, is_last)
             at = [i + (bounds[i] == stop) for bounds, i in zip(ends, at, strict=True)]
             start = stop
 
-    def _exchange_seconds(self, zero: int, placed: Sequence[Placed], shared: SharedBlocks) -> tuple[float, float]:
-        """Return how long the gradients of a piece are waited for, and its weights.
+    def _exchange_seconds(self, zero: int, shared: SharedBlocks) -> tuple[float, float]:
+        """Return how long the gradients of shared blocks are waited for after the last backward pass, and the weights,
+        where they are overlapped in the next step's first forward pass.
 
-        Ranks of different grids meet in parts of what the finest has, one after the other.
+        Ranks of different grids meet in parts of what the finest has, one after the other. At least about a bucket's
+        exchange is exposed, with the first item, whose gradients are made last and whose weights are needed first.
+        While the last item computes, nothing is there to be summed, and nothing is left to be gathered.
         """
-        costs, setup = self.costs, self.costs.setup
+        costs, setup, placed = self.costs, self.costs.setup, shared.placed
         groups = tuple((each.pool, each.choice.grid.size, each.choice.replicas) for each in placed)
         sizes = [size for _, size, _ in groups]
-        part, times = min(shared.elements), max(sizes) / min(sizes)
-        buckets = 1
+        part, times, buckets = min(shared.elements), max(sizes) / min(sizes), 1
         if setup.bucket_bytes:
             items = shared.blocks + shared.is_first + shared.is_last
             buckets = max(1, min(items, MOST_BUCKETS, int(part * GRADIENT_BYTES / setup.bucket_bytes)))
 
-        def exchange(operation: str, element_bytes: int) -> float:
-            return costs.sharing_seconds(groups, int(part * element_bytes / buckets), operation) * buckets * times
+        def exchange(operation: str, element_bytes: int, meanwhile: str) -> float:
+            bucket = costs.sharing_seconds(groups, int(part * element_bytes / buckets), operation)
+            seconds = bucket * buckets * times
+            if not setup.bucket_bytes or not meanwhile:
+                return seconds
+            item, blocks = EMBEDDING if shared.is_first else BLOCK, shared.blocks - 1 + shared.is_last
+            of_first = (
+                costs.elements_of(each.choice.grid, item) / each.choice.grid.z / whole
+                for each, whole in zip(placed, shared.elements, strict=True)
+            )
+            lines = ((getattr(each.variant, meanwhile), each.variant.row_chunks) for each in placed)
+            hidden = min(line.each / row_chunks * blocks for line, row_chunks in lines)
+            return max(seconds * max(1 / buckets, *of_first), seconds - hidden)
 
         reduce = gather = 0.0
         if zero < 2:
-            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes)
+            reduce = exchange("reduce_scatter" if zero else "all_reduce", setup.gradient_bytes, "backward")
         if zero in (1, 2):
-            gather = exchange("all_gather", setup.item_bytes)
-        return self._waited_for(reduce, gather, buckets, placed, shared) if setup.bucket_bytes else (reduce, gather)
-
-    def _waited_for(
-        self, reduce: float, gather: float, buckets: int, placed: Sequence[Placed], shared: SharedBlocks
-    ) -> tuple[float, float]:
-        """Return the exposed part of both after the last backward pass, and the next step's first forward one.
-
-        At least about a bucket's, with the first item, whose gradients are made last and whose weights are needed
-        first; while the last item computes, nothing is there to be summed, and nothing is left to be gathered.
-        """
-        of_first = (
-            self.costs.elements_of(each.choice.grid, EMBEDDING if shared.is_first else BLOCK)
-            / each.choice.grid.z
-            / whole
-            for each, whole in zip(placed, shared.elements, strict=True)
-        )
-        share = max(1 / buckets, *of_first)
-        blocks = shared.blocks - 1 + shared.is_last
-        reduce = max(
-            reduce * share,
-            reduce - min(each.variant.backward.each / each.variant.row_chunks * blocks for each in placed),
-        )
-        if len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1:
-            gather = max(
-                gather * share,
-                gather - min(each.variant.forward.each / each.variant.row_chunks * blocks for each in placed),
-            )
+            is_early = len({each.choice.grid for each in placed}) == 1 and placed[0].choice.grid.z == 1
+            gather = exchange("all_gather", setup.item_bytes, "forward" if is_early else "")
         return reduce, gather
 
-    def _message(self, source: Placed, target: Placed, rows: int) -> float:
-        costs, into = self.costs, target.choice.grid
-        each = min(rank_rows(source.choice, rows), rank_rows(target.choice, rows))
-        num_bytes = each * costs.setup.positions * (self._model.hidden_size // into.x) * costs.setup.item_bytes
-        num_bytes //= into.position_parts
+    def _message(self, source: Placed, target: Placed) -> float:
+        setup, into = self.costs.setup, target.choice.grid
+        each = min(source.stage.rows, target.stage.rows)
+        num_bytes = each * setup.positions * (self._model.hidden_size // into.x) * setup.item_bytes
         is_cut = into.sequence_parallel or source.choice.grid.sequence_parallel
-        has_parts = self.costs.setup.stack.gathers_parts and into.y > 1 and not is_cut
-        return self._between(source.pool, source.choice, target.pool, target.choice, num_bytes, has_parts)
+        has_parts = setup.stack.gathers_parts and into.y > 1 and not is_cut
+        ends = source.pool, source.choice, target.pool, target.choice
+        return self._between(*ends, num_bytes // into.position_parts, has_parts)
 
     def _message_between(
         self, source: int, choice: StageChoice, target: int, other: StageChoice, num_bytes: int, has_parts: bool
@@ -449,14 +366,3 @@ class Scorer:
         used = {rank for tile in tiles for rank in tile.ranks}
         unused = tuple(rank for rank in range(len(self._families)) if rank not in used)
         return with_families(Plan(tuple(tiles), layout.shape.microbatches, at, unused=unused), self._families)
-
-
-def exchanging_holders(pool: int, choice: StageChoice, zero: int, sharing: tuple[tuple[int, int], ...] = ()) -> Holders:
-    """Return whom a stage exchanges weights with in every pass: its replicas, or those `sharing` (pool, replicas)."""
-    groups = sharing or (((pool, choice.replicas),) if choice.replicas > 1 else ())
-    return Holders(zero, groups) if zero >= 2 and groups else ALONE
-
-
-def rank_rows(choice: StageChoice, rows: int) -> int:
-    """Return the rows of a rank with the most, where a stage has so many of a microbatch."""
-    return -(-rows // choice.replicas // choice.grid.z)

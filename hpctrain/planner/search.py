@@ -11,23 +11,27 @@ not on the machine; a limit in seconds ends it earlier.
 import gc
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.bound import least_seconds
+from hpctrain.planner.closed_form import with_extra_warmup
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.cut import SearchLayout
+from hpctrain.planner.cut import SearchLayout, recut
 from hpctrain.planner.pools import Pool, pools_of
-from hpctrain.planner.recut import recut
+from hpctrain.planner.predictor import Prediction, Predictor, predict_in_parts
 from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices, interleaved_shapes
 from hpctrain.planner.stages import StageCosts
-from hpctrain.planner.timing import CLOSED_FORM_ERROR, FEW, SimulatedPlan, Timer, format_shortage
+from hpctrain.sharding.intervals import Interval
 
 SCORED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
@@ -48,6 +52,12 @@ UNUSED_PLACES = 3
 SCORING_SHARE = 0.6
 """Of a limit in seconds; the rest is for timing."""
 
+FEW = 5
+"""So many are timed at least."""
+CLOSED_FORM_ERROR = 0.03
+"""By more than this the closed form is rarely wrong: plans that are worse by it are not timed."""
+MIB = 2**20
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -61,6 +71,21 @@ class Limits:
 
 EVERY_PLAN = Limits(scored=None, timed=40, per_group=None)
 """All are scored, and all simulated whose closed form is within 3 % of the best, up to 40."""
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A plan that fits, and how long it takes."""
+
+    layout: SearchLayout
+    plan: Plan
+    prediction: Prediction
+    plain_seconds: float | None = None
+    """Of a step by 1F1B with no extra warm-up, if that is slower than the plan's own schedule."""
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
 
 
 @dataclass(frozen=True)
@@ -122,6 +147,9 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+_by_seconds = operator.attrgetter("seconds")
+
+
 class Search:
     """A search in flight; see `search`."""
 
@@ -138,7 +166,8 @@ class Search:
         self.scorer = Scorer(self.costs, global_batch, space)
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
-        self._timer = Timer(setup, cluster, self.scorer, lambda: self._is_over(1.0))
+        self._shortage = ""
+        """What the first plan lacked that did not fit after all."""
         self._first: SimulatedPlan | None = None
         self._first_after = math.inf
         self.layouts: list[SearchLayout] = []
@@ -154,18 +183,18 @@ class Search:
     def fastest(self) -> tuple[list[SimulatedPlan], bool]:
         """Return the plans that were timed, the fastest first, and whether no other one of the space is faster."""
         all_scored, limit = self._score_groups() and not self._shortlists.left_out, self._limits.timed
-        self.layouts.sort(key=lambda layout: layout.seconds)
+        self.layouts.sort(key=_by_seconds)
         if self._space.cut == BEST:
             count = len(self.layouts) if limit is None else RECUT
             self.layouts[:count] = [recut(self.costs, layout) for layout in self.layouts[:count]]
-            self.layouts.sort(key=lambda layout: layout.seconds)
-        plans, all_timed = self._timer.time(self.layouts, [self._first] if self._first else [], FEW, limit)
+            self.layouts.sort(key=_by_seconds)
+        plans, all_timed = self._time(self.layouts, [self._first] if self._first else [], FEW, limit)
         if not plans:
-            raise PlanError(self._timer.shortage or self._least_shortage())
+            raise PlanError(self._shortage or self._least_shortage())
         several, left_out = self._interleave(plans[0].seconds)
         most = None if limit is None else len(plans) + min(FEW_INTERLEAVED, limit)
-        plans, all_better = self._timer.time(several, plans, 0, most)
-        self.layouts = sorted([*self.layouts, *several], key=lambda layout: layout.seconds)
+        plans, all_better = self._time(several, plans, 0, most)
+        self.layouts = sorted([*self.layouts, *several], key=_by_seconds)
         return plans, all_scored and all_timed and not left_out and all_better
 
     @_uncollected()
@@ -208,7 +237,7 @@ class Search:
         is_limited, limit = self._limits.timed is not None, best_seconds * (1 + CLOSED_FORM_ERROR)
         promising = [shapes for s, shapes in every[:INTERLEAVED] if s < limit] if is_limited else [s for _, s in every]
         result = (self.scorer.score(shape) for shapes in promising for shape in shapes)
-        return sorted(filter(None, result), key=lambda layout: layout.seconds), len(every) - len(promising)
+        return sorted(filter(None, result), key=_by_seconds), len(every) - len(promising)
 
     def _least(self, key: Callable[[Shape], object]) -> dict:
         """Return the least seconds of all layouts, which are sorted, by something of their shapes."""
@@ -220,7 +249,7 @@ class Search:
     def _time_first(self, layout: SearchLayout) -> None:
         """Time the first plan at once, so that there is one; or the next one, where that does not fit after all."""
         if self._first is None and len(self.layouts) <= TRIED:
-            self._first = self._timer.one(layout)
+            self._first = self._time_one(layout)
             self._first_after = self._clock() - self._started if self._first else math.inf
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
@@ -332,3 +361,83 @@ class Search:
                 least = min(least, layout.seconds)
         self._least_seconds = min(self._least_seconds, least)
         return least
+
+    # ---- timing ------------------------------------------------------------------------------------------------------
+
+    def _predictor(self, plan: Plan, setup: Setup) -> Predictor:
+        return Predictor(setup, plan, self._cluster, prices=self.costs.prices)
+
+    def _time_one(self, layout: SearchLayout) -> SimulatedPlan | None:
+        """Return a layout with its time, cut into whole blocks where it does not fit else; None where neither does."""
+        return self._simulate(layout) or (self._simulate(layout.whole) if layout.whole else None)
+
+    def _simulate(self, layout: SearchLayout) -> SimulatedPlan | None:
+        """Return a layout with its time by the fastest schedule that fits: 1F1B, with more in flight, or ZB-H1; None
+        where it does not fit."""
+        plan = self.scorer.plan(layout)
+        counts = {self.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
+        predictor, prediction = predict_in_parts(self._setup, plan, partial(self._predictor, plan), counts)
+        if not prediction.fits:
+            if not self._shortage and prediction.host_shortage:
+                self._shortage = f"no plan of {self._cluster.describe()} fits in memory: {prediction.host_shortage}"
+            if not self._shortage:
+                stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
+                which = stage.tile.items, stage.tile.family, stage.memory.total, stage.available_bytes
+                self._shortage = format_shortage(self._cluster, self._setup, plan, *which)
+            return None
+        result = [SimulatedPlan(layout, plan, prediction)]
+        for other in with_extra_warmup(plan, predictor.costs, predictor.headroom), zero_bubble(plan):
+            if other and (prediction := self._predictor(other, predictor.setup).predict()).fits:
+                result.append(SimulatedPlan(layout, other, prediction, result[0].seconds))
+        return min(result, key=_by_seconds)
+
+    def _time(
+        self, layouts: Sequence[SearchLayout], known: Sequence[SimulatedPlan], few: int, most: int | None
+    ) -> tuple[list[SimulatedPlan], bool]:
+        """Return `known` plans and those of other layouts that fit, the fastest first, and whether all were timed.
+
+        `layouts` are in the order of what the closed form says. At least `few` plans are returned, and at most `most`
+        (None: all): in between those that are expected to be about as fast as the best.
+        """
+        result, all_done = list(known), True
+        best = min((timed.seconds for timed in result), default=math.inf)
+        for number, layout in enumerate(layouts):
+            if any(timed.layout in (layout, layout.whole) for timed in known):
+                continue
+            is_slower = layout.seconds > best * (1 + CLOSED_FORM_ERROR)
+            is_enough = most is not None and (len(result) >= most or (is_slower and len(result) >= few))
+            if (result and is_enough) or ((result or number >= FEW) and self._is_over(1.0)):
+                all_done = False
+                break
+            if plan := self._time_one(layout):
+                result.append(plan)
+                best = min(best, plan.seconds)
+        result.sort(key=_by_seconds)
+        timed = {each.layout for each in result}
+        wholes = (each.layout.whole for each in result[: 1 if most else None])
+        result += filter(None, [self._simulate(whole) for whole in wholes if whole and whole not in timed])
+        return sorted(result, key=_by_seconds), all_done
+
+
+def zero_bubble(plan: Plan) -> Plan | None:
+    """Return a plan by ZB-H1 in place of 1F1B; None where tiles are in no pipeline, or must do backward passes whole.
+
+    Tiles with row chunks, ZeRO 2 or 3, or activations in host memory have no memory for the operands of dW.
+    """
+    splits = all(tile.zero < 2 and tile.row_chunks == 1 and not tile.offloads_activations for tile in plan.tiles)
+    is_pipeline = any(map(plan.upstream, plan.tiles)) and all(
+        len(plan.virtual_stages(tile)) == 1 for tile in plan.tiles
+    )
+    return replace(plan, schedule="zb-h1") if splits and is_pipeline and plan.microbatches > 1 else None
+
+
+def format_shortage(
+    cluster: Cluster, setup: Setup, plan: Plan, items: Interval, family: str, needed: float, available: int
+) -> str:
+    """Return the message that a plan does not fit in memory."""
+    return (
+        f"no plan of {cluster.describe()} fits in memory; the nearest ({plan.describe()}) needs"
+        f" {needed / MIB:,.1f} MiB for items {list(items)} on a rank of family '{family}', which has"
+        f" {available / MIB:,.1f} MiB: {(needed - available) / MIB:,.1f} MiB too few; use more devices,"
+        f" or shorter sequences (data.sequence_length is {setup.positions})"
+    )

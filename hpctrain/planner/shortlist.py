@@ -2,18 +2,18 @@
 
 from bisect import insort
 from collections.abc import Sequence
+from functools import lru_cache
 
-from hpctrain.planner.score import MANY_ROWS, Scorer, rank_rows
+from hpctrain.planner.score import MANY_ROWS, Scorer
 from hpctrain.planner.space import BEST, Pipelines, StageChoice, choices_of, choices_of_all
+from hpctrain.planner.stages import Stage
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
 
 SLOWEST_SHARE = 0.5
 """Of the speed of a pool's fastest choice, that others must reach to be considered."""
-
 EXACT_ROWS = 16
 """The seconds of more rows of a rank are interpolated."""
-
 MOST_CHOICES = 48
 """That are scored for a pool, unless all are."""
 
@@ -24,46 +24,42 @@ class Shortlists:
     def __init__(self, scorer: Scorer, per_group: int | None):
         """`per_group` is how many combinations of choices are wanted; None: all."""
         self._scorer, self._costs, self._per_group = scorer, scorer.costs, per_group
-        pools = self._costs.pools
-        self._power = [pool.num_devices * scorer.speed(number) for number, pool in enumerate(pools)]
-        self._result: dict[tuple, list[StageChoice]] = {}
-        self._fastest: dict[tuple[int, int], tuple[list[tuple[float, StageChoice]], float]] = {}
+        self._first_recompute = scorer.space.recompute[0]
+        self._power = [pool.num_devices * scorer.speed(number) for number, pool in enumerate(self._costs.pools)]
+        self._rates = lru_cache(None)(self._rates_of)
+        self._choose = lru_cache(None)(self._best_choices)
         self.left_out = 0
         """Choices that were not returned."""
 
     def choices(self, microbatches: int, pool: int, row: Sequence[int], pipelines: Pipelines) -> list[StageChoice]:
         """Return the choices for a pool of a pipeline `row`, the best first."""
-        used = frozenset(number for other in pipelines for number in other)
-        key = microbatches, pool, frozenset(row), used
-        if key not in self._result:
-            self._result[key] = self._choose(microbatches, pool, row, used)
-        return self._result[key]
+        used = tuple(sorted(number for other in pipelines for number in other))
+        return self._choose(microbatches, pool, tuple(sorted(row)), used)
 
-    def _rates(self, pool: int, rows: int) -> tuple[list[tuple[float, StageChoice]], float]:
+    def _rates_of(self, pool: int, rows: int) -> tuple[list[tuple[float, StageChoice]], float]:
         """Return each choice with the blocks that it does in a second, and the most."""
-        if (pool, rows) not in self._fastest:
-            costs, space = self._costs, self._scorer.space
-            choices = choices_of if space.cut == BEST else choices_of_all
-            slots = space.num_slots(costs.pools[pool], costs.grids[pool])
-            result = [
-                (choice.stages / self._block_seconds(pool, choice.grid, rank_rows(choice, rows)), choice)
-                for choice in choices(slots, costs.setup.model.num_layers, rows)
-            ]
-            self._fastest[pool, rows] = result, max((rate for rate, _ in result), default=0.0)
-        return self._fastest[pool, rows]
+        costs, space = self._costs, self._scorer.space
+        every = choices_of if space.cut == BEST else choices_of_all
+        slots = space.num_slots(costs.pools[pool], costs.grids[pool])
+        result = [
+            (choice.stages / self._block_seconds(pool, choice.grid, choice.rank_rows(rows)), choice)
+            for choice in every(slots, costs.setup.model.num_layers, rows)
+        ]
+        return result, max((rate for rate, _ in result), default=0.0)
 
     def _block_seconds(self, pool: int, grid: TensorGrid, rows: int) -> float:
         """Return what a block takes a rank that has so many rows: of many rows a line between powers of two."""
+        low = rows if rows <= EXACT_ROWS else 1 << rows.bit_length() - 1
+        first = self._costs.seconds(pool, grid, BLOCK, low, self._first_recompute).both
+        if low == rows:
+            return first
+        return first + (self._costs.seconds(pool, grid, BLOCK, 2 * low, self._first_recompute).both - first) * (
+            rows / low - 1
+        )
 
-        def seconds(rows: int) -> float:
-            return self._costs.seconds(pool, grid, BLOCK, rows, self._scorer.space.recompute[0]).both
-
-        if rows <= EXACT_ROWS:
-            return seconds(rows)
-        low = 1 << rows.bit_length() - 1
-        return seconds(low) + (seconds(2 * low) - seconds(low)) * (rows / low - 1)
-
-    def _choose(self, microbatches: int, pool: int, row: Sequence[int], used: frozenset[int]) -> list[StageChoice]:
+    def _best_choices(
+        self, microbatches: int, pool: int, row: tuple[int, ...], used: tuple[int, ...]
+    ) -> list[StageChoice]:
         rows = self._scorer.global_batch // microbatches
         if self._per_group is None:
             return [choice for _, choice in self._rates(pool, rows)[0]]
@@ -89,37 +85,25 @@ class Shortlists:
         return [considered[i][1] for _, i in scored[:width]]
 
     def _score(
-        self,
-        pool: int,
-        choice: StageChoice,
-        rate: float,
-        others: float,
-        rows: int,
-        microbatches: int,
-        is_alone: bool,
+        self, pool: int, choice: StageChoice, rate: float, others: float, rows: int, microbatches: int, is_alone: bool
     ) -> tuple[bool, float]:
         """Return about what a step takes with this choice, after whether it is short of memory at any rate; `is_alone`:
         in its pipeline."""
-        costs, (grid, stages, replicas) = self._costs, choice
-        num_blocks = costs.setup.model.num_layers
-        blocks = num_blocks * rate / (rate + others)
-        slowest = num_blocks / (rate + others)
-        of_stage = max(1, round(blocks / stages))
-        each, kept, space = rank_rows(choice, rows), min(stages, microbatches), self._scorer.space
-        memory = costs.pools[pool].memory_bytes
+        costs, (grid, stages, replicas), space = self._costs, choice, self._scorer.space
+        slowest = costs.setup.model.num_layers / (rate + others)
+        of_stage, each = max(1, round(slowest * rate / stages)), choice.rank_rows(rows)
+        row_chunks = each if is_alone and stages == 1 else 1  # with the loss, rows may go in chunks
 
-        def most(recompute: str, zero: int, offload: str = "none") -> int:
-            at_once = 1 if is_alone and stages == 1 and each > 1 else None  # with the loss, rows may go in chunks
-            needs = costs.needs(grid, each, recompute, zero, replicas, (False, False), at_once=at_once, offload=offload)
-            return needs.keeping(kept).most(memory)
+        def is_short(recompute: str, zero: int, offload: str = "none") -> bool:
+            stage = Stage(pool, choice, each, kept=min(stages, microbatches), zero=zero, holders=replicas)
+            needs = costs.needs(stage, recompute, row_chunks, offload).on_device
+            return needs.most(costs.pools[pool].memory_bytes) < of_stage
 
         first, last = space.recompute[0], space.recompute[-1]
-        if most(first, min(space.zero, key=lambda zero: abs(zero - 1))) < of_stage:
+        if is_short(first, min(space.zero, key=lambda zero: abs(zero - 1))):
             few = min(each, MANY_ROWS)  # as many times as long whatever the rows, once they are not too few
-            slowest *= (
-                costs.seconds(pool, grid, BLOCK, few, last).both / costs.seconds(pool, grid, BLOCK, few, first).both
-            )
-        is_short = most(last, max(space.zero), space.offload[-1]) < of_stage
-        exchanged = int(costs.elements(grid, False, False).each * of_stage)
-        ends = costs.sharing_seconds(((pool, grid.size, replicas),), 4 * exchanged, "all_reduce")
-        return is_short, (microbatches - 1 + stages) * slowest + ends
+            again, once = (costs.seconds(pool, grid, BLOCK, few, recompute).both for recompute in (last, first))
+            slowest *= again / once
+        exchanged = 4 * int(costs.elements(grid, False, False).each * of_stage)
+        ends = costs.sharing_seconds(((pool, grid.size, replicas),), exchanged, "all_reduce")
+        return is_short(last, max(space.zero), space.offload[-1]), (microbatches - 1 + stages) * slowest + ends

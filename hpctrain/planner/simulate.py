@@ -12,6 +12,7 @@ part, so that the parts add up.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hpctrain.plan.schedule import Instruction, Op, Schedule
 from hpctrain.plan.schedule_run import Runner, ScheduleRun, Wire
@@ -21,6 +22,14 @@ from hpctrain.planner.prices import PASSES, Costs, PassCost, Sharing, TileCost, 
 PARTS = ("compute", "tensor", "pipeline", "data", "optimizer", "bubble", "hidden")
 EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
 """What a rank spends its time in, as its own clock shows: waits belong to what is waited for."""
+
+
+class Span(NamedTuple):
+    """An instruction and when it runs, in seconds of the step."""
+
+    instruction: Instruction
+    begin: float
+    end: float
 
 
 @dataclass(eq=False)
@@ -36,6 +45,7 @@ class _Clock(Runner):
     """When the last message of each kind has left that leaves the node."""
     done: list[float] = field(default_factory=list)
     """When each virtual stage did something for the last time."""
+    spans: list[Span] = field(default_factory=list)
     gathers: dict[int, list[tuple[float, float, float]]] = field(default_factory=dict)
     """The weights of each virtual stage that are gathered with overlap: the seconds taken, when they are there, and
     how long after the beginning of the first forward pass they are needed."""
@@ -49,6 +59,7 @@ class _Clock(Runner):
         super().copy_progress(other)
         self.sent_at = dict(other.sent_at)
         self.now, self.parts, self.exposed, self.done = other.now, dict(other.parts), dict(other.exposed), other.done
+        self.spans = list(other.spans)
 
     def spend(self, part: str, seconds: float) -> None:
         self.now += seconds
@@ -83,10 +94,10 @@ class Simulated:
     step_seconds: float
     parts: dict[Tile, dict[str, float]]
     """By the first tile of the ranks, as the schedules are."""
-    busy_until: dict[Tile, float]
-    """When these had done their last backward pass."""
     exposed: dict[Tile, dict[str, float]]
     """Where each tile stood (`EXPOSED`); adds up to the step too."""
+    spans: dict[Tile, list[Span]]
+    """When passes, sums and updates run."""
 
 
 def simulate(plan: Plan, schedules: Mapping[Tile, Schedule], costs: Costs) -> Simulated:
@@ -119,7 +130,7 @@ class Simulation(ScheduleRun):
         return tuple(self._costs.tiles[tile] for tile in tiles), messages
 
     def compute(self, clock: _Clock, step: Instruction) -> None:
-        cost = clock.costs[step.virtual_stage]
+        cost, begin = clock.costs[step.virtual_stage], clock.now
         one: PassCost = getattr(cost, PASSES[step.op])[step.substep]
         if step is clock.opening:
             clock.spend(cost.alone_on, max(0.0, cost.before_seconds - clock.now))
@@ -132,6 +143,7 @@ class Simulation(ScheduleRun):
         if step is clock.closing:
             clock.spend(cost.alone_on, cost.after_seconds)
         clock.done[step.virtual_stage] = clock.now
+        clock.spans.append(Span(step, begin, clock.now))
 
     def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
         others = max((at for op, at in clock.sent_at.items() if op is not step.op), default=0.0)
@@ -164,24 +176,29 @@ class Simulation(ScheduleRun):
     def simulated(self) -> Simulated:
         """Run the step to its end. Raises PlanError where the schedules deadlock."""
         self.run()
-        busy = {tile: clock.now for tile, clock in self.runners.items()}
         self._finish()
         end = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
             clock.parts["bubble"] += clock.wait_until(end)
-        parts, exposed = ({t: getattr(c, name) for t, c in self.runners.items()} for name in ("parts", "exposed"))
-        return Simulated(end, parts, busy, exposed)
+        of_tiles = ({t: getattr(c, name) for t, c in self.runners.items()} for name in ("parts", "exposed", "spans"))
+        parts, exposed, spans = of_tiles
+        return Simulated(end, parts, exposed, spans)
 
     def _finish(self) -> None:
         """Sum gradients, agree, update, gather weights: all tiles together, as all ranks call it in one order."""
+        begin = {clock: clock.now for clock in self._clocks}
         self._reduce()
-        together = max(clock.now for clock in self._clocks)
+        reduced = {clock: clock.now for clock in self._clocks}
+        together = max(reduced.values())
         for clock in self._clocks:
             clock.parts["bubble"] += clock.wait_until(together)
             clock.spend("optimizer", self._costs.agree_seconds + clock.costs[0].update_seconds)
         for sharing in self._costs.sharings:
             if sharing.needed_seconds is None:
                 self._exchange(sharing.tiles, sharing.gather_seconds)
+        for clock in self._clocks:
+            clock.spans.append(Span(Instruction(Op.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
+            clock.spans.append(Span(Instruction(Op.UPDATE), reduced[clock], clock.now))
 
     def _start_gathers(self) -> None:
         """Schedule the gathers that are overlapped with the first forward pass, for each clock one after the other."""

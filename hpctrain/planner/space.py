@@ -4,29 +4,20 @@ A *shape* says everything but the cuts:
 
 - some of the pools (see `planner/pools.py`), divided into *pipelines* side by side, each of which is a sequence of
   pools: the families as one pipeline. Pools in no pipeline are unused;
-- for each of these pools a tensor grid (x, y, z) with room on a node that cuts the model; how many *stages* it has, 1
-  to the number of blocks; and how many *replicas* each of its stages has, of `replica_counts`. Tensor grids take their
-  pool's places node by node, those of a stage side by side, stage after stage; what is left is unused;
-- a number of microbatches that divides the global batch;
-- how many *virtual stages* a rank has: one, or those of `interleaved_shapes`, so that each rank has several tiles;
+- for each of these pools a `StageChoice`. Tensor grids take their pool's places node by node, those of a stage side by
+  side, stage after stage; what is left is unused;
+- the numbers of microbatches and of *virtual stages* of a rank (`interleaved_shapes`);
 - a ZeRO stage: 0 to 3. 1 where nobody shares a weight, so that it makes no difference. Pipelines side by side do not go
   through their items together: 1, or 2 and 3 where each of them is one stage, by the same tensor grid and in as many
   pieces (heterogeneous ZeRO: Poplar, arXiv 2408.12596).
 
 The cuts follow from the shape, see `planner/cut.py`: rows are given one by one to the pipeline that would be done
-first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first. Activations
-are recomputed in the stages where they would not fit otherwise, by operator where that suffices; at the loss rows may
-go in pieces instead, of which one is kept at a time. Such stages may also keep in host memory what they have no room
-for; the fastest variant that fits is taken.
+first, cut evenly among the replicas of a stage; blocks one by one to the stage that would be done first, in the fastest
+variant that fits (`StageVariant`): with activations recomputed, rows in chunks at the loss, or host memory used only
+where memory is short.
 
-Two restricted spaces have the plans of a user who knows less. All devices are used in both.
-
-| space | shapes | cuts |
-|---|---|---|
-| `by_speed_space` | all families in one pipeline, or one pipeline of each | by one speed of each family |
-| `even_space` | one tensor grid; pipelines equally deep, of equal replicas | equal rows, equal blocks |
-
-A family alone needs no space of its own: `search` takes the families that it may use.
+Two restricted spaces have the plans of a user who knows less, with all devices: `by_speed_space` and `even_space`. A
+family alone needs no space of its own: `search` takes the families that it may use.
 """
 
 import itertools
@@ -56,6 +47,10 @@ class StageChoice(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.grid} x PP{self.stages} x DP{self.replicas}"
+
+    def rank_rows(self, rows: int) -> int:
+        """Return the rows of a rank with the most, where a stage has so many of a microbatch."""
+        return -(-rows // self.replicas // self.grid.z)
 
 
 @dataclass(frozen=True)

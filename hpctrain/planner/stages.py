@@ -1,15 +1,15 @@
-"""What a stage costs, by pool, tensor grid and rows: computed once and shared by all plans that a search scores. Pure.
+"""What a stage of a pipeline costs: seconds and bytes as lines in its number of blocks, shared by all plans. Pure.
 
-Blocks are equal, so a stage of k blocks takes a base (of the embedding or the head) and k times the same, in seconds
-and in bytes. Seconds are those of `planner/predictor.py`, bytes those of `planner/memory.py` for our engine, but for
-rounding, and for who meets different grids.
+Blocks are equal, so a stage of k blocks takes a base (of the embedding or the head) and k times the same. Seconds are
+those of `prices.py`, bytes those of `memory.py`, as in a prediction, but for rounding and for who meets different
+grids, about which a search knows only roughly.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from hpctrain.comm.network import Crowd
@@ -17,23 +17,13 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.schedule import splits_freely
 from hpctrain.plan.tiling import Tile
-from hpctrain.planner.cost import Setup, layer_cost, layer_elements, update_seconds
-from hpctrain.planner.memory import (
-    GRADIENT_BYTES,
-    gathered_bytes,
-    inner_bytes,
-    layer_computing,
-    layer_deferred,
-    layer_kept,
-    layer_moved,
-    message_bytes,
-    state_bytes,
-)
+from hpctrain.planner.cost import Setup, layer_elements, update_seconds
+from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, message_bytes, row_bytes, state_of
 from hpctrain.planner.offload import host_share, offloaded_update_seconds
-from hpctrain.planner.parts import part_counts
-from hpctrain.planner.pass_cost import pass_cost
 from hpctrain.planner.pools import Pool
-from hpctrain.planner.work import LayerCost, PassWork
+from hpctrain.planner.predictor import AGREED_BYTES
+from hpctrain.planner.prices import Place, Prices, part_counts
+from hpctrain.planner.space import StageChoice
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from hpctrain.sharding.items import BLOCK, EMBEDDING
@@ -41,11 +31,11 @@ from hpctrain.sharding.parameters import check_grid
 
 COMPARED_ROWS = 1, 8
 """Positions of several rows are put in order, those of one are."""
-AGREED_BYTES = 24  # loss, norm and stopping: see Predictor
 
 
 class Seconds(NamedTuple):
-    """Of a forward and of a backward pass over one layer."""
+    """Of a forward and a backward pass; or of the two parts of a backward pass, until the gradient is sent and after
+    that."""
 
     forward: float
     backward: float
@@ -53,6 +43,9 @@ class Seconds(NamedTuple):
     @property
     def both(self) -> float:
         return self.forward + self.backward
+
+
+WHOLE, SPLIT = ("forward", "backward"), ("backward_input", "backward_weight")
 
 
 class BlockLine(NamedTuple):
@@ -64,12 +57,18 @@ class BlockLine(NamedTuple):
     def at(self, k: float) -> float:
         return self.base + k * self.each
 
-    def plus(self, other: "BlockLine", times: float) -> "BlockLine":
+    def plus(self, other: "BlockLine", times: float = 1.0) -> "BlockLine":
         return BlockLine(self.base + times * other.base, self.each + times * other.each)
+
+    def times(self, factor: float) -> "BlockLine":
+        return BlockLine(factor * self.base, factor * self.each)
 
     def most(self, limit: float) -> int:
         """Return for how many blocks it stays within a limit; 0 if for none."""
         return max(0, math.floor((limit - self.base) / self.each))
+
+
+NOTHING = BlockLine(0.0, 0.0)
 
 
 class Holders(NamedTuple):
@@ -79,24 +78,100 @@ class Holders(NamedTuple):
     groups: tuple[tuple[int, int], ...] = ()
     """(pool, replicas) of each."""
 
+    @classmethod
+    def of_stage(
+        cls, pool: int, choice: StageChoice, zero: int, sharing: tuple[tuple[int, int], ...] = ()
+    ) -> "Holders":
+        """Return the holders of a stage's weights: its replicas, or those `sharing`, which are of several pipelines."""
+        groups = sharing or (((pool, choice.replicas),) if choice.replicas > 1 else ())
+        return cls(zero, groups) if zero >= 2 and groups else ALONE
+
 
 ALONE = Holders()
+
+
+class Stage(NamedTuple):
+    """A stage of a shape, but for its number of blocks."""
+
+    pool: int
+    choice: StageChoice
+    rows: int
+    """Of a microbatch, of a rank with the most."""
+    ends: tuple[bool, bool] = (False, False)
+    """Whether it has the first item, and the last one."""
+    kept: float = 1.0
+    """Of how many microbatches it keeps all activations at once."""
+    zero: int = 1
+    holders: int = 1
+    """How many ranks at least hold what one of its ranks holds."""
+    meets_mixed: bool = False
+    """Whether other pipelines have other grids, for which weights are packed."""
+    microbatches: int = 1
+    virtual_stages: int = 1
+    row_chunks: tuple[int, ...] = (1,)
+    """In how many row chunks it may compute, from the fewest."""
+    exchanging: Holders = ALONE
+
+
+class StageVariant(NamedTuple):
+    """A variant of computing a stage."""
+
+    recompute: str
+    row_chunks: int
+    """In which it goes through its rows of a microbatch."""
+    forward: BlockLine
+    backward: BlockLine
+    beyond: int
+    """Blocks, for which fewer pieces suffice."""
+    most: int
+    """Blocks, as far as memory goes."""
+    needed_bytes: BlockLine
+    kept_bytes: BlockLine
+    """Of these, for each microbatch in flight."""
+    split: tuple[BlockLine, BlockLine] | None = None
+    """The parts of `backward`, one by one, where the gradient is sent between them."""
+    offload: str = "none"
+    """What it keeps in host memory."""
+    update: BlockLine = NOTHING
+    """What a microbatch's share of the update takes longer for that."""
+
+    def seconds(self, blocks: int) -> float:
+        """Return the time of one microbatch, forward and backward, with its share of what offload adds to a step."""
+        return self.forward.at(blocks) + self.backward.at(blocks) + self.update.at(blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class StageVariants:
+    """What a stage would take with so many blocks."""
+
+    variants: tuple[StageVariant, ...]
+    offloading: Callable[[], tuple[StageVariant, ...]] = tuple
+    """Returns the variants that use host memory; asked where the device's is too small for the first of the others."""
+
+    @cached_property
+    def _all(self) -> tuple[StageVariant, ...]:
+        return self.variants + self.offloading()
+
+    def variant(self, blocks: int) -> StageVariant | None:
+        """Return the fastest variant that has memory for so many blocks, and no more pieces than that takes."""
+        if self.variants and blocks <= self.variants[0].most:
+            return self.variants[0]
+        fitting = [variant for variant in self._all if variant.beyond < blocks <= variant.most]
+        return min(fitting, key=lambda variant: variant.seconds(blocks)) if fitting else None
+
+    def seconds(self, blocks: int) -> float:
+        """Return the time of one microbatch, forward and backward; without end where memory is short."""
+        variant = self.variant(blocks)
+        return variant.seconds(blocks) if variant else math.inf
 
 
 class Needs(NamedTuple):
     """Bytes of a stage's rank."""
 
-    state: BlockLine
-    """Whatever is kept of microbatches."""
-    activations: BlockLine
-    """Of each microbatch that is kept."""
+    on_device: BlockLine
+    kept: BlockLine
+    """Of these, the activations of each microbatch that is kept."""
     on_host: BlockLine
-    """In memory of the host, of the optimizer's state."""
-    moved: BlockLine = BlockLine(0.0, 0.0)
-    """In memory of the host, of the activations of each microbatch that is kept."""
-
-    def keeping(self, microbatches: float) -> BlockLine:
-        return self.state.plus(self.activations, microbatches)
 
 
 def row_chunk_counts(most: int, fewest: int) -> list[int]:
@@ -112,25 +187,20 @@ class StageCosts:
 
     def __init__(self, setup: Setup, cluster: Cluster, pools: Sequence[Pool]):
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
-        self.network = setup.stack.network(cluster, setup.stack.link_share)
-        self.head = setup.head
+        self.prices = Prices(setup, cluster)
+        self.network, self.head = self.prices.network, setup.head
         self.seconds = lru_cache(None)(self._seconds)
-        self.parts = lru_cache(None)(self._parts)
-        self._cost = lru_cache(None)(self._layer_cost)
         self.part_count = lru_cache(None)(self._best_count)
-        self._in_parts = lru_cache(None)(lambda count: replace(setup, tensor_parts=count))
-        self._tile = lru_cache(None)(self._first_tile)
-        self.needs = lru_cache(None)(self._needs)
+        self._place = lru_cache(None)(self._first_place)
+        self._splits = lru_cache(None)(self._splits_backward)
         self.elements = lru_cache(None)(self._elements)
-        self.splits = lru_cache(None)(self._splits)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
         """Of a grid and a layer: how many weights the ranks at one (x, y) have together."""
         self._row = lru_cache(None)(self._row_bytes)
         self._sharing = lru_cache(None)(self._sharing_seconds)
-        self._sharers = lru_cache(None)(self._sharing_ranks)
         self._crowd = lru_cache(None)(self._all_ranks)
         self.agree_seconds = self.network.group_seconds("all_reduce", AGREED_BYTES, range(cluster.num_devices))
-        self.host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
+        self._host_bytes = [host_share(cluster, pool.nodes) for pool in self.pools]
         """Of each pool, what a rank may fill of its host's memory."""
         self.grids = [self._grids(number) for number in range(len(self.pools))]
 
@@ -149,185 +219,101 @@ class StageCosts:
                 result.append(grid)
                 continue
             cut = grid._replace(sequence_parallel=True)
-            passes = [
-                tuple(seconds for rows in COMPARED_ROWS for seconds in self.seconds(number, each, BLOCK, rows, "none"))
-                for each in (cut, grid)
-            ]
-            is_faster = all(own <= other for own, other in zip(*passes, strict=True))
+            both = [[self.seconds(number, each, BLOCK, rows) for each in (cut, grid)] for rows in COMPARED_ROWS]
+            is_faster = all(own <= other for pair in both for own, other in zip(*pair, strict=True))
             result += [cut] if is_faster else [grid, cut]
         return result
 
-    def layers(self, ends: tuple[bool, bool]) -> list[Interval]:
-        """Return the layers that a stage's figures are made of: a block, which stands for all, and its ends."""
-        return [BLOCK, *([EMBEDDING] if ends[0] else []), *([self.head] if ends[1] else [])]
+    def layers(self, ends: tuple[bool, bool], blocks: int = 1) -> list[Interval]:
+        """Return the layers of a stage with so many blocks, of which one stands for all, and its ends."""
+        return [*[EMBEDDING] * ends[0], *[BLOCK] * blocks, *[self.head] * ends[1]]
+
+    # ---- seconds -----------------------------------------------------------------------------------------------------
 
     def _seconds(
-        self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str, holders: Holders = ALONE
-    ) -> Seconds:
-        """Return what a layer takes on a grid of a pool, each of whose ranks has `rows`."""
-        count = self.part_count(number, grid) if self.setup.is_block(layer) else 1
-        return self._seconds_in(count, number, grid, layer, rows, recompute, holders)
-
-    def _seconds_in(
         self,
-        count: int,
         number: int,
         grid: TensorGrid,
         layer: Interval,
         rows: int,
         recompute: str = "none",
         holders: Holders = ALONE,
+        names: tuple[str, str] = WHOLE,
+        parts: int | None = None,
     ) -> Seconds:
-        """Return the same where products are cut in so many parts."""
-        cost = self._cost(count, grid, layer, rows, recompute, holders.zero)
-        return Seconds(*self._passes(number, grid, (cost.forward, cost.backward), holders))
+        """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
+        in so many parts, or in the best number."""
+        place, parts = self._place(number, grid, holders), parts or self.part_count(number, grid)
+        return Seconds(*(self.prices.price(name, place, layer, rows, recompute, parts).seconds for name in names))
 
     def _best_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
         stands for all, though a plan may have another one. More are tried while they pay."""
         best, *others = part_counts(self.setup, [grid])
-        least = self._seconds_in(best, number, grid, BLOCK, COMPARED_ROWS[-1]).both if others else 0.0
-        for count in others:
-            seconds = self._seconds_in(count, number, grid, BLOCK, COMPARED_ROWS[-1]).both
+        least = math.inf
+        for count in (best, *others) if others else ():
+            seconds = self.seconds(number, grid, BLOCK, COMPARED_ROWS[-1], parts=count).both
             if seconds >= least:
                 break
             best, least = count, seconds
         return best
 
-    def piecewise(
-        self,
-        number: int,
-        grid: TensorGrid,
-        layer: Interval,
-        rows: int,
-        recompute: str,
-        row_chunks: int,
-        holders: Holders = ALONE,
-    ) -> Seconds:
-        """Return what a layer takes that goes through the rows of a rank in pieces."""
-        if row_chunks == 1:
-            return self.seconds(number, grid, layer, rows, recompute, holders)
-        least, more = divmod(rows, row_chunks)
-        some = self.seconds(number, grid, layer, least, recompute, holders)
-        if not more:
-            return Seconds(row_chunks * some.forward, row_chunks * some.backward)
-        others = self.seconds(number, grid, layer, least + 1, recompute, holders)
-        return Seconds(*((row_chunks - more) * few + more * many for few, many in zip(some, others, strict=True)))
-
-    def _parts(self, number: int, grid: TensorGrid, layer: Interval, rows: int, recompute: str) -> list[float]:
-        """Return the seconds of the parts of a backward pass: until the gradient is sent, and after that."""
-        count = self.part_count(number, grid) if self.setup.is_block(layer) else 1
-        cost = self._cost(count, grid, layer, rows, recompute)
-        return self._passes(number, grid, (cost.backward_input, cost.backward_weight))
-
-    def _layer_cost(self, parts: int, *what) -> LayerCost:
-        return layer_cost(self._in_parts(parts), *what)
-
-    def _passes(
-        self, number: int, grid: TensorGrid, works: Iterable[PassWork], holders: Holders = ALONE
-    ) -> list[float]:
-        pool, tile = self.pools[number], self._tile(number, grid)
-        ranks, crowd = self._sharers(grid, holders)
-        passes = (pass_cost(self.setup, self.network, [pool.device], work, tile, ranks, crowd) for work in works)
-        return [each.seconds for each in passes]
-
-    def _sharing_ranks(self, grid: TensorGrid, holders: Holders) -> tuple[tuple[int, ...], Crowd | None]:
-        """Return the ranks of one group of holders, and those of all."""
+    def _first_place(self, number: int, grid: TensorGrid, holders: Holders) -> Place:
+        """Return the first place for a grid of a pool, which exchanges weights with those of other replicas."""
+        pool = self.pools[number]
+        tile = Tile(Interval(0, 1), Interval(0, grid.z), pool.slots(grid.size)[0], grid)
         if not holders.groups:
-            return (), None
+            return Place((pool.device,), tile, holders.zero)
         slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
-        return tuple(slot[0] for slot in slots), self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
+        sharers = self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
+        return Place((pool.device,), tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
-    def _first_tile(self, number: int, grid: TensorGrid) -> Tile:
-        """Return a tile on the first place for a grid, of whatever items and rows."""
-        return Tile(Interval(0, 1), Interval(0, grid.z), self.pools[number].slots(grid.size)[0], grid)
+    def piecewise(self, stage: Stage, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
+        """Return what a layer takes a stage that goes through the rows of a rank in pieces."""
+        few, more = divmod(stage.rows, row_chunks)
+        pieces = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
+        where = stage.pool, stage.choice.grid, layer
+        each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in pieces]
+        return Seconds(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
 
-    def _splits(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
+    def _lines(self, stage: Stage, seconds: Callable[[Interval], Seconds]) -> tuple[BlockLine, BlockLine]:
+        """Return two lines of a stage, of what its layers take."""
+        block, *ends = map(seconds, (BLOCK, *self.layers(stage.ends, 0)))
+        forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
+        return forward, backward
+
+    def variant(
+        self, stage: Stage, recompute: str, row_chunks: int, offload: str, blocks: tuple[int, int], needs: Needs
+    ) -> StageVariant:
+        """Return a variant of a stage for more blocks than the first of two numbers, up to the second."""
+        pool, grid, rows, zero = stage.pool, stage.choice.grid, stage.rows, stage.zero
+        forward, backward = self._lines(stage, lambda layer: self.piecewise(stage, layer, recompute, row_chunks))
+        split, update = None, NOTHING
+        if offload in ("optimizer", "all"):
+            longer = self._offloaded_update(stage, 1 / stage.holders if zero else 1.0)
+            update = longer.times(1 / stage.microbatches)
+        if offload in ("activations", "all"):
+            moved = rows * layer_moved(self.setup, grid, BLOCK, recompute)
+            copies = moved / self.pools[pool].device.host_copy_bytes_per_second
+            forward = BlockLine(forward.base, max(forward.each, copies))
+            backward = BlockLine(backward.base + (0.0 if stage.ends[1] else copies), max(backward.each, copies))
+        elif not stage.ends[0] and row_chunks == 1 and self._splits(grid, recompute, zero):
+            split = self._lines(stage, lambda layer: self.seconds(pool, grid, layer, rows, recompute, ALONE, SPLIT))
+        return StageVariant(
+            recompute, row_chunks, forward, backward, *blocks, needs.on_device, needs.kept, split, offload, update
+        )
+
+    def _splits_backward(self, grid: TensorGrid, recompute: str, zero: int) -> bool:
         """Say whether such stages, all but the first, send gradients before they compute those of weights."""
         tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
         return self.setup.stack.splits_backward and splits_freely(tile)
 
-    def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
-        """Return how many weights a rank of a stage stores."""
-        base = self.elements_of(grid, EMBEDDING) * is_first + self.elements_of(grid, self.head) * is_last
-        if self.setup.model.description.tied_head and is_last and not is_first:
-            base += self.elements_of(grid, EMBEDDING)
-        return BlockLine(base / grid.z, self.elements_of(grid, BLOCK) / grid.z)
-
-    def _needs(
-        self,
-        grid: TensorGrid,
-        rows: int,
-        recompute: str,
-        zero: int,
-        holders: int,
-        ends: tuple[bool, bool],
-        at_once: int | None = None,
-        meets_mixed: bool = False,
-        virtual_stages: int = 1,
-        offload: str = "none",
-    ) -> Needs:
-        """Return what a rank of a stage needs; see `memory_of`.
-
-        At the loss it may go through its rows in pieces, and keep so many `at_once`. Who `meets_mixed` grids has
-        weights packed for these, too.
-        """
-        setup, b = self.setup, self.setup.item_bytes
-        zero = min(zero, 1) if zero > 1 and holders == 1 else zero
-        share = 1 / holders if zero else 1.0
-        state = b * (share if zero == 3 else 1) + GRADIENT_BYTES * (share if zero >= 2 else 1)
-        of_optimizer, on_host = state_bytes(setup) * share, 0.0
-        if offload in ("optimizer", "all"):
-            of_optimizer, on_host = 0.0, of_optimizer
-        state += of_optimizer
-        if meets_mixed and zero < 3:
-            state = state + b
-        if zero == 1:
-            state = state + GRADIENT_BYTES * share * (holders > 1)
-        stored = self.elements(grid, *ends)
-        messages = 0 if all(ends) else 1 + virtual_stages + setup.stack.expected_messages
-        buffers = messages * message_bytes(setup, grid, rows)
-        moves = offload in ("activations", "all")
-        splits = not ends[0] and at_once is None and not moves and self.splits(grid, recompute, zero)
-        rows = rows if at_once is None else at_once
-        kept, computing = self._row(grid, recompute, ends, splits, rows > 1)
-        moved = layer_moved(setup, grid, BLOCK, recompute) if moves else 0.0
-        buffers = buffers + rows * (computing + 2 * moved)
-        kept = BlockLine(kept.base, kept.each - moved)
-        sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
-        gathered = gathered_bytes(setup, grid.z, zero, holders, max(sizes), sizes[0] + max(sizes), splits)
-        return Needs(
-            BlockLine(stored.base * state + buffers + gathered, stored.each * state),
-            BlockLine(rows * kept.base, rows * kept.each),
-            BlockLine(stored.base * on_host, stored.each * on_host),
-            BlockLine(0.0, rows * moved),
-        )
-
-    def copy_seconds(self, number: int, grid: TensorGrid, recompute: str, rows: int) -> float:
-        """Return what it takes to move what a block of a pool keeps of so many rows of a rank, in one direction."""
-        moved = layer_moved(self.setup, grid, BLOCK, recompute)
-        return rows * moved / self.pools[number].device.host_copy_bytes_per_second
-
-    def offloaded_update(self, number: int, grid: TensorGrid, ends: tuple[bool, bool], share: float) -> BlockLine:
+    def _offloaded_update(self, stage: Stage, share: float) -> BlockLine:
         """Return what an update of a share of the stage's weights takes longer with its state in host memory."""
-        stored, device = self.elements(grid, *ends), self.pools[number].device
+        stored, device = self.elements(stage.choice.grid, *stage.ends), self.pools[stage.pool].device
         many = max(1, int(share * stored.at(self.setup.model.num_layers)))
         longer = offloaded_update_seconds(self.setup, device, many) - update_seconds(self.setup, device, many)
-        return BlockLine(stored.base * share * longer / many, stored.each * share * longer / many)
-
-    def _row_bytes(
-        self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], splits: bool, in_halves: bool
-    ) -> tuple[BlockLine, float]:
-        """Return the bytes of a row that a rank of a stage keeps, and those that it computes with; see
-        `layer_computing`."""
-        block, *others = (layer_kept(self.setup, grid, layer, recompute) for layer in self.layers(ends))
-        computing = layer_computing(self.setup, grid, BLOCK, recompute, in_halves)
-        computing += inner_bytes(self.setup, grid, BLOCK) if splits else 0.0
-        if ends[1]:  # what the head has kept is gone when a block goes back
-            head = layer_computing(self.setup, grid, self.head, recompute, in_halves)
-            left = layer_deferred(self.setup, grid, self.head) if splits else 0.0
-            computing = max(head, computing - others[-1] + left)
-        return BlockLine(sum(others), block), computing
+        return stored.times(share * longer / many)
 
     def sharing_seconds(self, groups: tuple[tuple[int, int, int], ...], num_bytes: int, operation: str) -> float:
         """Return about what an exchange among holders takes, such as a reduce-scatter of `num_bytes`.
@@ -350,3 +336,49 @@ class StageCosts:
         """Return the ranks of all places for tensor grids; these are (pool, ranks of one)."""
         places = (slot for number, size in grids for slot in self.pools[number].slots(size))
         return self.network.crowd(tuple(itertools.chain(*places)))
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    def _elements(self, grid: TensorGrid, is_first: bool, is_last: bool) -> BlockLine:
+        """Return how many weights a rank of a stage stores."""
+        base = self.elements_of(grid, EMBEDDING) * is_first + self.elements_of(grid, self.head) * is_last
+        if self.setup.model.description.tied_head and is_last and not is_first:
+            base += self.elements_of(grid, EMBEDDING)
+        return BlockLine(base / grid.z, self.elements_of(grid, BLOCK) / grid.z)
+
+    def needs(self, stage: Stage, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
+        """Return what a rank of a stage needs; see `memory_of`."""
+        setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
+        zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
+        share, moves = 1 / holders if zero else 1.0, offload in ("activations", "all")
+        state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders)
+        of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
+        stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
+        splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
+        block, others = self._row(grid, recompute, ends, moves, splits, at_once > 1)
+        messages = 0 if all(ends) else 1 + stage.virtual_stages + setup.stack.expected_messages
+        buffers = messages * message_bytes(setup, grid, stage.rows) + at_once * others.computing
+        sizes = [self.elements_of(grid, layer) for layer in self.layers(ends)]
+        pair = self.elements_of(grid, BLOCK) + max(sizes)
+        buffers += gathered_bytes(setup, grid.z, zero, holders, max(sizes), pair, splits)
+        kept = BlockLine(others.kept, block.kept).times(at_once)
+        on_device = stored.times(state.weights + state.gradients + of_optimizer).plus(kept, stage.kept)
+        return Needs(
+            on_device._replace(base=on_device.base + buffers),
+            kept,
+            stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
+        )
+
+    def most_blocks(self, stage: Stage, needs: Needs) -> int:
+        """Return for how many blocks a stage has memory, of its devices and of their host."""
+        most = needs.on_device.most(self.pools[stage.pool].memory_bytes)
+        return min(most, needs.on_host.most(self._host_bytes[stage.pool])) if any(needs.on_host) else most
+
+    def _row_bytes(
+        self, grid: TensorGrid, recompute: str, ends: tuple[bool, bool], moves: bool, splits: bool, has_rows: bool
+    ) -> tuple[RowBytes, RowBytes]:
+        """Return the bytes of a row that each block of a stage keeps, and that its ends keep, and all compute with."""
+        options = {"offloads": moves, "splits": splits, "has_rows": has_rows}
+        one, two = (row_bytes(self.setup, grid, self.layers(ends, n), recompute, **options) for n in (1, 2))
+        block = two.minus(one)
+        return block, one.minus(block)._replace(computing=two.computing)

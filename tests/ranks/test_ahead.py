@@ -14,8 +14,8 @@ from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan, even_plan
+from hpctrain.planner.closed_form import with_extra_warmup
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.extra_warmup import with_extra_warmup
 from hpctrain.planner.predictor import Predictor
 from hpctrain.sharding.grid import TensorGrid
 from tests import clusters

@@ -9,8 +9,8 @@ from hpctrain.observe.metrics import Rates, summarise_ranks
 from hpctrain.observe.run import RunFolder, write_json
 from hpctrain.observe.sample import TIMELINE, TRAFFIC, shown_tiles
 from hpctrain.planner.cost import Setup
+from hpctrain.planner.predictor import forecast
 from hpctrain.planner.simulate import EXPOSED
-from hpctrain.planner.timeline import forecast
 from tests import clusters
 
 SLOWER = 1.25

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 import hpctrain.planner.cut as cut
 from hpctrain.config.errors import PlanError
 from hpctrain.plan.checks import check_tiling
-from hpctrain.planner.cut import MANY_ROWS, SearchLayout, StageVariant, StageVariants, cut_blocks, cut_rows
+from hpctrain.planner.cut import MANY_ROWS, SearchLayout, cut_blocks, cut_rows
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import Predictor
 from hpctrain.planner.search import Search, search
 from hpctrain.planner.shortlist import SLOWEST_SHARE, Shortlists
 from hpctrain.planner.space import arrangements
-from hpctrain.planner.stages import BlockLine
+from hpctrain.planner.stages import BlockLine, StageVariant, StageVariants
 from tests.examples import costly
 from tests.unit.small_searches import ALL_IN_ONE, BUCKETS, EVERYTHING, cases, every_arrangement, step_seconds
 

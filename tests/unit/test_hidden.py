@@ -11,9 +11,8 @@ from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import PassWork, _block, layer_cost
 from hpctrain.planner.devices import DeviceModel
-from hpctrain.planner.pass_cost import pass_cost
 from hpctrain.planner.predictor import Predictor, predict
-from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, slowed_by
+from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, pass_cost, slowed_by
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid

@@ -18,7 +18,7 @@ from hpctrain.plan.schedule_run import check_no_deadlock, check_schedules
 from hpctrain.plan.tiling import Plan, Tile, even_plan
 from hpctrain.planner.closed_form import PassSeconds, done_interleaved
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.cut import Placed, StageVariant, dealt_cuts
+from hpctrain.planner.cut import Placed, dealt_cuts
 from hpctrain.planner.explain import reasons
 from hpctrain.planner.predictor import Predictor, predict
 from hpctrain.planner.prices import Costs, PassCost, TileCost
@@ -26,7 +26,7 @@ from hpctrain.planner.search import search
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space, StageChoice
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.stages import BlockLine
+from hpctrain.planner.stages import BlockLine, Stage, StageVariant
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
@@ -265,7 +265,7 @@ def test_blocks_are_dealt_as_evenly_as_ends_of_the_model_allow():
 
     def stage(blocks: int, end: float) -> Placed:
         variant = StageVariant("none", 1, BlockLine(end, 1.0), BlockLine(end, 1.0), 0, 99, line, line)
-        return Placed(0, StageChoice(TensorGrid(), 2, 1), blocks, variant)
+        return Placed(Stage(0, StageChoice(TensorGrid(), 2, 1), 1), blocks, variant)
 
     def dealt(blocks: int, virtual_stages: int, end: float) -> list[int]:
         cuts = dealt_cuts([stage(blocks, 0.01), stage(blocks, end)], virtual_stages)

@@ -12,8 +12,7 @@ from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.linear_cost import gathering_linear, linear, scattering_linear
-from hpctrain.planner.parts import part_counts
-from hpctrain.planner.predictor import pass_cost
+from hpctrain.planner.prices import part_counts, pass_cost
 from hpctrain.planner.search import search
 from hpctrain.planner.work import LayerCost, PassWork
 from hpctrain.sharding.grid import TensorGrid

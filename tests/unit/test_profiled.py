@@ -19,14 +19,14 @@ from hpctrain.jobs.predict import command as predict_command
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.planner import pools as pools_module
-from hpctrain.planner import predictor as predict_module
+from hpctrain.planner import prices as prices_module
 from hpctrain.planner.bound import least_seconds
+from hpctrain.planner.choose import memory_warnings
 from hpctrain.planner.cost import Setup, layer_cost, update_seconds
 from hpctrain.planner.curves import describe_work
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import DATASHEET_ERROR, MEASURED_ERROR, predict
 from hpctrain.planner.profiled import device_models
-from hpctrain.planner.rows_fit import memory_warnings
 from hpctrain.planner.search import Limits, search
 from hpctrain.planner.space import Space
 from hpctrain.planner.stages import StageCosts
@@ -331,7 +331,7 @@ def test_a_search_by_profile_is_as_good_as_one_that_knows_the_truth(monkeypatch)
     wrong, cluster = (
         search(SETUP, JOB.train.global_batch, c, limits=LIMITS) for c in (parse_cluster(WRONG, "a test"), profiled())
     )
-    for module in (pools_module, predict_module):
+    for module in (pools_module, prices_module):
         monkeypatch.setattr(module, "device_models", true_models)
     right = parse_cluster(RIGHT, "a test")
     truth = search(SETUP, JOB.train.global_batch, right, limits=LIMITS)

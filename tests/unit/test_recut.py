@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hpctrain.plan.checks import check_tiling
+from hpctrain.planner.cut import PricedItems, _cut, _slowest
 from hpctrain.planner.explain import reasons
-from hpctrain.planner.recut import _cut, _slowest, _Stage
 from hpctrain.planner.search import search
 from hpctrain.planner.space import Space
 from tests.unit.small_searches import EVERYTHING, FAST_NETWORK, cluster_of, setup_of
@@ -25,7 +25,7 @@ def pipelines(draw):
     for _ in range(draw(st.integers(1, min(4, num_blocks)))):
         times = draw(st.sampled_from([1.0, 1.5, 4.0]))
         seconds = list(itertools.accumulate((times * item for item in items), initial=0.0))
-        stages.append(_Stage(seconds, draw(st.sampled_from([2, 4, 100])) + 1))
+        stages.append(PricedItems(seconds, draw(st.sampled_from([2, 4, 100])) + 1))
     return stages, num_blocks
 
 

@@ -17,6 +17,7 @@ from hpctrain.plan.uniform import resolve_plan
 from hpctrain.planner.choose import search_best
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import Predictor
+from hpctrain.planner.prices import Prices
 from hpctrain.planner.search import Limits
 from tests.unit.test_ready_clusters import DEVICES
 
@@ -110,7 +111,8 @@ def test_the_engine_takes_the_algorithm_that_was_priced(name, grid):
     plan = even_plan(job, cluster, GRIDS[grid]) if grid else found_plan(name, job, cluster)
     job = resolved(job, cluster, plan)
     network = Priced(cluster)
-    Predictor(Setup.of_job(job), plan, cluster, network=network).predict()
+    setup = Setup.of_job(job)
+    Predictor(setup, plan, cluster, prices=Prices(setup, cluster, network=network)).predict()
     preferences = Preferences(job.comm.route, job.comm.algorithm, ClusterNetwork(cluster))
     crowd = network.crowd(tuple(plan.ranks))
     for ranks in sorted(groups_of(job, plan)):

@@ -24,7 +24,7 @@ from hpctrain.observe.sample import TIMELINE, TRAFFIC
 from hpctrain.plan.file import load_plan
 from hpctrain.plan.tiling import Plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.timeline import Forecast, forecast
+from hpctrain.planner.predictor import Forecast, forecast
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
