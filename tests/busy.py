@@ -12,13 +12,13 @@ TOO_BUSY = 0.1
 """Share of the cores' time that others used, above which a late figure is no failure."""
 
 
-def own_seconds() -> float:
-    """Return the processor time of this process and of those that it started, with those that they have waited for.
+def own_seconds(and_running: bool = True) -> float:
+    """Return the processor time of this process and of those that it started and that have ended.
 
-    The server of warm starts is one that runs, and has waited for the ranks of commands that have ended.
+    `and_running`: of those that run, too, with all that they have waited for. The server of warm starts is one.
     """
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used) + _seconds_of_running_children()
+    return sum(each.ru_utime + each.ru_stime for each in used) + (_seconds_of_running_children() if and_running else 0)
 
 
 def _seconds_of_running_children() -> float:

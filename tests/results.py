@@ -75,14 +75,18 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    item.stash[BEGUN] = own_seconds()
+    item.stash[BEGUN] = _processor_seconds(item)
     return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item, call):
     if call.when == "teardown" and BEGUN in item.stash:
-        item.user_properties.append((PROCESSOR, round(own_seconds() - item.stash[BEGUN], 3)))
+        item.user_properties.append((PROCESSOR, round(_processor_seconds(item) - item.stash[BEGUN], 3)))
+
+
+def _processor_seconds(item) -> float:
+    return own_seconds(and_running="warm_start" in getattr(item, "fixturenames", ()))
 
 
 class Recorder:

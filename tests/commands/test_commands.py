@@ -149,10 +149,11 @@ def catches(pid: int, number: int) -> bool:
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
 def test_a_signal_before_the_first_step_ends_a_run_in_order(folder, seconds):
     """It comes as soon as ranks listen, while Python imports; or while MPI starts or the run is prepared."""
-    run = ["runs/early", "--set", "train.steps=5000", "--no-progress"]
+    early = str(folder / "runs/early")
+    run = [early, "--set", "train.steps=5000", "--no-progress"]
     command = [BIN / "mpirun", "-n", "2", BIN / "hpctrain", "train", "job.toml", "--run", *run]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while [catches(pid, signal.SIGTERM) for pid in ranks_of("runs/early")] != [True, True]:
+    while [catches(pid, signal.SIGTERM) for pid in ranks_of(early)] != [True, True]:
         assert process.poll() is None
         time.sleep(0.01)
     time.sleep(seconds)
