@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.comm.steps import Ready, Steps
-from hpctrain.rehearsal.fabric import PretendedNetwork
-from hpctrain.rehearsal.fluid import Fluid
+from hpctrain.rehearsal.fabric import Fluid, PretendedNetwork
 
 NUM_SLOTS = 4096
 

@@ -9,7 +9,7 @@ How a rehearsal's pretend devices really behave is not known here: see `hpctrain
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -326,6 +326,14 @@ class Device(NamedTuple):
     """Among the devices of its node."""
 
 
+COMPARED: Any = {
+    "nodes": {"__all__": {"count", "devices", "nics", "ranks"}},
+    "links": {"__all__": {"families", "fabric"}},
+    "profiles": {"__all__": {"family", "work", "zero"}},
+}
+"""What tables of a cluster must have in common with others."""
+
+
 class Cluster(Table):
     """All of it. Raises ValueError (pydantic's) where it is not whole, with the key that is to blame."""
 
@@ -337,19 +345,8 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        nodes = [
-            {
-                "count": nodes.count,
-                "devices": nodes.devices,
-                "nics": [{"fabric": nic.fabric} for nic in nodes.nics],
-                "ranks": nodes.ranks,
-            }
-            for nodes in self.nodes
-        ]
-        links = [{"families": link.families, "fabric": link.fabric} for link in self.links]
-        profiles = [dict(zip(("family", "work", "zero"), profile.key, strict=True)) for profile in self.profiles]
-        named = {"families": self.families, "fabrics": self.fabrics}
-        if problems := inconsistencies({**named, "nodes": nodes, "links": links, "profiles": profiles}):
+        tree = self.model_dump(include=COMPARED) | {"families": self.families, "fabrics": self.fabrics}
+        if problems := inconsistencies(tree):
             raise ValueError("\n".join(problems))
         return self
 

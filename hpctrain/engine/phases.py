@@ -1,13 +1,12 @@
 """The parts of a run that the job gives a timeout each."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpctrain.comm.waiting import Phase
 from hpctrain.config.job import Observe
 
 
-@dataclass(frozen=True)
-class Phases:
+class Phases(NamedTuple):
     """In the order of a run; what comes back has a phase of its own, for ranks wait for other things there."""
 
     start: Phase
@@ -22,15 +21,12 @@ class Phases:
 
 def phases_of(observe: Observe) -> Phases:
     """Return the phases of a job, with the keys that people see in reports."""
-    return Phases(
-        start=_phase("the start", observe, "start_timeout_seconds"),
-        first_step=_phase("the first step", observe, "first_step_timeout_seconds"),
-        step=_phase("a training step", observe, "step_timeout_seconds"),
-        validation=_phase("validation", observe, "first_step_timeout_seconds"),
-        saving=_phase("saving a checkpoint", observe, "start_timeout_seconds"),
-        end=_phase("the end", observe, "start_timeout_seconds"),
-    )
-
-
-def _phase(name: str, observe: Observe, key: str) -> Phase:
-    return Phase(name, getattr(observe, key), f"observe.{key}")
+    keys = {
+        "the start": "start_timeout_seconds",
+        "the first step": "first_step_timeout_seconds",
+        "a training step": "step_timeout_seconds",
+        "validation": "first_step_timeout_seconds",
+        "saving a checkpoint": "start_timeout_seconds",
+        "the end": "start_timeout_seconds",
+    }
+    return Phases(*(Phase(name, getattr(observe, key), f"observe.{key}") for name, key in keys.items()))

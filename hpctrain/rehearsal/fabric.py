@@ -1,7 +1,15 @@
-"""The network of a described cluster as its rehearsal sees it: by which ports a message goes, how wide they are."""
+"""The network of a described cluster as its rehearsal sees it: ports, by which of them a message goes, flows. Pure.
 
+Messages are a fluid: flows share ports max-min fairly (Bertsekas and Gallager 1992, section 6.5.2). A port is one
+direction of a NIC or of a device's link. A flow's rate is what its narrowest port leaves to it, and what it cannot use
+there is left to the others. Rates change only when a flow starts or ends, so whoever looks at the state brings it up to
+date from one such event to the next; how often anybody looks changes nothing.
+"""
+
+import functools
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -84,3 +92,136 @@ class PretendedNetwork:
         """Return the number of the NIC by which a rank enters a fabric."""
         nic = nic_of(self.cluster, rank, fabric)
         return self._nics[self.cluster.devices[rank].node, fabric, nic[0]] if nic else None
+
+
+NUM_SCALARS, NUM_FIELDS = 8, 7
+CLOCK, NEXT_END, NUM_ACTIVE = range(3)
+NOBODY = -1.0
+# How many sets of flows each process remembers the rates of: collectives come back to the same ones.
+REMEMBERED_RATES = 1024
+
+
+def max_min_rates(paths: Iterable[Sequence[int]], bandwidths: Sequence[float]) -> list[float]:
+    """Return the rate of each flow, given the ports that it passes and those ports' bandwidths, by progressive filling.
+
+    The sum over a port is at most its bandwidth, and each flow passes a full port on which nobody is faster.
+    """
+    paths = list(paths)
+    rates = [math.inf] * len(paths)
+    crossing: dict[int, set[int]] = {}
+    for flow, path in enumerate(paths):
+        for port in path:
+            crossing.setdefault(port, set()).add(flow)
+    free = {port: bandwidths[port] for port in crossing}
+    while crossing:
+        share, fullest = min((free[port] / len(flows), port) for port, flows in crossing.items())
+        for flow in list(crossing[fullest]):
+            rates[flow] = share
+            for port in paths[flow]:
+                free[port] -= share
+                crossing[port].discard(flow)
+                if not crossing[port]:
+                    del crossing[port]
+    return rates
+
+
+class Fluid:
+    """The flows of a network, in slots that the caller assigns; times in seconds, sizes in bytes.
+
+    All state is in `memory`, which may be shared by processes: the methods that change it must be called by one at a
+    time; `left` and `earliest_end` read single doubles and may be called at any time.
+    """
+
+    def __init__(self, bandwidths: Sequence[float], paths: Sequence[Sequence[int]], memory: "memoryview[float]"):
+        """`paths` lists the ports of every path that flows take; `memory` is `num_doubles` doubles."""
+        self._bandwidths, self._paths = bandwidths, paths
+        self._narrowest = [min((bandwidths[port] for port in path), default=math.inf) for path in paths]
+        self._rates_of = functools.lru_cache(REMEMBERED_RATES)(self._compute_rates)
+        self._scalars = memory[:NUM_SCALARS]
+        num_slots = (len(memory) - NUM_SCALARS) // NUM_FIELDS
+        bounds = [NUM_SCALARS + i * num_slots for i in range(NUM_FIELDS + 1)]
+        fields = [memory[bounds[i] : bounds[i + 1]] for i in range(NUM_FIELDS)]
+        self._active, self._path, self._remaining, self._rate, self._follower, self._earliest, self._left = fields
+
+    @staticmethod
+    def num_doubles(num_slots: int) -> int:
+        return NUM_SCALARS + NUM_FIELDS * num_slots
+
+    def reset(self) -> None:
+        """Empty it; once, before anybody uses it."""
+        self._scalars[CLOCK], self._scalars[NEXT_END], self._scalars[NUM_ACTIVE] = 0.0, math.inf, 0.0
+
+    @property
+    def clock(self) -> float:
+        """The time of the last start or end."""
+        return self._scalars[CLOCK]
+
+    @property
+    def next_end(self) -> float:
+        """When the next flow ends if none starts before; infinity without flows. May be past."""
+        return self._scalars[NEXT_END]
+
+    def left(self, slot: int) -> float:
+        """Return when the flow's last byte left its port; infinity as long as `advance` has not seen that it did."""
+        return self._left[slot]
+
+    def earliest_end(self, slot: int) -> float:
+        """Return a time before which the flow cannot end, if no flow that starts by then yields bandwidth to it."""
+        left = self._left[slot]
+        return left if left < math.inf else max(self._earliest[slot], self.next_end)
+
+    def start(self, slot: int, path: int, num_bytes: float, now: float, behind: int | None = None) -> bool:
+        """Start a flow in a free slot: now, or at the time of the last start or end, if that is later.
+
+        One `behind` another starts when that has left; one at most may be behind it. Return whether it has started.
+        """
+        self.advance(now)
+        self._path[slot], self._remaining[slot] = path, num_bytes
+        self._follower[slot], self._earliest[slot], self._left[slot] = NOBODY, 0.0, math.inf
+        if behind is not None and self._left[behind] == math.inf:
+            self._follower[behind] = slot
+            return False
+        flows = self._flows()
+        self._drain(flows, max(now, self.clock))  # another process may have seen a later time
+        self._share([*flows, slot], [slot])
+        return True
+
+    def advance(self, now: float) -> None:
+        """Let everything happen that does until `now`."""
+        while (end := self.next_end) <= now:
+            flows = self._flows()
+            clock = self.clock
+            ended = [slot for slot in flows if clock + self._remaining[slot] / self._rate[slot] <= end]
+            self._drain(flows, end)
+            for slot in ended:
+                self._left[slot] = end
+            followers = [int(self._follower[slot]) for slot in ended if self._follower[slot] != NOBODY]
+            self._share([slot for slot in flows if slot not in ended] + followers, followers)
+
+    def _flows(self) -> list[int]:
+        return [int(slot) for slot in self._active[: int(self._scalars[NUM_ACTIVE])]]
+
+    def _drain(self, flows: Iterable[int], now: float) -> None:
+        """Move on to `now`; no flow may end before."""
+        elapsed = now - self.clock
+        for slot in flows:
+            self._remaining[slot] -= self._rate[slot] * elapsed
+        self._scalars[CLOCK] = now
+
+    def _share(self, flows: Sequence[int], started: Sequence[int]) -> None:
+        """Give all flows their rates from now on."""
+        clock = self.clock
+        for slot in started:
+            self._earliest[slot] = clock + self._remaining[slot] / self._narrowest[int(self._path[slot])]
+        paths = [int(self._path[slot]) for slot in flows]
+        rates = self._rates_of(tuple(sorted(paths)))
+        next_end = math.inf
+        for position, (slot, path) in enumerate(zip(flows, paths, strict=True)):
+            self._active[position] = slot
+            self._rate[slot] = rates[path]
+            next_end = min(next_end, clock + max(0.0, self._remaining[slot]) / rates[path])
+        self._scalars[NUM_ACTIVE], self._scalars[NEXT_END] = len(flows), next_end
+
+    def _compute_rates(self, paths: tuple[int, ...]) -> dict[int, float]:
+        """Return the rate of the flows on each path: those of the same path are equal."""
+        return dict(zip(paths, max_min_rates([self._paths[path] for path in paths], self._bandwidths), strict=True))

@@ -28,8 +28,7 @@ from hpctrain.config.errors import CommError, LaunchError, TopologyError
 from hpctrain.config.truth import Truth
 from hpctrain.rehearsal.accelerator import RehearsedAccelerator
 from hpctrain.rehearsal.clock import Clock, DeviceQueue, RehearsedPace
-from hpctrain.rehearsal.fabric import PretendedNetwork
-from hpctrain.rehearsal.fluid import Fluid
+from hpctrain.rehearsal.fabric import Fluid, PretendedNetwork
 
 # How many messages of one rank may be in flight or not yet taken by their receivers.
 SLOTS_PER_RANK = 256

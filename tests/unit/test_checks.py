@@ -4,14 +4,15 @@ import pytest
 
 from hpctrain.comm.doctor.checks import (
     Finding,
+    check_cores,
     check_launchers,
     check_promise,
     check_shared_memory,
+    describe_devices,
     error_finding,
     format_finding,
     launchers,
 )
-from hpctrain.comm.doctor.rank_checks import check_cores, describe_devices
 from hpctrain.comm.doctor.software import Software, describe_environments, refuse_differences
 from hpctrain.config.errors import LaunchError, TopologyError
 from hpctrain.launch.mpi import MpiLibrary

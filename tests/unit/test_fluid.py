@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from hpctrain.rehearsal.fluid import Fluid, max_min_rates
+from hpctrain.rehearsal.fabric import Fluid, max_min_rates
 
 NUM_PORTS = 6
 PATHS = [(a, b) for a in range(3) for b in range(3, 6)] + [(a,) for a in range(3)]

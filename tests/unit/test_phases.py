@@ -17,9 +17,9 @@ OBSERVE = Observe(start_timeout_seconds=3, first_step_timeout_seconds=2, step_ti
 
 def test_phases_have_the_seconds_and_the_keys_of_the_job():
     phases = phases_of(OBSERVE)
-    seconds = {name: phase.seconds for name, phase in vars(phases).items()}
+    seconds = {name: phase.seconds for name, phase in phases._asdict().items()}
     assert seconds == {"start": 3, "first_step": 2, "step": 1, "validation": 2, "saving": 3, "end": 3}
-    for phase in vars(phases).values():
+    for phase in phases:
         section, key = phase.key.split(".")
         assert section == "observe"
         assert getattr(OBSERVE, key) == phase.seconds

@@ -1,6 +1,6 @@
 """What a report says in words: verdicts, titles that carry the message, and notes on how to read a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -266,55 +266,34 @@ def prediction_rows(run: RunRecord) -> list[dict]:
     """Return a row for each figure that was predicted and measured."""
     if not run.drift:
         return []
-    source = f"{run.name}/drift.json"
-    rows = []
-    lines = {"step": (run.drift, source)} | {
-        part: (each, f"{source}:parts.{part}") for part, each in run.drift.get("parts", {}).items()
-    }
-    for name, (each, where) in lines.items():
-        prefix = where if ":" in where else f"{where}:"
-        dot = "." if ":" in where else ""
-        before, after = each["predicted_seconds"], each["measured_seconds"]
-        rows.append(
-            {
-                "name": name,
-                "predicted": number(before, show_seconds(before), f"{prefix}{dot}predicted_seconds"),
-                "measured": number(after, show_seconds(after), f"{prefix}{dot}measured_seconds"),
-                "off": f"{(after - before) / run.drift['predicted_seconds']:+.1%} of the step",
-            }
-        )
+    rows: list[dict] = []
+
+    def add(name: str, predicted: Markup | str = "", measured: Markup | str = "", off: str = "") -> None:
+        rows.append({"name": name, "predicted": predicted, "measured": measured, "off": off})
+
+    def compare(name: str, each: Mapping, unit: str, show: Callable[[float], str], where: str) -> None:
+        source, before, after = f"{run.name}/drift.json:{where}", each[f"predicted_{unit}"], each[f"measured_{unit}"]
+        off = f"{(after - before) / step:+.1%} of the step" if unit == "seconds" else f"{after / before - 1:+.1%}"
+        predicted = number(before, show(before), f"{source}predicted_{unit}")
+        add(name, predicted, number(after, show(after), f"{source}measured_{unit}"), off)
+
+    step = run.drift["predicted_seconds"]
+    compare("step", run.drift, "seconds", show_seconds, "")
+    for part, each in run.drift.get("parts", {}).items():
+        compare(part, each, "seconds", show_seconds, f"parts.{part}.")
     stages = list(enumerate(run.drift.get("memory", ())))
     fullest = sorted(stages, key=lambda stage: -stage[1]["predicted_bytes"])[:MOST_STAGES]
     for index, each in sorted(fullest, key=lambda stage: stage[0]):
-        before, after = each["predicted_bytes"], each["measured_bytes"]
-        rows.append(
-            {
-                "name": f"memory, items {each['items'][0]}-{each['items'][1] - 1}, {each.get('family', '')}",
-                "predicted": number(before, show_bytes(before), f"{source}:memory.{index}.predicted_bytes"),
-                "measured": number(after, show_bytes(after), f"{source}:memory.{index}.measured_bytes"),
-                "off": f"{after / before - 1:+.1%}",
-            }
-        )
-    for name, speed_alone in run.yardstick.get("predicted_alone", {}).items():
-        shown = (
-            number(
-                speed_alone, f"{speed_alone:,.0f} tokens/s", f"{run.name}/events.jsonl:yardstick.predicted_alone.{name}"
-            )
-            if speed_alone
-            else "does not fit"
-        )
-        rows.append({"name": f"{name} alone", "predicted": shown, "measured": "", "off": ""})
+        name = f"memory, items {each['items'][0]}-{each['items'][1] - 1}, {each.get('family', '')}"
+        compare(name, each, "bytes", show_bytes, f"memory.{index}.")
+    source = f"{run.name}/events.jsonl:yardstick"
+    for name, alone in run.yardstick.get("predicted_alone", {}).items():
+        shown = number(alone, f"{alone:,.0f} tokens/s", f"{source}.predicted_alone.{name}") if alone else "does not fit"
+        add(f"{name} alone", shown)
     for key, text in YARDSTICK.items():
         if key in run.yardstick:
             value = run.yardstick[key]
-            rows.append(
-                {
-                    "name": text,
-                    "predicted": "",
-                    "measured": number(value, f"{value:.2f}", f"{run.name}/events.jsonl:yardstick.{key}"),
-                    "off": "",
-                }
-            )
+            add(text, measured=number(value, f"{value:.2f}", f"{source}.{key}"))
     return rows
 
 
