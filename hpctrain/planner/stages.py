@@ -22,7 +22,7 @@ from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, messa
 from hpctrain.planner.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import AGREED_BYTES
-from hpctrain.planner.prices import Place, Prices, part_counts
+from hpctrain.planner.prices import Prices, Site, part_counts
 from hpctrain.planner.space import StageChoice
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -191,7 +191,7 @@ class StageCosts:
         self.network, self.head = self.prices.network, setup.head
         self.seconds = lru_cache(None)(self._seconds)
         self.part_count = lru_cache(None)(self._best_count)
-        self._place = lru_cache(None)(self._first_place)
+        self._site = lru_cache(None)(self._first_site)
         self._splits = lru_cache(None)(self._splits_backward)
         self.elements = lru_cache(None)(self._elements)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
@@ -243,8 +243,8 @@ class StageCosts:
     ) -> Seconds:
         """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
         in so many parts, or in the best number."""
-        place, parts = self._place(number, grid, holders), parts or self.part_count(number, grid)
-        return Seconds(*(self.prices.price(name, place, layer, rows, recompute, parts).seconds for name in names))
+        site, parts = self._site(number, grid, holders), parts or self.part_count(number, grid)
+        return Seconds(*(self.prices.price(name, site, layer, rows, recompute, parts).seconds for name in names))
 
     def _best_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
@@ -258,15 +258,15 @@ class StageCosts:
             best, least = count, seconds
         return best
 
-    def _first_place(self, number: int, grid: TensorGrid, holders: Holders) -> Place:
+    def _first_site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
         """Return the first place for a grid of a pool, which exchanges weights with those of other replicas."""
         pool = self.pools[number]
         tile = Tile(Interval(0, 1), Interval(0, grid.z), pool.slots(grid.size)[0], grid)
         if not holders.groups:
-            return Place((pool.device,), tile, holders.zero)
+            return Site((pool.device,), tile, holders.zero)
         slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
         sharers = self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
-        return Place((pool.device,), tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
+        return Site((pool.device,), tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
     def piecewise(self, stage: Stage, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
         """Return what a layer takes a stage that goes through the rows of a rank in pieces."""
