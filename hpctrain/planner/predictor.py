@@ -216,18 +216,11 @@ class Predictor:
         return max(0.0, 1 - stack.buffered_bytes / sent)
 
     def _site(self, tile: Tile) -> Site:
-        """Return the site of a tile. It is one object for equivalent tiles: by their families, tables of nodes, how
-        their ranks are spread, and who exchanges weights with them in every pass."""
         if tile not in self._sites:
             groups = self._rank_shards(tile).shard_groups
-            sharing = next((group.ranks for group in groups if group.zero >= 2), ())
-            zero, sharers = max((group.zero for group in groups), default=0), self._sharers if sharing else None
-            devices = [self.cluster.devices[rank] for rank in tile.ranks]
-            nodes = list(dict.fromkeys(device.node for device in devices))
-            where = tuple((d.table, nodes.index(d.node), d.index) for d in devices)
-            models = tuple(self._devices[family] for family in self._families[tile])
-            key = self._families[tile], where, tile.tensor, zero, sharing, sharers
-            self._sites[tile] = self._prices.site(key, models, tile, zero, sharing, sharers)
+            exchanging = next((group.ranks for group in groups if group.zero >= 2), ())
+            zero = max((group.zero for group in groups), default=0)
+            self._sites[tile] = self._prices.site(tile, zero, exchanging, self._sharers if exchanging else None)
         return self._sites[tile]
 
     def _tile_cost(self, tile: Tile, row_chunks: Sequence[int], splits: bool) -> TileCost:

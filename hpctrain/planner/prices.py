@@ -151,17 +151,23 @@ class Prices:
         network: ClusterNetwork | None = None,
     ):
         """`efficiencies` are by family, in place of the catalogue's. `network` is in place of the cluster's."""
-        self.setup, self.devices = setup, device_models(cluster, setup, efficiencies)
+        self.setup, self._cluster, self.devices = setup, cluster, device_models(cluster, setup, efficiencies)
         self.network = network or setup.stack.network(cluster, setup.stack.link_share)
         self._in_parts = lru_cache(None)(lambda parts: replace(setup, tensor_parts=parts))
         self._sites: dict[tuple, Site] = {}
         self._costs: dict[tuple, LayerCost] = {}
         self._passes: dict[tuple, PassCost] = {}
 
-    def site(self, key: tuple, *what) -> Site:
-        """Return the site that a key stands for, made of `what` if it is the first."""
+    def site(self, tile: Tile, zero: int = 1, data_ranks: tuple[int, ...] = (), sharers: Crowd | None = None) -> Site:
+        """Return the site of a tile. It is one object for equivalent tiles: by their families, tables of nodes, how
+        their ranks are spread, and who exchanges weights with them in every pass."""
+        devices = [self._cluster.devices[rank] for rank in tile.ranks]
+        nodes = list(dict.fromkeys(device.node for device in devices))
+        where = tuple((d.family, d.table, nodes.index(d.node), d.index) for d in devices)
+        key = where, tile.tensor, max(1, zero), data_ranks, sharers
         if key not in self._sites:
-            self._sites[key] = Site(*what)
+            models = tuple(self.devices[family] for family in dict.fromkeys(device.family for device in devices))
+            self._sites[key] = Site(models, tile, max(1, zero), data_ranks, sharers)
         return self._sites[key]
 
     def price(self, name: str, site: Site, layer: Interval, rows: int, recompute: str, parts: int | None) -> PassCost:

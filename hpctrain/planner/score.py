@@ -332,18 +332,6 @@ class Scorer:
         flows = max(network.flows(ranks[0], senders, into[0]), network.flows(into[0], receivers, ranks[0]))
         return gather + network.seconds(ranks[0], into[0], sent_bytes, flows)
 
-    def worst_shortage(self, layout: SearchLayout) -> tuple[float, int]:
-        """Return how many bytes the stage lacks that lacks the most, and its number."""
-        stages = enumerate(layout.all_stages)
-        return max((placed.needed_bytes - self.costs.pools[placed.pool].memory_bytes, i) for i, placed in stages)
-
-    def needed(self, layout: SearchLayout, number: int) -> tuple[Interval, str, float, int]:
-        """Return a stage's items, its family, and how many bytes a rank of it needs and has."""
-        placed, pool = layout.all_stages[number], self.costs.pools[layout.all_stages[number].pool]
-        tiles = dict.fromkeys((tile.items, tile.family) for tile in self.plan(layout).tiles)
-        items, family = list(tiles)[number]
-        return items, family, placed.needed_bytes, pool.memory_bytes
-
     # ---- plans -------------------------------------------------------------------------------------------------------
 
     def plan(self, layout: SearchLayout) -> Plan:

@@ -259,14 +259,13 @@ class StageCosts:
         return best
 
     def _first_site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
-        """Return the first place for a grid of a pool, which exchanges weights with those of other replicas."""
-        pool = self.pools[number]
-        tile = Tile(Interval(0, 1), Interval(0, grid.z), pool.slots(grid.size)[0], grid)
+        """Return the first site for a grid of a pool, which exchanges weights with those of other replicas."""
+        tile = Tile(Interval(0, 1), Interval(0, grid.z), self.pools[number].slots(grid.size)[0], grid)
         if not holders.groups:
-            return Site((pool.device,), tile, holders.zero)
+            return self.prices.site(tile, holders.zero)
         slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
         sharers = self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
-        return Site((pool.device,), tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
+        return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
     def piecewise(self, stage: Stage, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
         """Return what a layer takes a stage that goes through the rows of a rank in pieces."""
