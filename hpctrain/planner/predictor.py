@@ -121,6 +121,7 @@ class Predictor:
         self._shards_by_tile: dict[tuple, tuple[RankShards, int]] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
+        self._until: dict[Tile, tuple[list[float], list[float]]] = {}
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
@@ -354,15 +355,17 @@ class Predictor:
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
         """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
         weights; and of the last backward pass, by when its gradients are made, after it."""
-        last = "backward" if self._weight_delay(tile) is None else "backward_weight"
-        rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
-        key = self._site(tile), tile.items, rows, tile.recompute, last
-        if key not in self._sums:
-            passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
-            seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
-            forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
-            self._sums[key] = forward, backward
-        return self._sums[key]
+        if tile not in self._until:
+            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+            rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
+            key = self._site(tile), tile.items, rows, tile.recompute, last
+            if key not in self._sums:
+                passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
+                seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
+                forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
+                self._sums[key] = forward, backward
+            self._until[tile] = self._sums[key]
+        return self._until[tile]
 
     @property
     def _rank_bytes(self) -> int:
