@@ -18,7 +18,7 @@ from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.search import Limits, SearchResult, search
 from hpctrain.planner.space import Space, StageChoice
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.stages import Stage, StageCosts
+from hpctrain.planner.stages import StageCosts, StageShape
 from hpctrain.sharding.grid import TensorGrid
 
 MIB = 2**20
@@ -167,7 +167,7 @@ def _rows_that_fit(costs: StageCosts, zero: int, available_bytes: int) -> int:
     num_devices, num_blocks = costs.cluster.num_devices, costs.setup.model.num_layers
 
     def is_short(rows: int) -> bool:
-        stage = Stage(0, StageChoice(TensorGrid(), 1, 1), rows, (True, True), zero=zero, holders=num_devices)
+        stage = StageShape(0, StageChoice(TensorGrid(), 1, 1), rows, (True, True), zero=zero, holders=num_devices)
         return costs.needs(stage, "none", 1).on_device.at(num_blocks) > available_bytes
 
     return bisect_left(range(1, MOST_ROWS), True, key=is_short)

@@ -29,7 +29,7 @@ from hpctrain.planner.prices import (
     TileCost,
     part_counts,
 )
-from hpctrain.planner.simulate import Simulated, Span, simulate
+from hpctrain.planner.simulate import PredictedSpan, Simulated, simulate
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
@@ -86,7 +86,7 @@ class Forecast:
     """A predicted step in detail. Each tile represents its ranks, as in `Plan.first_tiles`."""
 
     prediction: Prediction
-    spans: dict[Tile, list[Span]]
+    spans: dict[Tile, list[PredictedSpan]]
     exposed: dict[Tile, dict[str, float]]
     """Seconds by part for each tile; they add up to the step."""
 

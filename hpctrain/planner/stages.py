@@ -8,7 +8,7 @@ grids, about which a search knows only roughly.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class Holders(NamedTuple):
 ALONE = Holders()
 
 
-class Stage(NamedTuple):
+class StageShape(NamedTuple):
     """A stage of a shape, but for its number of blocks."""
 
     pool: int
@@ -189,6 +189,10 @@ class StageCosts:
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
+        # Of weights and gradients other software keeps less than this. Where more of its plans look short of memory,
+        # ZeRO 2 and 3 are tried more often, which it hides better.
+        stack = replace(setup.stack, stores_halves=True, sums_in_place=False, kept_gradient_bytes={})
+        self._like_ours = replace(setup, stack=stack)
         self.seconds = lru_cache(None)(self._seconds)
         self.part_count = lru_cache(None)(self._best_count)
         self._site = lru_cache(None)(self._first_site)
@@ -267,22 +271,22 @@ class StageCosts:
         sharers = self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
         return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
-    def piecewise(self, stage: Stage, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
+    def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
         """Return what a layer takes a stage that goes through the rows of a rank in pieces."""
         few, more = divmod(stage.rows, row_chunks)
-        pieces = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
+        chunks = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
         where = stage.pool, stage.choice.grid, layer
-        each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in pieces]
+        each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in chunks]
         return Seconds(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
 
-    def _lines(self, stage: Stage, seconds: Callable[[Interval], Seconds]) -> tuple[BlockLine, BlockLine]:
+    def _lines(self, stage: StageShape, seconds: Callable[[Interval], Seconds]) -> tuple[BlockLine, BlockLine]:
         """Return two lines of a stage, of what its layers take."""
         block, *ends = map(seconds, (BLOCK, *self.layers(stage.ends, 0)))
         forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
         return forward, backward
 
     def variant(
-        self, stage: Stage, recompute: str, row_chunks: int, offload: str, blocks: tuple[int, int], needs: Needs
+        self, stage: StageShape, recompute: str, row_chunks: int, offload: str, blocks: tuple[int, int], needs: Needs
     ) -> StageVariant:
         """Return a variant of a stage for more blocks than the first of two numbers, up to the second."""
         pool, grid, rows, zero = stage.pool, stage.choice.grid, stage.rows, stage.zero
@@ -307,7 +311,7 @@ class StageCosts:
         tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
         return self.setup.stack.splits_backward and splits_freely(tile)
 
-    def _offloaded_update(self, stage: Stage, share: float) -> BlockLine:
+    def _offloaded_update(self, stage: StageShape, share: float) -> BlockLine:
         """Return what an update of a share of the stage's weights takes longer with its state in host memory."""
         stored, device = self.elements(stage.choice.grid, *stage.ends), self.pools[stage.pool].device
         many = max(1, int(share * stored.at(self.setup.model.num_layers)))
@@ -345,12 +349,12 @@ class StageCosts:
             base += self.elements_of(grid, EMBEDDING)
         return BlockLine(base / grid.z, self.elements_of(grid, BLOCK) / grid.z)
 
-    def needs(self, stage: Stage, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
+    def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
         """Return what a rank of a stage needs; see `memory_of`."""
         setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
         zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
         share, moves = 1 / holders if zero else 1.0, offload in ("activations", "all")
-        state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders)
+        state = state_of(self._like_ours, 1.0, share, float(stage.meets_mixed), zero, holders)
         of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
@@ -368,7 +372,7 @@ class StageCosts:
             stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
         )
 
-    def most_blocks(self, stage: Stage, needs: Needs) -> int:
+    def most_blocks(self, stage: StageShape, needs: Needs) -> int:
         """Return for how many blocks a stage has memory, of its devices and of their host."""
         most = needs.on_device.most(self.pools[stage.pool].memory_bytes)
         return min(most, needs.on_host.most(self._host_bytes[stage.pool])) if any(needs.on_host) else most
