@@ -132,7 +132,7 @@ class LayeredPredictor(Predictor):
         """Raises PlanError for a plan with z, over which layers were not measured."""
         super().__init__(*arguments)
         self._layers = layers
-        self._devices = {name: replace(device, profiled=None) for name, device in self._devices.items()}
+        self._devices |= {name: replace(device, profiled=None) for name, device in self._devices.items()}
         if any(tile.tensor.z > 1 for tile in self.plan.tiles):
             raise PlanError("a table of layers tells nothing of weights that come over z: predict from data sheets")
 

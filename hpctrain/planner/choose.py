@@ -1,5 +1,6 @@
 """The plan that a job with `plan = "auto"` gets on a machine: the result of a search, and its reasons. Pure."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,13 @@ from hpctrain.planner.predictor import Prediction
 from hpctrain.planner.search import Limits, SearchResult, search
 from hpctrain.planner.space import Space, StageChoice
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.stages import Stage, StageCosts
+from hpctrain.planner.stages import StageCosts, StageShape
 from hpctrain.sharding.grid import TensorGrid
 
 MIB = 2**20
 CLEAR_SHARE, CLEAR_ROWS = 0.1, 1
 """By more than this share of the rows, and by more than so many, the model contradicts the profile."""
+MOST_ROWS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -162,17 +164,10 @@ def memory_warnings(setup: Setup, cluster: Cluster) -> list[str]:
 
 def _rows_that_fit(costs: StageCosts, zero: int, available_bytes: int) -> int:
     """Return how many rows of the whole model fit on a device that is one of as many replicas as there are devices."""
+    num_devices, num_blocks = costs.cluster.num_devices, costs.setup.model.num_layers
 
-    num_devices = costs.cluster.num_devices
+    def is_short(rows: int) -> bool:
+        stage = StageShape(0, StageChoice(TensorGrid(), 1, 1), rows, (True, True), zero=zero, holders=num_devices)
+        return costs.needs(stage, "none", 1).on_device.at(num_blocks) > available_bytes
 
-    def fits(rows: int) -> bool:
-        stage = Stage(0, StageChoice(TensorGrid(), 1, 1), rows, (True, True), zero=zero, holders=num_devices)
-        return costs.needs(stage, "none", 1).on_device.at(costs.setup.model.num_layers) <= available_bytes
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, MOST_ROWS), True, key=is_short)

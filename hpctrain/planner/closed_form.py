@@ -178,9 +178,9 @@ def with_extra_warmup(plan: Plan, costs: Costs, headroom: Mapping[Tile, float] |
     number = {tile: i for i, tile in enumerate(tiles)}
     gaps = [Gap(number[a], number[b], round_trip(a, b)) for a in tiles for b in plan.downstream(a)]
     least, before = [plan.depth_to_loss(tile) for tile in tiles], _before(plan)
-    room = [math.inf if headroom is None else headroom[tile] for tile in tiles]
+    limits = [math.inf if headroom is None else headroom[tile] for tile in tiles]
     warm_up = list(least)
-    widen(gaps, warm_up, room, max(seconds.values()), [[number[each] for each in before[tile]] for tile in tiles])
+    widen(gaps, warm_up, limits, max(seconds.values()), [[number[each] for each in before[tile]] for tile in tiles])
     extra = [max(0, min(now, plan.microbatches - 1) - had) for now, had in zip(warm_up, least, strict=True)]
     if not any(extra):
         return None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hpctrain.plan.tiling import counted
 from hpctrain.planner.closed_form import PassSeconds
 from hpctrain.planner.space import Shape, StageChoice
-from hpctrain.planner.stages import Stage, StageCosts, StageVariant, StageVariants
+from hpctrain.planner.stages import StageCosts, StageShape, StageVariant, StageVariants
 from hpctrain.sharding.intervals import Interval, cut_evenly
 
 MANY_ROWS = 64
@@ -91,7 +91,7 @@ def _most_at_once(least: Sequence[int], left: int, seconds: Sequence[Callable[[i
 class Placed(NamedTuple):
     """A stage of a pipeline, with its cut."""
 
-    stage: Stage
+    stage: StageShape
     blocks: float
     """Not whole where a stage is cut inside of one: then what takes as long."""
     variant: StageVariant

@@ -5,6 +5,7 @@ what replicas exchange stays inside a fabric; two families whose figures are the
 how many devices each has matters: a search never looks at pairs of ranks.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,10 +37,6 @@ class Pool:
         """What a plan may fill of one device."""
         return self.device.family.usable_bytes
 
-    @property
-    def largest_grid(self) -> int:
-        return max(map(len, self.nodes))
-
     @cached_property
     def _slots(self) -> dict[int, tuple[tuple[int, ...], ...]]:
         return {}
@@ -53,14 +50,11 @@ class Pool:
 
     def grids(self) -> list[TensorGrid]:
         """Return all tensor grids that fit on a node, small ones first."""
-        most = self.largest_grid
-        sizes = [
-            (x, y, z)
-            for x in range(1, most + 1)
-            for y in range(1, most // x + 1)
-            for z in range(1, most // (x * y) + 1)
-        ]
-        return [TensorGrid(*size) for size in sorted(sizes, key=lambda s: (s[0] * s[1] * s[2], s[0], s[2]))]
+        most = max(map(len, self.nodes))
+        grids = (
+            TensorGrid(x, y, z) for x, y, z in itertools.product(range(1, most + 1), repeat=3) if x * y * z <= most
+        )
+        return sorted(grids, key=lambda grid: (grid.size, grid.x, grid.z))
 
 
 def pools_of(cluster: Cluster, families: Sequence[str], setup: Setup | None = None) -> tuple[Pool, ...]:

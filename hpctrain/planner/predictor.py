@@ -23,13 +23,13 @@ from hpctrain.planner.prices import (
     PASSES,
     Costs,
     PassCost,
-    Place,
     Prices,
     Sharing,
+    Site,
     TileCost,
     part_counts,
 )
-from hpctrain.planner.simulate import Simulated, Span, simulate
+from hpctrain.planner.simulate import PredictedSpan, Simulated, simulate
 from hpctrain.sharding.intervals import Interval, cut_evenly
 from hpctrain.sharding.items import layers
 from hpctrain.sharding.parameters import item_parameters
@@ -86,7 +86,7 @@ class Forecast:
     """A predicted step in detail. Each tile represents its ranks, as in `Plan.first_tiles`."""
 
     prediction: Prediction
-    spans: dict[Tile, list[Span]]
+    spans: dict[Tile, list[PredictedSpan]]
     exposed: dict[Tile, dict[str, float]]
     """Seconds by part for each tile; they add up to the step."""
 
@@ -117,10 +117,11 @@ class Predictor:
         self.network, self._devices = self._prices.network, self._prices.devices
         self.network.check_ranks(len(plan.ranks))
         self._families = {tile: self._families_of(number, tile) for number, tile in enumerate(plan.tiles)}
-        self._places: dict[Tile, Place] = {}
+        self._sites: dict[Tile, Site] = {}
         self._shards_by_tile: dict[tuple, tuple[RankShards, int]] = {}
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
+        self._until: dict[Tile, tuple[list[float], list[float]]] = {}
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
@@ -196,9 +197,9 @@ class Predictor:
     def costs(self) -> Costs:
         tiles, known = {}, {}
         for tile in self.plan.tiles:
-            place, splits = self._place(tile), self._weight_delay(tile) is not None
+            site, splits = self._site(tile), self._weight_delay(tile) is not None
             row_chunks = tuple(chunk.size for chunk in cut_evenly(-(-tile.rows.size // tile.tensor.z), tile.row_chunks))
-            key = tile.items, row_chunks, place, tile.recompute, splits, tile.offload
+            key = tile.items, row_chunks, site, tile.recompute, splits, tile.offload
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
@@ -215,20 +216,13 @@ class Predictor:
         sent = rows * self.setup.positions * self.setup.model.hidden_size * self.setup.item_bytes / parts
         return max(0.0, 1 - stack.buffered_bytes / sent)
 
-    def _place(self, tile: Tile) -> Place:
-        """Return the place of a tile. It is one object for equivalent tiles: by their families, tables of nodes, how
-        their ranks are spread, and who exchanges weights with them in every pass."""
-        if tile not in self._places:
+    def _site(self, tile: Tile) -> Site:
+        if tile not in self._sites:
             groups = self._rank_shards(tile).shard_groups
-            sharing = next((group.ranks for group in groups if group.zero >= 2), ())
-            zero, sharers = max((group.zero for group in groups), default=0), self._sharers if sharing else None
-            devices = [self.cluster.devices[rank] for rank in tile.ranks]
-            nodes = list(dict.fromkeys(device.node for device in devices))
-            where = tuple((d.table, nodes.index(d.node), d.index) for d in devices)
-            models = tuple(self._devices[family] for family in self._families[tile])
-            key = self._families[tile], where, tile.tensor, zero, sharing, sharers
-            self._places[tile] = self._prices.place(key, models, tile, zero, sharing, sharers)
-        return self._places[tile]
+            exchanging = next((group.ranks for group in groups if group.zero >= 2), ())
+            zero = max((group.zero for group in groups), default=0)
+            self._sites[tile] = self._prices.site(tile, zero, exchanging, self._sharers if exchanging else None)
+        return self._sites[tile]
 
     def _tile_cost(self, tile: Tile, row_chunks: Sequence[int], splits: bool) -> TileCost:
         passes: dict[str, list[PassCost]] = {"forward": [], "backward": []}
@@ -272,9 +266,9 @@ class Predictor:
 
     def layer_passes(self, tile: Tile, layer: Interval, rows: int) -> dict[str, PassCost]:
         """Return by name (`PASSES`) what each pass over a layer takes a rank of a tile, for so many rows of its own."""
-        key = self._place(tile), self.setup.first_equal[slice(*layer)], rows, tile.recompute
+        key = self._site(tile), self.setup.first_equal[slice(*layer)], rows, tile.recompute
         if key not in self._passes:
-            what = self._place(tile), layer, rows, tile.recompute, self.setup.tensor_parts
+            what = self._site(tile), layer, rows, tile.recompute, self.setup.tensor_parts
             self._passes[key] = {name: self._prices.price(name, *what) for name in PASSES.values()}
         return self._passes[key]
 
@@ -361,15 +355,17 @@ class Predictor:
     def _first_and_last(self, tile: Tile) -> tuple[list[float], list[float]]:
         """Return for each layer of a tile what is computed before it: in the first forward pass, which needs its
         weights; and of the last backward pass, by when its gradients are made, after it."""
-        last = "backward" if self._weight_delay(tile) is None else "backward_weight"
-        rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
-        key = self._place(tile), tile.items, rows, tile.recompute, last
-        if key not in self._sums:
-            passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
-            seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
-            forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
-            self._sums[key] = forward, backward
-        return self._sums[key]
+        if tile not in self._until:
+            last = "backward" if self._weight_delay(tile) is None else "backward_weight"
+            rows = -(-tile.rows.size // tile.tensor.z) // tile.row_chunks
+            key = self._site(tile), tile.items, rows, tile.recompute, last
+            if key not in self._sums:
+                passes = [self.layer_passes(tile, layer, rows) for layer in layers(tile.items)]
+                seconds = ((each[name].seconds for each in passes) for name in ("forward", last))
+                forward, backward = (list(itertools.accumulate(each, initial=0.0)) for each in seconds)
+                self._sums[key] = forward, backward
+            self._until[tile] = self._sums[key]
+        return self._until[tile]
 
     @property
     def _rank_bytes(self) -> int:

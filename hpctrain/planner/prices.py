@@ -1,5 +1,6 @@
 """Seconds of passes over layers, in one table for all plans; and the prices that `simulate.py` puts on a plan. Pure."""
 
+import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -40,13 +41,7 @@ class PassCost:
     """Of their gradients."""
 
     def __add__(self, other: "PassCost") -> "PassCost":
-        return PassCost(
-            self.compute + other.compute,
-            self.tensor + other.tensor,
-            self.data + other.data,
-            self.gathered + other.gathered,
-            self.scattered + other.scattered,
-        )
+        return PassCost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def seconds(self) -> float:
@@ -61,18 +56,24 @@ def slowed_by(overlapped: float, moving: float, times: float) -> float:
     return min(moving, overlapped * times) * (1 - 1 / times)
 
 
-def pass_cost(
-    setup: Setup,
-    network: ClusterNetwork,
-    devices: Sequence[DeviceModel],
-    work: PassWork,
-    tile: Tile,
-    data_ranks: Sequence[int],
-    sharers: Crowd | None = None,
-) -> PassCost:
-    """Return what a pass over one layer takes on a tile whose ranks have such `devices`, the slowest of which counts.
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Where passes run. Its identity is a key."""
 
-    `data_ranks` hold the same weights as the tile's first rank; all `sharers` are in groups like that.
+    devices: tuple[DeviceModel, ...]
+    """Of the ranks, the slowest of which counts."""
+    tile: Tile
+    """One on these ranks, of whatever items and rows."""
+    zero: int = 1
+    """The ZeRO stage in which weights are exchanged."""
+    data_ranks: tuple[int, ...] = ()
+    """Who holds the same weights as the first rank, where these are exchanged in every pass."""
+    sharers: Crowd | None = None
+    """All that are in groups like that."""
+
+
+def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site) -> PassCost:
+    """Return what a pass over one layer takes in a site.
 
     Of what is overlapped (`setup.overlaps`, and over holders with `setup.bucket_bytes`) the exposed part counts, and by
     how much computing is slower meanwhile:
@@ -81,7 +82,7 @@ def pass_cost(
     - weights and gradients over z and over holders: what outlasts all else, as the next layer's weights come while
       this one computes.
     """
-    moved = {"z": 0.0, "data": 0.0}
+    tile, devices, moved = site.tile, site.devices, {"z": 0.0, "data": 0.0}
     coming = {"all_gather": 0.0, "reduce_scatter": 0.0}
     overlapped = {axis for axis, is_on in (("z", "z" in setup.overlaps), ("data", setup.bucket_bytes)) if is_on}
     times, slowed = max(device.overlap_slowdown for device in devices), 0.0
@@ -91,9 +92,10 @@ def pass_cost(
     products = {id(each) for each in work.products}
     axes = {axis: tile.axis_ranks(axis, tile.ranks[0]) for axis in {e.axis for e in work.exchanges} - {"data"}}
     for exchange in work.exchanges:
-        what, part = (exchange.operation, exchange.num_bytes), "data" if exchange.axis == "data" else "tensor"
-        ranks, crowd = (data_ranks, sharers) if part == "data" else (axes[exchange.axis], network.crowd(tile.ranks))
-        seconds = network.group_seconds(*what, ranks, crowd)
+        part, who = "tensor", (axes.get(exchange.axis, ()), network.crowd(tile.ranks))
+        if exchange.axis == "data":
+            part, who = "data", (site.data_ranks, site.sharers)
+        seconds = network.group_seconds(exchange.operation, exchange.num_bytes, *who)
         if exchange.axis in overlapped:
             moved[exchange.axis] += seconds
             coming[exchange.operation] += seconds
@@ -138,22 +140,6 @@ def part_counts(setup: Setup, grids: Sequence[TensorGrid]) -> tuple[int, ...]:
     return (1,)
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where passes run. Its identity is a key."""
-
-    devices: tuple[DeviceModel, ...]
-    """Of the ranks, the slowest of which counts."""
-    tile: Tile
-    """One on these ranks, of whatever items and rows."""
-    zero: int = 1
-    """The ZeRO stage in which weights are exchanged."""
-    data_ranks: tuple[int, ...] = ()
-    """Who holds the same weights as the first rank, where these are exchanged in every pass."""
-    sharers: Crowd | None = None
-    """All that are in groups like that."""
-
-
 class Prices:
     """What passes over layers take on a cluster, computed once for all plans of a search and all their predictions."""
 
@@ -165,32 +151,36 @@ class Prices:
         network: ClusterNetwork | None = None,
     ):
         """`efficiencies` are by family, in place of the catalogue's. `network` is in place of the cluster's."""
-        self.setup, self.devices = setup, device_models(cluster, setup, efficiencies)
+        self.setup, self._cluster, self.devices = setup, cluster, device_models(cluster, setup, efficiencies)
         self.network = network or setup.stack.network(cluster, setup.stack.link_share)
         self._in_parts = lru_cache(None)(lambda parts: replace(setup, tensor_parts=parts))
-        self._places: dict[tuple, Place] = {}
+        self._sites: dict[tuple, Site] = {}
         self._costs: dict[tuple, LayerCost] = {}
         self._passes: dict[tuple, PassCost] = {}
 
-    def place(self, key: tuple, *what) -> Place:
-        """Return the place that a key stands for, made of `what` if it is the first."""
-        if key not in self._places:
-            self._places[key] = Place(*what)
-        return self._places[key]
+    def site(self, tile: Tile, zero: int = 1, data_ranks: tuple[int, ...] = (), sharers: Crowd | None = None) -> Site:
+        """Return the site of a tile. It is one object for equivalent tiles: by their families, tables of nodes, how
+        their ranks are spread, and who exchanges weights with them in every pass."""
+        devices = [self._cluster.devices[rank] for rank in tile.ranks]
+        nodes = list(dict.fromkeys(device.node for device in devices))
+        where = tuple((d.family, d.table, nodes.index(d.node), d.index) for d in devices)
+        key = where, tile.tensor, max(1, zero), data_ranks, sharers
+        if key not in self._sites:
+            models = tuple(self.devices[family] for family in dict.fromkeys(device.family for device in devices))
+            self._sites[key] = Site(models, tile, max(1, zero), data_ranks, sharers)
+        return self._sites[key]
 
-    def price(self, name: str, place: Place, layer: Interval, rows: int, recompute: str, parts: int | None) -> PassCost:
+    def price(self, name: str, site: Site, layer: Interval, rows: int, recompute: str, parts: int | None) -> PassCost:
         """Return what a pass (`PASSES`) over a layer takes a rank, for so many rows of its own, with products cut in
         so many parts."""
-        kind, grid = self.setup.first_equal[slice(*layer)], place.tile.tensor
-        key = name, place, kind, rows, recompute, parts
+        kind, grid = self.setup.first_equal[slice(*layer)], site.tile.tensor
+        key = name, site, kind, rows, recompute, parts
         if key not in self._passes:
-            setup, of = self._in_parts(parts), (grid, kind, rows, recompute, place.zero, parts)
+            setup, of = self._in_parts(parts), (grid, kind, rows, recompute, site.zero, parts)
             if of not in self._costs:
-                self._costs[of] = layer_cost(setup, grid, layer, rows, recompute, place.zero)
+                self._costs[of] = layer_cost(setup, grid, layer, rows, recompute, site.zero)
             work = getattr(self._costs[of], name)
-            self._passes[key] = pass_cost(
-                setup, self.network, place.devices, work, place.tile, place.data_ranks, place.sharers
-            )
+            self._passes[key] = pass_cost(setup, self.network, work, site)
         return self._passes[key]
 
 

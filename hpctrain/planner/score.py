@@ -20,8 +20,8 @@ from hpctrain.planner.space import BEST, BY_SPEED, EVEN, Pipelines, Shape, Space
 from hpctrain.planner.stages import (
     BlockLine,
     Holders,
-    Stage,
     StageCosts,
+    StageShape,
     StageVariant,
     StageVariants,
     row_chunk_counts,
@@ -106,7 +106,7 @@ class Scorer:
             passed.append(done_after(passes, messages, shape.microbatches, headroom))
         return SearchLayout(shape, tuple(rows), tuple(pipelines), self._seconds(shape, pipelines, passed))
 
-    def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[Stage]:
+    def _stages(self, shape: Shape, number: int, rows: int, row_chunks: int | None) -> list[StageShape]:
         """Return the stages of a pipeline that has so many rows."""
         pairs = list(zip(shape.pipelines[number], shape.choices[number], strict=True))
         pairs = [pair for pair in pairs for _ in range(pair[1].stages)]
@@ -120,7 +120,7 @@ class Scorer:
             if i == last and v == 1 and not row_chunks:
                 counts = row_chunk_counts(each, rows // choice.replicas // choice.grid.z)
             result.append(
-                Stage(
+                StageShape(
                     pool,
                     choice,
                     each,
@@ -138,7 +138,7 @@ class Scorer:
             )
         return result
 
-    def _make_variants(self, stage: Stage) -> StageVariants:
+    def _make_variants(self, stage: StageShape) -> StageVariants:
         """Return how a stage can be computed."""
         costs, num_blocks = self.costs, self._model.num_layers
 
@@ -172,7 +172,9 @@ class Scorer:
         pairs = zip(pipelines, choices, strict=True)
         return cut_rows(rows, least, [partial(self.even_seconds, pools, row) for pools, row in pairs])
 
-    def _cut_blocks(self, stages: Sequence[Stage], rows: int, variants: Sequence[StageVariants]) -> list[int] | None:
+    def _cut_blocks(
+        self, stages: Sequence[StageShape], rows: int, variants: Sequence[StageVariants]
+    ) -> list[int] | None:
         """Return how many blocks each stage of a pipeline takes; None where memory or blocks do not suffice."""
         num_blocks, num_stages = self._model.num_layers, len(stages)
         if self.space.cut == BEST:
@@ -331,18 +333,6 @@ class Scorer:
         receivers = itertools.chain(*receiving[first : first + other.replicas])
         flows = max(network.flows(ranks[0], senders, into[0]), network.flows(into[0], receivers, ranks[0]))
         return gather + network.seconds(ranks[0], into[0], sent_bytes, flows)
-
-    def worst_shortage(self, layout: SearchLayout) -> tuple[float, int]:
-        """Return how many bytes the stage lacks that lacks the most, and its number."""
-        stages = enumerate(layout.all_stages)
-        return max((placed.needed_bytes - self.costs.pools[placed.pool].memory_bytes, i) for i, placed in stages)
-
-    def needed(self, layout: SearchLayout, number: int) -> tuple[Interval, str, float, int]:
-        """Return a stage's items, its family, and how many bytes a rank of it needs and has."""
-        placed, pool = layout.all_stages[number], self.costs.pools[layout.all_stages[number].pool]
-        tiles = dict.fromkeys((tile.items, tile.family) for tile in self.plan(layout).tiles)
-        items, family = list(tiles)[number]
-        return items, family, placed.needed_bytes, pool.memory_bytes
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 

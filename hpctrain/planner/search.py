@@ -31,7 +31,6 @@ from hpctrain.planner.score import Scorer
 from hpctrain.planner.shortlist import Shortlists
 from hpctrain.planner.space import BEST, EVEN, Pipelines, Shape, Space, even_choices, interleaved_shapes
 from hpctrain.planner.stages import StageCosts
-from hpctrain.sharding.intervals import Interval
 
 SCORED, TIMED = 2000, 10
 """How many plans are scored, and timed, unless it is said."""
@@ -189,8 +188,10 @@ class Search:
             self.layouts[:count] = [recut(self.costs, layout) for layout in self.layouts[:count]]
             self.layouts.sort(key=_by_seconds)
         plans, all_timed = self._time(self.layouts, [self._first] if self._first else [], FEW, limit)
+        if not plans and not self._shortage:
+            plans = list(filter(None, [self._time_one(self._nearest())]))
         if not plans:
-            raise PlanError(self._shortage or self._least_shortage())
+            raise PlanError(self._shortage)
         several, left_out = self._interleave(plans[0].seconds)
         most = None if limit is None else len(plans) + min(FEW_INTERLEAVED, limit)
         plans, all_better = self._time(several, plans, 0, most)
@@ -300,23 +301,26 @@ class Search:
             look(group)
         return result
 
-    def _least_shortage(self) -> str:
-        """Say what the plan lacks that comes nearest to fitting, of those that keep the least."""
+    def _nearest(self) -> SearchLayout:
+        """Return the layout that comes nearest to fitting, of those that keep the least. Raises PlanError if there is
+        none."""
         space = replace(self._space, recompute=self._space.recompute[-1:], offload=self._space.offload[-1:])
         roomy = Scorer(self.costs, self._global_batch, space, is_short_of_nothing=True)
         groups = itertools.product(self._arrangements, self._counts)
         shapes = (shape for group in groups for shape in itertools.islice(self._shapes(*group), self._limits.per_group))
         zeros = ((shape, shape.zero_stages(self._space.zero)[-1:]) for shape in shapes)
         layouts = (roomy.score(replace(shape, zero=zero)) for shape, highest in zeros for zero in highest)
-        lacking = [(roomy.worst_shortage(layout), number, layout) for number, layout in enumerate(layouts) if layout]
-        if not lacking:
-            return (
-                f"no {self._space.cut} plan of {self._cluster.describe()} for {self._global_batch} rows of a step and"
-                f" {self._setup.model.num_layers} blocks uses all devices; set train.global_batch to a multiple of"
-                " their number, or train on fewer"
-            )
-        (_, stage), _, layout = min(lacking, key=lambda result: result[:2])
-        return format_shortage(self._cluster, self._setup, roomy.plan(layout), *roomy.needed(layout, stage))
+
+        def shortage(layout: SearchLayout) -> float:
+            return max(each.needed_bytes - self._pools[each.pool].memory_bytes for each in layout.all_stages)
+
+        if nearest := min(filter(None, layouts), key=shortage, default=None):
+            return nearest
+        raise PlanError(
+            f"no {self._space.cut} plan of {self._cluster.describe()} for {self._global_batch} rows of a step and"
+            f" {self._setup.model.num_layers} blocks uses all devices; set train.global_batch to a multiple of"
+            " their number, or train on fewer"
+        )
 
     def _is_spent(self, share: float) -> bool:
         """Say whether a share of the budget, or of the time for scoring, is over."""
@@ -378,18 +382,26 @@ class Search:
         counts = {self.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
         predictor, prediction = predict_in_parts(self._setup, plan, partial(self._predictor, plan), counts)
         if not prediction.fits:
-            if not self._shortage and prediction.host_shortage:
-                self._shortage = f"no plan of {self._cluster.describe()} fits in memory: {prediction.host_shortage}"
-            if not self._shortage:
-                stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
-                which = stage.tile.items, stage.tile.family, stage.memory.total, stage.available_bytes
-                self._shortage = format_shortage(self._cluster, self._setup, plan, *which)
+            self._shortage = self._shortage or self._format_shortage(plan, prediction)
             return None
         result = [SimulatedPlan(layout, plan, prediction)]
         for other in with_extra_warmup(plan, predictor.costs, predictor.headroom), zero_bubble(plan):
             if other and (prediction := self._predictor(other, predictor.setup).predict()).fits:
                 result.append(SimulatedPlan(layout, other, prediction, result[0].seconds))
         return min(result, key=_by_seconds)
+
+    def _format_shortage(self, plan: Plan, prediction: Prediction) -> str:
+        """Return the message that a plan does not fit in memory."""
+        what = f"no plan of {self._cluster.describe()} fits in memory"
+        if prediction.host_shortage:
+            return f"{what}: {prediction.host_shortage}"
+        stage = max(prediction.memory, key=lambda stage: stage.memory.total - stage.available_bytes)
+        needed, available = stage.memory.total / MIB, stage.available_bytes / MIB
+        return (
+            f"{what}; the nearest ({plan.describe()}) needs {needed:,.1f} MiB for items {list(stage.tile.items)} on a"
+            f" rank of family '{stage.tile.family}', which has {available:,.1f} MiB: {needed - available:,.1f} MiB too"
+            f" few; use more devices, or shorter sequences (data.sequence_length is {self._setup.positions})"
+        )
 
     def _time(
         self, layouts: Sequence[SearchLayout], known: Sequence[SimulatedPlan], few: int, most: int | None
@@ -429,15 +441,3 @@ def zero_bubble(plan: Plan) -> Plan | None:
         len(plan.virtual_stages(tile)) == 1 for tile in plan.tiles
     )
     return replace(plan, schedule="zb-h1") if splits and is_pipeline and plan.microbatches > 1 else None
-
-
-def format_shortage(
-    cluster: Cluster, setup: Setup, plan: Plan, items: Interval, family: str, needed: float, available: int
-) -> str:
-    """Return the message that a plan does not fit in memory."""
-    return (
-        f"no plan of {cluster.describe()} fits in memory; the nearest ({plan.describe()}) needs"
-        f" {needed / MIB:,.1f} MiB for items {list(items)} on a rank of family '{family}', which has"
-        f" {available / MIB:,.1f} MiB: {(needed - available) / MIB:,.1f} MiB too few; use more devices,"
-        f" or shorter sequences (data.sequence_length is {setup.positions})"
-    )

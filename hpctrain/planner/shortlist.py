@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from hpctrain.planner.score import MANY_ROWS, Scorer
 from hpctrain.planner.space import BEST, Pipelines, StageChoice, choices_of, choices_of_all
-from hpctrain.planner.stages import Stage
+from hpctrain.planner.stages import StageShape
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.items import BLOCK
 
@@ -95,7 +95,7 @@ class Shortlists:
         row_chunks = each if is_alone and stages == 1 else 1  # with the loss, rows may go in chunks
 
         def is_short(recompute: str, zero: int, offload: str = "none") -> bool:
-            stage = Stage(pool, choice, each, kept=min(stages, microbatches), zero=zero, holders=replicas)
+            stage = StageShape(pool, choice, each, kept=min(stages, microbatches), zero=zero, holders=replicas)
             needs = costs.needs(stage, recompute, row_chunks, offload).on_device
             return needs.most(costs.pools[pool].memory_bytes) < of_stage
 

@@ -24,7 +24,7 @@ EXPOSED = ("compute", "tensor", "pipeline", "data", "optimizer")
 """What a rank spends its time in, as its own clock shows: waits belong to what is waited for."""
 
 
-class Span(NamedTuple):
+class PredictedSpan(NamedTuple):
     """An instruction and when it runs, in seconds of the step."""
 
     instruction: Instruction
@@ -45,7 +45,7 @@ class _Clock(Runner):
     """When the last message of each kind has left that leaves the node."""
     done: list[float] = field(default_factory=list)
     """When each virtual stage did something for the last time."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[PredictedSpan] = field(default_factory=list)
     gathers: dict[int, list[tuple[float, float, float]]] = field(default_factory=dict)
     """The weights of each virtual stage that are gathered with overlap: the seconds taken, when they are there, and
     how long after the beginning of the first forward pass they are needed."""
@@ -96,7 +96,7 @@ class Simulated:
     """By the first tile of the ranks, as the schedules are."""
     exposed: dict[Tile, dict[str, float]]
     """Where each tile stood (`EXPOSED`); adds up to the step too."""
-    spans: dict[Tile, list[Span]]
+    spans: dict[Tile, list[PredictedSpan]]
     """When passes, sums and updates run."""
 
 
@@ -143,7 +143,7 @@ class Simulation(ScheduleRun):
         if step is clock.closing:
             clock.spend(cost.alone_on, cost.after_seconds)
         clock.done[step.virtual_stage] = clock.now
-        clock.spans.append(Span(step, begin, clock.now))
+        clock.spans.append(PredictedSpan(step, begin, clock.now))
 
     def send(self, clock: _Clock, step: Instruction, wires: Sequence[_Wire]) -> None:
         others = max((at for op, at in clock.sent_at.items() if op is not step.op), default=0.0)
@@ -197,8 +197,8 @@ class Simulation(ScheduleRun):
             if sharing.needed_seconds is None:
                 self._exchange(sharing.tiles, sharing.gather_seconds)
         for clock in self._clocks:
-            clock.spans.append(Span(Instruction(Op.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
-            clock.spans.append(Span(Instruction(Op.UPDATE), reduced[clock], clock.now))
+            clock.spans.append(PredictedSpan(Instruction(Op.REDUCE_GRADIENTS), begin[clock], reduced[clock]))
+            clock.spans.append(PredictedSpan(Instruction(Op.UPDATE), reduced[clock], clock.now))
 
     def _start_gathers(self) -> None:
         """Schedule the gathers that are overlapped with the first forward pass, for each clock one after the other."""

@@ -8,7 +8,7 @@ grids, about which a search knows only roughly.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from hpctrain.planner.memory import RowBytes, gathered_bytes, layer_moved, messa
 from hpctrain.planner.offload import host_share, offloaded_update_seconds
 from hpctrain.planner.pools import Pool
 from hpctrain.planner.predictor import AGREED_BYTES
-from hpctrain.planner.prices import Place, Prices, part_counts
+from hpctrain.planner.prices import Prices, Site, part_counts
 from hpctrain.planner.space import StageChoice
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
@@ -90,7 +90,7 @@ class Holders(NamedTuple):
 ALONE = Holders()
 
 
-class Stage(NamedTuple):
+class StageShape(NamedTuple):
     """A stage of a shape, but for its number of blocks."""
 
     pool: int
@@ -189,9 +189,13 @@ class StageCosts:
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
+        # Of weights and gradients other software keeps less than this. Where more of its plans look short of memory,
+        # ZeRO 2 and 3 are tried more often, which it hides better.
+        stack = replace(setup.stack, stores_halves=True, sums_in_place=False, kept_gradient_bytes={})
+        self._like_ours = replace(setup, stack=stack)
         self.seconds = lru_cache(None)(self._seconds)
         self.part_count = lru_cache(None)(self._best_count)
-        self._place = lru_cache(None)(self._first_place)
+        self._site = lru_cache(None)(self._first_site)
         self._splits = lru_cache(None)(self._splits_backward)
         self.elements = lru_cache(None)(self._elements)
         self.elements_of = lru_cache(None)(partial(layer_elements, setup.model))
@@ -243,8 +247,8 @@ class StageCosts:
     ) -> Seconds:
         """Return what passes over a layer take on a grid of a pool, each of whose ranks has `rows`; with products cut
         in so many parts, or in the best number."""
-        place, parts = self._place(number, grid, holders), parts or self.part_count(number, grid)
-        return Seconds(*(self.prices.price(name, place, layer, rows, recompute, parts).seconds for name in names))
+        site, parts = self._site(number, grid, holders), parts or self.part_count(number, grid)
+        return Seconds(*(self.prices.price(name, site, layer, rows, recompute, parts).seconds for name in names))
 
     def _best_count(self, number: int, grid: TensorGrid) -> int:
         """Return into how many parts products of blocks are cut on a grid: the number that is the fastest for many rows
@@ -258,32 +262,31 @@ class StageCosts:
             best, least = count, seconds
         return best
 
-    def _first_place(self, number: int, grid: TensorGrid, holders: Holders) -> Place:
-        """Return the first place for a grid of a pool, which exchanges weights with those of other replicas."""
-        pool = self.pools[number]
-        tile = Tile(Interval(0, 1), Interval(0, grid.z), pool.slots(grid.size)[0], grid)
+    def _first_site(self, number: int, grid: TensorGrid, holders: Holders) -> Site:
+        """Return the first site for a grid of a pool, which exchanges weights with those of other replicas."""
+        tile = Tile(Interval(0, 1), Interval(0, grid.z), self.pools[number].slots(grid.size)[0], grid)
         if not holders.groups:
-            return Place((pool.device,), tile, holders.zero)
+            return self.prices.site(tile, holders.zero)
         slots = (slot for of, count in holders.groups for slot in self.pools[of].slots(grid.size)[:count])
         sharers = self._crowd(tuple((of, grid.size) for of, _ in holders.groups))
-        return Place((pool.device,), tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
+        return self.prices.site(tile, holders.zero, tuple(slot[0] for slot in slots), sharers)
 
-    def piecewise(self, stage: Stage, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
+    def piecewise(self, stage: StageShape, layer: Interval, recompute: str, row_chunks: int) -> Seconds:
         """Return what a layer takes a stage that goes through the rows of a rank in pieces."""
         few, more = divmod(stage.rows, row_chunks)
-        pieces = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
+        chunks = [(times, rows) for times, rows in ((row_chunks - more, few), (more, few + 1)) if times]
         where = stage.pool, stage.choice.grid, layer
-        each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in pieces]
+        each = [(n, self.seconds(*where, rows, recompute, stage.exchanging)) for n, rows in chunks]
         return Seconds(*(sum(n * seconds[i] for n, seconds in each) for i in (0, 1)))
 
-    def _lines(self, stage: Stage, seconds: Callable[[Interval], Seconds]) -> tuple[BlockLine, BlockLine]:
+    def _lines(self, stage: StageShape, seconds: Callable[[Interval], Seconds]) -> tuple[BlockLine, BlockLine]:
         """Return two lines of a stage, of what its layers take."""
         block, *ends = map(seconds, (BLOCK, *self.layers(stage.ends, 0)))
         forward, backward = (BlockLine(sum(end[i] for end in ends), block[i]) for i in (0, 1))
         return forward, backward
 
     def variant(
-        self, stage: Stage, recompute: str, row_chunks: int, offload: str, blocks: tuple[int, int], needs: Needs
+        self, stage: StageShape, recompute: str, row_chunks: int, offload: str, blocks: tuple[int, int], needs: Needs
     ) -> StageVariant:
         """Return a variant of a stage for more blocks than the first of two numbers, up to the second."""
         pool, grid, rows, zero = stage.pool, stage.choice.grid, stage.rows, stage.zero
@@ -308,7 +311,7 @@ class StageCosts:
         tile = Tile(Interval(0, 1), Interval(0, 1), (), grid, recompute=recompute, zero=zero)
         return self.setup.stack.splits_backward and splits_freely(tile)
 
-    def _offloaded_update(self, stage: Stage, share: float) -> BlockLine:
+    def _offloaded_update(self, stage: StageShape, share: float) -> BlockLine:
         """Return what an update of a share of the stage's weights takes longer with its state in host memory."""
         stored, device = self.elements(stage.choice.grid, *stage.ends), self.pools[stage.pool].device
         many = max(1, int(share * stored.at(self.setup.model.num_layers)))
@@ -346,12 +349,12 @@ class StageCosts:
             base += self.elements_of(grid, EMBEDDING)
         return BlockLine(base / grid.z, self.elements_of(grid, BLOCK) / grid.z)
 
-    def needs(self, stage: Stage, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
+    def needs(self, stage: StageShape, recompute: str, row_chunks: int, offload: str = "none") -> Needs:
         """Return what a rank of a stage needs; see `memory_of`."""
         setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
         zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
         share, moves = 1 / holders if zero else 1.0, offload in ("activations", "all")
-        state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders)
+        state = state_of(self._like_ours, 1.0, share, float(stage.meets_mixed), zero, holders)
         of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
@@ -369,7 +372,7 @@ class StageCosts:
             stored.times(on_host).plus(BlockLine(0.0, at_once * block.moved), stage.kept),
         )
 
-    def most_blocks(self, stage: Stage, needs: Needs) -> int:
+    def most_blocks(self, stage: StageShape, needs: Needs) -> int:
         """Return for how many blocks a stage has memory, of its devices and of their host."""
         most = needs.on_device.most(self.pools[stage.pool].memory_bytes)
         return min(most, needs.on_host.most(self._host_bytes[stage.pool])) if any(needs.on_host) else most

@@ -12,7 +12,7 @@ from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import PassWork, _block, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import Predictor, predict
-from hpctrain.planner.prices import Costs, PassCost, Sharing, TileCost, pass_cost, slowed_by
+from hpctrain.planner.prices import Costs, PassCost, Sharing, Site, TileCost, pass_cost, slowed_by
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.stack import HPCTRAIN
 from hpctrain.sharding.grid import TensorGrid
@@ -145,21 +145,21 @@ def test_sums_hide_behind_the_products_of_their_layers_and_z_behind_whole_items(
     for seconds_of_one in (1e-6, 1e3):  # shorter than any product, and longer than all of them
         network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds_of_one: one)
         cost = layer_cost(SETUP, TensorGrid(y=2), BLOCK, 4)
-        exposed, hidden = (pass_cost(s, network, device, cost.backward, tile, (), ()) for s in (SETUP, HIDING))
+        exposed, hidden = (pass_cost(s, network, cost.backward, Site(tuple(device), tile)) for s in (SETUP, HIDING))
         behind = [exchange.behind for exchange in cost.backward.exchanges if exchange.behind]
         assert len(behind) == 2, "the sums of the gradients of what attention and the inner layer are given"
         products = sum(PassWork([product]).seconds(device[0], "fp32", HPCTRAIN) for product in behind)
         assert exposed.tensor - hidden.tensor == pytest.approx(min(2 * seconds_of_one, products))
-        alone = pass_cost(HIDING, network, device, cost.backward_input, tile, (), ())
+        alone = pass_cost(HIDING, network, cost.backward_input, Site(tuple(device), tile))
         assert alone.tensor == len(cost.backward_input.exchanges) * seconds_of_one, "no product of weights runs then"
         slowed = [DeviceModel("fast", CLUSTER.families["fast"].model_copy(update={"overlap_slowdown": 1.5}))]
-        slower = pass_cost(HIDING, network, slowed, cost.backward, tile, (), ())
+        slower = pass_cost(HIDING, network, cost.backward, Site(tuple(slowed), tile))
         rest = len(cost.backward.exchanges) - len(behind)
         assert slower.seconds - exposed.compute - rest * seconds_of_one == pytest.approx(
             2 * seconds_of_one / 3 if seconds_of_one < 1 else 2 * seconds_of_one - products
         )
         over_z = layer_cost(SETUP, TensorGrid(z=2), BLOCK, 4).forward
-        result = pass_cost(HIDING, network, device, over_z, plan_of((1, 1, 2), 2, 1).tiles[0], (), ())
+        result = pass_cost(HIDING, network, over_z, Site(tuple(device), plan_of((1, 1, 2), 2, 1).tiles[0]))
         assert result.seconds == pytest.approx(max(result.compute, 2 * seconds_of_one)), "one for each branch"
 
 
@@ -196,7 +196,7 @@ def test_outputs_are_summed_during_the_other_half_of_the_rows(grid, rows):
     for seconds in (1e-6, compute / 20, compute / 5, 1e3):
         network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_, one=seconds: one)
         result, all_of_it, rest = (
-            pass_cost(IN_HALVES, network, [device], work, tile, (), ())
+            pass_cost(IN_HALVES, network, work, Site((device,), tile))
             for work in (cost.forward, again, cost.backward_input)
         )
         simulated = alternating(halves, device, seconds) + copied

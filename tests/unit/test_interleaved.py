@@ -26,7 +26,7 @@ from hpctrain.planner.search import search
 from hpctrain.planner.simulate import simulate
 from hpctrain.planner.space import Space, StageChoice
 from hpctrain.planner.stack import HPCTRAIN
-from hpctrain.planner.stages import BlockLine, Stage, StageVariant
+from hpctrain.planner.stages import BlockLine, StageShape, StageVariant
 from hpctrain.sharding.grid import TensorGrid
 from hpctrain.sharding.intervals import Interval
 from tests.examples import costly
@@ -265,7 +265,7 @@ def test_blocks_are_dealt_as_evenly_as_ends_of_the_model_allow():
 
     def stage(blocks: int, end: float) -> Placed:
         variant = StageVariant("none", 1, BlockLine(end, 1.0), BlockLine(end, 1.0), 0, 99, line, line)
-        return Placed(Stage(0, StageChoice(TensorGrid(), 2, 1), 1), blocks, variant)
+        return Placed(StageShape(0, StageChoice(TensorGrid(), 2, 1), 1), blocks, variant)
 
     def dealt(blocks: int, virtual_stages: int, end: float) -> list[int]:
         cuts = dealt_cuts([stage(blocks, 0.01), stage(blocks, end)], virtual_stages)

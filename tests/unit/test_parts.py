@@ -12,7 +12,7 @@ from hpctrain.plan.tiling import even_plan
 from hpctrain.planner.cost import layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.linear_cost import gathering_linear, linear, scattering_linear
-from hpctrain.planner.prices import part_counts, pass_cost
+from hpctrain.planner.prices import Site, part_counts, pass_cost
 from hpctrain.planner.search import search
 from hpctrain.planner.work import LayerCost, PassWork
 from hpctrain.sharding.grid import TensorGrid
@@ -58,7 +58,7 @@ def test_a_pass_in_parts_takes_what_its_products_and_messages_take_in_order(name
     computing = [PassWork([product]).seconds(DEVICE, "fp32", SETUP.stack) for product in work.products]
     message = share * computing[0]
     network = SimpleNamespace(crowd=tuple, group_seconds=lambda *_: message)
-    result = pass_cost(OVERLAPPED, network, [DEVICE], work, plan_of(Y, 1, 1).tiles[0], (), ())
+    result = pass_cost(OVERLAPPED, network, work, Site((DEVICE,), plan_of(Y, 1, 1).tiles[0]))
     rest = work.seconds(DEVICE, "fp32", SETUP.stack) - sum(computing)
     assert result.seconds == pytest.approx(seconds_in_order(computing, message, name == "gather") + rest)
     backward = costs(parts)["scatter"].backward_input

@@ -20,7 +20,7 @@ from hpctrain.jobs.predict import command
 from hpctrain.plan.file import dump_plan
 from hpctrain.plan.schedule import one_f_one_b
 from hpctrain.plan.tiling import Plan, Tile, even_plan
-from hpctrain.planner.arrivals import _Messages
+from hpctrain.planner.arrivals import _Messages, crossing
 from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.devices import DeviceModel
 from hpctrain.planner.predictor import predict
@@ -173,7 +173,11 @@ def test_tiles_with_equal_intersections_have_equal_messages(plan):
         if sources:
             result = zip(sources, messages._between(tile, sources, forward), strict=True)
             expected |= {(source, tile): seconds for source, seconds in result if seconds is not None}
-    expected = messages._with_shared_sending(expected)
+    crossed = crossing(expected, messages._network)
+    for tile, forward in itertools.product(plan.tiles, (True, False)):
+        targets = plan.downstream(tile) if forward else plan.upstream(tile)
+        for pair in {(tile, target) for target in targets if len(targets) > 1} & crossed:
+            expected[pair] = max(expected[pair], messages._sending(targets, forward, tile))
     assert {pair: pytest.approx(seconds) for pair, seconds in messages.all().items()} == expected
 
 
