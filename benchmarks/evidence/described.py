@@ -20,7 +20,7 @@ from hpctrain.config.errors import PlanError, did_you_mean
 from hpctrain.config.job import Model
 from hpctrain.plan.tiling import Plan, even_plan
 from hpctrain.planner.cost import Setup
-from hpctrain.planner.efficiency import Efficiency
+from hpctrain.planner.efficiency import Efficiency, efficiency_of
 from hpctrain.planner.memory import StageMemory
 from hpctrain.planner.predictor import Prediction, Predictor
 from hpctrain.planner.stack import Stack
@@ -76,6 +76,8 @@ class DescribedRun:
     """Whether collectives of the tensor grid are overlapped with products (Transformer Engine's user buffers)."""
     kept_inner: float | None = None
     """In place of the stack's, where the model's activation function is another one."""
+    blocking_launches: bool = False
+    """Whether the host waits for each operation before it starts the next (`CUDA_LAUNCH_BLOCKING`)."""
 
     def __post_init__(self):
         for name, known in (("accelerator", ACCELERATORS), ("network", NETWORKS), ("stack", STACKS)):
@@ -124,7 +126,7 @@ class DescribedRun:
         stack = stack or STACKS[self.stack]
         kept = stack.kept_inner if self.kept_inner is None else self.kept_inner
         cut = self.sequence_parallel or stack.sequence_parallel
-        stack = replace(stack, sequence_parallel=cut, kept_inner=kept)
+        stack = replace(stack, sequence_parallel=cut, kept_inner=kept, tensor_slowdown=1.0)
         if cut and stack.network is NcclNetwork:
             stack = replace(stack, network=ScatteringNetwork)
         if self.overlapped:
@@ -211,8 +213,11 @@ class DescribedRun:
         layers: LayerTimes | None = None,
     ) -> Prediction:
         """Predict a step; `stack` and `efficiency` are for fitting, `layers` are in place of a data sheet."""
-        prediction = self._predictor(stack, efficiency, layers).predict()
-        return prediction if self.interleave == 1 else interleaved(prediction, self.plan, self.interleave)
+        predictor = self._predictor(stack, efficiency, layers)
+        prediction = predictor.predict()
+        if self.interleave == 1:
+            return prediction
+        return interleaved(prediction, self.plan, self.interleave, _uneven_seconds(predictor, prediction))
 
     def memory(self) -> tuple[StageMemory, ...]:
         """Return what ranks need, without simulating a step."""
@@ -220,8 +225,12 @@ class DescribedRun:
         return memory if self.interleave == 1 else interleaved_memory(memory, self.plan, self.interleave)
 
     def _predictor(self, stack: Stack | None, efficiency: Efficiency | None, layers: LayerTimes | None) -> Predictor:
+        setup = self.setup(stack)
+        if self.blocking_launches:
+            known = efficiency or efficiency_of(ACCELERATORS[self.accelerator].kind, self.accelerator)
+            efficiency = replace(known, launch_seconds=known.launch_seconds + setup.stack.dispatch_seconds)
         efficiencies = {self.accelerator: efficiency} if efficiency else {}
-        arguments = self.setup(stack), self.plan, self.cluster, efficiencies
+        arguments = setup, self.plan, self.cluster, efficiencies
         if layers:
             return LayeredPredictor(layers, *arguments)
         return predictor_of(self)(*arguments)
@@ -233,11 +242,18 @@ def predictor_of(run: DescribedRun) -> type[Predictor]:
     return TiedByPairs if is_tied and run.stack.startswith("megatron") else Predictor
 
 
-def interleaved(prediction: Prediction, plan: Plan, virtual_stages: int) -> Prediction:
+def _uneven_seconds(predictor: Predictor, prediction: Prediction) -> float:
+    """Return how long ranks wait in the mean because their stage does less than the slowest, which is no bubble."""
+    parts = prediction.breakdown_seconds
+    slowest = max(cost.seconds for cost in predictor.costs.tiles.values())
+    return max(0.0, slowest * predictor.plan.microbatches - parts["compute"] - parts["tensor"])
+
+
+def interleaved(prediction: Prediction, plan: Plan, virtual_stages: int, uneven_seconds: float = 0.0) -> Prediction:
     """Return a prediction where ranks have so many virtual stages: the bubble is as many times shorter (Narayanan et
-    al. 2021). Raises as `interleaved_memory`."""
+    al. 2021), but for what ranks wait for the slowest stage. Raises as `interleaved_memory`."""
     breakdown, exposed = dict(prediction.breakdown_seconds), dict(prediction.exposed_seconds)
-    saved = breakdown["bubble"] * (1 - 1 / virtual_stages)
+    saved = max(0.0, breakdown["bubble"] - uneven_seconds) * (1 - 1 / virtual_stages)
     breakdown["bubble"] -= saved
     exposed["pipeline"] -= saved
     share = 1 - saved / prediction.step_seconds

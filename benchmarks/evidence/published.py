@@ -165,8 +165,16 @@ def torch_fsdp() -> PublishedSet:
 def bigscience() -> PublishedSet:
     """Models about BLOOM's size by Megatron-DeepSpeed on 384 A100-80 (BigScience, train/tr11-176B-ml/
     chronicles-prequel.md, 25 and 28 February 2022), those that ran out of memory too. Nodes have four 100 Gb/s ports of
-    Omni-Path. Where `stages` are given, embedding and head count as a block each."""
+    Omni-Path. Where `stages` are given, embedding and head count as a block each. From 320 devices on it always hung
+    unless the host waited for each operation, which is assumed of all of these."""
     return summary("BigScience, 384 A100", "bigscience_a100.csv")
+
+
+def bigscience_early() -> PublishedSet:
+    """The same software from 20 to 27 February, on 8 to 384 devices, with other numbers of heads (the same file, at
+    053adaf). Until 25 February paths of the hosts made steps up to 5 % longer. 78 blocks by 12 stages are 7 each, and
+    one. The vocabulary is told as 250 thousand."""
+    return summary("BigScience, 8 to 384 A100, the days before", "bigscience_a100_early.csv")
 
 
 def llama3() -> PublishedSet:
@@ -211,6 +219,13 @@ def nemo_fp8() -> PublishedSet:
     """The same software with linear layers of blocks in fp8, on H100, B200 and GB200: the tables for fp8 next to those
     for bf16, and NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md at 0a25f91, container 25.11."""
     return summary("NeMo in fp8, H100, B200, GB200", "nemo_fp8.csv")
+
+
+def nemo_2412() -> PublishedSet:
+    """GPT-3, Llama 2, Llama 3 and Nemotron in fp8 on 8 to 512 H100 (NVIDIA NeMo 24.12, performance_summary.html). Not
+    told, and assumed as for `nemo_fp8`: sequence parallelism and user buffers with tensor parallelism, overlapped
+    gradients and weights."""
+    return summary("NeMo 24.12 in fp8, 8 to 512 H100", "nemo_2412_fp8.csv")
 
 
 def torchtitan_fp8() -> PublishedSet:
@@ -395,4 +410,5 @@ def all_sets() -> list[PublishedSet]:
         llama3(),
     ]
     measured += [mcore(), vtrain_multi(), amp_t4(), amp_mixed()]
-    return [*measured, nemo(), nemo_gb200(), torchtitan(), nemo_fp8(), torchtitan_fp8()]
+    measured += [nemo(), nemo_gb200(), torchtitan(), nemo_fp8(), torchtitan_fp8()]
+    return [*measured, bigscience_early(), nemo_2412()]

@@ -63,7 +63,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
     "turing-gaming": Efficiency(0.92, 0.80, 2e-6, 68, 1.0, overlap_slowdown=NCCL_SLOWDOWN),
     "ampere": Efficiency(0.87, 0.68, 2e-6, 108, 0.90, 0.82, overlap_slowdown=NCCL_SLOWDOWN),
     "hopper": Efficiency(
-        0.66,
+        0.67,
         0.85,
         2e-6,
         132,

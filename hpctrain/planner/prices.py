@@ -102,7 +102,7 @@ def pass_cost(setup: Setup, network: ClusterNetwork, work: PassWork, site: Site)
             continue
         if part == "tensor" and (meanwhile := _overlapped_work(exchange, work, products, setup)) is not None:
             hidden = min(seconds, *(meanwhile.seconds(device, setup.dtype, setup.stack) for device in devices))
-            longer = slowed_by(hidden, seconds, times)
+            longer = slowed_by(hidden, seconds, setup.stack.tensor_slowdown or times)
             slowed, seconds = slowed + longer, max(0.0, seconds - hidden - longer)
         waited[part] += seconds
     moving = sum(moved.values())

@@ -104,6 +104,8 @@ class Stack:
     """Whether what comes over a slow link comes in parts, see `hpctrain.plan.transfers.gathers`."""
     expected_messages: int = 0
     """For how many messages between stages a rank has buffers before it comes to receive them."""
+    tensor_slowdown: float | None = None
+    """How many times as long products take while collectives of x and y overlap them; None: as on the device else."""
     dispatch_seconds: float = 8e-6
     """That the host needs to start an operation: what small ones take at the least, one after the other."""
     vocabulary_multiple: int = 1

@@ -91,3 +91,20 @@ def test_sockets_give_less_of_their_wire_than_rdma_and_nvlink_most_of_its():
     assert rdma.group_seconds("all_reduce", 1e9, (0, 2)) == pytest.approx(1e9 / 25e9 / 0.85, rel=0.01)
     assert sockets.group_seconds("all_reduce", 1e9, (0, 2)) == pytest.approx(1e9 / 3.2e9, rel=0.01)
     assert rdma.group_seconds("all_reduce", 1e9, (0, 1)) == pytest.approx(1e9 / 300e9 / 0.8, rel=0.05)
+
+
+def test_a_group_on_several_nodes_is_one_ring_by_the_nics_of_all_its_ranks():
+    network = NcclNetwork(cluster("datasheet"))
+    ring = 2 * 3 / 4 * 1e9 / (2 * 25e9 * 0.85)
+    assert network.group_seconds("all_reduce", 1e9, (0, 1, 2, 3)) == pytest.approx(ring, rel=0.02)
+
+
+def test_what_devices_and_nics_move_themselves_depends_little_on_the_software():
+    near, far = (
+        NcclNetwork(cluster("datasheet"), share).group_seconds("all_reduce", 1e9, (0, 1)) for share in (1, 0.5)
+    )
+    assert near == pytest.approx(0.9 * far, rel=0.02)
+    slow = (
+        NcclNetwork(cluster("datasheet", 30e-6), share).group_seconds("all_reduce", 1e9, (0, 2)) for share in (1, 0.5)
+    )
+    assert 2 * next(slow) == pytest.approx(next(slow), rel=0.02)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.nccl import NcclNetwork
-from benchmarks.evidence.stacks import EAGER, MEGATRON
+from benchmarks.evidence.stacks import DEEPSPEED, EAGER, MEGATRON
 from hpctrain.planner.arrivals import arrivals
 from hpctrain.planner.cost import Setup, layer_cost
 from hpctrain.planner.devices import DeviceModel
@@ -43,6 +43,30 @@ def test_products_whose_dims_are_no_multiples_take_longer():
     assert half == pytest.approx(1.05 * whole, rel=0.02)
     assert odd == pytest.approx(1.33 * whole, rel=0.02)
     assert device.product_seconds("fp32", 4096, 1024, 50257) <= device.product_seconds("fp32", 4096, 1024, 50304)
+
+
+def test_batched_products_that_tensor_cores_cannot_load_are_computed_without_them():
+    device = DeviceModel("a", replace(CARDS, accelerator="A100-80").cluster.families["A100-80"])
+    heads = [device.product_seconds("fp16", 2048, size, 2048, batch=64) for size in (104, 108, 112)]
+    assert heads[0] < heads[2] < 0.2 * heads[1]
+    assert heads[1] == device.product_seconds("fp32", 2048, 108, 2048, batch=64)
+    one, odd = (device.product_seconds("fp16", 4096, 4096, n) for n in (4096, 4092))
+    assert odd < 1.4 * one, "a single product is padded"
+
+
+def test_a_host_that_waits_for_each_operation_starts_none_ahead():
+    run = replace(CARDS, accelerator="A100-80", stack="megatron-deepspeed")
+    ahead, waiting = (replace(run, blocking_launches=each).predict().step_seconds for each in (False, True))
+    operations = 4 * (30 + 50 + 18)  # of the blocks of a stage
+    passes = 8 + 1  # of the slower stage, after the other's first
+    assert waiting - ahead == pytest.approx(passes * operations * DEEPSPEED.dispatch_seconds, rel=0.15)
+
+
+def test_interleaving_shortens_no_wait_for_a_slower_stage():
+    run = replace(CARDS, vocabulary=512_000, network="NDR", global_batch=16)
+    plain, twice = (replace(run, interleave=each).predict() for each in (1, 2))
+    slowest = plain.step_seconds - plain.breakdown_seconds["data"] - plain.breakdown_seconds["optimizer"]
+    assert 16 / 17 * slowest < twice.step_seconds < plain.step_seconds
 
 
 def test_megatron_pads_its_vocabulary_and_others_do_not():
