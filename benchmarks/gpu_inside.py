@@ -210,7 +210,7 @@ CHOICES: dict[str, dict] = {
     "separate": {"fused": False},
     "fused": {"fused": True},
     "any order of sums": {"fused": False, "deterministic": False},
-    **{f"attention {name}": {"fused": False, "attention": name} for name in ("flash", "efficient", "math")},
+    **{f"attention {name}": {"fused": False, "attention": name} for name in ("flash", "flash3", "efficient", "math")},
     "attention cudnn, any order": {"fused": False, "attention": "cudnn", "deterministic": False},
 }
 """Kernels of a job, by what the result calls them."""
