@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.accelerators import bind
 from hpctrain.comm.accelerators.bind import native_ability, resolved_devices
@@ -30,6 +31,7 @@ from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.errors import CommError
+from hpctrain.engine.pipeline import Pipeline
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
 from tests.unit.fake_torch import GIB, FakeCupy, FakePlace, FakeTorchModule
 
@@ -572,3 +574,18 @@ def test_an_operation_that_waits_for_messages_is_no_launch():
 
     with pytest.raises(AssertionError, match="waits for a message is no launch"):
         DeviceLaunch(device.launches, steps(), device.queued(), []).start(SOON, lambda: None)
+
+
+def test_the_gradient_of_the_loss_is_filled_on_the_device_and_not_copied_there():
+    """A copy from the host would wait for the end of the last step."""
+    operations = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    owner = SimpleNamespace(_loss_scale=None, _device=torch.device("cpu"))
+    with Noting():
+        result = Pipeline._gradient_of_loss(owner, 8)  # pyright: ignore[reportArgumentType]
+    assert operations == ["aten.full.default"] and result.item() == 0.125 and result.dtype == torch.float64
