@@ -283,7 +283,12 @@ def test_a_library_that_refuses_the_ranks_leaves_them_to_mpi_with_the_reason(err
     def refusing(*_):
         raise error
 
-    nccl = SimpleNamespace(NcclCommunicator=refusing, get_unique_id=refusing if at_key else lambda: b"1")
+    def without_key(*_):
+        raise AssertionError("nobody connects without a key")
+
+    nccl = SimpleNamespace(NcclCommunicator=refusing, get_unique_id=lambda: b"1")
+    if at_key:
+        nccl = SimpleNamespace(NcclCommunicator=without_key, get_unique_id=refusing)
     for name in ("SUM", "MAX", "MIN", "FLOAT32", "FLOAT64", "INT32", "INT64", "INT8", "UINT8"):
         setattr(nccl, f"NCCL_{name}", name)
     comm = SimpleNamespace(rank=0, size=2, bcast=lambda key: key, allgather=lambda text: [text, text])

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
 import torch
@@ -118,7 +118,7 @@ def measure_messages(
             for flows in pair_class.flows:
                 for size in meter.affordable_sizes(trips, flows):
                     trips[flows, size] = meter.seconds_of(pair_class.pairs[:flows], size)
-            measured.append(one_direction(pair_class, trips)._replace(route=route))
+            measured.append(replace(one_direction(pair_class, trips), route=route))
     return measured
 
 
