@@ -167,12 +167,17 @@ def operators(setting: Setting) -> dict:
 def routes(setting: Setting) -> dict:
     """What two ranks that share the device get by each route; the library of collectives by itself."""
     result: dict = {}
-    asked: dict[str, list[str]] = {"auto": [], "staged": ["HPCTRAIN_DIRECT=0"], "direct": ["HPCTRAIN_DIRECT=1"]}
+    asked: dict[str, list[str]] = {
+        "auto": [],
+        "copies": ["HPCTRAIN_DIRECT=0"],
+        "staged": ["HPCTRAIN_DIRECT=0", "HPCTRAIN_PEER=0"],
+        "direct": ["HPCTRAIN_DIRECT=1"],
+    }
     for name, variables in asked.items():
         shared = ["HPCTRAIN_SHARE_DEVICES=1", *(["HPCTRAIN_DEVICE=cuda"] if setting.has_gpu else HOST), *variables]
         words = launch((2, shared, [*HPCTRAIN, "doctor", "--json", "--folder", str(setting.folder)]))
         try:
-            doctor = run_json(["timeout", "38", *words], setting.folder)
+            doctor = run_json(["timeout", "29", *words], setting.folder)
             result[name] = {key: doctor.get(key) for key in ("routes", "links", "exit_code")}
         except SectionError as error:
             result[name] = {"failed": str(error)}

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.cli import main
+from hpctrain.comm.launches import ErrorWatch
+from hpctrain.comm.routes import nccl as library_of_collectives
 from hpctrain.config.job import Job, Model, load_job
 from hpctrain.jobs.common import started_world, with_vocabulary
 
@@ -176,13 +178,21 @@ def kernels(job: str):
             synchronize()
             wall = time.perf_counter() - start
     seconds, counts = dict.fromkeys((*CLASSES, "element-wise"), 0.0), dict.fromkeys((*CLASSES, "element-wise"), 0)
-    for event in profiled.key_averages():
+    for event in of_device(profiled):
         name = event.key.lower()
         kind = next((k for k, parts in CLASSES.items() if any(part in name for part in parts)), "element-wise")
         seconds[kind] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) * 1e-6
         counts[kind] += event.count
     result = {"step_seconds": wall, "seconds": seconds, "counts": counts, "busy": sum(seconds.values()) / wall}
     print(json.dumps(result))
+
+
+def of_device(profiled) -> list:
+    """Return what the device did, without the calls of its driver, which are listed with it."""
+    from torch.autograd import DeviceType
+
+    kind = DeviceType.CUDA if DEVICE.type == "cuda" else DeviceType.CPU
+    return [event for event in profiled.key_averages() if event.device_type == kind]
 
 
 def _trainer(world, reference: str):
@@ -200,7 +210,7 @@ CHOICES: dict[str, dict] = {
     "separate": {"fused": False},
     "fused": {"fused": True},
     "any order of sums": {"fused": False, "deterministic": False},
-    **{f"attention {name}": {"fused": False, "attention": name} for name in ("flash", "efficient", "math")},
+    **{f"attention {name}": {"fused": False, "attention": name} for name in ("flash", "flash3", "efficient", "math")},
     "attention cudnn, any order": {"fused": False, "attention": "cudnn", "deterministic": False},
 }
 """Kernels of a job, by what the result calls them."""
@@ -273,7 +283,7 @@ def _kernels_of_block(trainer) -> int:
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
         both()
     operations = ("aten::", "## Call CompiledFxGraph")
-    return sum(each.count for each in profiled.key_averages() if on_gpu or each.key.startswith(operations))
+    return sum(each.count for each in of_device(profiled) if on_gpu or each.key.startswith(operations))
 
 
 def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
@@ -297,15 +307,14 @@ def _operator_seconds(job: Job, compiles: bool) -> dict[str, dict[str, float]]:
 @command.command()
 def native():
     """The library of collectives with this rank alone: it starts, sums, and is left in order and in an error."""
-    from hpctrain.comm.routes.nccl import Connection, load_nccl
-
-    library = load_nccl()
+    library = library_of_collectives.load_nccl()
     result: dict = {"works": library.ability.works, "reason": library.ability.reason}
     if library.ability.works:
         nccl, data = library.module, torch.arange(1 << 24, dtype=torch.float32, device=DEVICE)
-        expected, stream = data.clone(), torch.cuda.current_stream().cuda_stream
+        expected, stream = data.clone(), torch.cuda.current_stream().cuda_stream if DEVICE.type == "cuda" else 0
         for end in ("destroy", "abort"):
-            connection = Connection("NCCL", nccl.NcclCommunicator(1, nccl.get_unique_id(), 0))
+            made = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+            connection = library_of_collectives.Connection("NCCL", made, ErrorWatch())
             at, key = data.data_ptr(), (data.numel(), nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
             connection.communicator.allReduce(at, at, *key, stream)
             synchronize()

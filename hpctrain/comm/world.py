@@ -170,6 +170,16 @@ class World:
         self._lanes.append(made)
         return self._keep(made)
 
+    def pair(self, ranks: tuple[int, int], name: str = "pair") -> "Communicator":
+        """Return a communicator of two ranks by the route of messages between stages. Both must call."""
+        from hpctrain.comm.communicator import Communicator
+
+        journal = self._journal(name, ranks)
+        assert journal is not None, "there are two ranks"
+        with journal.recorded("connect"):
+            backend = self._routes().message_backend(ranks)
+        return self._keep(Communicator(ranks, backend, self.patience, journal))
+
     def channel(self, peer: int, num_bytes: int, depth: int, name: str = "") -> "Channel":
         """Return a two-way channel to `peer` for `depth` messages of up to `num_bytes`. Both ends must call.
 

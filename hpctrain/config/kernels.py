@@ -17,9 +17,10 @@ class KernelChoice(Table):
     fused_by_family: dict[str, bool] = Field(default_factory=dict)
     """The same for some families, such as `{v100 = false}`; all others have `kernels.fused`."""
 
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
     """Which of torch's kernels attention has to use, where scores have no cap; auto: torch's own choice by shape and
-    dtype. One that a rank does not have for the job's attention is refused at the start."""
+    dtype. One that a rank does not have for the job's attention is refused at the start. flash3 and flash4 need the
+    package of that version of flash attention."""
     deterministic: bool = True
     """Whether sums on devices have one order, so that the same run has the same bits. false: torch may use kernels that
     are faster in some cases, such as all of cuDNN's for attention; `benchmarks.gpu` measures the price."""

@@ -234,7 +234,7 @@ class Pipeline:
         training: bool,
         flags: Sequence[bool] = (),
     ) -> Totals:
-        of_loss = self._gradient_of_loss(loss_tokens)  # once a step: a copy of a number makes the host wait
+        of_loss = self._gradient_of_loss(loss_tokens)
         made: dict[SlotKey, torch.Tensor] = {}  # an activation, later a gradient, that is to go out
         saved: dict[tuple[SlotKey, int], Saved] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -302,7 +302,8 @@ class Pipeline:
 
     def _gradient_of_loss(self, loss_tokens: int) -> torch.Tensor:
         scale = self._loss_scale.value if self._loss_scale else 1.0
-        return torch.tensor(scale / loss_tokens, dtype=torch.float64, device=self._device)
+        # A fill is a kernel. A copy of a number would make the host wait for the end of the last step.
+        return torch.full((), scale / loss_tokens, dtype=torch.float64, device=self._device)
 
     def _agree(self, loss: torch.Tensor, squared_norm: torch.Tensor | None, flags: Sequence[bool] = ()) -> Totals:
         """Sum over all ranks; the ranks that differ in x or y alone have the same loss, and one of them brings it.

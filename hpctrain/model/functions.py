@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.nn.attention as attention_of_torch
 import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -291,11 +292,29 @@ def gated(both: torch.Tensor, activation: str) -> torch.Tensor:
 
 ATTENTION_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
+    "flash3": SDPBackend.FLASH_ATTENTION,
+    "flash4": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
 """By the name that jobs have for it."""
+FLASH_VERSIONS = {"flash3": "FA3", "flash4": "FA4"}
+"""Versions of flash attention that torch, from 2.11, takes from another package in the place of its own."""
+
+
+def _select_flash(backend: str) -> None:
+    """Have torch use the version of flash attention that a backend asks for, from now on. Raises RuntimeError."""
+    wanted, current = FLASH_VERSIONS.get(backend), getattr(attention_of_torch, "current_flash_attention_impl", None)
+    if wanted == (current and current()):
+        return
+    try:
+        if wanted is None:
+            attention_of_torch.restore_flash_attention_impl()
+        else:
+            attention_of_torch.activate_flash_attention_impl(wanted)
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+        raise RuntimeError(f"torch {torch.__version__} cannot use {wanted}: {error}") from None
 
 
 def attend(
@@ -322,6 +341,7 @@ def attend(
         is_causal = not is_windowed and count == total and starts is None
         if repeats_heads(queries, keys, is_causal and backend != "efficient"):
             keys, values = (_repeated(each, queries.shape[1]) for each in (keys, values))
+        _select_flash(backend)
         with sdpa_kernel(ATTENTION_BACKENDS[backend]) if backend != "auto" else nullcontext():
             return F.scaled_dot_product_attention(
                 queries,

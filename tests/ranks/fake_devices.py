@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory
+from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, ExportedMemory
 
 POISON = 0xEE
 
@@ -74,11 +75,13 @@ class FakeAccelerator(Accelerator):
 
     INDEX = 3
 
-    def __init__(self, family: str = "fake", kind: str = "cuda"):
+    def __init__(self, family: str = "fake", kind: str = "cuda", exports: bool = False):
+        """If it `exports`, other processes may open memory of it: a file in memory that both map."""
         super().__init__(kind, family, torch.device("cpu"), "a fake")
         self._default, self._copies = FakeStream(), [FakeStream(), FakeStream()]
         self._current = threading.local()
         self._made: list[FakeStream] = []
+        self._exports, self.open_memory = exports, 0
         self.use()
 
     def use(self) -> None:
@@ -140,6 +143,26 @@ class FakeAccelerator(Accelerator):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> FakeEvent:
         return self._copies[target.data_ptr() > source.data_ptr()].add(lambda: target.copy_(source))
 
+    def export_memory(self, num_bytes: int) -> ExportedMemory | None:
+        if not self._exports:
+            return None
+        with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
+            file.write(bytes([POISON]) * num_bytes)
+        self.open_memory += 1
+        return ExportedMemory(_mapped(file.name), file.name.encode())
+
+    def import_memory(self, handle: bytes, num_bytes: int) -> torch.Tensor:
+        memory = _mapped(handle.decode())
+        os.unlink(handle)
+        assert memory.numel() == num_bytes
+        self.open_memory += 1
+        return memory
+
+    def close_memory(self, imported: torch.Tensor) -> None:
+        self.open_memory -= 1
+
+    free_memory = close_memory
+
     def stream_address(self) -> int:
         return id(self._stream)
 
@@ -151,6 +174,10 @@ class FakeAccelerator(Accelerator):
 
     def products_per_second(self, dtype: torch.dtype) -> float:
         return 1.0
+
+
+def _mapped(path: str) -> torch.Tensor:
+    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+"))
 
 
 def _notice() -> None:

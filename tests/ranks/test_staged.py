@@ -41,13 +41,25 @@ class Pretended:
     """Families and hosts of all ranks, some with devices, as one rank sees them."""
 
     def __init__(
-        self, world, families, hosts=None, route="auto", algorithm="auto", native=False, direct="", device=None
+        self,
+        world,
+        families,
+        hosts=None,
+        route="auto",
+        algorithm="auto",
+        native=False,
+        direct="",
+        device=None,
+        exports=False,
     ):
-        """`direct`: the families whose memory MPI is given. With a real `device` its libraries are real too."""
+        """`direct`: the families whose memory MPI is given. If it `exports`, devices open each other's memory. With a
+        real `device` its libraries are real too."""
         hosts = hosts or [world.place.host] * world.size
         places = [Place(h, f, FAMILIES[f]) for h, f in zip(hosts, families, strict=True)]
         own = places[world.rank]
-        self.device = device or (FakeAccelerator(own.family) if own.kind != "cpu" else CpuAccelerator(own.family))
+        self.device = device or (
+            FakeAccelerator(own.family, exports=exports) if own.kind != "cpu" else CpuAccelerator(own.family)
+        )
         known = {
             name: FamilyAbilities(name, kind, Ability(native, "a fake"), Ability(name in direct, "asked for"))
             for name, kind in FAMILIES.items()

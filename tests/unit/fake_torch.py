@@ -123,7 +123,28 @@ class FakeCupy:
         def pointer(memory, offset: int):
             return SimpleNamespace(memory=memory, offset=offset)
 
-        self.cuda = SimpleNamespace(Device=Device, Stream=Stream, UnownedMemory=unowned, MemoryPointer=pointer)
+        self.memory: dict[int, ctypes.Array] = {}
+
+        def malloc(size: int) -> int:
+            made = (ctypes.c_uint8 * size)()
+            self.memory[ctypes.addressof(made)] = made
+            return ctypes.addressof(made)
+
+        def open_handle(handle: bytes) -> int:
+            self.opened.append(int(handle))
+            return int(handle)
+
+        self.opened: list[int] = []
+        runtime = SimpleNamespace(
+            malloc=malloc,
+            free=self.memory.pop,
+            ipcGetMemHandle=lambda address: b"%d" % address,
+            ipcOpenMemHandle=open_handle,
+            ipcCloseMemHandle=self.opened.remove,
+        )
+        self.cuda = SimpleNamespace(
+            runtime=runtime, Device=Device, Stream=Stream, UnownedMemory=unowned, MemoryPointer=pointer
+        )
 
     def ndarray(self, shape, dtype, memptr) -> np.ndarray:
         memory = memptr.memory

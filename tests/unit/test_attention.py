@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.nn.attention as attention_of_torch
 
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.kinds import CUDA
@@ -50,6 +51,20 @@ def test_the_kernel_that_is_asked_for_computes():
         flash = attended("flash")
     assert "aten::_scaled_dot_product_attention_math" not in {each.key for each in profiled.key_averages()}
     assert torch.allclose(flash, attended("math"), atol=1e-6)
+
+
+def test_a_version_of_flash_attention_is_selected_or_refused(monkeypatch):
+    """Torch has one at a time in a process, so that each call selects its own."""
+    active: list[str | None] = [None]
+    monkeypatch.setattr(attention_of_torch, "current_flash_attention_impl", lambda: active[-1])
+    monkeypatch.setattr(attention_of_torch, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(attention_of_torch, "restore_flash_attention_impl", lambda: active.append(None))
+    for backend in ("flash", "flash3", "flash3", "flash4", "flash", "math"):
+        attended(backend)
+    assert active == [None, "FA3", "FA4", None]
+    monkeypatch.undo()
+    ability = try_attention(CPU, small_job("flash3"))
+    assert not ability.works and "cannot use FA3: No module named 'flash_attn_interface'" in ability.reason
 
 
 @pytest.mark.parametrize("shape", [{}, {"window": 16}])

@@ -4,8 +4,16 @@ import argparse
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
+from click.testing import CliRunner
+from torch.autograd import DeviceType
+
+from benchmarks import gpu_inside
 from benchmarks.gpu import PARTS, RESULTS, SECTIONS, is_done, run_section
+from hpctrain.comm.routes import nccl as library_of_collectives
+from hpctrain.comm.routes.abilities import Ability
 
 MOST_SECONDS = 25 * 60
 
@@ -37,3 +45,52 @@ def test_a_section_that_fails_says_why_and_is_repeated(tmp_path, monkeypatch):
 
 def test_every_section_says_what_a_machine_without_a_gpu_leaves_out():
     assert all(section.without_gpu for section in SECTIONS.values())
+
+
+class Library:
+    """Replaces `cupy.cuda.nccl`: the calls of a rank alone, which leave its data as they are."""
+
+    NCCL_FLOAT32, NCCL_SUM = 7, 0
+
+    def __init__(self):
+        self.calls: list[str] = []
+
+    def get_unique_id(self) -> bytes:
+        return b"key"
+
+    def NcclCommunicator(self, size: int, key: bytes, rank: int):  # noqa: N802
+        assert (size, key, rank) == (1, b"key", 0)
+        return self
+
+    def allReduce(self, sent: int, received: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
+        assert sent == received and (count, dtype, op, stream) == (1 << 24, 7, 0, 0)
+        self.calls.append("sum")
+
+    def check_async_error(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def destroy(self) -> None:
+        self.calls.append("destroy")
+
+
+def test_the_library_of_collectives_is_left_in_order_and_in_an_error(monkeypatch):
+    library = Library()
+    found = library_of_collectives.Library(library, Ability(True, "NCCL 2.27.3"))
+    monkeypatch.setattr(library_of_collectives, "load_nccl", lambda: found)
+    done = CliRunner().invoke(gpu_inside.command, ["native"], catch_exceptions=False)
+    result = json.loads(done.output)
+    assert library.calls == ["sum", "destroy", "sum", "abort"]
+    assert result["is_exact"] and {"destroy_seconds", "abort_seconds"} < set(result)
+
+
+def test_calls_of_a_driver_are_no_kernels(monkeypatch):
+    monkeypatch.setattr(gpu_inside, "DEVICE", torch.device("cuda"))
+    events = [
+        SimpleNamespace(key="cudaLaunchKernel", device_type=DeviceType.CPU),
+        SimpleNamespace(key="nvjet_hsh_128x256", device_type=DeviceType.CUDA),
+    ]
+    (kernel,) = gpu_inside.of_device(SimpleNamespace(key_averages=lambda: events))
+    assert kernel.key == "nvjet_hsh_128x256"

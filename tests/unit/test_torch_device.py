@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.accelerators import bind
 from hpctrain.comm.accelerators.bind import native_ability, resolved_devices
@@ -30,6 +31,7 @@ from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience, Phase
 from hpctrain.config.errors import CommError
+from hpctrain.engine.pipeline import Pipeline
 from tests.ranks.fake_devices import FakeAccelerator, FakeStream
 from tests.unit.fake_torch import GIB, FakeCupy, FakePlace, FakeTorchModule
 
@@ -116,6 +118,21 @@ def test_mpi_is_given_device_memory_as_an_array_of_cupy_over_the_same_bytes():
     assert isinstance(view, np.ndarray) and view.ctypes.data == data.data_ptr()
     view[3] = 77
     assert data[3] == 77
+
+
+def test_memory_that_is_exported_is_opened_and_given_back_by_its_address():
+    made, _ = device()
+    exported = made.export_memory(100)
+    assert exported is not None, "it has CuPy"
+    imported = made.import_memory(exported.handle, 100)
+    imported.fill_(7)
+    assert exported.memory.tolist() == [7] * 100 and len(made.cupy.opened) == len(made.cupy.memory) == 1
+    made.close_memory(imported)
+    made.free_memory(exported.memory)
+    assert not made.cupy.opened and not made.cupy.memory
+    made, _ = device(KINDS["xpu"])
+    made._given_cupy = None
+    assert made.export_memory(100) is None
 
 
 def test_arrays_of_other_libraries_are_taken_in_place():
@@ -212,6 +229,7 @@ class Noticing:
     def __init__(self, error: str | None = None, abort_seconds: float = 0.0):
         self.error, self.abort_seconds = error, abort_seconds
         self.aborted = self.destroyed = 0
+        self.goes_on = threading.Event()
 
     def check_async_error(self):
         if self.error and not self.aborted:
@@ -219,7 +237,7 @@ class Noticing:
 
     def abort(self):
         self.aborted += 1
-        time.sleep(self.abort_seconds)
+        self.goes_on.wait(self.abort_seconds)
 
     def destroy(self):
         self.destroyed += 1
@@ -250,21 +268,33 @@ def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
     connection.abort()
     assert time.monotonic() - start < 5, "an abort that hangs is not waited for"
     assert communicator.aborted == 1 and not communicator.destroyed
-    del connection
+    communicator.goes_on.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "NCCL abort"]:
+        thread.join()
+    del connection, thread
     assert sys.getrefcount(communicator) > references, "nor released at the interpreter's exit"
 
 
-def test_a_library_that_refuses_the_ranks_leaves_them_to_mpi_with_the_reason():
-    def refusing(*_):
-        raise RuntimeError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
+@pytest.mark.parametrize("error", [RuntimeError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected"), KeyError(7)])
+@pytest.mark.parametrize("at_key", [False, True])
+def test_a_library_that_refuses_the_ranks_leaves_them_to_mpi_with_the_reason(error, at_key):
+    """CuPy raises KeyError for numbers of errors that it does not know. Without a key all ranks leave, too."""
 
-    nccl = SimpleNamespace(NcclCommunicator=refusing, get_unique_id=lambda: 1)
+    def refusing(*_):
+        raise error
+
+    def without_key(*_):
+        raise AssertionError("nobody connects without a key")
+
+    nccl = SimpleNamespace(NcclCommunicator=refusing, get_unique_id=lambda: b"1")
+    if at_key:
+        nccl = SimpleNamespace(NcclCommunicator=without_key, get_unique_id=refusing)
     for name in ("SUM", "MAX", "MIN", "FLOAT32", "FLOAT64", "INT32", "INT64", "INT8", "UINT8"):
         setattr(nccl, f"NCCL_{name}", name)
     comm = SimpleNamespace(rank=0, size=2, bcast=lambda key: key, allgather=lambda text: [text, text])
     result = connect_native(nccl, comm, FakeAccelerator())
     assert isinstance(result, Ability) and not result.works
-    assert "NCCL refuses these 2 ranks" in result.reason and "Duplicate GPU" in result.reason
+    assert "NCCL refuses these 2 ranks" in result.reason and f"{type(error).__name__}: {error}" in result.reason
 
 
 def test_shared_devices_and_parts_of_them_do_without_the_library():
@@ -325,6 +355,22 @@ def test_only_messages_between_processes_prove_that_mpi_takes_device_memory(chan
     mpi = OtherProcess(changed, silent)
     result = exchange_in_ring(mpi, mpi, FakeAccelerator(), [3, 5], 3, timeout_seconds=0.1)
     assert result.works == (not changed and not silent) and expected in result.reason
+
+
+def test_a_message_of_a_rank_to_itself_is_no_proof(monkeypatch):
+    monkeypatch.setattr(bind, "asked_direct", lambda: None)
+    monkeypatch.setattr(bind, "probe_direct", lambda *_: Ability(True, "a probe sent it"))
+    monkeypatch.setattr(bind, "exchange_in_ring", lambda *_: Ability(False, "8388608 bytes arrived changed"))
+    monkeypatch.setattr(bind, "native_ability", lambda *_: Ability(False, "-"))
+    world = SimpleNamespace(
+        topology=Topology((Place("n1", "a", "cuda"), Place("n1", "a", "cuda"))),
+        rank=0,
+        raw_mpi=SimpleNamespace(COMM_WORLD=None),
+        gather_objects=lambda value: [value, value],
+        broadcast_object=lambda value: value,
+    )
+    devices = bind.learn_devices(world, FakeAccelerator("a"), 1)
+    assert devices.families["a"].direct == (False, "8388608 bytes arrived changed")
 
 
 def test_the_device_is_current_before_mpi_starts():
@@ -533,3 +579,18 @@ def test_an_operation_that_waits_for_messages_is_no_launch():
 
     with pytest.raises(AssertionError, match="waits for a message is no launch"):
         DeviceLaunch(device.launches, steps(), device.queued(), []).start(SOON, lambda: None)
+
+
+def test_the_gradient_of_the_loss_is_filled_on_the_device_and_not_copied_there():
+    """A copy from the host would wait for the end of the last step."""
+    operations = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    owner = SimpleNamespace(_loss_scale=None, _device=torch.device("cpu"))
+    with Noting():
+        result = Pipeline._gradient_of_loss(owner, 8)  # pyright: ignore[reportArgumentType]
+    assert operations == ["aten.full.default"] and result.item() == 0.125 and result.dtype == torch.float64

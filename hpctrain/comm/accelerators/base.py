@@ -50,6 +50,15 @@ class DeviceMemory(NamedTuple):
     """The most that this process used so far."""
 
 
+class ExportedMemory(NamedTuple):
+    """Memory of a device that another process may open."""
+
+    memory: torch.Tensor
+    """uint8."""
+    handle: bytes
+    """What the other process opens it by."""
+
+
 class Accelerator(ABC):
     """One rank's device. Methods may be called from any thread; none involves other ranks.
 
@@ -163,6 +172,23 @@ class Accelerator(ABC):
     def view_for_mpi(self, data: torch.Tensor) -> object | None:
         """Return bytes in memory of the device as an array that MPI is given, or None: then it is given the address."""
         return None
+
+    def export_memory(self, num_bytes: int) -> ExportedMemory | None:
+        """Return new memory of the device for other processes of the host; None where none can open it.
+
+        Pair with `free_memory`. Raises what the driver's library raises.
+        """
+        return None
+
+    def import_memory(self, handle: bytes, num_bytes: int) -> torch.Tensor:
+        """Return what another process has exported, as uint8. Pair with `close_memory`. Raises as `export_memory`."""
+        raise NotImplementedError(f"memory of {self.kind} is not opened by other processes")
+
+    def close_memory(self, imported: torch.Tensor) -> None:  # noqa: B027
+        """Close what was imported, before its owner frees it."""
+
+    def free_memory(self, exported: torch.Tensor) -> None:  # noqa: B027
+        """Free what was exported, and is open nowhere."""
 
     def finish_queued(self) -> None:
         """Return when what this thread has queued on its stream is done, whatever other streams still do."""

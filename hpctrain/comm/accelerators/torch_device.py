@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, Stream
+from hpctrain.comm.accelerators.base import Accelerator, DeviceMemory, Event, ExportedMemory, Stream
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.accelerators.kinds import DeviceKind, torch_module
 from hpctrain.config.errors import TopologyError
@@ -189,9 +189,36 @@ class TorchAccelerator(Accelerator):
         """
         if self.cupy is None or not self.is_on_device(data) or not data.numel():
             return None
+        return self._array_at(data.data_ptr(), data.numel(), data)
+
+    def _array_at(self, address: int, num_bytes: int, owner: object) -> Any:
         cuda = self.cupy.cuda
-        memory = cuda.UnownedMemory(data.data_ptr(), data.numel(), data, self._index)
-        return self.cupy.ndarray((data.numel(),), dtype="uint8", memptr=cuda.MemoryPointer(memory, 0))
+        memory = cuda.UnownedMemory(address, num_bytes, owner, self._index)
+        return self.cupy.ndarray((num_bytes,), dtype="uint8", memptr=cuda.MemoryPointer(memory, 0))
+
+    def export_memory(self, num_bytes: int) -> ExportedMemory | None:
+        if self.cupy is None:
+            return None
+        runtime = self.cupy.cuda.runtime
+        with self.cupy.cuda.Device(self._index):
+            address = runtime.malloc(num_bytes)  # not torch's: a handle opens the whole of what a driver was asked for
+            try:
+                handle = runtime.ipcGetMemHandle(address)
+            except Exception:
+                runtime.free(address)
+                raise
+        return ExportedMemory(torch.from_dlpack(self._array_at(address, num_bytes, self)), handle)
+
+    def import_memory(self, handle: bytes, num_bytes: int) -> torch.Tensor:
+        with self.cupy.cuda.Device(self._index):
+            address = self.cupy.cuda.runtime.ipcOpenMemHandle(handle)
+        return torch.from_dlpack(self._array_at(address, num_bytes, self))
+
+    def close_memory(self, imported: torch.Tensor) -> None:
+        self.cupy.cuda.runtime.ipcCloseMemHandle(imported.data_ptr())
+
+    def free_memory(self, exported: torch.Tensor) -> None:
+        self.cupy.cuda.runtime.free(exported.data_ptr())
 
     def products_per_second(self, dtype: torch.dtype) -> float:
         a, b = (torch.ones(MEASURED_SIZE, MEASURED_SIZE, dtype=dtype, device=self.device) for _ in range(2))

@@ -365,6 +365,7 @@ def _measure_links(world: "World", accelerator) -> list[dict[str, Any]]:
             "fabric": each.pairs.fabric,
             "latency_seconds": each.latency_seconds,
             "bytes_per_second": each.bytes_per_second(1),
+            "route": each.route,
         }
         for each in measured
     ]
@@ -376,7 +377,7 @@ def _check_links(links: Sequence[dict[str, Any]]) -> Finding:
         pair = " - ".join(dict.fromkeys(link["families"]))
         where = f"over {link['fabric']}" if link["fabric"] else "inside a host"
         speed = f"{link['latency_seconds'] * 1e6:,.1f} us, {link['bytes_per_second'] / 1e9:,.2f} GB/s"
-        lines.append(f"{pair} {where}: {speed}")
+        lines.append(f"{pair} {where}: {speed}{', ' + link['route'] if link['route'] else ''}")
     return Finding("links", "ok", "\n".join(lines))
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
 import torch
@@ -51,6 +51,8 @@ class MeasuredLinks:
     """Of an empty message."""
     seconds: dict[tuple[int, int], float]
     """By number of flows and bytes of each message."""
+    route: str | None = None
+    """How devices of one host exchange messages, and why."""
 
     def bytes_per_second(self, flows: int) -> float:
         """Return what all flows together get of the largest messages, once they are in flight."""
@@ -110,11 +112,13 @@ def measure_messages(
     meter = _Meter(world, comm, accelerator, schedule)
     measured = []
     for pair_class in classes:
-        trips = {(1, 1): meter.seconds_of(pair_class.pairs[:1], 1)}
-        for flows in pair_class.flows:
-            for size in meter.affordable_sizes(trips, flows):
-                trips[flows, size] = meter.seconds_of(pair_class.pairs[:flows], size)
-        measured.append(one_direction(pair_class, trips))
+        with world.freeing():
+            route = meter.connect(pair_class)
+            trips = {(1, 1): meter.seconds_of(pair_class.pairs[:1], 1)}
+            for flows in pair_class.flows:
+                for size in meter.affordable_sizes(trips, flows):
+                    trips[flows, size] = meter.seconds_of(pair_class.pairs[:flows], size)
+            measured.append(replace(one_direction(pair_class, trips), route=route))
     return measured
 
 
@@ -135,6 +139,23 @@ class _Meter:
         self._world, self._comm, self._accelerator, self._schedule = world, comm, accelerator, schedule
         self._memory = torch.zeros(SIZES[-1], dtype=torch.uint8, device=accelerator.device)
         self._answer = torch.zeros(1, dtype=torch.uint8, device=accelerator.device)
+        self._pair: Communicator | None = None
+        """Of this rank and the other one of its pair, where they have a route of their own."""
+
+    def connect(self, pair_class: PairClass) -> str | None:
+        """Have devices of one host send as the stages of a pipeline do: they may copy from each other's memory.
+
+        Returns how, on rank 0. All ranks must call.
+        """
+        self._pair = None
+        places = self._world.topology.places
+        if pair_class.fabric is not None or any(places[rank].kind == "cpu" for rank in pair_class.pairs[0]):
+            return None
+        pair = next((pair for pair in pair_class.pairs if self._comm.rank in pair), None)
+        if pair:
+            self._pair = self._world.pair(pair)
+        reasons = self._world.gather_objects(self._pair.reason if self._pair else None)
+        return next((reason for reason in reasons if reason is not None), None)
 
     def affordable_sizes(self, trips: Mapping[tuple[int, int], float], flows: int) -> Iterator[int]:
         """Yield sizes while there is time for them, by what is in `trips` of rank 0 so far. All ranks must call."""
@@ -166,7 +187,8 @@ class _Meter:
         self._comm.barrier()
         if pair is None:
             return 0.0
-        seconds = round_trip(self._comm, *pair, self._memory[:num_bytes], self._answer, repeats)
+        comm, ends = (self._comm, pair) if self._pair is None else (self._pair, (0, 1))
+        seconds = round_trip(comm, *ends, self._memory[:num_bytes], self._answer, repeats)
         self._accelerator.synchronize()
         return seconds
 

@@ -9,6 +9,7 @@ from hpctrain.comm.accelerators.base import Accelerator
 from hpctrain.comm.accelerators.cpu import DONE
 from hpctrain.comm.reduction import as_bytes
 from hpctrain.comm.routes.cuda_aware import mpi_buffer
+from hpctrain.comm.routes.peer_memory import PeerMemory, PeerReceive, PeerSend
 from hpctrain.comm.routes.staged_messages import Message, PlainMessage, Post, StagedReceive, StagedSend
 from hpctrain.comm.routes.staging import chunk_bytes
 from hpctrain.comm.steps import Ready
@@ -16,6 +17,8 @@ from hpctrain.comm.steps import Ready
 
 class DeviceTransport:
     """MPI on memory of devices where both ends are known to take it (`direct` peers), else through host buffers.
+
+    Two ranks whose devices copy from each other's memory (`peers`) do that instead.
 
     Tensors may be on the host too, at either end. What was queued on the caller's stream before `send` or `receive`
     comes first; what is queued after `ready` said True sees the message. Polling one message moves all.
@@ -30,17 +33,18 @@ class DeviceTransport:
         accelerator: Accelerator,
         direct: Collection[int] = (),
         part_bytes: Callable[[int], int] = chunk_bytes,
+        peers: PeerMemory | None = None,
     ):
         """`comm` is the group's own duplicate, and owned from now on.
 
         `direct` peers (positions) and `part_bytes`, from a message's bytes to those of its parts, must be the same at
-        both ends.
+        both ends. `peers` is for groups of two, and owned from now on.
         """
         self.rank, self.size = comm.rank, comm.size
         self.comm = comm
         self.bytes_sent = [0] * comm.size
         self._mpi, self._accelerator = mpi, accelerator
-        self._direct, self._part_bytes = frozenset(direct), part_bytes
+        self._direct, self._part_bytes, self._peers = frozenset(direct), part_bytes, peers
         self._moving: dict[tuple[str, int], deque[Message]] = {}
         self._open = True
         others = self.size - 1
@@ -48,6 +52,8 @@ class DeviceTransport:
         self.name = "MPI on device memory" if others and len(self._direct) == others else through_host
         if 0 < len(self._direct) < others:
             self.name += f", on device memory to {len(self._direct)} of {others}"
+        if peers is not None:
+            self.name = "copies from the other device's memory"
 
     def send(self, peer: int, tensor: torch.Tensor) -> Ready:
         data = as_bytes(tensor)
@@ -56,20 +62,23 @@ class DeviceTransport:
         def post(part: torch.Tensor):
             return self.comm.Isend(self._pointer(part), dest=peer)
 
-        return self._enter(("send", peer), self._message(data, peer, post, StagedSend))
+        return self._enter(("send", peer), self._message(data, peer, post, StagedSend, PeerSend))
 
     def receive(self, peer: int, tensor: torch.Tensor) -> Ready:
         def post(part: torch.Tensor):
             return self.comm.Irecv(self._pointer(part), source=peer)
 
-        return self._enter(("receive", peer), self._message(as_bytes(tensor), peer, post, StagedReceive))
+        message = self._message(as_bytes(tensor), peer, post, StagedReceive, PeerReceive)
+        return self._enter(("receive", peer), message)
 
     def _pointer(self, part: torch.Tensor):
         return mpi_buffer(self._mpi, self._accelerator, part)
 
-    def _message(self, data: torch.Tensor, peer: int, post: Post, staged: type) -> Message:
+    def _message(self, data: torch.Tensor, peer: int, post: Post, staged: type, copied: type) -> Message:
         on_device = self._accelerator.is_on_device(data)
         queued = self._accelerator.queued() if on_device else DONE
+        if self._peers is not None:
+            return copied(self._peers, data.split(self._peers.slot_bytes) or [data], queued)
         if peer in self._direct:
             return PlainMessage(post, [data], queued)
         size = self._part_bytes(data.numel())
@@ -101,9 +110,13 @@ class DeviceTransport:
 
     def abandon(self) -> None:
         self._open = False
+        if self._peers is not None:
+            self._peers.abandon()
 
     def close(self) -> None:
         """All ranks must call."""
         if self._open:
             self._open = False
+            if self._peers is not None:
+                self._peers.close()
             self.comm.Free()

@@ -6,9 +6,10 @@ from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
-from hpctrain.comm.routes.abilities import Devices, device_route, message_route
+from hpctrain.comm.routes.abilities import Ability, Devices, device_route, message_route
 from hpctrain.comm.routes.device_transport import DeviceTransport
 from hpctrain.comm.routes.nccl import NativeCollectives, connect_native, load_nccl
+from hpctrain.comm.routes.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
 from hpctrain.comm.routes.transport import HostTransport, Transport
 from hpctrain.comm.settings import Pace, Settings
@@ -68,10 +69,26 @@ class RouteMaker:
 
     def message_backend(self, ranks: Sequence[int]) -> Backend:
         """Return what a group sends and receives by; its collectives are for small things, and cost nothing to make."""
-        pace = self._pace()
-        transport = self._device_transport(ranks) if self._has_devices(ranks) else self.transport(ranks, pace)
+        pace, reason = self._pace(), ""
+        if not self._has_devices(ranks):
+            transport = self.transport(ranks, pace)
+        else:
+            peers = self._connect_peers(ranks)
+            transport = self._device_transport(ranks, peers if isinstance(peers, PeerMemory) else None)
+            reason = peers.reason if isinstance(peers, Ability) else ""
         flat = FlatCollectives(transport, self._preferences.chooser(ranks))
-        return Backend(flat, transport, transport.name, self._topology.ranks_on_host(self.rank), pace)
+        reason = f"{transport.name}; {reason}" if reason else transport.name
+        return Backend(flat, transport, reason, self._topology.ranks_on_host(self.rank), pace)
+
+    def _connect_peers(self, ranks: Sequence[int]) -> PeerMemory | Ability | None:
+        """Return how two ranks' devices copy from each other's memory, or why not, where that is better than MPI: on
+        one host, with an MPI that is not given memory of devices."""
+        places = [self._topology.places[rank] for rank in ranks]
+        if len(ranks) != 2 or places[0].host != places[1].host or any(place.kind == "cpu" for place in places):
+            return None
+        if message_route(*(self._family(rank) for rank in ranks))[0] == "direct":
+            return None
+        return connect_peers(self.mpi, self.sub_communicator(ranks), self._devices.accelerator)
 
     def _pace(self) -> Pace | None:
         return self._rehearsal.pace() if self._rehearsal else None
@@ -110,14 +127,15 @@ class RouteMaker:
     def _family(self, rank: int):
         return self._devices.families[self._topology.places[rank].family]
 
-    def _device_transport(self, ranks: Sequence[int]) -> DeviceTransport:
+    def _device_transport(self, ranks: Sequence[int], peers: PeerMemory | None = None) -> DeviceTransport:
         own = self._family(self.rank)
         direct = [
             position
             for position, rank in enumerate(ranks)
             if rank != self.rank and message_route(own, self._family(rank))[0] == "direct"
         ]
-        return DeviceTransport(self.mpi, self.sub_communicator(ranks), self._devices.accelerator, direct)
+        comm = self.sub_communicator(ranks)
+        return DeviceTransport(self.mpi, comm, self._devices.accelerator, direct, peers=peers)
 
     def _device_collectives(self, ranks: Sequence[int], transport: DeviceTransport) -> Collectives:
         """Make the collectives of a group with devices: its families' own inside, messages across."""

@@ -26,6 +26,9 @@ SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0", "NCCL_RUNTIME_C
 SEGMENT_BYTES = 64 << 20
 # Set to 0: do without NCCL.
 NATIVE_VARIABLE = "HPCTRAIN_NATIVE"
+CONNECTED_AT_ONCE = 64
+"""How many ranks of a group are connected each with each when it is made. A connection takes megabytes of a device, and
+larger groups sum fp32, over rings alone. One that needs more opens it at its first operation, which all come to."""
 ABORT_SECONDS = 3.0
 """How long leaving a communicator in an error may take; one that takes longer is left as it is."""
 
@@ -145,12 +148,15 @@ class NativeCollectives:
             torch.uint8: nccl.NCCL_UINT8,
         }
         accelerator.synchronize()  # ranks connect on the host, while no other group's operation waits for them
-        key = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
+        key = comm.bcast(_unique_id(nccl) if comm.rank == 0 else None)
+        if isinstance(key, Exception):
+            raise key  # on all ranks: none of them waits for the others
         self._comm = nccl.NcclCommunicator(comm.size, key, comm.rank)
         self.connection = Connection(self.name, self._comm, accelerator.launches.errors)
         accelerator.launches.watch(self.connection)
-        with accelerator.on(accelerator.launches.stream):
-            self._connect()
+        if comm.size <= CONNECTED_AT_ONCE:
+            with accelerator.on(accelerator.launches.stream):
+                self._connect()
 
     def _connect(self) -> None:
         """Send one message between each pair: the first one opens a connection, which blocks the host."""
@@ -275,7 +281,7 @@ def connect_native(nccl, comm, accelerator: Accelerator) -> NativeCollectives | 
     made, refusal = None, None
     try:
         made = NativeCollectives(nccl, comm, accelerator)
-    except RuntimeError as error:  # CuPy's errors of the library are such
+    except Exception as error:  # CuPy's of the library, and what it raises for numbers of errors that are new to it
         refusal = f"{type(error).__name__}: {error}"
     refusals = [text for text in comm.allgather(refusal) if text is not None]
     if not refusals:
@@ -287,6 +293,14 @@ def connect_native(nccl, comm, accelerator: Accelerator) -> NativeCollectives | 
     return Ability(
         False, f"{name} refuses these {comm.size} ranks ({refusals[0]}; NCCL_DEBUG=INFO shows why), so that MPI is used"
     )
+
+
+def _unique_id(nccl) -> object:
+    """Return the key of a new communicator, or the exception that is raised in its place."""
+    try:
+        return nccl.get_unique_id()
+    except Exception as error:
+        return RuntimeError(f"{type(error).__name__}: {error}")  # CuPy's own need not be sent as they are
 
 
 def _are_even(cuts: Sequence[Interval]) -> bool:
