@@ -10,18 +10,17 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.config.cluster import Cluster, Profile
+from hpctrain.config.cluster import NO_LINK, Cluster, Profile
 from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.cluster_defaults import fill
 from hpctrain.config.cluster_warnings import doubtful_figures
 from hpctrain.config.errors import JobError, TopologyError, describe_os_error, did_you_mean
 from hpctrain.config.paths import is_file
-from hpctrain.config.tables import Table, explain, parse_toml, parse_toml_once, read_text, shorten
+from hpctrain.config.tables import HEADER, Table, explain, parse_toml, parse_toml_once, read_text, shorten, with_lines
 from hpctrain.config.truth import Truth
 
 LINE = 110
 DIGITS = 6
-HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]{}=,]+?)\s*\]{1,2}\s*(?:#.*)?")
 READY_MADE = Path(__file__).parents[1] / "jobs" / "clusters"
 
 
@@ -85,22 +84,23 @@ def _parse(text: str, where: str) -> _File:
     """Read a file's data, fill it in, and validate it. Raises TopologyError with all mistakes, one a line."""
     tree, repeated = parse_toml_once(text, where, TopologyError)
     filled, result = fill(tree), None
-    lines = [*repeated, *filled.mistakes.values()]
+    lines = [*repeated, *filled.mistakes.values(), *doubtful_figures(tree).values()]
     try:
         result = _File.model_validate(filled.tree)
     except ValidationError as error:
-        unknown = tuple(f"{table}." for table in filled.unresolved)
-        lines += [text for key, text in explain(error, _File) if key and not _follows(key, text, unknown)]
-        lines += inconsistencies(filled.tree)
-    lines += doubtful_figures(tree).values()
+        others = inconsistencies(filled.tree)
+        found = {key: text for key, text in explain(error, _File) if key}
+        causes = [text for key, text in found.items() if not _follows(key, text, filled.unresolved)]
+        lines += [*causes, *others] if lines or causes or others else found.values()
     if lines or result is None:
-        raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
+        raise TopologyError("\n".join(f"{where}: {line}" for line in with_lines(text, lines)))
     return result
 
 
-def _follows(key: str, text: str, unknown: tuple[str, ...]) -> bool:
+def _follows(key: str, text: str, unresolved: Sequence[str]) -> bool:
     """Say whether a mistake in a model, a network or a fabric is the only reason why a figure is missing."""
-    return key.startswith(unknown) and text.endswith(": missing; set it")
+    is_missing = text.endswith(": missing; set it") or NO_LINK in text
+    return is_missing and any(f"{key}.".startswith(f"{table}.") for table in unresolved)
 
 
 def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, truth: Truth | None = None) -> str:

@@ -134,6 +134,11 @@ def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str,
                     like = NETWORKS[network].bytes_per_second if network else None
                     yield f"nodes.{i}.nics.{j}.{figure}", nic[figure], "bytes_per_second", like, str(network)
 
+    for i, link in enumerate(tree["links"] if isinstance(tree.get("links"), list) else []):
+        for figure, unit in (("latency_seconds", "seconds"), ("bytes_per_second", "bytes_per_second")):
+            if _is_typed(_dict(link), figure):
+                yield f"links.{i}.{figure}", link[figure], unit, None, ""
+
 
 def _dict(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}

@@ -163,7 +163,7 @@ def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = 
     return {
         **summary,
         "resolved": resolved,
-        "warnings": memory_warnings(Setup.of_job(job), cluster),
+        "warnings": [*cluster.without_effect, *memory_warnings(Setup.of_job(job), cluster)],
         "filled": describe_sources(filled_figures(path)),
         "layout": _layout(result, 0),
         "lower_bound_seconds": result.lower_bound_seconds,
