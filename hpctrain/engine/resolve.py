@@ -19,7 +19,14 @@ from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanErr
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import refuse_if_interrupted
 from hpctrain.engine.resolve_kernels import continued_kernels, resolve_kernels
-from hpctrain.engine.resolve_overlap import continued, launch_refusal, resolve_overlap, resolve_rows, spreads
+from hpctrain.engine.resolve_overlap import (
+    continued,
+    launch_refusal,
+    resolve_overlap,
+    resolve_rows,
+    setups_by_plan,
+    spreads,
+)
 from hpctrain.plan import checks
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
@@ -262,14 +269,15 @@ def profile_job(job: Job, facts: Facts) -> Resolution:
 
 
 def search_plan(job: Job, facts: Facts) -> Resolution:
-    """Search on one rank. Overlaps that are `auto` count as they would be without a plan."""
+    """Search on one rank. Overlaps that are `auto` are scored as without a plan, and timed as each plan has them."""
     if facts.plan_or_none:
         return Resolution(job, facts)
     from hpctrain.planner.choose import choose_plan
 
     overlap, _ = resolve_overlap(job.overlap, facts.world.topology)
     asked, described = _priced(job.model_copy(update={"overlap": overlap}), facts), facts.described
-    choice = facts.world.on_first_rank(lambda: choose_plan(asked, described.cluster, described.name))
+    setup_of = setups_by_plan(job, asked, facts.world.topology)
+    choice = facts.world.on_first_rank(lambda: choose_plan(asked, described.cluster, described.name, setup_of))
     return Resolution(job, replace(facts, plan_or_none=choice.plan), choice.reasons)
 
 

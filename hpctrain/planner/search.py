@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError
+from hpctrain.plan.tiling import Plan
 from hpctrain.planner.bound import least_seconds
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.cut import SearchLayout
@@ -100,13 +101,15 @@ def search(
     space: Space | None = None,
     limits: Limits | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    setup_of: Callable[[Plan], Setup] | None = None,
 ) -> SearchResult:
     """Return the best plans for a step of `global_batch` sequences on the devices of some families, or of all.
 
+    Plans are scored by `setup`, and timed by `setup_of` each of them, where that is given.
     The others are unused. Raises PlanError, with the numbers, if none fits in memory, or if a family does
     not compute in the dtype.
     """
-    return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock).run()
+    return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock, setup_of).run()
 
 
 @contextmanager
@@ -125,7 +128,7 @@ def _uncollected() -> Iterator[None]:
 class Search:
     """A search in flight; see `search`."""
 
-    def __init__(self, setup, global_batch, cluster, families, space, limits, clock):
+    def __init__(self, setup, global_batch, cluster, families, space, limits, clock, setup_of=None):
         self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
         self._started = clock()
         self._pools = pools_of(cluster, families or list(cluster.families), setup)
@@ -138,7 +141,7 @@ class Search:
         self.scorer = Scorer(self.costs, global_batch, space)
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
-        self._timer = Timer(setup, cluster, self.scorer, lambda: self._is_over(1.0))
+        self._timer = Timer(setup_of or (lambda _: setup), cluster, self.scorer, lambda: self._is_over(1.0))
         self._first: SimulatedPlan | None = None
         self._first_after = math.inf
         self.layouts: list[SearchLayout] = []

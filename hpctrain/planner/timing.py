@@ -40,9 +40,11 @@ class SimulatedPlan:
 class Timer:
     """Times plans."""
 
-    def __init__(self, setup: Setup, cluster: Cluster, scorer: Scorer, is_over: Callable[[], bool]):
-        """`is_over` says that time is."""
-        self._setup, self._cluster, self._scorer, self._is_over = setup, cluster, scorer, is_over
+    def __init__(
+        self, setup_of: Callable[[Plan], Setup], cluster: Cluster, scorer: Scorer, is_over: Callable[[], bool]
+    ):
+        """`setup_of` returns by what a plan is timed; `is_over` says that time is."""
+        self._setup_of, self._cluster, self._scorer, self._is_over = setup_of, cluster, scorer, is_over
         self.shortage = ""
         """What the first plan lacked that did not fit after all."""
 
@@ -56,7 +58,8 @@ class Timer:
     def _one(self, layout: SearchLayout) -> SimulatedPlan | None:
         plan = self._scorer.plan(layout)
         counts = {self._scorer.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
-        predictor, prediction = predict_in_parts(self._setup, plan, partial(self._predictor, plan), counts)
+        setup = self._setup_of(plan)
+        predictor, prediction = predict_in_parts(setup, plan, partial(self._predictor, plan), counts)
         if prediction.fits:
             return self._with_best_schedule(SimulatedPlan(layout, plan, prediction), predictor)
         if not self.shortage and prediction.host_shortage:
@@ -64,7 +67,7 @@ class Timer:
         if not self.shortage:
             stage = max(prediction.memory, key=lambda s: s.memory.total - s.available_bytes)
             which = stage.tile.items, stage.tile.family, stage.memory.total, stage.available_bytes
-            self.shortage = format_shortage(self._cluster, self._setup, plan, *which)
+            self.shortage = format_shortage(self._cluster, setup, plan, *which)
         return None
 
     def _with_best_schedule(self, timed: SimulatedPlan, predictor: Predictor) -> SimulatedPlan:
