@@ -89,9 +89,9 @@ def _parse(text: str, where: str) -> _File:
         result = _File.model_validate(filled.tree)
     except ValidationError as error:
         others = inconsistencies(filled.tree)
-        found = {key: text for key, text in explain(error, _File) if key}
-        causes = [text for key, text in found.items() if not _follows(key, text, filled.unresolved)]
-        lines += [*causes, *others] if lines or causes or others else found.values()
+        problems = {key: text for key, text in explain(error, _File) if key}
+        causes = [text for key, text in problems.items() if not _follows(key, text, filled.unresolved)]
+        lines += [*causes, *others] if lines or causes or others else problems.values()
     if lines or result is None:
         raise TopologyError("\n".join(f"{where}: {line}" for line in with_lines(text, lines)))
     return result
