@@ -25,6 +25,7 @@ else:
     Origin = Literal["measured", "datasheet", "assumed"]
     DType = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8"]
     Kind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "mps"]
+NO_LINK = "nothing said of the link between them"
 ORIGINS = "'measured', 'datasheet' or 'assumed'"
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # What a device of an accelerator keeps from a program: the driver's context and libraries' kernels and workspaces
@@ -226,7 +227,7 @@ class Nodes(Figures):
     def _linked(self) -> Self:
         if self.num_devices > 1 and (self.link_latency_seconds is None or self.link_bytes_per_second is None):
             raise ValueError(
-                f"{self.num_devices} devices on a node, and nothing said of the link between them;"
+                f"{self.num_devices} devices on a node, and {NO_LINK};"
                 " set link_latency_seconds and link_bytes_per_second"
             )
         if self.ranks is not None and len(self.ranks) != self.count * self.num_devices:
@@ -383,7 +384,30 @@ class Cluster(Table):
         """Say what there is in a few words, such as `16 a100 and 16 v100 on 4 nodes, by ib`."""
         families = " and ".join(f"{self.num_of(family)} {family}" for family in self.families if self.num_of(family))
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
-        return f"{families} on {nodes}" + (f", by {', '.join(self.fabrics)}" if self.fabrics else "")
+        fabrics = ", ".join(name for name in self.fabrics if name in self._connecting)
+        return f"{families} on {nodes}" + (f", by {fabrics}" if fabrics else "")
+
+    @cached_property
+    def _connecting(self) -> dict[str, set[str]]:
+        """By fabric, the families whose nodes are on it."""
+        result: dict[str, set[str]] = {}
+        for nodes in self.nodes:
+            for nic in nodes.nics:
+                result.setdefault(nic.fabric, set()).update(nodes.devices)
+        return result
+
+    @property
+    def without_effect(self) -> list[str]:
+        """What nothing is reached by, as warnings."""
+        warnings = [f"families.{name}: no node has it" for name in self.families if not self.num_of(name)]
+        warnings += [
+            f"fabrics.{name}: no node has a NIC on it" for name in self.fabrics if name not in self._connecting
+        ]
+        for i, link in enumerate(self.links):
+            if link.fabric and not self._connecting.get(link.fabric, set()).issuperset(link.families):
+                pair = " and ".join(dict.fromkeys(link.families))
+                warnings.append(f"links.{i}: {pair} are not both on {link.fabric}, so that it counts for nothing")
+        return warnings
 
 
 def assumed_figures(cluster: Cluster) -> list[str]:

@@ -6,9 +6,10 @@ Works on the file's plain data, before it is validated; what a person typed alwa
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
-from hpctrain.config.cluster import MINIATURE_BYTES
+from hpctrain.config.cluster import MINIATURE_BYTES, Family
 from hpctrain.config.device_catalogue import (
     ACCELERATORS,
     LINK_LATENCY_SECONDS,
@@ -78,7 +79,16 @@ def _fill_family(filled: Filled, name: str, family: dict) -> None:
     if not any(speed in family for speed in SPEEDS):
         missing.append(SPEEDS[0])
     model = family.get("model")
-    if not missing or not isinstance(model, str):
+    if not missing:
+        return
+    if not isinstance(model, str):
+        misspelt = [key for key in family if "model" in get_close_matches(key, ["model", *Family.model_fields], n=1)]
+        if "model" in family or misspelt or len(missing) > len(NEEDED):
+            filled.unresolved.append(f"families.{name}")
+        if not misspelt and "model" not in family and len(missing) > len(NEEDED):
+            filled.mistakes[f"families.{name}.model"] = (
+                f"families.{name}: nothing says what it is; set model, {LIST_COMMAND}; or set {', '.join(missing)}"
+            )
         return
     known = accelerator_of(family)
     if known is None:
@@ -123,7 +133,12 @@ def _fill_link(filled: Filled, number: int, table: dict, families: Mapping[str, 
     devices = as_table(table.get("devices"))
     if not all(isinstance(count, int) for count in devices.values()):
         return
-    if sum(devices.values()) < 2 or any(_is_miniature(families.get(name, {})) for name in devices):
+    if any(name not in families or f"families.{name}" in filled.unresolved for name in devices):
+        filled.unresolved.append(f"nodes.{number}")
+    if sum(devices.values()) < 2:
+        return
+    if any(_is_miniature(families.get(name, {})) for name in devices):
+        filled.unresolved += [f"nodes.{number}"] if all(accelerator_of(families.get(n, {})) for n in devices) else []
         return
     known = [each for name in devices if (each := accelerator_of(families.get(name, {})))]
     if not known or len(known) < len(devices):

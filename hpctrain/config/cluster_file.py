@@ -1,7 +1,6 @@
 """The cluster file: TOML that a person can write, and that a probe writes with comments. See docs/cluster-file.md."""
 
 import math
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,13 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpctrain.config.cluster import MINIATURE_BYTES, Cluster, Profile
+from hpctrain.config.cluster import MINIATURE_BYTES, NO_LINK, Cluster, Profile
 from hpctrain.config.cluster_checks import inconsistencies
 from hpctrain.config.cluster_defaults import accelerator_of, fill
 from hpctrain.config.device_catalogue import NETWORKS, lookup_network
 from hpctrain.config.errors import JobError, TopologyError, did_you_mean
 from hpctrain.config.paths import is_file, write_text
 from hpctrain.config.tables import (
+    HEADER,
     Table,
     as_list,
     as_table,
@@ -28,11 +28,11 @@ from hpctrain.config.tables import (
     shorten,
     toml_key,
     toml_value,
+    with_lines,
 )
 from hpctrain.config.truth import Truth
 
 LINE = 110
-HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]{}=,]+?)\s*\]{1,2}\s*(?:#.*)?")
 READY_MADE = Path(__file__).parents[1] / "jobs" / "clusters"
 
 
@@ -91,22 +91,23 @@ def _parse(text: str, where: str) -> _File:
     """Read a file's data, fill it in, and validate it. Raises TopologyError with all mistakes, one a line."""
     tree, repeated = parse_toml_once(text, where, TopologyError)
     filled, result = fill(tree), None
-    lines = [*repeated, *filled.mistakes.values()]
+    lines = [*repeated, *filled.mistakes.values(), *doubtful_figures(tree).values()]
     try:
         result = _File.model_validate(filled.tree)
     except ValidationError as error:
-        unknown = tuple(f"{table}." for table in filled.unresolved)
-        lines += [text for key, text in explain(error, _File) if key and not _follows(key, text, unknown)]
-        lines += inconsistencies(filled.tree)
-    lines += doubtful_figures(tree).values()
+        others = inconsistencies(filled.tree)
+        problems = {key: text for key, text in explain(error, _File) if key}
+        causes = [text for key, text in problems.items() if not _follows(key, text, filled.unresolved)]
+        lines += [*causes, *others] if lines or causes or others else problems.values()
     if lines or result is None:
-        raise TopologyError("\n".join(f"{where}: {line}" for line in lines))
+        raise TopologyError("\n".join(f"{where}: {line}" for line in with_lines(text, lines)))
     return result
 
 
-def _follows(key: str, text: str, unknown: tuple[str, ...]) -> bool:
+def _follows(key: str, text: str, unresolved: Sequence[str]) -> bool:
     """Say whether a mistake in a model, a network or a fabric is the only reason why a figure is missing."""
-    return key.startswith(unknown) and text.endswith(": missing; set it")
+    is_missing = text.endswith(": missing; set it") or NO_LINK in text
+    return is_missing and any(f"{key}.".startswith(f"{table}.") for table in unresolved)
 
 
 def dump_cluster(cluster: Cluster, comments: Mapping[str, str] | None = None, truth: Truth | None = None) -> str:
@@ -330,6 +331,10 @@ def _figures(tree: Mapping[str, Any], is_miniature: bool) -> Iterator[tuple[str,
                 if _is_typed(nic, figure):
                     like = NETWORKS[network].bytes_per_second if network else None
                     yield f"nodes.{i}.nics.{j}.{figure}", nic[figure], "bytes_per_second", like, str(network)
+    for i, link in enumerate(as_list(tree.get("links"))):
+        for figure, unit in (("latency_seconds", "seconds"), ("bytes_per_second", "bytes_per_second")):
+            if _is_typed(as_table(link), figure):
+                yield f"links.{i}.{figure}", link[figure], unit, None, ""
 
 
 def _is_typed(table: Mapping[str, Any], figure: str) -> bool:

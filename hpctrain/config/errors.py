@@ -78,9 +78,12 @@ class TrainingError(HpctrainError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest known word, or the list of known words if none is close."""
+    """Return `; did you mean 'x'?` for the closest known words, or the list of known ones if none is close."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1)
+    longer = [each for each in known if word and each.lower().startswith(f"{word}-".lower())]
+    close = longer or difflib.get_close_matches(word, known, n=1)
+    if len(close) > 1:
+        return f"; did you mean {' or '.join(map(repr, close))}?"
     return f"; did you mean '{close[0]}'?" if close else f"; known are: {', '.join(known)}"
 
 

@@ -5,10 +5,11 @@ Every TOML file is read here, within limits that keep a damaged one from taking 
 
 import difflib
 import json
+import math
 import re
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -17,8 +18,25 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from hpctrain.config.errors import HpctrainError, describe_os_error, did_you_mean
 
-REPEATED = re.compile(r"Cannot overwrite a value \(at (?:line (\d+), column|end of document)")
+REPEATED = re.compile(
+    r"(?:Cannot overwrite a value|Cannot declare .* twice) \(at (?:line (\d+), column|end of document)"
+)
+HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]{}=,]+?)\s*\]{1,2}\s*(?:#.*)?")
+KEY = re.compile(r"\s*([\w.\"'-]+)\s*=")
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+TYPES = {
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "dict": "must be a table, such as {name = 1}",
+    "tuple": "must be a list, in [ ]",
+    "string": "must be text, in quotes",
+    "bool": "must be true or false",
+}
+"""By pydantic's type of a mistake, what to write."""
+UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([KMGTP])(i?)(?:B|b|FLOP).*", re.IGNORECASE)
+ASIDE = "given twice"
+"""The table into which parsing moves what is given twice, to look for more mistakes."""
 # Far more than a plan for ten thousand ranks takes; reading it takes some seconds.
 MOST_BYTES = 4_000_000
 # Tables in tables; no file of hpctrain has more than 6. Reading keys of many parts takes the square of their number.
@@ -90,19 +108,65 @@ def parse_toml_once(text: str, where: str, kind: type[HpctrainError]) -> tuple[d
     lines = text.split("\n")  # TOML knows no other ends of lines
     while True:
         try:
-            return _parse_within_limits("\n".join(lines)), repeated
+            tree = _parse_within_limits("\n".join(lines))
+            tree.pop(ASIDE, None)
+            return tree, repeated
         except tomllib.TOMLDecodeError as error:
             result = REPEATED.search(str(error))
-            number = int(result[1]) if result else 0
-            key = lines[number - 1].partition("=")[0].strip() if 0 < number <= len(lines) else ""
-            if not BARE_KEY.fullmatch(key):
-                raise kind("\n".join([f"{where}: not valid TOML: {shorten(error)}", *repeated])) from None
-            repeated.append(f"line {number}: {shorten(key)}: the key is there twice in its table; keep one")
+            number = int(result[1] or 0) if result else 0
+            line = lines[number - 1].strip() if number else ""
+            key, header = line.partition("=")[0].strip(), HEADER.fullmatch(line)
+            if header:
+                lines[number - 1] = f'["{ASIDE}".{number}]'
+                several = "" if "." in header[1] else f", or write [[{header[1]}]] above each"
+                repeated.append(f"line {number}: {shorten(line)}: the table is there twice; keep one{several}")
+            elif BARE_KEY.fullmatch(key):
+                lines[number - 1] = ""
+                repeated.append(f"line {number}: {shorten(key)}: the key is there twice in its table; keep one")
+            else:
+                raise kind("\n".join([f"{where}: not valid TOML: {_shown(error, lines)}", *repeated])) from None
             if len(repeated) == MOST_MISTAKES or len(text) * len(repeated) > MOST_READ_AGAIN_BYTES:
                 raise kind("\n".join(f"{where}: {line}" for line in [*repeated, "and maybe more"])) from None
-            lines[number - 1] = ""
         except ValueError as error:
             raise kind("\n".join([f"{where}: {error}", *repeated])) from None
+
+
+def _shown(error: tomllib.TOMLDecodeError, lines: list[str]) -> str:
+    """Return what the parser says, with the line that it means."""
+    place = re.search(r"\(at line (\d+), ", str(error))
+    return shorten(error) + (f": {shorten(lines[int(place[1]) - 1].strip())}" if place else "")
+
+
+def with_lines(text: str, mistakes: Iterable[str]) -> list[str]:
+    """Return mistakes, each of which begins with its key, behind the number of the line to look at, in that order."""
+    known, placed = _lines_of_keys(text), []
+    for mistake in mistakes:
+        key = re.split(r"[:=\s]", mistake, maxsplit=1)[0]
+        while key and key not in known:
+            key = key.rpartition(".")[0]
+        stated = re.match(r"line (\d+): ", mistake)
+        number = known[key] if key else int(stated[1]) if stated else math.inf
+        placed.append((number, f"line {number}: {mistake}" if key else mistake))
+    return [mistake for _, mistake in sorted(placed, key=lambda pair: pair[0])]
+
+
+def _lines_of_keys(text: str) -> dict[str, int]:
+    """Return by dotted key the line on which a file begins to give it."""
+    lines: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.split("\n"), 1):
+        if header := HEADER.fullmatch(line):
+            table = header[1].replace('"', "")
+            if line.lstrip().startswith("[["):
+                lines.setdefault(table, number)
+                counts[table] = counts.get(table, -1) + 1
+                table = f"{table}.{counts[table]}"
+            lines.setdefault(table, number)
+            lines.setdefault(table.partition(".")[0], number)
+        elif key := KEY.match(line):
+            lines.setdefault(f"{table}.{key[1]}".lstrip("."), number)
+    return lines
 
 
 def parse_toml_value(text: str) -> Any:
@@ -240,9 +304,22 @@ def _explain_one(problem: Mapping[str, Any], table: type[BaseModel]) -> tuple[st
             text = f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
         case "model_type":
             text = f"{key} = {shorten(repr(problem['input']))}: must be a section of keys"
-        case _:
-            text = f"{key} = {shorten(repr(problem['input']))}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+        case kind:
+            value, expected = problem["input"], TYPES.get(kind.removesuffix("_type").removesuffix("_from_float"))
+            expected = expected or f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
+            expected += f"; write [[{key}]] above each" if kind == "tuple_type" and isinstance(value, dict) else ""
+            text = f"{key} = {shorten(repr(value))}: {expected}{_without_unit(value)}"
     return key, text
+
+
+def _without_unit(value: Any) -> str:
+    """Return what to write for a figure that was given as text, such as `192 GB`; nothing for other values."""
+    result = WITH_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if not result or result[1].count(".") > 1:
+        return ""
+    unit = UNITS[result[2].upper()]
+    number = float(result[1]) * (1024 ** (math.log10(unit) // 3) / unit if result[3] else 1)
+    return f"; write {number:.6g}e{math.log10(unit):.0f}"
 
 
 def _table_at(table: type[BaseModel], loc: list[int | str]) -> type[BaseModel]:

@@ -19,7 +19,14 @@ from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanErr
 from hpctrain.config.job import Job
 from hpctrain.engine.requests import refuse_if_interrupted
 from hpctrain.engine.resolve_kernels import continued_kernels, resolve_kernels
-from hpctrain.engine.resolve_overlap import continued, launch_refusal, resolve_overlap, resolve_rows, spreads
+from hpctrain.engine.resolve_overlap import (
+    continued,
+    launch_refusal,
+    resolve_overlap,
+    resolve_rows,
+    setups_by_plan,
+    spreads,
+)
 from hpctrain.plan import checks
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
     from hpctrain.data.order import AnySequences
     from hpctrain.data.tokens import TokenSource
     from hpctrain.planner.choose import PlanChoice
+    from hpctrain.planner.cost import Setup
     from hpctrain.planner.predictor import Prediction
 
 BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
@@ -285,12 +293,13 @@ def profile_job(job: Job, facts: Facts) -> Resolution:
 
 
 def search_plan(job: Job, facts: Facts) -> Resolution:
-    """Search on one rank. Overlaps that are `auto` count as they would be without a plan."""
+    """Search on one rank. Overlaps that are `auto` are scored as without a plan, and timed as each plan has them."""
     if facts.plan_or_none:
         return Resolution(job, facts)
     overlap, _ = resolve_overlap(job.overlap, facts.world.topology)
     asked = _priced(job.model_copy(update={"overlap": overlap}), facts)
-    choice, again = facts.world.on_first_rank(lambda: _choose(asked, facts))
+    setup_of = setups_by_plan(job, asked, facts.world.topology)
+    choice, again = facts.world.on_first_rank(lambda: _choose(asked, facts, setup_of))
     if facts.previous is None or facts.job_to_keep is None:
         return Resolution(job, replace(facts, plan_or_none=choice.plan), choice.reasons)
     if again:
@@ -301,17 +310,17 @@ def search_plan(job: Job, facts: Facts) -> Resolution:
     return _continued(job, facts.job_to_keep, kept, cluster, {"plan": why})
 
 
-def _choose(job: Job, facts: Facts) -> "tuple[PlanChoice, str]":
+def _choose(job: Job, facts: Facts, setup_of: "Callable[[Plan], Setup]") -> "tuple[PlanChoice, str]":
     """Search; return the result, and why it is better than the plan of the run that is continued, if it is."""
     from hpctrain.planner.choose import choose_plan
-    from hpctrain.planner.cost import Setup
     from hpctrain.planner.predictor import predict
 
     described, where = facts.described, facts.resume_from
-    choice = choose_plan(job, described.cluster, described.name)
+    choice = choose_plan(job, described.cluster, described.name, setup_of)
     if facts.previous is None or facts.job_to_keep is None:
         return choice, ""
-    kept, best = (predict(Setup.of_job(job), plan, described.cluster) for plan in (facts.previous[0], choice.plan))
+    plans = facts.previous[0], choice.plan
+    kept, best = (predict(setup_of(plan), plan, described.cluster) for plan in plans)
     if not kept.fits:
         return choice, f"by {described.name} the plan of {where} does not fit into memory"
     slower = kept.step_seconds / best.step_seconds - 1

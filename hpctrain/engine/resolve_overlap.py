@@ -1,6 +1,6 @@
 """What communicates while ranks compute, where the job leaves it open: a value and a reason each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -122,6 +122,36 @@ def resolve_overlap(
     return overlap.model_copy(update=values), reasons
 
 
+def resolve_switches(job: Job, topology: Topology, plan: Plan) -> tuple[Overlap, dict[str, str]]:
+    """Return what a run of a plan would make of a job's overlaps, but for what cuts rows. Pure."""
+    spread, refusal = None, None
+    if topology.shares_memory and (len(topology.families) > 1 or not topology.has_devices):
+        result = [spreads_of(topology, job, plan, tile.ranks[0]) for tile in plan.tiles]
+        spread = {key: Spread(*map(any, zip(*(each[key] for each in result), strict=True))) for key in EXCHANGED}
+    if topology.shares_memory and topology.has_devices:
+        refusal = launch_refusal(plan)
+    return resolve_overlap(job.overlap, topology, spread, refusal)
+
+
+def setups_by_plan(asked: Job, priced: Job, topology: Topology) -> Callable[[Plan], Setup]:
+    """Return what makes the setup by which a search times a plan: with the overlaps that a run of it would have.
+
+    `asked` has overlaps that are `auto`; `priced` is the same job as plans are scored.
+    """
+
+    def setup_of(plan: Plan) -> Setup:
+        return Setup.of_job(priced.model_copy(update={"overlap": resolve_switches(asked, topology, plan)[0]}))
+
+    return setup_of
+
+
+def topology_of(cluster: Cluster, is_pretended: bool) -> Topology:
+    """Return the topology that a run on a cluster's devices has."""
+    kinds = {name: family.kind for name, family in cluster.families.items()}
+    places = tuple(place._replace(kind=kinds[place.family]) for place in places_of(cluster))
+    return Topology(places, shares_memory=not is_pretended)
+
+
 def resolve_on(
     job: Job, cluster: Cluster, is_pretended: bool, plan: Plan | None = None
 ) -> tuple[Overlap, dict[str, str]]:
@@ -130,17 +160,10 @@ def resolve_on(
     Without a plan what cuts rows stays as it is. Groups count as being on all hosts, and those of gradients as of all
     families.
     """
-    kinds = {name: family.kind for name, family in cluster.families.items()}
-    places = tuple(place._replace(kind=kinds[place.family]) for place in places_of(cluster))
-    topology, spread, refusal = Topology(places, shares_memory=not is_pretended), None, None
-    if plan is not None and topology.shares_memory and (len(topology.families) > 1 or not topology.has_devices):
-        result = [spreads_of(topology, job, plan, tile.ranks[0]) for tile in plan.tiles]
-        spread = {key: Spread(*map(any, zip(*(each[key] for each in result), strict=True))) for key in EXCHANGED}
-    if plan is not None and topology.shares_memory and topology.has_devices:
-        refusal = launch_refusal(plan)
-    overlap, reasons = resolve_overlap(job.overlap, topology, spread, refusal)
+    topology = topology_of(cluster, is_pretended)
     if plan is None:
-        return overlap, reasons
+        return resolve_overlap(job.overlap, topology)
+    overlap, reasons = resolve_switches(job, topology, plan)
     overlap, why = resolve_rows(job.model_copy(update={"overlap": overlap}), plan, topology, cluster)
     return overlap, reasons | why
 

@@ -160,7 +160,9 @@ def _described(path: Path) -> dict:
     from hpctrain.sharding.parameters import count_parameters
 
     tree, _ = parse_toml_once(read_text(path, JobError), str(path), JobError)
-    if "families" in tree:
+    if not tree:
+        raise JobError(f"{path}: has nothing in it; docs/cluster-file.md and docs/job.md say what files have")
+    if {"families", "fabrics", "nodes"} & set(tree):
         return _cluster(path)
     if "tile" in tree:
         plan = load_plan(path)
@@ -199,6 +201,8 @@ def _cluster(path: Path) -> dict:
         )
     for number, line in enumerate(describe_sources(filled_figures(path)), 1):
         summary[f"filled_{number}"] = line
+    if warnings := cluster.without_effect:
+        summary["warning"] = "\n".join(warnings)
     return summary | {"assumed_inputs": ", ".join(assumed_figures(cluster)) or "nothing"}
 
 

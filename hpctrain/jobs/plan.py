@@ -7,8 +7,9 @@ import click
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_defaults import describe_sources
-from hpctrain.config.cluster_file import filled_figures, load_cluster, locate_cluster
+from hpctrain.config.cluster_file import filled_figures, is_pretended, load_cluster, locate_cluster
 from hpctrain.config.job import Job, load_job
+from hpctrain.engine.resolve_overlap import resolve_switches, setups_by_plan, topology_of
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS
 from hpctrain.jobs.common import check_runs, override_option, scaled_for, with_vocabulary, write_out
 from hpctrain.jobs.predict import describe, profile_source, text, with_overlap
@@ -140,8 +141,10 @@ def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = 
     cluster, job = load_cluster(path), scaled_for(reference, job)
     job, reason = with_dtypes(job, cluster, sorted(cluster.families), reference)
     dtype = job.train.resolved_dtype
-    job, resolved = with_overlap(job, cluster, path, dtype)
-    result = search_best(job, cluster, limits, reference, space)
+    asked, (job, resolved) = job, with_overlap(job, cluster, path, dtype)
+    topology = topology_of(cluster, is_pretended(path))
+    result = search_best(job, cluster, limits, reference, space, setups_by_plan(asked, job, topology))
+    resolved |= resolve_switches(asked, topology, result.best.plan)[1]
     summary = describe(result.best.prediction, dtype)
     computing = families_in(job, cluster, reference)
     if reason:
@@ -154,7 +157,7 @@ def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = 
     return {
         **summary,
         "resolved": resolved,
-        "warnings": memory_warnings(Setup.of_job(job), cluster),
+        "warnings": [*cluster.without_effect, *memory_warnings(Setup.of_job(job), cluster)],
         "filled": describe_sources(filled_figures(path)),
         "layout": _layout(result, 0),
         "lower_bound_seconds": result.lower_bound_seconds,

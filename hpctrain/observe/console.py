@@ -34,7 +34,7 @@ GAP = "  "
 def trust(overrun: float) -> str:
     """Say what a rehearsal's times are worth, of which ranks were late by a share."""
     if overrun > UNTRUSTED_OVERRUN:
-        return "not to be trusted: this machine is too slow for it, or busy; raise truth.time_scale"
+        return "not to be trusted: this machine is too slow for it, or busy; raise --time-scale"
     return "good for ratios" if overrun <= QUOTED_OVERRUN else "too much for ratios to be quoted"
 
 

@@ -210,7 +210,8 @@ def blame(summary: Mapping) -> str:
     if "parts" in summary:
         by = _difference(summary, summary["drifted"]) / summary["predicted_seconds"]
         result += f", most of it in '{summary['drifted']}' ({by:.0%} of a step)"
-    return f"{result}; measure the machine again (train --fresh-probe, or hpctrain probe), or see docs/planner.md"
+    again = "measure the machine again (train --fresh-probe, or hpctrain probe); in a rehearsal, look at its overrun"
+    return f"{result}; {again}; see docs/planner.md"
 
 
 def read(folder: Path) -> dict | None:

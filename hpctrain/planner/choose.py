@@ -1,7 +1,7 @@
 """The plan that a job with `plan = "auto"` gets on a machine: the result of a search, and its reasons. Pure."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.config.cluster import Cluster
@@ -87,24 +87,32 @@ def families_in(job: Job, cluster: Cluster, where: str) -> list[str]:
     return having
 
 
-def search_best(job: Job, cluster: Cluster, limits: Limits, where: str, space: Space | None = None) -> SearchResult:
+def search_best(
+    job: Job,
+    cluster: Cluster,
+    limits: Limits,
+    where: str,
+    space: Space | None = None,
+    setup_of: Callable[[Plan], Setup] | None = None,
+) -> SearchResult:
     """Search for the plan of a job whose dtype and overlaps are values, in a space or among all plans.
 
+    `setup_of` returns the setup by which a plan is timed, where that depends on the plan; left out: the job's.
     Raises PlanError where nothing fits, TopologyError where no family computes in the job's dtype.
     """
     families = families_in(job, cluster, where)
-    result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits)
+    result = search(Setup.of_job(job), job.train.global_batch, cluster, families, space, limits, setup_of=setup_of)
     check_plan(job, result.best.plan, "the plan of the search")
     return result
 
 
-def choose_plan(job: Job, cluster: Cluster, where: str) -> PlanChoice:
+def choose_plan(job: Job, cluster: Cluster, where: str, setup_of: Callable[[Plan], Setup] | None = None) -> PlanChoice:
     """Return the best plan of a search within the job's budget (`[search]`), with the reason and the runner-up.
 
     `job` is resolved but for its plan. `where` is what messages call the cluster. Raises as `search_best`.
     """
     budget = job.search
-    result = search_best(job, cluster, Limits(scored=budget.plans, seconds=budget.seconds), where)
+    result = search_best(job, cluster, Limits(scored=budget.plans, seconds=budget.seconds), where, None, setup_of)
     best = result.best
     layout = best.layout.describe([pool.name for pool in result.pools])
     reasons = {

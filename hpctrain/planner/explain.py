@@ -1,9 +1,12 @@
 """Why a search chose what it chose, in sentences with the numbers. Pure."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from hpctrain.plan.tiling import counted
 from hpctrain.planner.cut import Placed
 from hpctrain.planner.search import SearchResult, SimulatedPlan
-from hpctrain.planner.space import names_of
+from hpctrain.planner.space import Shape, names_of
 from hpctrain.sharding.intervals import Interval
 
 MIB = 2**20
@@ -57,23 +60,31 @@ def _bottleneck(result: SearchResult) -> str:
 def _arrangement(result: SearchResult) -> str:
     names = [pool.name for pool in result.pools]
     resolved = result.best.layout.shape.pipelines
-    others = {p: s for p, s in result.least_by_arrangement.items() if p != resolved}
-    if not others:
-        return ""
-    other = min(others, key=others.__getitem__)
-    own = result.least_by_arrangement[resolved]
-    return f"{names_of(resolved, names)}: with {names_of(other, names)} a step takes about {_than(others[other], own)}"
+    other, text = _alternative(result, lambda shape: shape.pipelines, result.least_by_arrangement)
+    return f"{names_of(resolved, names)}: with {names_of(other, names)} {text}" if text else ""
 
 
 def _microbatches(result: SearchResult) -> str:
     shape, rows = result.best.layout.shape, result.best.plan.rows
-    others = {m: s for m, s in result.least_by_microbatches.items() if m != shape.microbatches}
+    other, longer = _alternative(result, lambda shape: shape.microbatches, result.least_by_microbatches)
     text = f"{counted(shape.microbatches, 'microbatch')} of {counted(rows, 'row')}"
+    return f"{text}: with {other} {longer}" if longer else text
+
+
+def _alternative(result: SearchResult, choice: Callable[[Shape], Any], estimates: Mapping) -> tuple[Any, str]:
+    """Return the best other value of a choice, and how much longer a step takes with it; no text where none fits.
+
+    Simulated plans are compared where there is one with another value, since they decide; else estimates.
+    """
+    own = choice(result.best.layout.shape)
+    for plan in result.plans:
+        if (other := choice(plan.layout.shape)) != own:
+            return other, f"a step takes {_share(plan.seconds, result.best.seconds)} longer"
+    others = {value: seconds for value, seconds in estimates.items() if value != own}
     if not others:
-        return text
+        return None, ""
     other = min(others, key=others.__getitem__)
-    own = result.least_by_microbatches[shape.microbatches]
-    return f"{text}: with {other} a step takes about {_than(others[other], own)}"
+    return other, f"a step takes about {_than(others[other], estimates[own])}"
 
 
 def _schedule(best: SimulatedPlan) -> str:

@@ -124,13 +124,15 @@ def search(
     space: Space | None = None,
     limits: Limits | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    setup_of: Callable[[Plan], Setup] | None = None,
 ) -> SearchResult:
     """Return the best plans for a step of `global_batch` sequences on the devices of some families, or of all.
 
+    Plans are scored by `setup`, and timed by `setup_of` each of them, where that is given.
     The others are unused. Raises PlanError, with the numbers, if none fits in memory, or if a family does
     not compute in the dtype.
     """
-    return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock).run()
+    return Search(setup, global_batch, cluster, families, space or Space(), limits or Limits(), clock, setup_of).run()
 
 
 @contextmanager
@@ -152,7 +154,7 @@ _by_seconds = operator.attrgetter("seconds")
 class Search:
     """A search in flight; see `search`."""
 
-    def __init__(self, setup, global_batch, cluster, families, space, limits, clock):
+    def __init__(self, setup, global_batch, cluster, families, space, limits, clock, setup_of=None):
         self._setup, self._cluster, self._space, self._limits, self._clock = setup, cluster, space, limits, clock
         self._started = clock()
         self._pools = pools_of(cluster, families or list(cluster.families), setup)
@@ -165,6 +167,7 @@ class Search:
         self.scorer = Scorer(self.costs, global_batch, space)
         self._global_batch = global_batch
         self._shortlists = Shortlists(self.scorer, limits.per_group)
+        self._setup_of = setup_of or (lambda _: setup)
         self._shortage = ""
         """What the first plan lacked that did not fit after all."""
         self._first: SimulatedPlan | None = None
@@ -380,7 +383,7 @@ class Search:
         where it does not fit."""
         plan = self.scorer.plan(layout)
         counts = {self.costs.part_count(placed.pool, placed.choice.grid) for placed in layout.all_stages}
-        predictor, prediction = predict_in_parts(self._setup, plan, partial(self._predictor, plan), counts)
+        predictor, prediction = predict_in_parts(self._setup_of(plan), plan, partial(self._predictor, plan), counts)
         if not prediction.fits:
             self._shortage = self._shortage or self._format_shortage(plan, prediction)
             return None

@@ -25,7 +25,7 @@ def check(done, code: int, *parts: str):
     ("args", "code", "parts"),
     [
         (["--set", "train.step=3"], 11, ["--set: train.step: unknown key; did you mean 'steps'?"]),
-        (["--set", "train.steps=true"], 11, ["train.steps = True: input should be a valid integer"]),
+        (["--set", "train.steps=true"], 11, ["train.steps = True: must be a whole number"]),
         (["--set", "train.learning_rate=inf"], 11, ["train.learning_rate = inf: input should be a finite number"]),
         (["--set", "model.preset=[1]"], 11, ["model.preset = [1]: no such preset"]),
         (["--set", "data.tokens=."], 17, [".: is a folder; make a token file of the texts in it"]),

@@ -97,10 +97,71 @@ def test_a_typed_value_wins():
 def test_all_mistakes_are_listed():
     with pytest.raises(TopologyError) as caught:
         parse_cluster(BAD, "a file")
-    lines = str(caught.value).splitlines()
-    assert all(line.startswith("a file: ") for line in lines)
+    lines = [line.removeprefix("a file: ") for line in str(caught.value).splitlines()]
+    numbers = [int(line.removeprefix("line ").partition(":")[0]) for line in lines]
+    assert numbers == sorted(numbers), "they are in the order of the file"
     assert not any("nodes.0.nics.0.send" in line for line in lines), "it follows from the fabric"
-    assert [name for name in NAMED if not any(line.startswith(f"a file: {name}") for line in lines)] == []
+    assert not any("nothing said of the link" in line for line in lines), "it follows from the families"
+    texts = [line.partition(": ")[2] for line in lines]
+    named = [name.partition(": ")[2] if name.startswith("line ") else name for name in NAMED]
+    assert [name for name in named if not any(text.startswith(name) for text in texts)] == []
+
+
+H100 = 'model = "H100"'
+NAMED_BY_LINE = [
+    (H100, 'modle = "H100"', "line 5: families.h100.modle: unknown key; did you mean 'model'?"),
+    (H100, 'model = "A100"', "line 5: families.h100.model = 'A100': not in the catalogue; did you mean 'A100-40' or"),
+    (H100, "", "line 4: families.h100: nothing says what it is; set model, `hpctrain catalogue` lists them"),
+    (H100, f'{H100}\norigin = "assumed"\nmemory_bytes = "80 GB"', "line 7: families.h100.memory_bytes = '80 GB': must"),
+    (H100, f'{H100}\norigin = "assumed"\nmemory_bytes = "80 GiB"', "must be a whole number; write 85.8993e9"),
+    ('"InfiniBand NDR"', "NDR", "not valid TOML: Invalid value (at line 7, column 11): network = NDR"),
+    ("[fabrics.ib]", "[families.h100]", "line 6: [families.h100]: the table is there twice; keep one"),
+    ("[[nodes]]", "[nodes]", "in [ ]; write [[nodes]] above each"),
+    ("{mi300x = 2, h100 = 2}", "[4]", "line 10: nodes.0.devices = [4]: must be a table, such as {name = 1}"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "says"), NAMED_BY_LINE)
+def test_one_mistake_is_one_message_with_its_line(old, new, says):
+    """What follows from a mistake, such as figures that no model fills in, is not listed with it."""
+    assert old in SHORT
+    with pytest.raises(TopologyError) as caught:
+        parse_cluster(SHORT.replace(old, new), "a file")
+    assert says in str(caught.value)
+    lost_fabric = new == "[families.h100]"
+    assert len(str(caught.value).splitlines()) == 1 + lost_fabric
+
+
+def test_figures_of_links_have_a_range():
+    link = (
+        '[[links]]\norigin = "assumed"\nfamilies = ["h100", "mi300x"]\nlatency_seconds = 6\nbytes_per_second = 12.5\n'
+    )
+    with pytest.raises(TopologyError) as caught:
+        parse_cluster(SHORT + link, "a file")
+    assert "links.0.latency_seconds = 6: 6 seconds? usual are" in str(caught.value)
+    assert "links.0.bytes_per_second = 12.5: 12.5 bytes/s?" in str(caught.value)
+
+
+def test_what_nothing_is_reached_by_has_a_warning():
+    more = """[fabrics.spare]
+network = "HDR"
+[families.a]
+model = "A100-40"
+[[links]]
+origin = "assumed"
+families = ["h100", "h100"]
+fabric = "spare"
+latency_seconds = 6e-6
+bytes_per_second = 12.5e9
+"""
+    cluster = parse_cluster(SHORT + more, "a file")
+    assert cluster.without_effect == [
+        "families.a: no node has it",
+        "fabrics.spare: no node has a NIC on it",
+        "links.0: h100 are not both on spare, so that it counts for nothing",
+    ]
+    assert "spare" not in cluster.describe()
+    assert parse_cluster(SHORT, "a file").without_effect == []
 
 
 @pytest.mark.parametrize(

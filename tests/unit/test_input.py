@@ -201,7 +201,7 @@ def test_numbers_on_the_command_line_are_finite(words):
 
 @pytest.mark.parametrize("value", ["true", '"8"', '"1e-3"', "[8]", "nan", "inf"])
 def test_what_is_no_number_is_refused_for_one(job, value):
-    with pytest.raises(JobError, match="train.learning_rate = .*: input should be a"):
+    with pytest.raises(JobError, match="train.learning_rate = .*: (must be a number|input should be a finite)"):
         load_job(str(job), [f"train.learning_rate={value}"])
 
 
@@ -209,7 +209,7 @@ def test_what_is_no_number_is_refused_for_one(job, value):
 @pytest.mark.parametrize("value", ["8.0", "true", '"8"'])
 def test_what_is_no_integer_is_refused_in_a_plan(key, value):
     lines = [f"{key} = {value}" if line.startswith(f"{key} = ") else line for line in PLAN.splitlines()]
-    with pytest.raises(PlanError, match=f"{key} = .*: input should be a valid integer|{key}: input should"):
+    with pytest.raises(PlanError, match=f"{key} = .*: must be a whole number|{key}: input should"):
         parse_plan("\n".join(lines), "plan.toml")
 
 
@@ -282,7 +282,7 @@ def test_ordinary_whole_numbers_are_taken_for_numbers(job):
 
 @pytest.mark.parametrize("value", ["{}", "[]", "5"])
 def test_the_name_of_a_fabric_is_text(value):
-    with pytest.raises(TopologyError, match=r"c.toml: nodes.0.nics.0.fabric = .*: input should be a valid string"):
+    with pytest.raises(TopologyError, match=r"c.toml: line 14: nodes.0.nics.0.fabric = .*: must be text"):
         parse_cluster(CLUSTER.replace('fabric = "ib"', f"fabric = {value}"), "c.toml")
 
 
