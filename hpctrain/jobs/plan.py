@@ -7,7 +7,7 @@ import click
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_defaults import describe_sources
-from hpctrain.config.cluster_file import filled_figures, is_pretended, load_cluster, locate_cluster
+from hpctrain.config.cluster_file import filled_figures, load_cluster, load_truth, locate_cluster
 from hpctrain.config.job import Job, load_job
 from hpctrain.engine.resolve_overlap import resolve_switches, setups_by_plan, topology_of
 from hpctrain.jobs.arguments import LARGE_COUNT, NONE_OR_MORE, PATH, RANKS, SECONDS
@@ -142,7 +142,7 @@ def search_plan(job: Job, reference: str, limits: Limits, space: Space | None = 
     job, reason = with_dtypes(job, cluster, sorted(cluster.families), reference)
     dtype = job.train.resolved_dtype
     asked, (job, resolved) = job, with_overlap(job, cluster, path, dtype)
-    topology = topology_of(cluster, is_pretended(path))
+    topology = topology_of(cluster, load_truth(path) is not None)
     result = search_best(job, cluster, limits, reference, space, setups_by_plan(asked, job, topology))
     resolved |= resolve_switches(asked, topology, result.best.plan)[1]
     summary = describe(result.best.prediction, dtype)
