@@ -146,8 +146,7 @@ class Index:
             begin, end = each.first_block, each.first_block + num_blocks(each.elements, self.manifest.block_bytes)
             low, high = max(begin, first), min(end, last)
             for start in range(low, high, self._at_once):
-                last_of = min(start + self._at_once, high) - begin
-                self._read_blocks(stream, start - begin, last_of, each.offset + 4 * each.elements)
+                self._verify_blocks(stream, start - begin, min(start + self._at_once, high) - begin)
         self.check_all()
 
     # ---- tables ------------------------------------------------------------------------------------------------
@@ -277,18 +276,25 @@ class Index:
             begin, end = max(low, begin), min(high, last * size)
             view[begin - low : end - low] = memoryview(data)[begin - block * size : end - block * size]
 
-    def _read_blocks(self, stream: int, first: int, last: int, end: int = 0) -> memoryview | bytearray:
-        """Return the contents of some blocks of a stream; they are checked after `check_all`.
+    def _verify_blocks(self, stream: int, first: int, last: int) -> None:
+        """Read some blocks of a stream; they are checked after `check_all`."""
+        about, size = self.manifest.streams[stream], self.manifest.block_bytes
+        if self.manifest.compression:
+            self._read_blocks(stream, first, last)
+            return
+        begin, end = first * size, min(last * size, 4 * about.elements)
+        target = np.empty(end - begin, np.uint8).data.cast("B")
+        self._pread_into(about.part, about.offset + begin, target, about.offset + 4 * about.elements)
+        self._start_check(stream, first, target)
 
-        `end` is where in the part the kernel may fetch to meanwhile.
-        """
+    def _read_blocks(self, stream: int, first: int, last: int) -> bytes | bytearray:
+        """Return the contents of some blocks of a stream, checked."""
         about, size = self.manifest.streams[stream], self.manifest.block_bytes
         if not self.manifest.compression:
-            begin = first * size
-            target = np.empty(min(last * size, 4 * about.elements) - begin, np.uint8).data.cast("B")
-            self._pread_into(about.part, about.offset + begin, target, end)
-            self._start_check(stream, first, target)
-            return target
+            begin, end = first * size, min(last * size, 4 * about.elements)
+            plain = self._pread(about.part, Extent(about.offset + begin, end - begin))
+            self._check(stream, first, checksums(memoryview(plain), size))
+            return plain
         result = bytearray()
         rows = self._blocks[about.first_block + first : about.first_block + last]
         for number, (offset, num_bytes, crc32) in enumerate(rows.tolist()):
