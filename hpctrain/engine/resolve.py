@@ -4,11 +4,10 @@ The order is that of what depends on what. Mistakes in files are reported before
 comes last. Every choice comes back as a value and a reason.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hpctrain.comm.network import ClusterNetwork
 from hpctrain.comm.signals import StopSignals
@@ -17,17 +16,24 @@ from hpctrain.config.cluster import part_of
 from hpctrain.config.cluster_file import parse_cluster
 from hpctrain.config.errors import HpctrainError, JobError, LaunchError, PlanError, TopologyError
 from hpctrain.config.job import Job
+from hpctrain.engine.continuing import (
+    continue_run,
+    count_families,
+    describe_change,
+    keep,
+    with_profiles,
+    without_profiles,
+)
+from hpctrain.engine.facts import Described, Facts, Resolution, with_values
 from hpctrain.engine.requests import refuse_if_interrupted
-from hpctrain.engine.resolve_kernels import continued_kernels, resolve_kernels
+from hpctrain.engine.resolve_kernels import resolve_kernels
 from hpctrain.engine.resolve_overlap import (
-    continued,
     launch_refusal,
     resolve_overlap,
     resolve_rows,
     setups_by_plan,
     spreads,
 )
-from hpctrain.plan import checks
 from hpctrain.plan.schedule_run import check_schedules
 from hpctrain.plan.tiling import Plan
 from hpctrain.sharding.intervals import cut_evenly
@@ -35,8 +41,6 @@ from hpctrain.sharding.parameters import padded_vocabulary
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
-    from hpctrain.config.cluster import Cluster
-    from hpctrain.config.truth import Truth
     from hpctrain.data.order import AnySequences
     from hpctrain.data.tokens import TokenSource
     from hpctrain.planner.choose import PlanChoice
@@ -47,19 +51,6 @@ BLOCKS_VERIFIED_AT_START = 256  # a rank, of 1 MiB: well under a second
 SHORT_PROFILE_SECONDS = 0.5
 WORTH_A_NEW_PLAN = 0.02
 """Of a step: a run that continues on the same ranks, described anew, gets another plan if it is faster by more."""
-
-
-@dataclass(frozen=True)
-class Described:
-    """A description of what the ranks run on: the real machine, or the one that they impersonate."""
-
-    cluster: "Cluster"
-    name: str
-    is_rehearsed: bool = False
-    path: Path | None = None
-    """Of a description that hpctrain keeps itself, and adds to."""
-    truth: "Truth | None" = None
-    """How the devices behave that are impersonated."""
 
 
 @dataclass(frozen=True)
@@ -77,58 +68,6 @@ class Prepared:
     described: Described
     prediction: "Prediction | None" = None
     """Of a step; on rank 0."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What resolvers know in addition to the job, and determine for those after them."""
-
-    world: "World"
-    resume_from: Path | None = None
-    fresh_probe: bool = False
-    described_or_none: Described | None = None
-    """The machine, as soon as it is known."""
-    plan_or_none: Plan | None = None
-    """The plan, as soon as there is one."""
-    data_or_none: "tuple[TokenSource, AnySequences, AnySequences | None] | None" = None
-    links_of: "Cluster | None" = None
-    """Whose links chose the algorithms of the run that is continued."""
-    previous: "tuple[Plan, Cluster] | None" = None
-    """Plan and cluster of the run that is continued, where these ranks need a plan of their own, or may."""
-    job_to_keep: Job | None = None
-    """The job of the run that is continued, where its plan is kept unless another one is clearly faster."""
-    prediction: "Prediction | None" = None
-
-    @cached_property
-    def families(self) -> list[str]:
-        return [place.family for place in self.world.topology.places]
-
-    @property
-    def described(self) -> Described:
-        assert self.described_or_none is not None, "asked for after the machine is known"
-        return self.described_or_none
-
-    @property
-    def plan(self) -> Plan:
-        assert self.plan_or_none is not None, "asked for after the plan is there"
-        return self.plan_or_none
-
-    @property
-    def data(self) -> "tuple[TokenSource, AnySequences, AnySequences | None]":
-        assert self.data_or_none is not None, "asked for after the data is open"
-        return self.data_or_none
-
-    @property
-    def data_identity(self) -> str:
-        return self.data[1].identity
-
-
-class Resolution(NamedTuple):
-    """What a resolver made of a job and what is known, with a reason for each key that it gave a value."""
-
-    job: Job
-    facts: Facts
-    reasons: Mapping[str, str] = {}
 
 
 def prepare_run(
@@ -178,55 +117,6 @@ def open_data(job: Job, facts: Facts) -> Resolution:
             f' {job.data.tokens}; set it to {source.vocab_size} or more, or "auto"'
         )
     return Resolution(job, replace(facts, data_or_none=(source, training, validation)), reasons)
-
-
-def continue_run(job: Job, facts: Facts) -> Resolution:
-    """Take from the checkpoint what keeps the numbers the same; its plan and all, where the ranks are its own."""
-    where = facts.resume_from
-    if where is None:
-        return Resolution(job, facts)
-    from hpctrain.checkpoint.state import check_same_run
-
-    theirs, plan, cluster = check_same_run(where, job, facts.data_identity)
-    reasons = {}
-    if job.train.dtype is None:
-        job = with_values(job, "train", dtype=theirs.train.dtype)
-        if not job.precision.by_family:
-            job = with_values(job, "precision", by_family=theirs.precision.by_family)
-        reasons["train.dtype"] = f"{theirs.train.dtype}: that of {where}"
-    checks.check_plan(job, plan, f"{where}: its plan")
-    if job.plan is None and not is_for(plan, facts.families):
-        reasons["planned again"] = (
-            f"{where} was written by {describe_ranks(plan)}; these are"
-            f" {_counted(facts.families)}, which get a plan of their own"
-        )
-        return Resolution(job, replace(facts, previous=(plan, cluster) if cluster else None), reasons)
-    if job.plan is None and cluster and (facts.fresh_probe or _is_described_anew(cluster, facts)):
-        return Resolution(job, replace(facts, previous=(plan, cluster), job_to_keep=theirs), reasons)
-    if job.plan is None:
-        facts, reasons["plan"] = replace(facts, plan_or_none=plan), f"{plan.describe()}: that of {where}"
-    return _continued(job, theirs, facts, cluster, reasons)
-
-
-def _is_described_anew(cluster: "Cluster", facts: Facts) -> bool:
-    """Say whether a description was given that is not that of the run which is continued."""
-    return bool(facts.described_or_none) and _without_profiles(facts.described.cluster) != _without_profiles(cluster)
-
-
-def _without_profiles(cluster: "Cluster") -> "Cluster":
-    return cluster.model_copy(update={"profiles": ()})
-
-
-def _continued(
-    job: Job, theirs: Job, facts: Facts, cluster: "Cluster | None", reasons: Mapping[str, str]
-) -> Resolution:
-    """Take over what can change a bit of the result from a run that continues by its own plan."""
-    if cluster and [device.family for device in cluster.devices] == facts.families:
-        facts = replace(facts, links_of=cluster)
-    overlap, taken = continued(job.overlap, theirs.overlap)
-    kernels, also_taken = continued_kernels(job.kernels, theirs.kernels)
-    why = {key: f"{value}: that of {facts.resume_from}" for key, value in (taken | also_taken).items()}
-    return Resolution(job.model_copy(update={"overlap": overlap, "kernels": kernels}), facts, {**reasons, **why})
 
 
 def take_given_plan(job: Job, facts: Facts) -> Resolution:
@@ -307,7 +197,7 @@ def search_plan(job: Job, facts: Facts) -> Resolution:
     plan, cluster = facts.previous
     why = f"{plan.describe()}: that of {facts.resume_from}; no plan of a new search is clearly faster"
     kept = replace(facts, plan_or_none=plan, previous=None)
-    return _continued(job, facts.job_to_keep, kept, cluster, {"plan": why})
+    return keep(job, facts.job_to_keep, kept, cluster, {"plan": why})
 
 
 def _choose(job: Job, facts: Facts, setup_of: "Callable[[Plan], Setup]") -> "tuple[PlanChoice, str]":
@@ -378,31 +268,18 @@ def predict_step(job: Job, facts: Facts) -> Resolution:
             except HpctrainError as error:
                 reasons["prediction"] = f"none, by {described.name}: {error}"
             if prediction and facts.previous:
-                reasons["before"] = describe_change(job, *facts.previous, facts.plan, prediction.step_seconds)
+                plan, cluster = facts.previous
+                cluster = with_profiles(cluster, facts.resume_from)
+                reasons["before"] = describe_change(job, plan, cluster, facts.plan, prediction.step_seconds)
             if prediction and job.search.must_fit:
                 check_fits(prediction, facts.plan, described.name)
     return Resolution(job, replace(facts, prediction=prediction), reasons)
 
 
-def describe_change(job: Job, plan: Plan, cluster: "Cluster", new: Plan, seconds: float) -> str:
-    """Say what changes in plan and predicted step for a run that continues on other devices."""
-    from hpctrain.planner.cost import Setup
-    from hpctrain.planner.predictor import predict
-
-    try:
-        before = f"{predict(Setup.of_job(job), plan, cluster).step_seconds:.4g} s a step"
-    except HpctrainError as error:
-        before = f"a step that cannot be predicted ({error})"
-    return (
-        f"{plan.describe()} on {cluster.describe()}, predicted {before}; now {new.describe()}, predicted"
-        f" {seconds:.4g} s. The global batch of {job.train.global_batch} rows and the order of data stay"
-    )
-
-
 def choose_algorithms(job: Job, facts: Facts) -> Resolution:
     """Let groups choose their algorithms by the links that the plan was searched with, or those of the checkpoint."""
     comm, world, described = job.comm, facts.world, facts.described
-    network = ClusterNetwork(facts.links_of or _without_profiles(described.cluster))
+    network = ClusterNetwork(facts.links_of or without_profiles(described.cluster))
     world.configure(preferences=Preferences(comm.route, comm.algorithm, network))
     if comm.algorithm != "auto":
         return Resolution(job, facts)
@@ -439,35 +316,13 @@ RESOLVERS: tuple[Callable[[Job, Facts], Resolution], ...] = (
 """In the order of what depends on what."""
 
 
-def with_values(job: Job, section: str, **values) -> Job:
-    """Return the job with some values of a section replaced."""
-    return job.model_copy(update={section: getattr(job, section).model_copy(update=values)})
-
-
-def is_for(plan: Plan, families: list[str]) -> bool:
-    """Say whether a plan is for ranks of these families."""
-    from hpctrain.plan.uniform import families_of
-
-    tiles = [tile.family for tile in plan.tiles]
-    return len(plan.ranks) == len(families) and families_of(plan, families) == tiles
-
-
-def describe_ranks(plan: Plan) -> str:
-    """Say which ranks a plan is for, such as `4 a100 and 4 v100`."""
-    return _counted([tile.family for tile in plan.first_tiles for _ in tile.ranks] + ["unused"] * len(plan.unused))
-
-
-def _counted(families: list[str]) -> str:
-    return " and ".join(f"{families.count(name)} {name}" for name in dict.fromkeys(families))
-
-
 def check_ranks_are_devices(described: Described, families: list[str]) -> None:
     """Refuse ranks that are not the devices of a cluster, in its order. Raises LaunchError or TopologyError."""
     devices = [device.family for device in described.cluster.devices]
     if len(devices) != len(families):
         raise LaunchError(
-            f"{described.name} describes {len(devices)} devices ({_counted(devices)}), but {len(families)} ranks were"
-            f" started; start it with mpirun -n {len(devices)}"
+            f"{described.name} describes {len(devices)} devices ({count_families(devices)}), but {len(families)} ranks"
+            f" were started; start it with mpirun -n {len(devices)}"
         )
     wrong = next((rank for rank, pair in enumerate(zip(devices, families, strict=True)) if pair[0] != pair[1]), None)
     if wrong is not None:

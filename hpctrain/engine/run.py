@@ -10,8 +10,9 @@ from hpctrain.config.cluster import Cluster
 from hpctrain.config.cluster_file import dump_cluster
 from hpctrain.config.errors import HpctrainError, PlanError
 from hpctrain.config.job import Job
+from hpctrain.engine.facts import Described
 from hpctrain.engine.requests import EarlyEnd, Requests, refuse_if_interrupted
-from hpctrain.engine.resolve import Described, prepare_run
+from hpctrain.engine.resolve import prepare_run
 from hpctrain.planner.cost import Setup
 from hpctrain.planner.predictor import DATASHEET_ERROR
 from hpctrain.planner.search import EVERY_PLAN, Limits, search

@@ -20,8 +20,8 @@ from hpctrain.config.bounds import MOST_RANKS, MOST_SECONDS
 from hpctrain.config.errors import JobError, describe_os_error
 from hpctrain.config.job import Job, load_job
 from hpctrain.config.paths import exists
+from hpctrain.engine.facts import Described, with_values
 from hpctrain.engine.phases import phases_of
-from hpctrain.engine.resolve import Described, with_values
 from hpctrain.jobs.arguments import PATH, RANKS, FiniteRange
 from hpctrain.plan.checks import check_plan
 from hpctrain.plan.schedule_run import check_schedules

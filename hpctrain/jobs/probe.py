@@ -24,7 +24,8 @@ from hpctrain.config.job import Job
 from hpctrain.config.links import slowest_links
 from hpctrain.config.paths import exists, is_file, is_folder
 from hpctrain.config.tables import read_text
-from hpctrain.engine.resolve import Described, check_ranks_are_devices
+from hpctrain.engine.facts import Described
+from hpctrain.engine.resolve import check_ranks_are_devices
 from hpctrain.engine.resolve_overlap import resolve_overlap
 from hpctrain.jobs.arguments import PATH, FiniteRange
 from hpctrain.jobs.common import (

@@ -84,6 +84,11 @@ def test_a_run_continues_with_other_ranks_by_a_plan_of_their_own(start, folder, 
     moved = start(folder, "--run", "runs/moved", "--stop-after", "4", cache=cache, families=["fast", "fast", "slow"])
     assert moved.returncode == 0, moved.stderr
     assert "planned again: " in moved.stdout
+    first, again = (
+        re.search(r"a step takes (\S+) s", begun.stdout),
+        re.search(r"predicted (\S+) s a step; now", moved.stdout),
+    )
+    assert first and again and first[1] == again[1], "the plan before is predicted as it was then"
     # On a busy machine the best plan may leave ranks unused.
     writers = r"was written by [1-4] cpu(?: and [1-3] unused)?; these are 2 fast and 1 slow"
     assert re.search(writers, moved.stdout), moved.stdout

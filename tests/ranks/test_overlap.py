@@ -15,7 +15,8 @@ from hpctrain.comm.world import World
 from hpctrain.config.parallelism import Overlap
 from hpctrain.config.truth import PretendDevice, Truth
 from hpctrain.data.order import open_datasets
-from hpctrain.engine.resolve import Described, Prepared
+from hpctrain.engine.facts import Described
+from hpctrain.engine.resolve import Prepared
 from hpctrain.engine.trainer import Trainer
 from hpctrain.plan.tiling import Plan, Tile
 from hpctrain.plan.uniform import resolve_plan
