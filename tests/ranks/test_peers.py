@@ -130,15 +130,14 @@ class Probed(Pretended):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(60)
 def test_a_probe_measures_messages_by_the_route_of_pipelines(world):
-    with small_slots():
-        probed = Probed(world, "a" * world.size, exports=True)
-        everybody = probed.group(range(world.size))
-        classes = pair_classes(probed.topology.places, ["ib"] * world.size)
-        (links,) = measure_messages(probed, everybody, probed.device, classes, 0.2)
-        assert probed.reasons == ["copies from the other device's memory"]
-        if world.rank == 0:
-            assert links.latency_seconds > 0 and links.route == "copies from the other device's memory"
-        probed.close()
+    probed = Probed(world, "a" * world.size, exports=True)
+    everybody = probed.group(range(world.size))
+    classes = pair_classes(probed.topology.places, ["ib"] * world.size)
+    (links,) = measure_messages(probed, everybody, probed.device, classes, 0.2)
+    assert probed.reasons == ["copies from the other device's memory"]
+    if world.rank == 0:
+        assert links.latency_seconds > 0 and links.route == "copies from the other device's memory"
+    probed.close()
 
 
 @pytest.mark.ranks(4)
