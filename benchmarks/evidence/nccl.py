@@ -52,6 +52,8 @@ ONLOADED_FABRICS = ("OPA",)
 # Megatron-Core and FSDP. Tensor 8 of Megatron-DeepSpeed has 205 to 262 GB/s of NVLink from 48 MiB on, and tensor 16 90
 # of 100 GB/s of a node's ports (vTrain).
 MOVED_SHARES = {NVLINK: 0.9, RDMA: 1.0}
+PLUGGED_FABRICS = "Slingshot", "EFA"
+"""To which NCCL talks by a plugin for libfabric, with threads of the host that must keep up."""
 # Copies through the hosts' memory end at about so many bytes a second of a NIC, however fast that is.
 SOCKETS_BYTES_PER_SECOND = 3.2e9
 SOCKETS = Wire(0.85, (Protocol(8e-6, 14e-6, 1.0),))
@@ -100,7 +102,8 @@ class NcclNetwork(ClusterNetwork):
 
     def share_of(self, link: PairLink) -> float:
         wire, share = wire_of(link), super().share_of(link)
-        return wire.share * max(share, MOVED_SHARES.get(wire, 0.0))
+        is_plugged = link.fabric is not None and link.fabric.startswith(PLUGGED_FABRICS)
+        return wire.share * (share if is_plugged else max(share, MOVED_SHARES.get(wire, 0.0)))
 
     def flat_seconds(
         self, algorithm: str, operation: str, num_bytes: int, num_ranks: int, link: PairLink, line: CostLine

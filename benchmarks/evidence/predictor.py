@@ -24,6 +24,8 @@ MOST_FITTED = 20
 """Rows of a set that a fit looks at, evenly chosen: 749 say little more, and each set counts the same."""
 LONGEST_FITTED = 3000
 """Stages x microbatches of such a row: longer ones take seconds to simulate, some hundred times over."""
+FEWEST_LAYOUTS = 4
+"""Of a job, for Kendall's tau of them alone."""
 UNTOUCHED = {"product_share": 0.7, "memory_share": 0.8, "dispatch_seconds": 10e-6, "link_share": 0.8}
 
 
@@ -49,16 +51,19 @@ def kendall(predicted: list[float], measured: list[float]) -> float:
     return sum(signs) / max(1, len(pairs))
 
 
-def regret(predicted: Sequence[float], rows: Sequence[Measured]) -> tuple[float, int]:
-    """Return how much longer than the fastest the one predicted to be it took, in the mean over choices, and how many
-    choices there were: runs of the same model and batch on as many devices."""
-    choices: dict[tuple, list[tuple[float, float]]] = {}
+def choices(predicted: Sequence[float], rows: Sequence[Measured]) -> list[list[tuple[float, float]]]:
+    """Return what was predicted and measured of each choice: runs of the same model and batch on as many devices."""
+    result: dict[str, list[tuple[float, float]]] = {}
     for seconds, row in zip(predicted, rows, strict=True):
         run = row.run
         key = run.model, run.positions, run.accelerator, run.num_devices, run.global_batch, row.name.split("(")[1:]
-        choices.setdefault(str(key), []).append((seconds, row.seconds))
-    lost = [min(each)[1] / min(measured for _, measured in each) - 1 for each in choices.values() if len(each) > 1]
-    return (statistics.mean(lost), len(lost)) if lost else (0.0, 0)
+        result.setdefault(str(key), []).append((seconds, row.seconds))
+    return [each for each in result.values() if len(each) > 1]
+
+
+def regret(of: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Return how much longer than the fastest the one predicted to be it took, in the mean over choices."""
+    return statistics.mean(min(each)[1] / min(measured for _, measured in each) - 1 for each in of)
 
 
 def scores(predicted: Sequence[float], rows: Sequence[Measured]) -> str:
@@ -67,11 +72,14 @@ def scores(predicted: Sequence[float], rows: Sequence[Measured]) -> str:
     result = sorted(map(abs, relative))
     high = result[min(len(result) - 1, int(0.95 * len(result)))]
     tau = kendall(list(predicted), [row.seconds for row in rows])
-    lost, choices = regret(predicted, rows)
+    of = choices(predicted, rows)
+    layouts = [each for each in of if len(each) >= FEWEST_LAYOUTS]
     summary = (
         f"mean {statistics.mean(result):6.1%}  95th {high:6.1%}  tau {tau:5.2f}  bias {statistics.mean(relative):+6.1%}"
     )
-    return summary + (f"  regret {lost:5.1%} of {choices} choices" if choices else "")
+    summary += f"  regret {regret(of):5.1%} of {len(of)} choices" if of else ""
+    taus = [kendall(*map(list, zip(*each, strict=True))) for each in layouts]
+    return summary + (f"  tau of layouts {statistics.mean(taus):5.2f} of {len(taus)} jobs" if taus else "")
 
 
 def _names(row: Measured) -> set[str]:

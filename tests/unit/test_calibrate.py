@@ -10,8 +10,9 @@ from benchmarks.evidence.described import DescribedRun
 from benchmarks.evidence.fit_runs import command
 from hpctrain.config.errors import PlanError
 
+NODES = {"devices_per_node": 1, "network": "OPA-100"}  # by hosts, of which a software gets its own share
 RUNS = [
-    DescribedRun(hidden, 12, 16, 1024, tensor, pipeline, 1, microbatch, 8, "H100", stack="megatron-core")
+    DescribedRun(hidden, 12, 16, 1024, tensor, pipeline, 1, microbatch, 8, "H100", stack="megatron-core", **NODES)
     for hidden in (1024, 4096)
     for tensor, pipeline, microbatch in ((1, 1, 1), (1, 1, 8), (2, 1, 8), (8, 1, 1), (8, 1, 4), (2, 2, 2))
 ]
@@ -79,11 +80,11 @@ HEAD = "name,hidden,layers,heads,positions,tensor,pipeline,data,microbatch,globa
 
 
 def test_the_command_fits_writes_and_tells(tmp_path):
-    lines = [HEAD]
+    lines = [HEAD.replace("step_seconds", ",".join([*NODES, "step_seconds"]))]
     for row in measured():
         run = row.run
         values = (row.name, run.hidden, run.layers, run.heads, run.positions, run.tensor, run.pipeline, run.data)
-        values = (*values, run.microbatch, run.global_batch, run.accelerator, run.stack, row.seconds)
+        values = (*values, run.microbatch, run.global_batch, run.accelerator, run.stack, *NODES.values(), row.seconds)
         lines.append(",".join(map(str, values)))
     (tmp_path / "runs.csv").write_text("\n".join(lines))
     out = tmp_path / "mine.toml"

@@ -289,10 +289,9 @@ def test_other_peoples_runs_can_be_predicted():
         for how, sp in (("full", False), ("selective", True))
     )
     assert full.step_seconds > 1.15 * selective.step_seconds
-    bubbles = [
-        replace(base, pipeline=4, global_batch=16, interleave=n).predict().breakdown_seconds["bubble"] for n in (1, 3)
-    ]
-    assert bubbles[0] == pytest.approx(3 * bubbles[1])
+    even = replace(base, pipeline=4, global_batch=16, vocabulary=128)  # next to nothing at the ends
+    bubbles = [replace(even, interleave=n).predict().breakdown_seconds["bubble"] for n in (1, 3)]
+    assert bubbles[0] == pytest.approx(3 * bubbles[1], rel=0.03)
     with pytest.raises(PlanError, match="no accelerator 'A100'; did you mean"):
         replace(base, accelerator="A100")
     with pytest.raises(PlanError, match="a global batch of 5 is not divisible by data 1 x microbatch 4"):
