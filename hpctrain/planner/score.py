@@ -153,8 +153,8 @@ class Scorer:
                         fitting = most
                     if fitting >= num_blocks:
                         break  # nothing is gained by more pieces
-                if fitting >= num_blocks and row_chunks == 1:
-                    break  # nor by recomputing more
+                if fitting >= num_blocks and row_chunks == 1 and offload in ("none", "optimizer"):
+                    break  # nor by recomputing more, of which less is copied
 
         first, *others = self.space.offload if costs.pools[stage.pool].device.family.kind != "cpu" else ("none",)
         return StageVariants(tuple(variants(first)), lambda: tuple(v for each in others for v in variants(each)))

@@ -90,8 +90,8 @@ class Shortlists:
         """Return about what a step takes with this choice, after whether it is short of memory at any rate; `is_alone`:
         in its pipeline."""
         costs, (grid, stages, replicas), space = self._costs, choice, self._scorer.space
-        slowest = costs.setup.model.num_layers / (rate + others)
-        of_stage, each = max(1, round(slowest * rate / stages)), choice.rank_rows(rows)
+        num_blocks, each = costs.setup.model.num_layers, choice.rank_rows(rows)
+        slowest, of_stage = num_blocks / (rate + others), max(1, round(num_blocks * rate / (rate + others) / stages))
         row_chunks = each if is_alone and stages == 1 else 1  # with the loss, rows may go in chunks
 
         def is_short(recompute: str, zero: int, offload: str = "none") -> bool:
