@@ -68,7 +68,7 @@ class Setup:
         dtype = dtype or job.train.resolved_dtype
         overlaps = frozenset(key for key in ("tensor", "z", "forward") if getattr(job.overlap, key))
         stack = HPCTRAIN_FUSED if job.kernels.is_fused else HPCTRAIN
-        native = job.kernels.attention == "cudnn"
+        native = job.kernels.attention in ("cudnn", "flash3", "flash4")
         stack = replace(stack, gathers_parts=job.comm.gather_messages, native_attention=native)
         data, bucket_bytes = job.data, job.overlap.overlapped_bucket_bytes
         differing = tuple(sorted(job.precision.by_family.items()))
