@@ -8,7 +8,7 @@ grids, about which a search knows only roughly.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -189,10 +189,6 @@ class StageCosts:
         self.setup, self.cluster, self.pools = setup, cluster, tuple(pools)
         self.prices = Prices(setup, cluster)
         self.network, self.head = self.prices.network, setup.head
-        # Of weights and gradients other software keeps less than this. Where more of its plans look short of memory,
-        # ZeRO 2 and 3 are tried more often, which it hides better.
-        stack = replace(setup.stack, stores_halves=True, sums_in_place=False, kept_gradient_bytes={})
-        self._like_ours = replace(setup, stack=stack)
         self.seconds = lru_cache(None)(self._seconds)
         self.part_count = lru_cache(None)(self._best_count)
         self._site = lru_cache(None)(self._first_site)
@@ -354,7 +350,7 @@ class StageCosts:
         setup, grid, ends, holders = self.setup, stage.choice.grid, stage.ends, stage.holders
         zero = 1 if stage.zero > 1 and holders == 1 else stage.zero
         share, moves = 1 / holders if zero else 1.0, offload in ("activations", "all")
-        state = state_of(self._like_ours, 1.0, share, float(stage.meets_mixed), zero, holders)
+        state = state_of(setup, 1.0, share, float(stage.meets_mixed), zero, holders)
         of_optimizer, on_host = (0.0, state.optimizer) if offload in ("optimizer", "all") else (state.optimizer, 0.0)
         stored, at_once = self.elements(grid, *ends), -(-stage.rows // row_chunks)
         splits = not ends[0] and row_chunks == 1 and not moves and self._splits(grid, recompute, zero)
