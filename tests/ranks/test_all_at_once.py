@@ -17,7 +17,7 @@ from hpctrain.sharding.intervals import Interval
 from tests.compilers import need_compiler
 from tests.ranks.small_runs import Alone, go_on, largest_relative_difference, make_job
 
-STEPS, INTERRUPTED = 12, 5
+STEPS, INTERRUPTED = 20, 7
 ROWS, MICROBATCHES, BLOCKS = 4, 2, 4
 LAST = 2 * BLOCKS + 2
 SHAPE = {"num_layers": BLOCKS, "hidden_size": 16, "num_heads": 4}

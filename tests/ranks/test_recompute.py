@@ -20,7 +20,7 @@ from tests.ranks.small_runs import (
     make_job,
 )
 
-TOLERANCE, STEPS, FEW_STEPS = 1e-5, 10, 3
+TOLERANCE, STEPS, FEW_STEPS = 1e-5, 20, 3
 ROWS, MICROBATCHES, BLOCKS = 4, 3, 4
 SHAPE = {"num_layers": BLOCKS, "hidden_size": 16, "num_heads": 4}
 LAST = 2 * BLOCKS + 2
