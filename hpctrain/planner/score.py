@@ -143,9 +143,11 @@ class Scorer:
         costs, num_blocks = self.costs, self._model.num_layers
 
         def variants(offload: str) -> Iterator[StageVariant]:
+            # Chunks of rows whose activations are offloaded took more memory in a rehearsal than by the memory model.
+            counts = [n for n in stage.row_chunks if n == 1 or offload in ("none", "optimizer")]
             for recompute in self.space.recompute:
                 fitting, row_chunks = 0, 1
-                for row_chunks in stage.row_chunks[-1:] if self._is_roomy else stage.row_chunks:  # the last keep least
+                for row_chunks in counts[-1:] if self._is_roomy else counts:  # the last keep least
                     needs = costs.needs(stage, recompute, row_chunks, offload)
                     most = num_blocks if self._is_roomy else costs.most_blocks(stage, needs)
                     if most > fitting:
@@ -153,8 +155,8 @@ class Scorer:
                         fitting = most
                     if fitting >= num_blocks:
                         break  # nothing is gained by more pieces
-                if fitting >= num_blocks and row_chunks == 1 and offload in ("none", "optimizer"):
-                    break  # nor by recomputing more, of which less is copied
+                if fitting >= num_blocks and row_chunks == 1:
+                    break  # nor by recomputing more
 
         first, *others = self.space.offload if costs.pools[stage.pool].device.family.kind != "cpu" else ("none",)
         return StageVariants(tuple(variants(first)), lambda: tuple(v for each in others for v in variants(each)))
