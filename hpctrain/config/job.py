@@ -1,9 +1,10 @@
 """The job: what to train, on which data, how long. One TOML file, read into one frozen object.
 
 A job file has the sections `[model] [data] [train] [precision] [plan] [search] [overlap] [kernels]
-[checkpoint] [comm] [observe]`; it may start from another file (`extends = "base.toml"`, relative to itself) and from a
-model preset; the command line has the last word (`--set train.steps=10`). Whatever is wrong with it becomes one
-`JobError` with the file, the key, the value and what to set.
+[checkpoint] [comm] [observe]`; it may start from another file (`extends = "base.toml"`, relative to itself), from a
+ready-made job (`extends = "tiny"`) and from a model preset; the command line has the last word
+(`--set train.steps=10`). Whatever is wrong with it becomes one `JobError` with the file, the key, the value and what
+to set.
 """
 
 from collections.abc import Iterable, Mapping
@@ -380,14 +381,17 @@ def locate_job(reference: str) -> Path:
     path = Path(reference)
     if is_file(path):
         return path
-    ready_made = READY_MADE / f"{reference}.toml"
-    if is_file(ready_made):
-        return ready_made
-    names = [p.stem for p in READY_MADE.glob("*.toml")]
-    hint = did_you_mean(reference, names)
+    if ready := ready_jobs().get(reference):
+        return ready
+    hint = did_you_mean(reference, ready_jobs())
     if reference in presets():
         hint = f'; it is a model: write a job file with `[model] preset = "{reference}"`, see docs/job.md'
     raise JobError(f"{shorten(reference)}: no such job file, nor a ready-made job of that name{hint}")
+
+
+def ready_jobs() -> dict[str, Path]:
+    """Return the ready-made jobs by name."""
+    return {path.stem: path for path in sorted(READY_MADE.glob("*.toml"))}
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
@@ -408,8 +412,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict[str, str]]:
     if base is None:
         return tree, {key: str(path) for key in _dotted(tree)}
     if not isinstance(base, str):
-        raise JobError(f"{path}: extends = {base!r}: must be the path of a job file, in quotes")
-    parent, origins = _read(path.parent / base, (*seen, where))
+        raise JobError(f"{path}: extends = {base!r}: must be a job file or a ready-made job, in quotes")
+    own = path.parent / base
+    parent, origins = _read(own if is_file(own) else ready_jobs().get(base, own), (*seen, where))
     return _merge(parent, tree), origins | {key: str(path) for key in _dotted(tree)}
 
 

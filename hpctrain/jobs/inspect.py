@@ -55,10 +55,10 @@ def is_checkpoint(path: Path) -> bool:
 def _locate(reference: str) -> Path:
     """Return the path of a file or folder, or of the ready-made job or cluster of that name. Raises JobError."""
     from hpctrain.config.cluster_file import ready_clusters
-    from hpctrain.config.job import READY_MADE
+    from hpctrain.config.job import ready_jobs
     from hpctrain.config.tables import did_you_mean, shorten
 
-    ready = {path.stem: path for path in READY_MADE.glob("*.toml")} | ready_clusters()
+    ready = ready_jobs() | ready_clusters()
     path = Path(reference)
     if exists(path) or reference in ready:
         return path if exists(path) else ready[reference]

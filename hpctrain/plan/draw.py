@@ -35,7 +35,7 @@ def _table(plan: Plan) -> list[str]:
         ranks = _brief(tuple(rank for _, tile in members for rank in tile.ranks))
         numbers = _brief(tuple(number for number, _ in members))
         cells.append(
-            (f"{items.start}-{items.stop - 1}", numbers, str(rows), family, str(grid), ranks, ", ".join(options))
+            (f"[{items.start}, {items.stop}]", numbers, str(rows), family, str(grid), ranks, ", ".join(options))
         )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -145,7 +145,7 @@ def check_memory(world, job, plan=None, least=-0.04):
     setup = Setup.of_job(job)
     for stage in Predictor(setup, trainer.plan, CLUSTER).memory:
         memory = stage.memory
-        # Where a core is busy, a message more (or one less) is in flight at the peak than between the pretended devices.
+        # Where a core is busy, a message more or one less is in flight at the peak than between the pretended devices.
         late = largest_message_bytes(setup, stage.tile) / memory.total if is_late else 0.0
         for rank in stage.tile.ranks:
             off = peaks[rank] / memory.total - 1

@@ -162,6 +162,15 @@ def test_extends_that_leads_nowhere_is_refused(job):
         load_job(str(job.parent / "0.toml"))
 
 
+def test_a_job_extends_a_ready_made_one_by_its_name_and_a_file_of_that_name_first(tmp_path):
+    job = tmp_path / "own.toml"
+    job.write_text('extends = "tiny"\n[train]\nsteps = 7\n')
+    assert load_job(str(job)).train.steps == 7
+    assert load_job(str(job)).model == load_job("tiny").model
+    (tmp_path / "tiny").write_text(JOB)
+    assert load_job(str(job)).data == load_job(str(tmp_path / "tiny")).data
+
+
 def test_a_model_in_the_place_of_a_job_is_told_apart_from_a_typo():
     with pytest.raises(
         JobError, match=r"llama-8b: no such job file.*write a job file with `\[model\] preset = \"llama-8b"
