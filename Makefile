@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Continues to the end, and lists what failed
 RUN_TESTS = $(BIN)/python tests/run_all.py
 
-.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-all-layouts lint docs bench clean
+.PHONY: help install train test test-unit test-commands test-ranks test-hosts test-slurm test-random test-thorough lint docs bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -71,9 +71,9 @@ test-slurm: install
 test-random: install
 	HPCTRAIN_TEST_EXAMPLES=random $(RUN_TESTS) unit
 
-# Every factorisation of 2, 4 and 8 ranks, and the memory of every layout, instead of the suite's selection.
-test-all-layouts: install
-	for n in 2 4 8; do $(MPIRUN) -n $$n $(BIN)/python -m pytest --with-mpi -x tests/ranks/test_parity.py tests/ranks/test_memory.py --all-layouts || exit 1; done
+# All cases and layouts instead of the suite's selection (tests/selection.py): about twice as long as `make test`.
+test-thorough: install
+	$(RUN_TESTS) --thorough
 
 bench: install
 	$(BIN)/python -m benchmarks.peers

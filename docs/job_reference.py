@@ -65,7 +65,7 @@ steps = 1000
 global_batch = 64
 ```
 
-- `extends = "base.toml"` starts from another file, relative to this one.
+- `extends = "base.toml"` starts from another file, relative to this one; `extends = "tiny"` from a ready-made job.
 - `name = "run-a"` names the run folder. The default is the file's name.
 - `--set SECTION.KEY=VALUE` on the command line has the last word.
 - `auto` is replaced by a value at the start. Value and reason are in `resolved.toml` of the run folder.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.selection import is_left_out
 from tests.warm_start import client_command, serving
 
 CACHE = tempfile.mkdtemp(prefix="hpctrain-cache-")
@@ -33,7 +34,14 @@ def warm_start(tmp_path_factory) -> Iterator[list[str]]:
         yield client_command(server)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="all cases and layouts, not a selection")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--thorough"):
+        config.hook.pytest_deselected(items=[item for item in items if is_left_out(item.nodeid)])
+        items[:] = [item for item in items if not is_left_out(item.nodeid)]
     for item in items:
         if marker := item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(PATIENCE * marker.args[0]), append=False)

@@ -1,4 +1,5 @@
-"""Run the suite to its end and list what failed: `python tests/run_all.py [STAGE ...]`, all stages by default.
+"""Run the suite to its end and list what failed: `python tests/run_all.py [--thorough] [STAGE ...]`, by default all
+stages. Without `--thorough` cases are left out whose parts others have; tests/selection.py lists them.
 
 A test on several ranks that fails may leave them out of step. Its ranks end there, and new ones do the tests after it.
 Ranks that crash or hang count as a failure of the test that they were in.
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from tests.results import append_result, read_results  # noqa: E402
 BIN = Path(sys.executable).parent
 SILENCE_SECONDS = 900.0
 """Without a test that starts or ends, after which a stage is stopped: longer than any test may take."""
+THOROUGH = "--thorough"
 NO_TESTS, STOP_SECONDS, POLL_SECONDS = 5, 10.0, 0.2
 SHOWN_FILES = 30
 
@@ -112,7 +115,7 @@ def _stop(process: subprocess.Popen) -> None:
             continue
 
 
-def run_stage(stage: Stage, folder: Path) -> Report:
+def run_stage(stage: Stage, folder: Path, options: Sequence[str] = ()) -> Report:
     begun, used, results = time.monotonic(), own_seconds(), folder / f"{stage.name}.jsonl"
     print(f"\n==== {stage.name} ====", flush=True)
     if not stage.keeps_results:
@@ -125,7 +128,7 @@ def run_stage(stage: Stage, folder: Path) -> Report:
     while True:
         before = read_results(results)
         append_result(results, code=-1)  # until pytest comes to its end
-        code, why = run_program((*stage.commands[0], "--results", str(results)), results)
+        code, why = run_program((*stage.commands[0], *options, "--results", str(results)), results)
         after = read_results(results)
         if after.last_code == -1 or why:
             why = why or f"a crash or a timeout: pytest ended with code {code} and without a report, see its output"
@@ -183,7 +186,8 @@ def print_summary(reports: list[Report]) -> None:
 
 
 def main(names: list[str]) -> int:
-    stages = STAGES | PARTS
+    stages, options = STAGES | PARTS, [name for name in names if name == THOROUGH]
+    names = [name for name in names if name != THOROUGH]
     if unknown := set(names) - set(stages):
         print(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(stages)}", file=sys.stderr)
         return 2
@@ -191,7 +195,7 @@ def main(names: list[str]) -> int:
     reports = []
     with tempfile.TemporaryDirectory(prefix="hpctrain-results-") as folder:
         for name in names or STAGES:
-            reports.append(run_stage(stages[name], Path(folder)))
+            reports.append(run_stage(stages[name], Path(folder), options))
     print_summary(reports)
     return int(any(report.count("failed") for report in reports))
 

@@ -17,6 +17,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from tests.ranks.small_runs import write_tokens
+from tests.selection import ON_TWO_RANKS_ALONE, is_left_out
 
 TIMEOUT_SECONDS = 60.0
 VERDICT_SECONDS = 2 * TIMEOUT_SECONDS
@@ -24,10 +25,6 @@ VERDICT_SECONDS = 2 * TIMEOUT_SECONDS
 FAREWELL_SECONDS = 20.0
 FAILED, VERDICTS = pytest.StashKey(), pytest.StashKey()
 """Whether a test has failed, and a communicator for verdicts alone."""
-
-
-def pytest_addoption(parser):
-    parser.addoption("--all-layouts", action="store_true", help="every factorisation of the ranks, not a selection")
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +86,8 @@ def pytest_collection_modifyitems(config, items):
     def fits(item) -> bool:
         marker = item.get_closest_marker("ranks")
         size = MPI.COMM_WORLD.size
+        if size > 2 and not config.getoption("--thorough") and is_left_out(item.nodeid, ON_TWO_RANKS_ALONE):
+            return False
         return size in marker.args if marker else size not in (2, 8)
 
     config.hook.pytest_deselected(items=[item for item in items if not fits(item)])

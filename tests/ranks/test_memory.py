@@ -102,13 +102,13 @@ SELECTED = (
     *("replicas, ZeRO 3, all on the host", "pipeline, all on the host", "y, recompute, activations on the host"),
     "zero-bubble, activations on the host",
 )
-"""Each axis, ZeRO stage, schedule, recompute and offload, and what keeps the most of each; all with --all-layouts."""
+"""Each axis, ZeRO stage, schedule, recompute and offload, and what keeps the most of each; all with --thorough."""
 SELECTED_OVERLAPPED = "replicas, ZeRO 2", "z"
 
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        is_all = metafunc.config.getoption("--all-layouts")
+        is_all = metafunc.config.getoption("--thorough")
         plain, overlapped = (LAYOUTS, OVERLAPPED) if is_all else (SELECTED, SELECTED_OVERLAPPED)
         cases = [(name, False) for name in plain] + [(name, True) for name in overlapped]
         metafunc.parametrize(("layout", "is_overlapped"), cases)

@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc):
         from mpi4py import MPI
 
         size, models = MPI.COMM_WORLD.size, ("llama", "gpt2")
-        if metafunc.config.getoption("--all-layouts"):
+        if metafunc.config.getoption("--thorough"):
             resolved = list(itertools.product(models, factorisations(size)))
         else:  # each with one of the models
             layouts = SELECTION.get(size, [])
@@ -56,7 +56,7 @@ def name_of(layout) -> str:
 @pytest.fixture(scope="module")
 def steps(request) -> int:
     """Steps of a curve: what the suite has time for, and more where every layout is tried."""
-    return 20 if request.config.getoption("--all-layouts") else 8
+    return 20 if request.config.getoption("--thorough") else 8
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.config.cluster_file import ready_clusters
 from tests.slurm.work import Work, family
 
-MANY = 160
+MANY = 100
 """Steps of a run that something comes between."""
 
 

@@ -1,0 +1,59 @@
+"""What `make test` leaves out and `make test-thorough` runs: cases whose parts other cases have, and measurements."""
+
+FUSED = "losses_are_those_of_one_rank_without_them", "an_interrupted_run_has_the_same_bits"
+PARTS = "losses_are_those_of_one_rank", "interrupted_and_resumed_is_uninterrupted_and_exposed_bit_for_bit"
+FITS = "a_job_that_fits_with_offload_alone_takes_the_memory_and_the_time_that_are_predicted"
+GPU_SECTION = "a_section_runs_to_its_end_without_a_gpu_and_is_not_repeated"
+
+LEFT_OUT = {
+    # One section of the benchmark for each kind of work; all of them run with `python -m benchmarks.gpu`.
+    "commands/test_gpu_benchmark": {
+        GPU_SECTION: ("routes", "training", "fused", "prediction", "families", "checkpoints"),
+    },
+    "commands/test_mixed": {"mixed_is_nearly_the_sum_of_its_families_with_the_same_losses": ()},
+    "ranks/test_fused": {name: ("grid", "grid of layer norms") for name in FUSED},
+    "ranks/test_parts": {
+        PARTS[0]: (
+            *("llama-x and y", "llama-positions of a row at a time, x and y", "llama-replicas of different grids"),
+            *("gpt2-and recomputed", "llama-x, y and z"),
+        ),
+        PARTS[1]: ("llama-x and y", "llama-replicas of different grids", "llama-x, y and z"),
+        "a_rehearsed_step_is_as_much_shorter_as_predicted": ("TP2-by rows", "TP2-by positions of a row"),
+    },
+    "ranks/test_offload": {FITS: ("optimizer", "activations")},
+    "ranks/test_precision": {"one_family_in_half_precision_and_one_in_fp32": ("bf16-side by side",)},
+    "ranks/test_peers": {
+        "a_pipeline_has_the_bits_of_one_that_sends_by_mpi": ("plan0-aabb", "plan1-aaaa", "plan2-aabb"),
+    },
+    "ranks/test_mixture": {"packed_documents_give_the_losses_of_one_rank": ("llama",)},
+    "ranks/test_memory": {
+        "no_rank_needs_more_than_predicted_nor_much_less": ("y, sequence parallel, a row at once-False",)
+    },
+    "ranks/test_recompute": {
+        "losses_and_weights_are_the_bits_of_tiles_that_keep_all": ("llama-x and y, sequence parallel",),
+    },
+    "ranks/test_sequence_parallel": {
+        "losses_are_those_of_one_rank": (
+            *("gpt2-more y than key/value heads", "gpt2-from cut to whole", "llama-from whole to cut"),
+            *("gpt2-replicas of different grids", "gpt2-virtual stages", "gpt2-x, y and z"),
+        ),
+    },
+}
+"""By file and test (without `test_`): the cases, or all of them where none is named."""
+
+ON_TWO_RANKS_ALONE = {
+    "ranks/test_overlap": {"halves_of_rows_give_the_curve_of_one_rank_and_the_same_bits_again": ()},
+    "ranks/test_precision": {
+        "fp16_skips_the_same_steps_on_all_layouts_and_follows_one_rank": (),
+        "products_in_fp8_follow_one_rank_on_all_layouts": (),
+    },
+}
+"""What has nothing more to show on more ranks."""
+
+
+def is_left_out(node: str, table: dict = LEFT_OUT) -> bool:
+    """Say whether a test is in a table, by the name that pytest has for it."""
+    file, _, test = node.removeprefix("tests/").partition(".py::")
+    function, _, case = test.removesuffix("]").partition("[")
+    cases = table.get(file, {}).get(function.removeprefix("test_"))
+    return cases is not None and (not cases or case in cases)
