@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.config.cluster import Cluster
 from hpctrain.config.errors import PlanError, TopologyError
@@ -25,6 +25,8 @@ MIB = 2**20
 CLEAR_SHARE, CLEAR_ROWS = 0.1, 1
 """By more than this share of the rows, and by more than so many, the model contradicts the profile."""
 MOST_ROWS = 1 << 24
+EQUAL_SHARE = 1e-3
+"""Two plans take equally long where they differ by less than this share."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def choose_plan(job: Job, cluster: Cluster, where: str, setup_of: Callable[[Plan
     """
     budget = job.search
     result = search_best(job, cluster, Limits(scored=budget.plans, seconds=budget.seconds), where, None, setup_of)
+    result = with_fewest_microbatches(result)
     best = result.best
     layout = best.layout.describe([pool.name for pool in result.pools])
     reasons = {
@@ -123,6 +126,16 @@ def choose_plan(job: Job, cluster: Cluster, where: str, setup_of: Callable[[Plan
         "runner-up": runner_up(result) or "none",
     }
     return PlanChoice(best.plan, reasons)
+
+
+def with_fewest_microbatches(result: SearchResult) -> SearchResult:
+    """Return a result whose first plan has the fewest microbatches of those that are as fast as the fastest.
+
+    Which of them is predicted to be the fastest differs from one measurement of a machine to the next.
+    """
+    equivalent = [each for each in result.plans if each.seconds <= (1 + EQUAL_SHARE) * result.best.seconds]
+    first = min(equivalent, key=lambda each: each.plan.microbatches)
+    return replace(result, plans=(first, *(each for each in result.plans if each is not first)))
 
 
 def check_fits(prediction: Prediction, plan: Plan, where: str) -> None:

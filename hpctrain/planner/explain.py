@@ -23,9 +23,9 @@ def runner_up(result: SearchResult) -> str:
     """Say what the second best plan is, and by how much it is slower."""
     if len(result.plans) < 2:
         return ""
-    second = result.plans[1]
-    names = [pool.name for pool in result.pools]
-    return f"{second.layout.describe(names)}: {_share(second.seconds, result.best.seconds)} slower"
+    second, names = result.plans[1], [pool.name for pool in result.pools]
+    slower = _share(max(second.seconds, result.best.seconds), result.best.seconds)
+    return f"{second.layout.describe(names)}: {slower} slower"
 
 
 def _share(seconds: float, best: float) -> str:
