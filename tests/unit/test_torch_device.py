@@ -306,6 +306,8 @@ def test_shared_devices_and_parts_of_them_do_without_the_library():
     assert "is a part of a device (MIG)" in native_ability(made, 1).reason
     made, _ = device(MPS)
     assert native_ability(made, 1) == (False, "no library of collectives is used on mps")
+    made, _ = device(KINDS["xpu"], sharers=2)
+    assert native_ability(made, 2) == (False, "2 ranks share a device, which oneCCL refuses")
 
 
 def test_ranks_share_a_device_only_where_there_are_fewer_devices():

@@ -80,6 +80,7 @@ NPU = DeviceKind(
     not_summed=("float64", "uint8"),
     debug="ASCEND_GLOBAL_LOG_LEVEL=1",
     plugin="torch_npu",
+    environment=(("HCCL_DETERMINISTIC", "true"),),  # the same order in every sum
 )
 MPS = DeviceKind(
     "mps",
