@@ -49,7 +49,7 @@ class NcclCollectives(NativeCollectives):
         """`nccl` is CuPy's module."""
         self._nccl = nccl
         self._operations = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX, "min": nccl.NCCL_MIN}
-        self.sums = {
+        self.sums = self._numbers = {
             torch.float32: nccl.NCCL_FLOAT32,
             torch.float64: nccl.NCCL_FLOAT64,
             torch.int32: nccl.NCCL_INT32,
@@ -77,16 +77,16 @@ class NcclCollectives(NativeCollectives):
             self._nccl.groupEnd()
 
     def _sum(self, flat: torch.Tensor, op: str) -> None:
-        at, how = flat.data_ptr(), (self.sums[flat.dtype], self._operations[op])
+        at, how = flat.data_ptr(), (self._numbers[flat.dtype], self._operations[op])
         self._comm.allReduce(at, at, flat.numel(), *how, self._stream)
 
     def _sum_even(self, flat: torch.Tensor, out: torch.Tensor, op: str) -> None:
-        how = self.sums[flat.dtype], self._operations[op]
+        how = self._numbers[flat.dtype], self._operations[op]
         self._comm.reduceScatter(flat.data_ptr(), out.data_ptr(), out.numel(), *how, self._stream)
 
     def _sum_uneven(self, flat: torch.Tensor, cuts: Sequence[Interval], out: torch.Tensor, op: str) -> None:
         """Reduce to each rank, started together: the library knows nothing of uneven cuts."""
-        how = self.sums[flat.dtype], self._operations[op]
+        how = self._numbers[flat.dtype], self._operations[op]
         with self._together():
             for root, cut in enumerate(cuts):
                 if cut.size:

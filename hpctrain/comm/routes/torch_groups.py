@@ -22,7 +22,7 @@ from hpctrain.comm.routes.native import NATIVE_VARIABLE, NativeCollectives, on_a
 from hpctrain.comm.routes.nccl import NcclCollectives, load_nccl
 from hpctrain.config.errors import CommError
 
-STORE_SECONDS = 60.0
+STORE_SECONDS = 30.0
 """How long ranks of a new group look for each other."""
 GROUP_SECONDS = 86400.0
 """After which torch ends an operation, or the process: more than any patience of hpctrain, which says what is late."""
