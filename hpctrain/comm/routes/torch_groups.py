@@ -60,7 +60,7 @@ class TorchGroup:
 
         self._module, self._store = distributed_c10d, store
         # What `init_process_group` calls for its only group, which would be one of all processes.
-        make = distributed_c10d._new_process_group_helper
+        make: Any = distributed_c10d._new_process_group_helper
         timeout = timedelta(seconds=GROUP_SECONDS)
         self.group, _ = make(comm.size, comm.rank, [], backend, store, group_name=name, timeout=timeout)
         distributed_c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(comm.size)}
@@ -141,7 +141,7 @@ def rendezvous(comm) -> tuple[Any, str]:
     """Return a store that the ranks of `comm` share, and a new name. All must call; where one fails, all raise."""
     timeout = timedelta(seconds=STORE_SECONDS)
     hosts = comm.allgather(socket.gethostname())
-    open_store = partial(dist.TCPStore, timeout=timeout, wait_for_workers=False)
+    open_store = partial(dist.TCPStore, timeout=timeout, wait_for_workers=False)  # pyright: ignore
     server = on_all(comm, lambda: open_store("127.0.0.1", 0, is_master=True) if comm.rank == 0 else None)
     port, name = comm.bcast((server.port, f"hpctrain-{uuid.uuid4().hex}") if server else None)
     host = hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
