@@ -115,7 +115,7 @@ class LaunchOrder:
     @cached_property
     def stream(self) -> "Stream":
         """Where the device does all of them."""
-        return self.accelerator.new_stream()
+        return self.accelerator.launch_stream()
 
     def watch(self, watched: Watched) -> None:
         """Have errors of a communicator end every wait of this rank."""

@@ -11,10 +11,12 @@ import torch
 from hpctrain.comm.accelerators.bind import DTYPES, choose_device
 from hpctrain.comm.accelerators.cpu import CpuAccelerator
 from hpctrain.comm.accelerators.detect import detect_device, family_of
+from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.routes.abilities import Ability, DescribedRoute, FamilyAbilities, combine, describe_routes
 from hpctrain.comm.routes.cuda_aware import judge, probe_direct, without_launcher
 from hpctrain.comm.routes.nccl import load_nccl
 from hpctrain.comm.routes.staging import LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, BufferPool, chunk_bytes
+from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.config.errors import TopologyError
 
@@ -197,7 +199,8 @@ def test_the_launcher_is_left_out_of_the_probes_environment():
 
 def test_the_native_library_or_why_not(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_NATIVE", "0")
-    assert load_nccl().ability == (False, "HPCTRAIN_NATIVE=0")
+    for kind in KINDS.values():
+        assert load_library(kind).ability == (False, "HPCTRAIN_NATIVE=0")
     monkeypatch.delenv("HPCTRAIN_NATIVE")
     module, ability = load_nccl()
     assert (module is not None) == ability.works and ability.reason

@@ -84,7 +84,7 @@ class Library:
 
 def test_the_library_of_collectives_is_left_in_order_and_in_an_error(monkeypatch):
     library = Library()
-    found = library_of_collectives.Library(library, Ability(True, "NCCL 2.27.3"))
+    found = library_of_collectives.Nccl(library, Ability(True, "NCCL 2.27.3"))
     monkeypatch.setattr(library_of_collectives, "load_nccl", lambda: found)
     done = CliRunner().invoke(gpu_inside.command, ["native"], catch_exceptions=False)
     result = json.loads(done.output)

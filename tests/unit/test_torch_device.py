@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -26,7 +27,8 @@ from hpctrain.comm.probe.device_timing import measure_overlap
 from hpctrain.comm.routes import cuda_aware
 from hpctrain.comm.routes.abilities import Ability, FamilyAbilities, message_route
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring
-from hpctrain.comm.routes.nccl import Connection, connect_native
+from hpctrain.comm.routes.native import Connection, connect_native
+from hpctrain.comm.routes.nccl import NcclCollectives
 from hpctrain.comm.steps import Pending
 from hpctrain.comm.topology import Place, Topology
 from hpctrain.comm.waiting import Patience, Phase
@@ -260,7 +262,7 @@ def test_an_error_that_the_library_notices_ends_the_wait_within_seconds():
 
 
 def test_who_leaves_in_an_error_aborts_and_never_destroys(monkeypatch):
-    monkeypatch.setattr("hpctrain.comm.routes.nccl.ABORT_SECONDS", 0.2)
+    monkeypatch.setattr("hpctrain.comm.routes.native.ABORT_SECONDS", 0.2)
     communicator = Noticing(abort_seconds=60.0)
     references = sys.getrefcount(communicator)
     start = time.monotonic()
@@ -292,7 +294,7 @@ def test_a_library_that_refuses_the_ranks_leaves_them_to_mpi_with_the_reason(err
     for name in ("SUM", "MAX", "MIN", "FLOAT32", "FLOAT64", "INT32", "INT64", "INT8", "UINT8"):
         setattr(nccl, f"NCCL_{name}", name)
     comm = SimpleNamespace(rank=0, size=2, bcast=lambda key: key, allgather=lambda text: [text, text])
-    result = connect_native(nccl, comm, FakeAccelerator())
+    result = connect_native(partial(NcclCollectives, nccl), comm, FakeAccelerator())
     assert isinstance(result, Ability) and not result.works
     assert "NCCL refuses these 2 ranks" in result.reason and f"{type(error).__name__}: {error}" in result.reason
 
@@ -302,8 +304,10 @@ def test_shared_devices_and_parts_of_them_do_without_the_library():
     assert native_ability(made, 2) == (False, "2 ranks share a device, which NCCL refuses")
     made, _ = device(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
     assert "is a part of a device (MIG)" in native_ability(made, 1).reason
-    made, _ = device(KINDS["xpu"])
-    assert native_ability(made, 1) == (False, "no library of collectives is used on xpu")
+    made, _ = device(MPS)
+    assert native_ability(made, 1) == (False, "no library of collectives is used on mps")
+    made, _ = device(KINDS["xpu"], sharers=2)
+    assert native_ability(made, 2) == (False, "2 ranks share a device, which oneCCL refuses")
 
 
 def test_ranks_share_a_device_only_where_there_are_fewer_devices():

@@ -157,6 +157,10 @@ class Accelerator(ABC):
     @abstractmethod
     def new_stream(self) -> Stream: ...
 
+    def launch_stream(self) -> Stream:
+        """Return a stream that nobody shares: operations on it wait for other ranks."""
+        return self.new_stream()
+
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager:
         """Let what this thread queues inside the block go to a stream."""

@@ -14,7 +14,7 @@ from hpctrain.comm.accelerators.detect import DEVICE_VARIABLE, FAMILY_VARIABLE, 
 from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind
 from hpctrain.comm.routes.abilities import ON_HOST, Ability, Devices, FamilyAbilities, all_of, combine
 from hpctrain.comm.routes.cuda_aware import asked_direct, exchange_in_ring, probe_direct
-from hpctrain.comm.routes.nccl import load_nccl
+from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.config.errors import TopologyError
@@ -97,7 +97,7 @@ def native_ability(accelerator: Accelerator, sharers: int) -> Ability:
         return Ability(False, f"{sharers} ranks share a device, which {kind.library} refuses")
     if re.search(MIG_PATTERN, accelerator.model.lower()):
         return Ability(False, f"{accelerator.model} is a part of a device (MIG), which {kind.library} refuses")
-    return load_nccl().ability
+    return load_library(kind).ability
 
 
 def confirm_direct(

@@ -24,8 +24,14 @@ class DeviceKind(NamedTuple):
     """Which attribute of a stream is the driver's handle; empty where streams have none."""
     library: str = ""
     """The maker's library of collectives; empty where hpctrain uses none."""
+    backend: str = ""
+    """What torch.distributed calls the library."""
+    not_summed: tuple[str, ...] = ()
+    """Dtypes that the backend does not sum: they are exchanged, and summed by ourselves."""
+    debug: str = ""
+    """The variable by which the library says more."""
     uses_cupy: bool = False
-    """Whether CuPy is built for it: it brings the library of collectives and views of device memory for MPI."""
+    """Whether CuPy is built for it, which then has the library of collectives, and views of device memory for MPI."""
     plugin: str = ""
     """The package that adds it to torch; empty where torch has it."""
     build: str = ""
@@ -44,13 +50,38 @@ CUDA = DeviceKind(
     ("/dev/nvidiactl", "/dev/dxg"),
     stream_attribute="cuda_stream",
     library="NCCL",
+    backend="nccl",
+    debug="NCCL_DEBUG=INFO",
     uses_cupy=True,
-    # Of cuBLAS: without it, products on several streams may sum in another order from run to run.
-    environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),),
+    # Of cuBLAS: without it, products on several streams may sum in another order from run to run. Of torch.distributed:
+    # its own thread would end the process at an error, before hpctrain can say where.
+    environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")),
 )
 ROCM = CUDA._replace(name="rocm", maker="AMD", driver_files=("/dev/kfd",), library="RCCL")
-XPU = DeviceKind("xpu", "Intel", "xpu", ("/dev/dri",), stream_attribute="sycl_queue", build="+xpu")
-NPU = DeviceKind("npu", "Huawei", "npu", ("/dev/davinci_manager",), stream_attribute="npu_stream", plugin="torch_npu")
+XPU = DeviceKind(
+    "xpu",
+    "Intel",
+    "xpu",
+    ("/dev/dri",),
+    stream_attribute="sycl_queue",
+    library="oneCCL",
+    backend="xccl",
+    debug="CCL_LOG_LEVEL=info",
+    build="+xpu",
+)
+NPU = DeviceKind(
+    "npu",
+    "Huawei",
+    "npu",
+    ("/dev/davinci_manager",),
+    stream_attribute="npu_stream",
+    library="HCCL",
+    backend="hccl",
+    not_summed=("float64", "uint8"),
+    debug="ASCEND_GLOBAL_LOG_LEVEL=1",
+    plugin="torch_npu",
+    environment=(("HCCL_DETERMINISTIC", "true"),),  # the same order in every sum
+)
 MPS = DeviceKind(
     "mps",
     "Apple",

@@ -17,8 +17,8 @@ from hpctrain.config.errors import TopologyError
 
 # Large enough for all multiprocessors to be busy, small enough for old devices in fp32: 0.14 TFLOP a product.
 MEASURED_SIZE, MEASURED_PRODUCTS = 4096, 8
-POOLED_STREAMS = 32
-"""How many streams torch has; it hands them out round-robin, so that the next one is the first again."""
+SHARED_STREAMS = 24
+"""How many streams routes by messages share without CuPy. Torch has 32, and hands them out round-robin."""
 LIBRARY_BYTES = 1 << 30
 """For the buffers of a library of collectives: NCCL takes 0.1 to 0.4 GB for a communicator, and a rank has a few."""
 FRAGMENTATION_SHARE = 0.04
@@ -129,17 +129,23 @@ class TorchAccelerator(Accelerator):
     def new_stream(self) -> Stream:
         """Return a stream that is nobody else's: CuPy's, since those of torch's pool come again after 32.
 
-        Without CuPy there is no library whose operations wait for other ranks on the device. A stream that two routes
-        share then only makes one wait for the other's copies.
+        Without CuPy it is one of a few: where two routes share one, one waits for the other's copies, and for no rank.
         """
-        self._num_streams += 1
         if self.cupy is not None and self._kind.has_streams:
             with self.cupy.cuda.Device(self._index):
                 made = self.cupy.cuda.Stream(non_blocking=True)
             stream = self._module.ExternalStream(made.ptr, device=self.device)
             stream.hpctrain_owner = made  # it ends with the last who uses it
             return stream
-        return self._pooled_stream()
+        self._num_streams += 1
+        return self._shared_streams[self._num_streams % SHARED_STREAMS]
+
+    @cached_property
+    def _shared_streams(self) -> list[Any]:
+        return [self._pooled_stream() for _ in range(SHARED_STREAMS)]
+
+    def launch_stream(self) -> Stream:
+        return self._pooled_stream(priority=-1) if self.cupy is None else self.new_stream()
 
     def on(self, stream: Stream) -> AbstractContextManager:
         return self._module.stream(stream) if self._kind.has_streams else nullcontext()

@@ -24,7 +24,7 @@ class FamilyAbilities:
     name: str
     kind: str
     native: Ability
-    """The vendor's library (NCCL, RCCL)."""
+    """The maker's library (NCCL, RCCL, oneCCL, HCCL)."""
     direct: Ability
     """An MPI that takes pointers to memory of the devices."""
 
@@ -55,7 +55,7 @@ def device_route(one: FamilyAbilities, other: FamilyAbilities) -> tuple[str, str
     | families                | route  | collectives            | messages                       | if           |
     |-------------------------|--------|------------------------|--------------------------------|--------------|
     | cpu, cpu                | host   | `Topology.route`       | MPI on host memory             |              |
-    | the same, of devices    | native | NCCL, RCCL             | as in the next two rows        | library      |
+    | the same, of devices    | native | the maker's library    | as in the next two rows        | library      |
     | both of devices         | direct | ours over messages     | MPI on device memory           | probe of MPI |
     | both of devices         | staged | ours over messages     | MPI through pinned host memory |              |
     | cpu and one of devices  | staged | ours over messages     | ... at the device's end        |              |

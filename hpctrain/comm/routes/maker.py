@@ -1,16 +1,20 @@
 """Makes what a group communicates by: on the host as `Topology.route` says, on devices as `device_route` says."""
 
 from collections.abc import Sequence
+from functools import partial
 
+from hpctrain.comm.accelerators.kinds import KINDS
 from hpctrain.comm.collectives.flat import FlatCollectives
 from hpctrain.comm.collectives.hierarchical import Collectives, HierarchicalCollectives
 from hpctrain.comm.collectives.shared import SharedCollectives
 from hpctrain.comm.communicator import Backend
 from hpctrain.comm.routes.abilities import Ability, Devices, device_route, message_route
 from hpctrain.comm.routes.device_transport import DeviceTransport
-from hpctrain.comm.routes.nccl import NativeCollectives, connect_native, load_nccl
+from hpctrain.comm.routes.native import NativeCollectives, connect_native
+from hpctrain.comm.routes.nccl import NcclCollectives
 from hpctrain.comm.routes.peer_memory import PeerMemory, connect_peers
 from hpctrain.comm.routes.streamed import ByMemory, StreamedCollectives
+from hpctrain.comm.routes.torch_groups import load_library
 from hpctrain.comm.routes.transport import HostTransport, Transport
 from hpctrain.comm.settings import Pace, Settings
 
@@ -27,7 +31,7 @@ class RouteMaker:
     """Makes backends for groups of one world. Ranks of a group must call in the same order of calls."""
 
     def __init__(self, mpi, parent, settings: Settings, nccl=None):
-        """`parent` is the communicator of all ranks. `nccl` replaces the library, for tests."""
+        """`parent` is the communicator of all ranks. `nccl` replaces CuPy's module, for tests."""
         self.mpi, self.rank = mpi, parent.rank
         self._parent = parent
         self._topology, self._preferences = settings.topology, settings.preferences
@@ -146,11 +150,12 @@ class RouteMaker:
         if len(families) == 1:
             own = self._family(self.rank)
             if device_route(own, own)[0] == "native":
-                nccl = self._nccl or load_nccl().module
-                native = connect_native(nccl, transport.comm, self._devices.accelerator)
+                accelerator = self._devices.accelerator
+                make = partial(NcclCollectives, self._nccl) if self._nccl else load_library(KINDS[own.kind]).make
+                native = connect_native(make, transport.comm, accelerator)
                 if isinstance(native, NativeCollectives):
                     self._natives.append(native)
-                    return ByMemory(native, flat, self._devices.accelerator)
+                    return ByMemory(native, flat, accelerator)
                 self._refusal = native.reason
         hosts = self._topology.domains(ranks, "host")
         domains = next((d for d in (families, hosts) if 1 < len(d) < len(ranks)), None)

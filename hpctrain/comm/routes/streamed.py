@@ -9,7 +9,7 @@ from hpctrain.comm.accelerators.base import Accelerator, Event
 from hpctrain.comm.collectives.hierarchical import Collectives
 from hpctrain.comm.launches import Asked, Composite, DeviceLaunch
 from hpctrain.comm.routes.device_transport import DeviceTransport
-from hpctrain.comm.routes.nccl import NativeCollectives
+from hpctrain.comm.routes.native import NativeCollectives
 from hpctrain.comm.steps import Pending, Ready, Steps
 from hpctrain.sharding.intervals import Interval
 

@@ -1,0 +1,208 @@
+"""Collectives through torch.distributed: its backend gloo stands for a maker's library, and a pretended device for his.
+
+Gloo's calls return when all ranks have come, and those of a library on a device at once: see `test_torch_device.py`.
+"""
+
+import time
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed import distributed_c10d
+
+from hpctrain.comm.accelerators.kinds import KINDS, DeviceKind
+from hpctrain.comm.routes import torch_groups
+from hpctrain.comm.routes.native import Connection
+from hpctrain.comm.routes.torch_groups import TorchCollectives
+from hpctrain.config.errors import CommError
+from tests.examples import costly
+from tests.ranks.fake_devices import FakeAccelerator
+from tests.ranks.given_on_ranks import given_on_ranks
+from tests.ranks.small_runs import largest_relative_difference, losses, losses_of_one_rank
+from tests.ranks.test_launches import PLANS, job_of
+from tests.ranks.test_staged import FAMILIES, Pretended, cases, check_collectives
+
+GLOO = DeviceKind("gloo", "nobody", "cpu", (), library="Gloo", backend="gloo", debug="GLOO_DEBUG=1")
+
+
+@contextmanager
+def of_kind(kind: DeviceKind = GLOO):
+    """Make it the kind of the devices of family a."""
+    with patch.dict(KINDS, {"gloo": kind}), patch.dict(FAMILIES, {"a": "gloo"}):
+        yield
+
+
+def pretended_ranks(world, families: str = "") -> Pretended:
+    families = families or "a" * world.size
+    return Pretended(world, families, native=True, device=FakeAccelerator(families[world.rank], kind="gloo"))
+
+
+def case_of(world, dtype: str, size: int = 100) -> dict:
+    ranks = list(range(world.size))
+    counts = [0, *(3 * i for i in ranks[1:])]
+    return {"ranks": ranks, "size": size, "dtype": dtype, "op": "sum", "counts": counts, "root": 1, "seed": 1}
+
+
+@contextmanager
+def called(names: list[tuple[str, torch.dtype]]):
+    """List what process groups are asked for, and the dtypes."""
+    run = TorchCollectives._run
+
+    def noting(self, call, *arguments, **options):
+        first = arguments[0]
+        names.append((call, (first[0] if isinstance(first, list) else first).dtype))
+        assert self._accelerator._stream is self._accelerator.launches.stream, "all launches are on one stream"
+        run(self, call, *arguments, **options)
+
+    with patch.object(TorchCollectives, "_run", noting):
+        yield
+
+
+@pytest.mark.timeout(120)
+@given_on_ranks(cases(), max_examples=costly(40))
+def test_collectives_agree_with_a_reference(world, case):
+    """Of any of the ranks, in any order: only members call."""
+    if world.rank not in case["ranks"]:
+        return
+    with of_kind():
+        pretended = pretended_ranks(world)
+        comm = pretended.group(case["ranks"])
+        check_collectives(comm, case, pretended.later)
+        assert comm.route == "Gloo"
+        comm.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16", "int64"])
+def test_what_is_asked_of_a_process_group(world, dtype):
+    names: list = []
+    with of_kind(GLOO._replace(not_summed=("float64",))), called(names):
+        pretended = pretended_ranks(world)
+        comm = pretended.group(range(world.size))
+        del names[:]
+        check_collectives(comm, case_of(world, dtype), pretended.later)
+        comm.close()
+    summed = [asked for call, asked in names if call in ("allreduce", "_reduce_scatter_base")]
+    own = {"fp32": torch.float32, "int64": torch.int64}
+    assert set(summed) == ({own[dtype]} if dtype in own else set()), "others are summed by ourselves"
+    assert {call for call, _ in names} >= {"alltoall_base", "_allgather_base", "broadcast"}
+
+
+@pytest.mark.timeout(60)
+def test_half_precision_is_summed_in_fp32(world):
+    kept = len(distributed_c10d._world.pg_map)
+    with of_kind():
+        pretended = pretended_ranks(world)
+        comm = pretended.group(range(world.size))
+        for size in (1, 8, 20_000):
+            tensor = pretended.later(torch.full((size,), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16))
+            comm.all_reduce(tensor)
+            assert (tensor == torch.tensor(256.0 + (comm.size - 1)).bfloat16()).all()
+        comm.close()
+    assert len(distributed_c10d._world.pg_map) == kept, "torch keeps nothing of it"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("plan", [PLANS[1], PLANS[3], PLANS[4]], ids=str)
+def test_training_with_all_overlaps_gives_the_bits_of_training_without(world, tokens, plan):
+    alone = losses_of_one_rank(world, tokens, "gpt2", 3)
+    results = []
+    with of_kind():
+        for on in (True, False):
+            pretended = pretended_ranks(world)
+            results.append(losses(pretended, job_of(tokens, plan, on), 3, pretended.device))
+            pretended.close()
+    assert results[0] == results[1]
+    assert largest_relative_difference(results[0], alone) < 1e-5
+
+
+def refused(world) -> str:
+    """Return why a group does without its library; it works by messages."""
+    start = time.monotonic()
+    pretended = pretended_ranks(world)
+    comm = pretended.group(range(world.size))
+    check_collectives(comm, case_of(world, "fp32"), pretended.later)
+    assert comm.route != "Gloo"
+    comm.close()
+    assert time.monotonic() - start < 40, "nobody waits for ever"
+    reasons = world.broadcast_object(world.gather_objects(comm.reason))
+    assert len(set(reasons)) == 1, "all ranks give the same reason"
+    return comm.reason
+
+
+@pytest.mark.timeout(60)
+def test_a_group_without_its_backend_goes_by_messages_and_says_why(world):
+    with of_kind(GLOO._replace(backend="xccl")):
+        assert "Gloo refuses these" in (reason := refused(world)) and "XCCL" in reason and "GLOO_DEBUG=1" in reason
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_does_not_reach_the_store_leaves_all_ranks_to_messages(world, failing):
+    real = torch_groups.dist.TCPStore
+
+    def store(*arguments, **options):
+        if world.rank == failing:
+            raise ConnectionError(f"rank {failing} has no network")
+        return real(*arguments, **options)
+
+    with of_kind(), patch.object(torch_groups.dist, "TCPStore", store):
+        assert f"ConnectionError: rank {failing} has no network" in refused(world)
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_makes_no_group_leaves_all_ranks_to_messages(world):
+    real = distributed_c10d._new_process_group_helper
+
+    def make(*arguments, **options):
+        if world.rank == 1:
+            raise RuntimeError("no device is left")
+        return real(*arguments, **options)
+
+    few = patch.object(torch_groups, "GROUP_SECONDS", 5.0)
+    with of_kind(), few, patch.object(distributed_c10d, "_new_process_group_helper", make):
+        assert "refuses these" in refused(world)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_lost_peer_is_an_error_on_every_other_rank(world, leaves):
+    """One that closes its connections, and one that is silent."""
+    with of_kind(), patch.object(torch_groups, "GROUP_SECONDS", 5.0):
+        pretended = pretended_ranks(world)
+        comm = pretended.group(range(world.size))
+        world.gather_objects(None)
+        start = time.monotonic()
+        if world.rank == world.size - 1:
+            if leaves:
+                comm.abandon()
+        else:
+            with pytest.raises(CommError, match="Gloo reports: .*; a rank or its network may be gone"):
+                for _ in range(3):  # who is no neighbour of the lost one may finish an operation, but not several
+                    comm.all_reduce(pretended.later(torch.ones(1000)))
+            comm.abandon()
+        assert time.monotonic() - start < 40
+        world.gather_objects(None)
+        comm.abandon()
+
+
+@pytest.mark.timeout(60)
+def test_an_error_that_torch_notices_by_itself_ends_the_wait(world):
+    with of_kind():
+        pretended = pretended_ranks(world)
+        comm = pretended.group(range(world.size))
+        (native,) = comm._backend.collectives._natives
+        assert isinstance(native.connection, Connection)
+        group = native.connection.communicator
+        group._get_error = lambda: ErrorType.SUCCESS
+        native.connection.look()
+        native.check()
+        group._get_error = lambda: ErrorType.REMOTE_ERROR
+        native.connection.look()
+        with pytest.raises(CommError, match="Gloo reports: REMOTE_ERROR; .*GLOO_DEBUG=1 shows which"):
+            native.check()
+        world.gather_objects(None)
+        comm.abandon()

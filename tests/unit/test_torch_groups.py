@@ -1,0 +1,78 @@
+"""A maker's library through torch.distributed: which one is used, and that a host waits for no device with streams.
+
+Its sums are in `tests/ranks/test_torch_groups.py`.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch.distributed import distributed_c10d
+
+from hpctrain.comm.accelerators.bind import native_ability
+from hpctrain.comm.accelerators.kinds import CUDA, KINDS
+from hpctrain.comm.accelerators.torch_device import SHARED_STREAMS
+from hpctrain.comm.launches import DeviceLaunch
+from hpctrain.comm.routes.abilities import Ability
+from hpctrain.comm.routes.nccl import Nccl
+from hpctrain.comm.routes.torch_groups import TorchCollectives, load_library
+from tests.ranks.fake_devices import FakeAccelerator
+from tests.unit.test_torch_device import SOON, Looking, device
+
+
+def test_a_library_that_torch_has_no_backend_for_is_not_used_and_the_reason_says_so(monkeypatch):
+    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.dist.is_backend_available", lambda name: name == "hccl")
+    reason = load_library(KINDS["xpu"]).ability.reason
+    assert reason.endswith("has no backend for oneCCL, which is called xccl")
+    made = native_ability(device(KINDS["npu"]._replace(torch_type="privateuseone"))[0], 1)
+    assert made.works and made.reason.endswith("does HCCL by its backend hccl")
+
+
+def test_without_cupy_the_library_is_that_of_torch_and_both_reasons_are_given(monkeypatch):
+    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.dist.is_backend_available", lambda name: True)
+    broken = Nccl(None, Ability(False, "CuPy cannot be used"))
+    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.load_nccl", lambda: broken)
+    make, ability = load_library(CUDA)
+    assert make is TorchCollectives and ability.works
+    assert ability.reason.startswith("CuPy cannot be used; torch") and ability.reason.endswith("its backend nccl")
+    works = Nccl(object(), Ability(True, "NCCL 2.27.3"))
+    monkeypatch.setattr("hpctrain.comm.routes.torch_groups.load_nccl", lambda: works)
+    make, ability = load_library(CUDA)
+    assert make is not TorchCollectives and ability == works.ability
+
+
+def test_without_cupy_no_route_has_the_stream_of_the_library():
+    made, _ = device(KINDS["xpu"])
+    made._given_cupy = None
+    streams = [made.new_stream() for _ in range(100)]
+    assert all(stream is not made.launches.stream for stream in streams)
+    assert len({id(stream) for stream in streams}) == SHARED_STREAMS
+
+
+class GroupOnDevice:
+    """A process group that does its operations on a stream of its own, whose `wait` lets the caller's stream wait."""
+
+    def __init__(self, accelerator: FakeAccelerator, done: list[str], name: str):
+        self.accelerator, self.done, self.name = accelerator, done, name
+        self.stream = accelerator.new_stream()
+
+    def allreduce(self, tensors, options):
+        assert not options.asyncOp and options.reduceOp == distributed_c10d.ReduceOp.SUM
+        self.stream.wait_event(self.accelerator.queued())
+        event = self.stream.add(lambda: self.done.append(self.name))
+        return SimpleNamespace(wait=lambda: self.accelerator._stream.wait_event(event))
+
+
+def test_operations_of_process_groups_are_queued_in_one_order_and_the_host_waits_for_none():
+    accelerator, done = Looking(), []
+    accelerator._stream.add(lambda: done.append("computed"))
+    for name in ("first", "second"):
+        native = object.__new__(TorchCollectives)
+        native._group, native._module = GroupOnDevice(accelerator, done, name), distributed_c10d
+        native.sums = [torch.float32]
+        values = torch.zeros(3)
+        launch = DeviceLaunch(accelerator.launches, native.all_reduce(values, "sum"), accelerator.queued(), [values])
+        launch.start(SOON, lambda: None)
+    assert done in ([], ["computed"]), "a fake device does one thing at a look"
+    launch.wait()
+    accelerator.finish_queued()
+    assert done == ["computed", "first", "second"]
