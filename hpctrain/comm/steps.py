@@ -4,6 +4,7 @@ Who drives the steps decides how the waiting is done: a blocking call waits poli
 something else meanwhile. Collectives are therefore written once for both.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ class Pending(NamedTuple):
     """Named in the error after the timeout."""
     not_before: Callable[[], float] | None = None
     """A time of `time.monotonic` before which polling is of no use, 0 where there is none; asked after each poll."""
-    is_moving: Callable[[], bool] | None = None
-    """Says whether some of it is in flight, where a transport knows that: not what a peer has yet to send."""
+    moving_until: Callable[[], float] | None = None
+    """A time of `time.monotonic` until which some of it is in flight, where a transport knows that: 0 where nothing is,
+    as what a peer has yet to send; infinite where a part is and another is not known."""
 
 
 Steps = Iterator[Pending]
@@ -49,5 +51,9 @@ def until_all(ready: Sequence[Ready], awaited: str) -> Steps:
         known = times()
         return max(known) if known and all(known) else 0.0  # as long as one moves when it is polled, all are
 
+    def moving_until() -> float:
+        known = times()
+        return max(known, default=0.0) if all(known) or not any(known) else math.inf
+
     if open_ones:
-        yield Pending(all_ready, awaited, not_before, lambda: any(times()))
+        yield Pending(all_ready, awaited, not_before, moving_until)

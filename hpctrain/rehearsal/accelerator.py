@@ -166,11 +166,9 @@ class RehearsedAccelerator(CpuAccelerator):
             return
         seconds = seconds_of(func, args, outputs, truth)
         if seconds:
-            if clock.is_moving:
-                seconds *= truth.overlap_slowdown
             if truth.jitter_share:
                 seconds *= max(0.0, self._random.gauss(1.0, truth.jitter_share))
-            clock.charge(seconds * self.time_scale)
+            clock.charge(clock.slowed(seconds * self.time_scale, truth.overlap_slowdown))
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor for as long as it lives. Raises torch.OutOfMemoryError as a device would."""

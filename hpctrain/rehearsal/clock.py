@@ -56,13 +56,14 @@ class Clock:
         self.busy_seconds += seconds
         self._wait(LONGEST_LEAD_SECONDS)
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether bytes of an operation are in flight: they slow down what is computed meanwhile.
+    def slowed(self, seconds: float, times: float) -> float:
+        """Return what takes so long alone, queued now, where it takes `times` as long while bytes are in flight.
 
-        One that waits for a rank which has not come to it moves nothing.
+        An operation that waits for a rank which has not come to it moves nothing.
         """
-        return any(operation.is_moving for operation in tuple(self.in_flight))
+        until = max((operation.moving_until for operation in tuple(self.in_flight)), default=0.0)
+        moving = max(0.0, until - self.compute.done_at)
+        return min(seconds * times, seconds + moving * (1 - 1 / times))
 
     @property
     def is_communicating(self) -> bool:
@@ -173,10 +174,10 @@ class Paced:
             self.ended, self._late = stream.done_at, stream.late
 
     @property
-    def is_moving(self) -> bool:
-        """Any thread may ask."""
+    def moving_until(self) -> float:
+        """See `Pending`. Any thread may ask."""
         pending = self._pending
-        return pending is not None and pending.is_moving is not None and pending.is_moving()
+        return 0.0 if pending is None or pending.moving_until is None else pending.moving_until()
 
     def meet(self) -> None:
         """Let the device wait for what the group has done: called by who has waited for it."""
