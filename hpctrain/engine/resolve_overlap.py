@@ -209,7 +209,7 @@ def _predicted_rows(
             value, prediction = True, make(Setup.of_job(switched(job, WHOLE_ROWS | {key: True}))).predict()
         else:
             is_open = Setup.of_job(switched(job, WHOLE_ROWS | {key: None}))
-            predictor, prediction = predict_in_parts(is_open, plan, make)
+            predictor, prediction = predict_in_parts(is_open, plan, lambda setup, like: make(setup, like=like))
             value = predictor.setup.tensor_parts or 1
         seconds = prediction.step_seconds
         reasons[key] = f"a step is predicted to take {seconds / whole:.3f} of the time with it, and {PAYS} pays"

@@ -107,9 +107,11 @@ class Predictor:
         cluster: Cluster,
         efficiencies: Mapping[str, Efficiency] | None = None,
         prices: Prices | None = None,
+        like: "Predictor | None" = None,
     ):
         """`efficiencies` are by family, in place of the catalogue's. `prices` are those of other plans of the setup, in
-        whatever parts, on the cluster."""
+        whatever parts, on the cluster. `like` is of a plan with the same tiles, and of the setup in other parts: what
+        they have in common is not computed again."""
         self.setup, self.plan, self.cluster = setup, plan, cluster
         self._overlapped_work = setup.bucket_bytes is not None
         self._bucket_bytes = setup.bucket_bytes and max(setup.bucket_bytes, self._rank_bytes // MOST_BUCKETS)
@@ -122,6 +124,9 @@ class Predictor:
         self._passes: dict[tuple, dict[str, PassCost]] = {}
         self._sums: dict[tuple, tuple[list[float], list[float]]] = {}
         self._until: dict[Tile, tuple[list[float], list[float]]] = {}
+        if like is not None and like.plan.tiles == plan.tiles:
+            self._shards_by_tile, self._sharers = like._shards_by_tile, like._sharers
+            self._exchanges, self._messages = like._exchanges, like._messages
 
     def _families_of(self, number: int, tile: Tile) -> tuple[str, ...]:
         result = tuple(dict.fromkeys(self.cluster.devices[rank].family for rank in tile.ranks))
@@ -203,9 +208,22 @@ class Predictor:
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
+        sharings = tuple(itertools.starmap(self._sharing, self._exchanges))
+        return Costs(
+            tiles,
+            messages=self._messages[0],
+            sharings=sharings,
+            agree_seconds=self._messages[1],
+            blocking_share=self._blocking_share(),
+            leaving=self._messages[2],
+        )
+
+    @cached_property
+    def _messages(self) -> tuple[dict[tuple[Tile, Tile], float], float, frozenset[tuple[Tile, Tile]]]:
+        """The seconds of messages between tiles, those until all agree, and which messages leave a node."""
         messages = arrivals(self.setup, self.plan, self.network)
         agree = self.network.group_seconds("all_reduce", AGREED_BYTES, self.plan.ranks)
-        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share(), crossing(messages, self.network))
+        return messages, agree, crossing(messages, self.network)
 
     def _blocking_share(self) -> float:
         stack, tile = self.setup.stack, max(self.plan.tiles, key=lambda tile: tile.rows.size)
@@ -313,8 +331,10 @@ class Predictor:
         seconds = offloaded_update_seconds if tile.offloads_optimizer else update_seconds
         return max(seconds(self.setup, self._devices[f], self._updated(tile)) for f in self._families[tile])
 
-    def _sharings(self) -> tuple[Sharing, ...]:
-        result: dict[tuple, Sharing] = {}
+    @cached_property
+    def _exchanges(self) -> tuple[tuple[ShardGroup, Sharing], ...]:
+        """What each group exchanges, but for when gradients are made and weights needed."""
+        result: dict[tuple, tuple[ShardGroup, Sharing]] = {}
         for tile in self.plan.tiles:
             self._rank_shards(tile)
         for shards, rank in self._shards_by_tile.values():
@@ -323,12 +343,11 @@ class Predictor:
                 known[group.ranks, group.items] += 1
                 key = group.ranks, group.items, known[group.ranks, group.items]
                 if len(group.ranks) > 1 and key not in result:
-                    result[key] = self._sharing(group, self._stored(group, self.plan.tile_of(rank).tensor.z))
+                    result[key] = group, self._exchange(group, self._stored(group, self.plan.tile_of(rank).tensor.z))
         return tuple(result.values())
 
-    def _sharing(self, group: ShardGroup, stored: int) -> Sharing:
-        """Return what a group exchanges that stores so many weights; where that is overlapped, with when gradients are
-        made and weights needed."""
+    def _exchange(self, group: ShardGroup, stored: int) -> Sharing:
+        """Return what a group exchanges that stores so many weights."""
 
         def seconds(operation: str, element_bytes: int) -> float:
             return self.network.group_seconds(operation, stored * element_bytes, group.ranks, self._sharers)
@@ -340,7 +359,10 @@ class Predictor:
             gather = seconds("all_gather", self.setup.item_bytes)
         # Of each rank the first tile with one of the items: where weights are needed first, and gradients final last.
         firsts = (next(t for t in self.plan.tiles_of(r) if any(map(t.contains, group.items))) for r in group.ranks)
-        sharing = Sharing(tuple(dict.fromkeys(firsts)), reduce, gather)
+        return Sharing(tuple(dict.fromkeys(firsts)), reduce, gather)
+
+    def _sharing(self, group: ShardGroup, sharing: Sharing) -> Sharing:
+        """Return it with when gradients are made and weights needed, where that is overlapped."""
         if not self._overlapped_work:
             return sharing
         ready, needed, before = {}, {}, {}
@@ -420,22 +442,25 @@ class Predictor:
 
 
 def predict_in_parts(
-    setup: Setup, plan: Plan, make: Callable[[Setup], Predictor], promising: Collection[int] = PART_COUNTS
+    setup: Setup,
+    plan: Plan,
+    make: Callable[[Setup, Predictor | None], Predictor],
+    promising: Collection[int] = PART_COUNTS,
 ) -> tuple[Predictor, Prediction]:
     """Predict a step in the number of parts that is the best for a plan, if it is worth it, else in one.
 
-    `make` makes a predictor of the plan for a setup. What is selected is in the predictor's. Only `promising` numbers
-    are tried after the first.
+    `make` makes a predictor of the plan for a setup, like another one. What is selected is in the predictor's. Only
+    `promising` numbers are tried after the first.
     """
     first, *more = part_counts(setup, [tile.tensor for tile in plan.tiles])
     more = [count for count in more if count in promising]
-    predictor = make(replace(setup, tensor_parts=first))
+    predictor = alone = make(replace(setup, tensor_parts=first), None)
     whole = last = predictor.predict()
     best = predictor, whole
     if whole.breakdown_seconds["tensor"] < (1 - PAYS) * whole.step_seconds:
         return best
     for count in more:
-        predictor = make(replace(setup, tensor_parts=count))
+        predictor = make(replace(setup, tensor_parts=count), alone)
         prediction = predictor.predict()
         if (whole.fits and not prediction.fits) or prediction.step_seconds >= last.step_seconds:
             break

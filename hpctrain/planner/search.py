@@ -371,8 +371,8 @@ class Search:
 
     # ---- timing ------------------------------------------------------------------------------------------------------
 
-    def _predictor(self, plan: Plan, setup: Setup) -> Predictor:
-        return Predictor(setup, plan, self._cluster, prices=self.costs.prices)
+    def _predictor(self, plan: Plan, setup: Setup, like: Predictor | None) -> Predictor:
+        return Predictor(setup, plan, self._cluster, prices=self.costs.prices, like=like)
 
     def _time_one(self, layout: SearchLayout) -> SimulatedPlan | None:
         """Return a layout with its time, cut into whole blocks where it does not fit else; None where neither does."""
@@ -389,7 +389,7 @@ class Search:
             return None
         result = [SimulatedPlan(layout, plan, prediction)]
         for other in with_extra_warmup(plan, predictor.costs, predictor.headroom), zero_bubble(plan):
-            if other and (prediction := self._predictor(other, predictor.setup).predict()).fits:
+            if other and (prediction := self._predictor(other, predictor.setup, predictor).predict()).fits:
                 result.append(SimulatedPlan(layout, other, prediction, result[0].seconds))
         return min(result, key=_by_seconds)
 
