@@ -208,15 +208,8 @@ class Predictor:
             if key not in known:
                 known[key] = self._tile_cost(tile, row_chunks, splits)
             tiles[tile] = known[key]
-        sharings = tuple(itertools.starmap(self._sharing, self._exchanges))
-        return Costs(
-            tiles,
-            messages=self._messages[0],
-            sharings=sharings,
-            agree_seconds=self._messages[1],
-            blocking_share=self._blocking_share(),
-            leaving=self._messages[2],
-        )
+        messages, agree, crossed = self._messages
+        return Costs(tiles, messages, self._sharings(), agree, self._blocking_share(), crossed)
 
     @cached_property
     def _messages(self) -> tuple[dict[tuple[Tile, Tile], float], float, frozenset[tuple[Tile, Tile]]]:
@@ -330,6 +323,9 @@ class Predictor:
     def _update_seconds(self, tile: Tile) -> float:
         seconds = offloaded_update_seconds if tile.offloads_optimizer else update_seconds
         return max(seconds(self.setup, self._devices[f], self._updated(tile)) for f in self._families[tile])
+
+    def _sharings(self) -> tuple[Sharing, ...]:
+        return tuple(itertools.starmap(self._sharing, self._exchanges))
 
     @cached_property
     def _exchanges(self) -> tuple[tuple[ShardGroup, Sharing], ...]:
